@@ -1,0 +1,356 @@
+//! Annotations: upstream's names, Torpor's own, and the checking of values that users write.
+//!
+//! A Torpor setting may stand on the Sandbox itself or in its pod template; the Sandbox wins. A wrong value never stops a sandbox: the default
+//! applies and [`Settings::problems`] says what was wrong.
+
+use std::collections::BTreeMap;
+
+// --- upstream -------------------------------------------------------------------------------------------------------------------------
+/// Name of the Pod that belongs to the Sandbox.
+pub const POD_NAME: &str = "agents.x-k8s.io/pod-name";
+/// Name of the SandboxTemplate that a Sandbox was made from.
+pub const SANDBOX_TEMPLATE_REF: &str = "agents.x-k8s.io/sandbox-template-ref";
+/// Name of the Sandbox that a claim holds.
+pub const SANDBOX_NAME: &str = "agents.x-k8s.io/sandbox-name";
+/// On a Pod: comma list of the template's labels that were copied to it.
+pub const PROPAGATED_LABELS: &str = "agents.x-k8s.io/propagated-labels";
+/// On a Pod: comma list of the template's annotations that were copied to it.
+pub const PROPAGATED_ANNOTATIONS: &str = "agents.x-k8s.io/propagated-annotations";
+/// When a controller first saw the claim.
+pub const CONTROLLER_FIRST_OBSERVED_AT: &str = "agents.x-k8s.io/controller-first-observed-at";
+/// When the client asked.
+pub const CLIENT_FIRST_REQUESTED_AT: &str = "agents.x-k8s.io/client-first-requested-at";
+/// W3C trace carrier as JSON; never copied to a Pod.
+pub const TRACE_CONTEXT: &str = "opentelemetry.io/trace-context";
+
+// --- what a user writes (Sandbox or pod template) ---------------------------------------------------------------------------------------
+/// Everything under this prefix is Torpor's; only the controller puts it on a Pod.
+pub const TORPOR_PREFIX: &str = "torpor.dev/";
+/// What `operatingMode: Suspended` does: see [`SuspensionStrategy`].
+pub const SUSPENSION_STRATEGY: &str = "torpor.dev/suspension-strategy";
+/// `"true"` hibernates in place. The controller copies it to the Pod.
+pub const HIBERNATE: &str = "torpor.dev/hibernate";
+/// What to do when memory cannot be restored: see [`OnRestoreFailure`]. Copied to the Pod.
+pub const ON_RESTORE_FAILURE: &str = "torpor.dev/on-restore-failure";
+/// Name of a SandboxSnapshot of the same namespace; the sandbox starts as a copy of it.
+pub const RESTORE_FROM: &str = "torpor.dev/restore-from";
+/// Name of a SnapshotClass.
+pub const SNAPSHOT_CLASS: &str = "torpor.dev/snapshot-class";
+
+// --- what the controller writes on a Pod ------------------------------------------------------------------------------------------------
+/// `"true"` pauses the sandbox and keeps it.
+pub const FREEZE: &str = "torpor.dev/freeze";
+/// Image to restore instead of starting cold; set only when the Pod is created.
+pub const RESTORE_IMAGE: &str = "torpor.dev/restore-image";
+/// `"true"` beside [`RESTORE_IMAGE`]: the user named the image, so that a used one is accepted.
+pub const RESTORE_COPY: &str = "torpor.dev/restore-copy";
+
+/// Finalizer of a SandboxSnapshot: bytes of it may lie on a node.
+pub const IMAGE_FINALIZER: &str = "torpor.dev/image";
+
+/// Torpor's annotations that users write.
+pub const USER_SETTINGS: [&str; 5] = [
+    SUSPENSION_STRATEGY,
+    HIBERNATE,
+    ON_RESTORE_FAILURE,
+    RESTORE_FROM,
+    SNAPSHOT_CLASS,
+];
+
+/// Torpor's annotations on a Pod: the only ones, all written by the controller.
+pub const ON_POD: [&str; 5] = [
+    HIBERNATE,
+    FREEZE,
+    RESTORE_IMAGE,
+    RESTORE_COPY,
+    ON_RESTORE_FAILURE,
+];
+
+/// What `operatingMode: Suspended` does to the Pod.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SuspensionStrategy {
+    /// Keep memory in an image, then delete the Pod. Where the runtime cannot, as `Stop`.
+    #[default]
+    Hibernate,
+    /// Pause the sandbox and keep the Pod.
+    Freeze,
+    /// Delete the Pod; memory is lost. What upstream does.
+    Stop,
+}
+
+/// What happens when a sandbox's memory cannot be brought back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnRestoreFailure {
+    /// Stay down, keep the image, say why.
+    #[default]
+    Fail,
+    /// Start without the memory.
+    ColdStart,
+}
+
+impl OnRestoreFailure {
+    /// The annotation's value.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Fail => "Fail",
+            Self::ColdStart => "ColdStart",
+        }
+    }
+}
+
+/// A value that the key does not allow.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("annotation {key}: value {value:?} is not allowed; allowed: {allowed}")]
+pub struct InvalidAnnotation {
+    pub key: &'static str,
+    pub value: String,
+    pub allowed: &'static str,
+}
+
+/// Torpor's settings of one Sandbox, checked.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Settings {
+    /// `None` when nobody asked; then [`SuspensionStrategy::default`] applies where the node can.
+    pub suspension_strategy: Option<SuspensionStrategy>,
+    pub hibernate: bool,
+    /// `None` when nobody asked; see [`Settings::restore_policy`].
+    pub on_restore_failure: Option<OnRestoreFailure>,
+    pub restore_from: Option<String>,
+    pub snapshot_class: Option<String>,
+    /// One entry per wrong value, in the order of [`USER_SETTINGS`].
+    pub problems: Vec<InvalidAnnotation>,
+}
+
+impl Settings {
+    /// Reads the settings of a Sandbox: `own` are its annotations, `template` those of its pod template.
+    pub fn read(
+        own: Option<&BTreeMap<String, String>>,
+        template: Option<&BTreeMap<String, String>>,
+    ) -> Self {
+        let value = |key: &str| {
+            own.and_then(|all| all.get(key))
+                .or_else(|| template.and_then(|all| all.get(key)))
+        };
+        let mut problems = Vec::new();
+        let suspension_strategy =
+            checked(value(SUSPENSION_STRATEGY), parse_strategy, &mut problems);
+        let hibernate = checked(value(HIBERNATE), parse_hibernate, &mut problems);
+        let on_restore_failure = checked(value(ON_RESTORE_FAILURE), parse_policy, &mut problems);
+        let restore_from = checked(
+            value(RESTORE_FROM),
+            |v| parse_name(RESTORE_FROM, v),
+            &mut problems,
+        );
+        let snapshot_class = checked(
+            value(SNAPSHOT_CLASS),
+            |v| parse_name(SNAPSHOT_CLASS, v),
+            &mut problems,
+        );
+        Self {
+            suspension_strategy,
+            hibernate: hibernate.unwrap_or_default(),
+            on_restore_failure,
+            restore_from,
+            snapshot_class,
+            problems,
+        }
+    }
+
+    /// The policy that applies.
+    pub fn restore_policy(&self) -> OnRestoreFailure {
+        self.on_restore_failure.unwrap_or_default()
+    }
+
+    /// The strategy that applies.
+    pub fn strategy(&self) -> SuspensionStrategy {
+        self.suspension_strategy.unwrap_or_default()
+    }
+}
+
+fn checked<T>(
+    value: Option<&String>,
+    parse: impl Fn(&str) -> Result<T, InvalidAnnotation>,
+    problems: &mut Vec<InvalidAnnotation>,
+) -> Option<T> {
+    match parse(value?) {
+        Ok(parsed) => Some(parsed),
+        Err(problem) => {
+            problems.push(problem);
+            None
+        }
+    }
+}
+
+/// Parses the value of [`SUSPENSION_STRATEGY`].
+pub fn parse_strategy(value: &str) -> Result<SuspensionStrategy, InvalidAnnotation> {
+    match value {
+        "Hibernate" => Ok(SuspensionStrategy::Hibernate),
+        "Freeze" => Ok(SuspensionStrategy::Freeze),
+        "Stop" => Ok(SuspensionStrategy::Stop),
+        _ => Err(invalid(
+            SUSPENSION_STRATEGY,
+            value,
+            "Hibernate, Freeze, Stop",
+        )),
+    }
+}
+
+/// Parses the value of [`HIBERNATE`].
+pub fn parse_hibernate(value: &str) -> Result<bool, InvalidAnnotation> {
+    match value {
+        "true" => Ok(true),
+        "false" => Ok(false),
+        _ => Err(invalid(HIBERNATE, value, "true, false")),
+    }
+}
+
+/// Parses the value of [`ON_RESTORE_FAILURE`].
+pub fn parse_policy(value: &str) -> Result<OnRestoreFailure, InvalidAnnotation> {
+    match value {
+        "Fail" => Ok(OnRestoreFailure::Fail),
+        "ColdStart" => Ok(OnRestoreFailure::ColdStart),
+        _ => Err(invalid(ON_RESTORE_FAILURE, value, "Fail, ColdStart")),
+    }
+}
+
+fn parse_name(key: &'static str, value: &str) -> Result<String, InvalidAnnotation> {
+    if is_dns_subdomain(value) {
+        Ok(value.to_owned())
+    } else {
+        Err(invalid(
+            key,
+            value,
+            "the name of an object (a DNS-1123 subdomain)",
+        ))
+    }
+}
+
+fn invalid(key: &'static str, value: &str, allowed: &'static str) -> InvalidAnnotation {
+    InvalidAnnotation {
+        key,
+        value: value.to_owned(),
+        allowed,
+    }
+}
+
+/// RFC 1123 subdomain, at most 253 characters: what Kubernetes asks of an object's name.
+pub fn is_dns_subdomain(text: &str) -> bool {
+    let label = |part: &str| {
+        let edge =
+            |c: Option<char>| c.is_some_and(|c| c.is_ascii_lowercase() || c.is_ascii_digit());
+        edge(part.chars().next())
+            && edge(part.chars().next_back())
+            && part
+                .chars()
+                .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-')
+    };
+    text.len() <= 253 && text.split('.').all(label)
+}
+
+/// Whether a pod template may not pass this annotation on to the Pod.
+pub fn is_system(key: &str) -> bool {
+    crate::labels::is_system(key) || key == TRACE_CONTEXT || key.starts_with(TORPOR_PREFIX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn map(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
+        pairs
+            .iter()
+            .map(|(k, v)| ((*k).to_owned(), (*v).to_owned()))
+            .collect()
+    }
+
+    #[test]
+    fn the_sandbox_wins_over_its_pod_template() {
+        let own = map(&[(SUSPENSION_STRATEGY, "Stop")]);
+        let template = map(&[(SUSPENSION_STRATEGY, "Freeze"), (HIBERNATE, "true")]);
+        let settings = Settings::read(Some(&own), Some(&template));
+        assert_eq!(settings.strategy(), SuspensionStrategy::Stop);
+        assert!(settings.hibernate);
+        assert!(settings.problems.is_empty());
+    }
+
+    #[test]
+    fn nothing_written_means_the_defaults() {
+        let settings = Settings::read(None, None);
+        assert_eq!(settings, Settings::default());
+        assert_eq!(settings.suspension_strategy, None);
+        assert_eq!(settings.strategy(), SuspensionStrategy::Hibernate);
+        assert_eq!(settings.restore_policy(), OnRestoreFailure::Fail);
+    }
+
+    #[test]
+    fn a_wrong_value_names_key_value_and_what_is_allowed_and_the_default_applies() {
+        let own = map(&[
+            (SUSPENSION_STRATEGY, "hibernate"),
+            (HIBERNATE, "yes"),
+            (ON_RESTORE_FAILURE, "Retry"),
+            (RESTORE_FROM, "Not A Name"),
+            (SNAPSHOT_CLASS, ""),
+        ]);
+        let settings = Settings::read(Some(&own), None);
+        let said: Vec<String> = settings.problems.iter().map(ToString::to_string).collect();
+        assert_eq!(
+            said,
+            [
+                r#"annotation torpor.dev/suspension-strategy: value "hibernate" is not allowed; allowed: Hibernate, Freeze, Stop"#,
+                r#"annotation torpor.dev/hibernate: value "yes" is not allowed; allowed: true, false"#,
+                r#"annotation torpor.dev/on-restore-failure: value "Retry" is not allowed; allowed: Fail, ColdStart"#,
+                r#"annotation torpor.dev/restore-from: value "Not A Name" is not allowed; allowed: the name of an object (a DNS-1123 subdomain)"#,
+                r#"annotation torpor.dev/snapshot-class: value "" is not allowed; allowed: the name of an object (a DNS-1123 subdomain)"#,
+            ]
+        );
+        assert_eq!(
+            Settings {
+                problems: Vec::new(),
+                ..settings
+            },
+            Settings::default()
+        );
+    }
+
+    #[test]
+    fn a_wrong_value_on_the_sandbox_hides_a_right_one_in_the_template() {
+        let own = map(&[(SUSPENSION_STRATEGY, "Sleep")]);
+        let template = map(&[(SUSPENSION_STRATEGY, "Freeze")]);
+        let settings = Settings::read(Some(&own), Some(&template));
+        assert_eq!(settings.suspension_strategy, None);
+        assert_eq!(settings.problems.len(), 1);
+    }
+
+    #[test]
+    fn names_are_dns_subdomains() {
+        for good in ["a", "a-b", "a.b-c.d", "0", "sandbox-1a2b3c4d"] {
+            assert!(is_dns_subdomain(good), "{good}");
+        }
+        let long = "a".repeat(254);
+        for bad in [
+            "",
+            "-a",
+            "a-",
+            "A",
+            "a..b",
+            "a_b",
+            ".",
+            "a.",
+            "ä",
+            long.as_str(),
+        ] {
+            assert!(!is_dns_subdomain(bad), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_template_cannot_pass_on_system_or_torpor_annotations() {
+        for key in USER_SETTINGS.iter().chain(&ON_POD) {
+            assert!(is_system(key), "{key}");
+        }
+        for key in [POD_NAME, PROPAGATED_LABELS, TRACE_CONTEXT] {
+            assert!(is_system(key), "{key}");
+        }
+        assert!(!is_system("example.com/note"));
+    }
+}

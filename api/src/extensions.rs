@@ -1,0 +1,323 @@
+//! SandboxClaim, SandboxTemplate and SandboxWarmPool: upstream's `extensions.agents.x-k8s.io/v1beta1`, field for field.
+
+use k8s_openapi::{
+    api::networking::v1::{NetworkPolicyEgressRule, NetworkPolicyIngressRule},
+    apimachinery::pkg::apis::meta::v1::{Condition, Time},
+};
+use kube::{CustomResource, KubeSchema};
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    conditions,
+    sandbox::{PodMetadata, PodTemplate, VolumeClaimTemplate},
+};
+
+/// API group of the kinds of this module.
+pub const GROUP: &str = "extensions.agents.x-k8s.io";
+
+/// Desired state of a SandboxClaim.
+#[derive(CustomResource, Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[kube(
+    group = "extensions.agents.x-k8s.io",
+    version = "v1beta1",
+    kind = "SandboxClaim",
+    plural = "sandboxclaims",
+    shortname = "sandboxclaim",
+    namespaced,
+    status = "SandboxClaimStatus",
+    derive = "Default",
+    derive = "PartialEq",
+    doc = "SandboxClaim asks for a Sandbox from a warm pool.",
+    printcolumn(
+        name = "Ready",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type=='Ready')].status"
+    ),
+    printcolumn(name = "Sandbox", type_ = "string", json_path = ".status.sandbox.name"),
+    printcolumn(
+        name = "Reason",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type=='Ready')].reason"
+    ),
+    printcolumn(
+        name = "Age",
+        type_ = "date",
+        json_path = ".metadata.creationTimestamp"
+    )
+)]
+#[serde(rename_all = "camelCase")]
+pub struct SandboxClaimSpec {
+    /// Labels and annotations for the Pod, beside those of the template.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub additional_pod_metadata: Option<PodMetadata>,
+    /// Environment variables for the sandbox. With any, the sandbox starts cold.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[x_kube(merge_strategy = ListMerge::Atomic)]
+    pub env: Vec<ClaimEnvVar>,
+    /// When and how the claim ends. Unset: it never expires.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lifecycle: Option<ClaimLifecycle>,
+    /// Volume claims for the sandbox. With any, the sandbox starts cold.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[x_kube(merge_strategy = ListMerge::Atomic)]
+    pub volume_claim_templates: Vec<VolumeClaimTemplate>,
+    /// The pool to take a sandbox from.
+    pub warm_pool_ref: NameRef,
+}
+
+/// An environment variable for one container.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct ClaimEnvVar {
+    /// Container that gets the variable. Unset: the first one.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub container_name: String,
+    /// Name of the variable.
+    pub name: String,
+    /// Value of the variable.
+    pub value: String,
+}
+
+/// Lifetime of a claim.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct ClaimLifecycle {
+    /// What happens to the claim once it has expired.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(schema_with = "claim_shutdown_policy_schema")]
+    pub shutdown_policy: Option<ClaimShutdownPolicy>,
+    /// When the claim expires.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shutdown_time: Option<Time>,
+    /// How many seconds a finished claim is kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(schema_with = "ttl_schema")]
+    pub ttl_seconds_after_finished: Option<i32>,
+}
+
+/// What happens to an expired claim.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum ClaimShutdownPolicy {
+    Delete,
+    DeleteForeground,
+    #[default]
+    Retain,
+}
+
+/// Observed state of a SandboxClaim.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct SandboxClaimStatus {
+    /// Current conditions.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(schema_with = "conditions::list_schema")]
+    pub conditions: Vec<Condition>,
+    /// The Sandbox that the claim holds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sandbox: Option<ClaimedSandbox>,
+}
+
+/// The Sandbox that a claim holds.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct ClaimedSandbox {
+    /// Name of the Sandbox.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub name: String,
+    /// Addresses of its Pod.
+    #[serde(default, rename = "podIPs", skip_serializing_if = "Vec::is_empty")]
+    pub pod_ips: Vec<String>,
+}
+
+/// Reference to an object of the same namespace.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct NameRef {
+    /// Name of the object.
+    pub name: String,
+}
+
+/// Desired state of a SandboxTemplate.
+#[derive(CustomResource, Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[kube(
+    group = "extensions.agents.x-k8s.io",
+    version = "v1beta1",
+    kind = "SandboxTemplate",
+    plural = "sandboxtemplates",
+    shortname = "sandboxtemplate",
+    namespaced,
+    derive = "Default",
+    derive = "PartialEq",
+    doc = "SandboxTemplate is the blueprint of the Sandboxes of a pool."
+)]
+#[serde(rename_all = "camelCase")]
+pub struct SandboxTemplateSpec {
+    /// Whether a claim may set environment variables.
+    #[serde(default = "disallowed")]
+    #[schemars(schema_with = "env_policy_schema")]
+    pub env_vars_injection_policy: InjectionPolicy,
+    /// Rules of the NetworkPolicy that the template's sandboxes share. Unset: a strict default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network_policy: Option<TemplateNetworkPolicy>,
+    /// Whether the controller keeps that NetworkPolicy.
+    #[serde(default)]
+    #[schemars(schema_with = "network_management_schema")]
+    pub network_policy_management: NetworkPolicyManagement,
+    /// The Pod to run.
+    pub pod_template: PodTemplate,
+    /// Whether a headless Service goes with each Sandbox.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub service: Option<bool>,
+    /// One PersistentVolumeClaim is made of each entry, per Sandbox.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[x_kube(merge_strategy = ListMerge::Atomic)]
+    pub volume_claim_templates: Vec<VolumeClaimTemplate>,
+    /// Whether a claim may bring volume claims.
+    #[serde(default = "disallowed")]
+    #[schemars(schema_with = "claim_policy_schema")]
+    pub volume_claim_templates_policy: InjectionPolicy,
+}
+
+/// Rules of the shared NetworkPolicy.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct TemplateNetworkPolicy {
+    /// Traffic that may leave.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub egress: Option<Vec<NetworkPolicyEgressRule>>,
+    /// Traffic that may enter.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ingress: Option<Vec<NetworkPolicyIngressRule>>,
+}
+
+/// Who keeps the NetworkPolicy.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum NetworkPolicyManagement {
+    #[default]
+    Managed,
+    Unmanaged,
+}
+
+/// What a claim may bring of its own.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum InjectionPolicy {
+    Allowed,
+    Overrides,
+    #[default]
+    Disallowed,
+}
+
+fn disallowed() -> InjectionPolicy {
+    InjectionPolicy::Disallowed
+}
+
+/// Desired state of a SandboxWarmPool.
+#[derive(CustomResource, Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[kube(
+    group = "extensions.agents.x-k8s.io",
+    version = "v1beta1",
+    kind = "SandboxWarmPool",
+    plural = "sandboxwarmpools",
+    shortname = "swp",
+    namespaced,
+    status = "SandboxWarmPoolStatus",
+    derive = "Default",
+    derive = "PartialEq",
+    doc = "SandboxWarmPool keeps a number of Sandboxes ready to be claimed.",
+    scale(
+        spec_replicas_path = ".spec.replicas",
+        status_replicas_path = ".status.replicas",
+        label_selector_path = ".status.selector"
+    ),
+    printcolumn(name = "Ready", type_ = "integer", json_path = ".status.readyReplicas"),
+    printcolumn(name = "Desired", type_ = "integer", json_path = ".spec.replicas"),
+    printcolumn(
+        name = "Age",
+        type_ = "date",
+        json_path = ".metadata.creationTimestamp"
+    )
+)]
+#[serde(rename_all = "camelCase")]
+pub struct SandboxWarmPoolSpec {
+    /// How many unclaimed sandboxes to keep.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(schema_with = "replicas_schema")]
+    pub replicas: Option<i32>,
+    /// The template to make them from.
+    pub sandbox_template_ref: NameRef,
+    /// What happens to members made from an older template.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub update_strategy: Option<WarmPoolUpdateStrategy>,
+}
+
+/// What happens to members made from an older template.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct WarmPoolUpdateStrategy {
+    /// Recreate replaces them at once, OnReplenish when they leave the pool.
+    #[serde(default, rename = "type")]
+    #[schemars(schema_with = "update_strategy_schema")]
+    pub type_: WarmPoolUpdateStrategyType,
+}
+
+/// When stale members are replaced.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum WarmPoolUpdateStrategyType {
+    Recreate,
+    #[default]
+    OnReplenish,
+}
+
+/// Observed state of a SandboxWarmPool.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct SandboxWarmPoolStatus {
+    /// Generation that this status describes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub observed_generation: Option<i64>,
+    /// Members that are ready.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ready_replicas: Option<i32>,
+    /// Members.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replicas: Option<i32>,
+    /// Label selector of the members' Pods.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub selector: String,
+}
+
+fn claim_shutdown_policy_schema(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": "string",
+        "enum": ["Delete", "DeleteForeground", "Retain"],
+        "default": "Retain",
+    })
+}
+
+fn ttl_schema(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({"type": "integer", "format": "int32", "minimum": 0})
+}
+
+fn env_policy_schema(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": "string",
+        "enum": ["Allowed", "Overrides", "Disallowed"],
+        "default": "Disallowed",
+    })
+}
+
+fn claim_policy_schema(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": "string",
+        "enum": ["Disallowed", "Allowed", "Overrides"],
+        "default": "Disallowed",
+    })
+}
+
+fn network_management_schema(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({"type": "string", "enum": ["Managed", "Unmanaged"], "default": "Managed"})
+}
+
+fn replicas_schema(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({"type": "integer", "format": "int32", "minimum": 0, "default": 1})
+}
+
+fn update_strategy_schema(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({"type": "string", "enum": ["Recreate", "OnReplenish"], "default": "OnReplenish"})
+}

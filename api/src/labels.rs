@@ -1,0 +1,84 @@
+//! Labels that the controller writes and selects by. Upstream's names, unchanged.
+
+/// Everything under these prefixes belongs to the controllers; a user's pod template cannot set it.
+pub const SYSTEM_PREFIXES: [&str; 2] = ["agents.x-k8s.io/", "extensions.agents.x-k8s.io/"];
+
+/// FNV-1a hash of the Sandbox name, on its Pod, Service and claims; the Service selector.
+pub const SANDBOX_NAME_HASH: &str = "agents.x-k8s.io/sandbox-name-hash";
+/// Hash of the pool name, on a Sandbox and its Pod while they are unclaimed.
+pub const WARM_POOL_SANDBOX: &str = "agents.x-k8s.io/warm-pool-sandbox";
+/// Hash of the template name; what a template's NetworkPolicy selects.
+pub const SANDBOX_TEMPLATE_REF_HASH: &str = "agents.x-k8s.io/sandbox-template-ref-hash";
+/// Hash of the template's blueprint.
+pub const SANDBOX_TEMPLATE_HASH: &str = "agents.x-k8s.io/sandbox-template-hash";
+/// Deprecated twin of [`SANDBOX_TEMPLATE_HASH`].
+pub const SANDBOX_POD_TEMPLATE_HASH: &str = "agents.x-k8s.io/sandbox-pod-template-hash";
+/// `warm` or `cold`.
+pub const LAUNCH_TYPE: &str = "agents.x-k8s.io/launch-type";
+/// Which client made the object; see [`created_by`].
+pub const CREATED_BY: &str = "agents.x-k8s.io/created-by";
+/// UID of the claim that holds a Sandbox.
+pub const CLAIM_UID: &str = "agents.x-k8s.io/claim-uid";
+/// `true` lets a Sandbox adopt an object that nobody owns.
+pub const ADOPTABLE: &str = "agents.x-k8s.io/adoptable";
+
+/// Every label of this module, for the test that lists them.
+pub const ALL: [&str; 9] = [
+    SANDBOX_NAME_HASH,
+    WARM_POOL_SANDBOX,
+    SANDBOX_TEMPLATE_REF_HASH,
+    SANDBOX_TEMPLATE_HASH,
+    SANDBOX_POD_TEMPLATE_HASH,
+    LAUNCH_TYPE,
+    CREATED_BY,
+    CLAIM_UID,
+    ADOPTABLE,
+];
+
+/// Whether a key is reserved for the controllers, as upstream reserves it.
+pub fn is_system(key: &str) -> bool {
+    SYSTEM_PREFIXES.iter().any(|prefix| key.starts_with(prefix))
+}
+
+/// The value of [`CREATED_BY`] reduced to what a metric label may hold.
+pub fn created_by(value: &str) -> &'static str {
+    match value {
+        "go-client" => "go-client",
+        "python-client" => "python-client",
+        "controller" => "controller",
+        _ => "unknown",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_label_is_a_system_label_and_listed_once() {
+        let mut seen = std::collections::BTreeSet::new();
+        for label in ALL {
+            assert!(is_system(label), "{label} is not reserved");
+            assert!(seen.insert(label), "{label} twice");
+        }
+    }
+
+    #[test]
+    fn foreign_prefixes_are_not_system_labels() {
+        for key in [
+            "app",
+            "agents.x-k8s.io",
+            "my.agents.x-k8s.io/x",
+            "torpor.dev/x",
+        ] {
+            assert!(!is_system(key), "{key}");
+        }
+        assert!(is_system("extensions.agents.x-k8s.io/anything"));
+    }
+
+    #[test]
+    fn created_by_is_normalised_to_a_closed_set() {
+        assert_eq!(created_by("python-client"), "python-client");
+        assert_eq!(created_by("curl"), "unknown");
+    }
+}

@@ -1,0 +1,31 @@
+//! The API of Torpor: upstream's Agent Sandbox kinds unchanged (`agents.x-k8s.io/v1beta1`, `extensions.agents.x-k8s.io/v1beta1`), and Torpor's own
+//! (`torpor.dev/v1alpha1`). Every string that users or other programs see stands here once.
+//!
+//! The CustomResourceDefinitions in `deploy/crds` are generated from these types: `cargo run -p torpor-api --bin torpor-crds -- deploy/crds`.
+
+// kube derives each kind through a private copy of its struct, and the lint sees that copy's `pub`.
+#![allow(unreachable_pub)]
+// Several printer columns of one kind have the same type, which the lint takes for a slip.
+#![allow(clippy::duplicated_attributes)]
+
+pub mod annotations;
+pub mod conditions;
+pub mod crds;
+pub mod extensions;
+pub mod hash;
+pub mod labels;
+pub mod node;
+pub mod raw;
+pub mod reasons;
+pub mod sandbox;
+pub mod snapshot;
+
+mod list_types;
+
+pub use extensions::{SandboxClaim, SandboxTemplate, SandboxWarmPool};
+pub use hash::name_hash;
+pub use node::{SandboxNode, SandboxNodeStatus};
+pub use sandbox::{OperatingMode, Sandbox, SandboxSpec, SandboxStatus, ShutdownPolicy};
+pub use snapshot::{
+    SandboxSnapshot, SandboxSnapshotSpec, SandboxSnapshotStatus, SnapshotClass, SnapshotReason,
+};

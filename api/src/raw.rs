@@ -1,0 +1,137 @@
+//! JSON that passes through this program untouched.
+//!
+//! The types of k8s-openapi drop the fields that they do not know. A pod template written for a newer Kubernetes must reach the Pod whole, so it is kept as it
+//! came, and looked at through a typed view where that is needed.
+
+use std::{borrow::Cow, marker::PhantomData};
+
+use k8s_openapi::api::core::v1::{PersistentVolumeClaimSpec, PodSpec};
+use schemars::{JsonSchema, Schema, SchemaGenerator};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::DeserializeOwned};
+use serde_json::{Map, Value};
+
+/// A Pod's spec, as the user wrote it.
+pub type RawPodSpec = Raw<PodSpec>;
+/// A volume claim's spec, as the user wrote it.
+pub type RawClaimSpec = Raw<PersistentVolumeClaimSpec>;
+
+/// A JSON object that is meant to be a `T`.
+pub struct Raw<T> {
+    json: Map<String, Value>,
+    meant: PhantomData<fn() -> T>,
+}
+
+/// The object cannot be read as the type that it is meant to be.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot read it as {type_name}")]
+pub struct NotTyped {
+    type_name: &'static str,
+    source: serde_json::Error,
+}
+
+impl<T> Raw<T> {
+    /// Keeps this object.
+    pub fn new(json: Map<String, Value>) -> Self {
+        Self {
+            json,
+            meant: PhantomData,
+        }
+    }
+
+    /// The object, every field of it.
+    pub fn json(&self) -> &Map<String, Value> {
+        &self.json
+    }
+}
+
+impl<T: DeserializeOwned> Raw<T> {
+    /// The typed view; fields that `T` does not know are not in it.
+    pub fn typed(&self) -> Result<T, NotTyped> {
+        T::deserialize(&self.json).map_err(|source| NotTyped {
+            type_name: std::any::type_name::<T>(),
+            source,
+        })
+    }
+}
+
+// By hand, because deriving would ask the same of `T`.
+impl<T> Clone for Raw<T> {
+    fn clone(&self) -> Self {
+        Self::new(self.json.clone())
+    }
+}
+
+impl<T> Default for Raw<T> {
+    fn default() -> Self {
+        Self::new(Map::new())
+    }
+}
+
+impl<T> PartialEq for Raw<T> {
+    fn eq(&self, other: &Self) -> bool {
+        self.json == other.json
+    }
+}
+
+impl<T> std::fmt::Debug for Raw<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.json.fmt(f)
+    }
+}
+
+impl<T> Serialize for Raw<T> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.json.serialize(serializer)
+    }
+}
+
+impl<'de, T> Deserialize<'de> for Raw<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Map::deserialize(deserializer).map(Self::new)
+    }
+}
+
+impl<T: JsonSchema> JsonSchema for Raw<T> {
+    fn schema_name() -> Cow<'static, str> {
+        T::schema_name()
+    }
+
+    fn json_schema(generator: &mut SchemaGenerator) -> Schema {
+        T::json_schema(generator)
+    }
+}
+
+/// Schema of a pod template's spec: the API's own, and what it does not know is kept by the apiserver too.
+pub fn pod_spec_schema(generator: &mut SchemaGenerator) -> Schema {
+    let mut schema = PodSpec::json_schema(generator);
+    schema.insert(
+        "x-kubernetes-preserve-unknown-fields".to_owned(),
+        true.into(),
+    );
+    schema
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn unknown_fields_survive_decode_and_encode() {
+        let written = json!({
+            "containers": [{"name": "c", "image": "busybox", "fieldOfTomorrow": {"a": [1, 2]}}],
+            "podFieldOfTomorrow": "x",
+        });
+        let raw: RawPodSpec = serde_json::from_value(written.clone()).unwrap();
+        assert_eq!(serde_json::to_value(&raw).unwrap(), written);
+        assert_eq!(raw.typed().unwrap().containers[0].name, "c");
+    }
+
+    #[test]
+    fn a_spec_of_the_wrong_shape_says_so() {
+        let raw: RawPodSpec = serde_json::from_value(json!({"containers": "none"})).unwrap();
+        let error = raw.typed().unwrap_err();
+        assert!(error.to_string().contains("PodSpec"), "{error}");
+    }
+}

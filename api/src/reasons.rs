@@ -1,0 +1,198 @@
+//! Reasons of conditions and Events: what scripts and people match on, so each lives here once.
+
+/// Reasons that upstream's controller writes on a Sandbox.
+pub mod sandbox {
+    pub const DEPENDENCIES_READY: &str = "DependenciesReady";
+    pub const DEPENDENCIES_NOT_READY: &str = "DependenciesNotReady";
+    pub const SANDBOX_SUSPENDED: &str = "SandboxSuspended";
+    pub const SANDBOX_EXPIRED: &str = "SandboxExpired";
+    pub const POD_SUCCEEDED: &str = "PodSucceeded";
+    pub const POD_FAILED: &str = "PodFailed";
+    pub const MULTIPLE_PODS: &str = "MultiplePods";
+    pub const RECONCILER_ERROR: &str = "ReconcilerError";
+    pub const POD_TERMINATED: &str = "PodTerminated";
+    pub const NOT_SUSPENDED: &str = "NotSuspended";
+    pub const POD_TERMINATING: &str = "PodTerminating";
+    pub const POD_NOT_OWNED: &str = "PodNotOwned";
+    pub const POD_STATE_UNKNOWN: &str = "PodStateUnknown";
+    pub const POD_SCHEDULED: &str = "PodScheduled";
+    pub const POD_SCHEDULING_UNKNOWN: &str = "PodSchedulingUnknown";
+
+    /// Every reason of this module.
+    pub const ALL: [&str; 15] = [
+        DEPENDENCIES_READY,
+        DEPENDENCIES_NOT_READY,
+        SANDBOX_SUSPENDED,
+        SANDBOX_EXPIRED,
+        POD_SUCCEEDED,
+        POD_FAILED,
+        MULTIPLE_PODS,
+        RECONCILER_ERROR,
+        POD_TERMINATED,
+        NOT_SUSPENDED,
+        POD_TERMINATING,
+        POD_NOT_OWNED,
+        POD_STATE_UNKNOWN,
+        POD_SCHEDULED,
+        POD_SCHEDULING_UNKNOWN,
+    ];
+}
+
+/// Reasons that only Torpor writes on a Sandbox's `Suspended` condition (strategy Freeze).
+pub mod freeze {
+    pub const POD_FROZEN: &str = "PodFrozen";
+    pub const POD_FREEZING: &str = "PodFreezing";
+
+    /// Every reason of this module.
+    pub const ALL: [&str; 2] = [POD_FROZEN, POD_FREEZING];
+}
+
+/// Reasons of the condition `Hibernated`.
+pub mod hibernated {
+    pub const HIBERNATED: &str = "Hibernated";
+    pub const AWAKE: &str = "Awake";
+    pub const WAKING: &str = "Waking";
+    pub const SAVING: &str = "Saving";
+    pub const SAVE_FAILED: &str = "SaveFailed";
+    pub const FROZEN: &str = "Frozen";
+    pub const RUNTIME_NOT_CAPABLE: &str = "RuntimeNotCapable";
+    pub const INVALID_ANNOTATION: &str = "InvalidAnnotation";
+    pub const SNAPSHOT_CLASS_NOT_SUPPORTED: &str = "SnapshotClassNotSupported";
+
+    /// Every reason of this module.
+    pub const ALL: [&str; 9] = [
+        HIBERNATED,
+        AWAKE,
+        WAKING,
+        SAVING,
+        SAVE_FAILED,
+        FROZEN,
+        RUNTIME_NOT_CAPABLE,
+        INVALID_ANNOTATION,
+        SNAPSHOT_CLASS_NOT_SUPPORTED,
+    ];
+}
+
+/// Reasons of the condition `Restored`.
+pub mod restored {
+    pub const RESTORED: &str = "Restored";
+    pub const COLD_STARTED: &str = "ColdStarted";
+    pub const IMAGE_MISSING: &str = "ImageMissing";
+    pub const IMAGE_CORRUPT: &str = "ImageCorrupt";
+    pub const FINGERPRINT_MISMATCH: &str = "FingerprintMismatch";
+    pub const SPEC_MISMATCH: &str = "SpecMismatch";
+    pub const IMAGE_STALE: &str = "ImageStale";
+    pub const RESTORE_FAILED: &str = "RestoreFailed";
+    pub const NODE_UNAVAILABLE: &str = "NodeUnavailable";
+    pub const SNAPSHOT_NOT_FOUND: &str = "SnapshotNotFound";
+    pub const SNAPSHOT_NOT_READY: &str = "SnapshotNotReady";
+
+    /// Every reason of this module.
+    pub const ALL: [&str; 11] = [
+        RESTORED,
+        COLD_STARTED,
+        IMAGE_MISSING,
+        IMAGE_CORRUPT,
+        FINGERPRINT_MISMATCH,
+        SPEC_MISMATCH,
+        IMAGE_STALE,
+        RESTORE_FAILED,
+        NODE_UNAVAILABLE,
+        SNAPSHOT_NOT_FOUND,
+        SNAPSHOT_NOT_READY,
+    ];
+}
+
+/// Reasons of the conditions `Committed` and `Consumed` of a SandboxSnapshot.
+pub mod snapshot {
+    pub const COMMITTED: &str = "Committed";
+    pub const PENDING: &str = "Pending";
+    pub const SAVING: &str = "Saving";
+    pub const SAVE_FAILED: &str = "SaveFailed";
+    pub const SANDBOX_NOT_FOUND: &str = "SandboxNotFound";
+    pub const RUNTIME_NOT_CAPABLE: &str = "RuntimeNotCapable";
+    /// Consumed: some Pod was restored from the image.
+    pub const RESUMED: &str = "Resumed";
+    /// Consumed: the sandbox was started cold instead, so the image is older than the sandbox. Only a restore by name uses it from then on.
+    pub const SUPERSEDED: &str = "Superseded";
+
+    /// Every reason of this module.
+    pub const ALL: [&str; 8] = [
+        COMMITTED,
+        PENDING,
+        SAVING,
+        SAVE_FAILED,
+        SANDBOX_NOT_FOUND,
+        RUNTIME_NOT_CAPABLE,
+        RESUMED,
+        SUPERSEDED,
+    ];
+}
+
+/// Reasons of Events. Those on a Pod are written by the agent, the others by the controller.
+pub mod event {
+    pub const MULTIPLE_PODS: &str = "MultiplePods";
+    pub const INVALID_ANNOTATION: &str = "InvalidAnnotation";
+    pub const SNAPSHOT_COMMITTED: &str = "SnapshotCommitted";
+    pub const SNAPSHOT_FAILED: &str = "SnapshotFailed";
+    pub const RESUMED: &str = "Resumed";
+    pub const RESTORE_FAILED: &str = "RestoreFailed";
+    pub const COLD_STARTED: &str = "ColdStarted";
+    pub const MEMORY_NOT_KEPT: &str = "MemoryNotKept";
+    pub const IMAGE_ABANDONED: &str = "ImageAbandoned";
+    pub const HIBERNATED: &str = "Hibernated";
+    pub const WOKE: &str = "Woke";
+    pub const SAVE_FAILED: &str = "SaveFailed";
+
+    /// Every reason of this module.
+    pub const ALL: [&str; 12] = [
+        MULTIPLE_PODS,
+        INVALID_ANNOTATION,
+        SNAPSHOT_COMMITTED,
+        SNAPSHOT_FAILED,
+        RESUMED,
+        RESTORE_FAILED,
+        COLD_STARTED,
+        MEMORY_NOT_KEPT,
+        IMAGE_ABANDONED,
+        HIBERNATED,
+        WOKE,
+        SAVE_FAILED,
+    ];
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_reason_is_camel_case_and_unique_in_its_family() {
+        let families: [&[&str]; 6] = [
+            &sandbox::ALL,
+            &freeze::ALL,
+            &hibernated::ALL,
+            &restored::ALL,
+            &snapshot::ALL,
+            &event::ALL,
+        ];
+        for family in families {
+            let mut seen = std::collections::BTreeSet::new();
+            for reason in family {
+                assert!(seen.insert(reason), "{reason} twice");
+                assert!(
+                    reason.starts_with(|c: char| c.is_ascii_uppercase()),
+                    "{reason}"
+                );
+                assert!(
+                    reason.chars().all(|c| c.is_ascii_alphanumeric()),
+                    "{reason}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn upstream_reasons_are_spelled_as_upstream_spells_them() {
+        insta::assert_snapshot!(sandbox::ALL.join(" "), @"DependenciesReady DependenciesNotReady SandboxSuspended SandboxExpired PodSucceeded PodFailed MultiplePods ReconcilerError PodTerminated NotSuspended PodTerminating PodNotOwned PodStateUnknown PodScheduled PodSchedulingUnknown");
+    }
+}

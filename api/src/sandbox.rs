@@ -1,0 +1,185 @@
+//! Sandbox: one long-lived, named Pod with its volumes and its Service. Upstream's `agents.x-k8s.io/v1beta1`, field for field.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+use kube::{CustomResource, KubeSchema};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    conditions,
+    raw::{self, RawClaimSpec, RawPodSpec},
+};
+
+/// Desired state of a Sandbox.
+#[derive(CustomResource, Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[kube(
+    group = "agents.x-k8s.io",
+    version = "v1beta1",
+    kind = "Sandbox",
+    plural = "sandboxes",
+    shortname = "sandbox",
+    namespaced,
+    status = "SandboxStatus",
+    derive = "Default",
+    derive = "PartialEq",
+    doc = "Sandbox is a singleton workload with a stable identity: one Pod, its volumes and its Service.",
+    printcolumn(
+        name = "Ready",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type=='Ready')].status"
+    ),
+    printcolumn(
+        name = "Reason",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type=='Ready')].reason"
+    ),
+    printcolumn(
+        name = "Age",
+        type_ = "date",
+        json_path = ".metadata.creationTimestamp"
+    )
+)]
+#[x_kube(validation = Rule::new("has(self.volumeClaimTemplates) == has(oldSelf.volumeClaimTemplates) && (!has(self.volumeClaimTemplates) || self.volumeClaimTemplates == oldSelf.volumeClaimTemplates)").message("volumeClaimTemplates is immutable"))]
+#[serde(rename_all = "camelCase")]
+pub struct SandboxSpec {
+    /// What the operator wants: Running, or Suspended (the Pod is released; what is kept of it is the suspension strategy's matter).
+    #[serde(default)]
+    #[schemars(schema_with = "operating_mode_schema")]
+    pub operating_mode: OperatingMode,
+    /// The Pod to run. Changes take effect when the Pod is made anew.
+    pub pod_template: PodTemplate,
+    /// Whether a headless Service goes with the Sandbox. Unset: an existing one is kept, none is made.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub service: Option<bool>,
+    /// What happens to this object once it has expired; its Pod and Service are deleted in any case.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(schema_with = "shutdown_policy_schema")]
+    pub shutdown_policy: Option<ShutdownPolicy>,
+    /// When the Sandbox expires. Unset: never.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shutdown_time: Option<Time>,
+    /// One PersistentVolumeClaim is made of each entry and mounted under the entry's name. Immutable.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[x_kube(merge_strategy = ListMerge::Atomic)]
+    pub volume_claim_templates: Vec<VolumeClaimTemplate>,
+}
+
+/// The Pod of a Sandbox.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct PodTemplate {
+    /// Labels and annotations of the Pod.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub metadata: Option<PodMetadata>,
+    /// Specification of the Pod.
+    #[schemars(schema_with = "raw::pod_spec_schema")]
+    pub spec: RawPodSpec,
+}
+
+impl PodTemplate {
+    /// Labels of the template, none when unset.
+    pub fn labels(&self) -> Option<&BTreeMap<String, String>> {
+        self.metadata.as_ref()?.labels.as_ref()
+    }
+
+    /// Annotations of the template, none when unset.
+    pub fn annotations(&self) -> Option<&BTreeMap<String, String>> {
+        self.metadata.as_ref()?.annotations.as_ref()
+    }
+}
+
+/// The part of a Pod's metadata that a template may set.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct PodMetadata {
+    /// Annotations for the Pod.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub annotations: Option<BTreeMap<String, String>>,
+    /// Labels for the Pod.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub labels: Option<BTreeMap<String, String>>,
+}
+
+/// A PersistentVolumeClaim to make for the Sandbox.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct VolumeClaimTemplate {
+    /// Name (of the volume; the claim is called `<name>-<sandbox>`), labels and annotations.
+    #[serde(default)]
+    #[schemars(schema_with = "embedded_metadata_schema")]
+    pub metadata: EmbeddedMetadata,
+    /// Specification of the claim.
+    pub spec: RawClaimSpec,
+}
+
+/// The part of a claim's metadata that a template may set.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct EmbeddedMetadata {
+    /// Annotations for the claim.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub annotations: Option<BTreeMap<String, String>>,
+    /// Labels for the claim.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub labels: Option<BTreeMap<String, String>>,
+    /// Name of the volume.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub name: String,
+}
+
+/// The suspend and resume switch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum OperatingMode {
+    #[default]
+    Running,
+    Suspended,
+}
+
+/// What happens to the object after expiry.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum ShutdownPolicy {
+    Delete,
+    #[default]
+    Retain,
+}
+
+/// Observed state of a Sandbox.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct SandboxStatus {
+    /// Current conditions.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(schema_with = "conditions::list_schema")]
+    pub conditions: Vec<Condition>,
+    /// Node of the Pod.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub node_name: String,
+    /// Addresses of the Pod.
+    #[serde(default, rename = "podIPs", skip_serializing_if = "Vec::is_empty")]
+    pub pod_ips: Vec<String>,
+    /// Label selector of the Pod.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub selector: String,
+    /// Name of the Service.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub service: String,
+    /// DNS name of the Service.
+    #[serde(
+        default,
+        rename = "serviceFQDN",
+        skip_serializing_if = "String::is_empty"
+    )]
+    pub service_fqdn: String,
+}
+
+fn operating_mode_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+    schemars::json_schema!({
+        "type": "string", "enum": ["Running", "Suspended"], "default": "Running",
+    })
+}
+
+fn shutdown_policy_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+    schemars::json_schema!({"type": "string", "enum": ["Delete", "Retain"], "default": "Retain"})
+}
+
+fn embedded_metadata_schema(generator: &mut schemars::SchemaGenerator) -> schemars::Schema {
+    EmbeddedMetadata::json_schema(generator)
+}
