@@ -1,0 +1,272 @@
+//! A watched kind in memory, with one secondary index. kube's own store has no index, and finding the Pods of one Sandbox among ten thousand by a scan, once per
+//! reconcile, would cost more than everything else.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    fmt,
+    sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
+};
+
+use kube::{Resource, runtime::watcher::Event};
+use tokio::sync::watch;
+
+/// Namespace (empty for cluster-scoped kinds) and name.
+pub type Key = (String, String);
+
+/// Objects of one kind as the watch last showed them. Clones share the content.
+pub struct Cache<K> {
+    content: Arc<RwLock<Content<K>>>,
+    index_of: fn(&K) -> Option<String>,
+    ready: Arc<watch::Sender<bool>>,
+}
+
+struct Content<K> {
+    objects: HashMap<Key, Arc<K>>,
+    index: HashMap<Key, BTreeSet<String>>,
+    /// The list that is being read; it replaces the content once it is complete.
+    listing: Option<HashMap<Key, Arc<K>>>,
+}
+
+impl<K> Clone for Cache<K> {
+    fn clone(&self) -> Self {
+        Self {
+            content: Arc::clone(&self.content),
+            index_of: self.index_of,
+            ready: Arc::clone(&self.ready),
+        }
+    }
+}
+
+impl<K> fmt::Debug for Cache<K> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Cache({} objects)", self.read().objects.len())
+    }
+}
+
+impl<K> Cache<K> {
+    /// An empty cache. `index_of` gives the index value of an object, such as the value of a label.
+    pub fn new(index_of: fn(&K) -> Option<String>) -> Self {
+        let content = Content {
+            objects: HashMap::new(),
+            index: HashMap::new(),
+            listing: None,
+        };
+        Self {
+            content: Arc::new(RwLock::new(content)),
+            index_of,
+            ready: Arc::new(watch::channel(false).0),
+        }
+    }
+
+    /// The object of that name.
+    pub fn get(&self, namespace: &str, name: &str) -> Option<Arc<K>> {
+        self.read()
+            .objects
+            .get(&(namespace.to_owned(), name.to_owned()))
+            .cloned()
+    }
+
+    /// Objects of a namespace with this index value, ordered by name.
+    pub fn indexed(&self, namespace: &str, value: &str) -> Vec<Arc<K>> {
+        let content = self.read();
+        let names = content.index.get(&(namespace.to_owned(), value.to_owned()));
+        names
+            .into_iter()
+            .flatten()
+            .filter_map(|name| {
+                content
+                    .objects
+                    .get(&(namespace.to_owned(), name.clone()))
+                    .cloned()
+            })
+            .collect()
+    }
+
+    /// Waits until the first list is complete.
+    pub async fn wait_ready(&self) {
+        let mut ready = self.ready.subscribe();
+        // An error means that the sender is gone, and `self` holds it.
+        let _ = ready.wait_for(|ready| *ready).await;
+    }
+
+    /// Whether the first list is complete.
+    pub fn is_ready(&self) -> bool {
+        *self.ready.borrow()
+    }
+
+    // A poisoned lock only says that a reader panicked; writers never leave the content half changed.
+    fn read(&self) -> RwLockReadGuard<'_, Content<K>> {
+        self.content.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Content<K>> {
+        self.content.write().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What an event changed: an object before and after.
+#[derive(Debug)]
+pub struct Change<K> {
+    pub before: Option<Arc<K>>,
+    pub after: Option<Arc<K>>,
+}
+
+impl<K: Resource> Cache<K> {
+    /// Takes a watch event in, and says what it changed: also what vanished while the watch was down.
+    pub fn apply(&self, event: Event<K>) -> Vec<Change<K>> {
+        let mut content = self.write();
+        match event {
+            Event::Init => {
+                content.listing = Some(HashMap::new());
+                Vec::new()
+            }
+            Event::InitApply(object) => {
+                let key = key_of(&object);
+                content
+                    .listing
+                    .get_or_insert_default()
+                    .insert(key, Arc::new(object));
+                Vec::new()
+            }
+            Event::InitDone => {
+                let listed = content.listing.take().unwrap_or_default();
+                let changes = content.replace(listed, self.index_of);
+                drop(content);
+                self.ready.send_replace(true);
+                changes
+            }
+            Event::Apply(object) => {
+                vec![content.put(key_of(&object), Some(Arc::new(object)), self.index_of)]
+            }
+            Event::Delete(object) => vec![content.put(key_of(&object), None, self.index_of)],
+        }
+    }
+}
+
+impl<K> Content<K> {
+    fn put(
+        &mut self,
+        key: Key,
+        after: Option<Arc<K>>,
+        index_of: fn(&K) -> Option<String>,
+    ) -> Change<K> {
+        let before = self.objects.remove(&key);
+        if let Some(value) = before.as_deref().and_then(index_of) {
+            let entry = (key.0.clone(), value);
+            if let Some(names) = self.index.get_mut(&entry) {
+                names.remove(&key.1);
+                if names.is_empty() {
+                    self.index.remove(&entry);
+                }
+            }
+        }
+        if let Some(object) = &after {
+            if let Some(value) = index_of(object) {
+                self.index
+                    .entry((key.0.clone(), value))
+                    .or_default()
+                    .insert(key.1.clone());
+            }
+            self.objects.insert(key, Arc::clone(object));
+        }
+        Change { before, after }
+    }
+
+    fn replace(
+        &mut self,
+        listed: HashMap<Key, Arc<K>>,
+        index_of: fn(&K) -> Option<String>,
+    ) -> Vec<Change<K>> {
+        let gone: Vec<Key> = self
+            .objects
+            .keys()
+            .filter(|key| !listed.contains_key(*key))
+            .cloned()
+            .collect();
+        let mut changes: Vec<Change<K>> = gone
+            .into_iter()
+            .map(|key| self.put(key, None, index_of))
+            .collect();
+        changes.extend(
+            listed
+                .into_iter()
+                .map(|(key, object)| self.put(key, Some(object), index_of)),
+        );
+        changes
+    }
+}
+
+fn key_of<K: Resource>(object: &K) -> Key {
+    let meta = object.meta();
+    (
+        meta.namespace.clone().unwrap_or_default(),
+        meta.name.clone().unwrap_or_default(),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use k8s_openapi::api::core::v1::ConfigMap;
+    use kube::ResourceExt;
+
+    use super::*;
+
+    fn map(name: &str, app: &str) -> ConfigMap {
+        let mut map = ConfigMap::default();
+        map.metadata.namespace = Some("ns".into());
+        map.metadata.name = Some(name.into());
+        map.labels_mut().insert("app".into(), app.into());
+        map
+    }
+
+    fn cache() -> Cache<ConfigMap> {
+        Cache::new(|map| map.labels().get("app").cloned())
+    }
+
+    fn names(cache: &Cache<ConfigMap>, app: &str) -> Vec<String> {
+        cache
+            .indexed("ns", app)
+            .iter()
+            .map(|map| map.name_any())
+            .collect()
+    }
+
+    #[test]
+    fn an_object_moves_in_the_index_with_its_label() {
+        let cache = cache();
+        cache.apply(Event::Apply(map("a", "x")));
+        cache.apply(Event::Apply(map("b", "x")));
+        assert_eq!(names(&cache, "x"), ["a", "b"]);
+        cache.apply(Event::Apply(map("a", "y")));
+        assert_eq!(
+            (names(&cache, "x"), names(&cache, "y")),
+            (vec!["b".into()], vec!["a".into()])
+        );
+        cache.apply(Event::Delete(map("a", "y")));
+        assert!(names(&cache, "y").is_empty());
+        assert!(cache.get("ns", "a").is_none());
+    }
+
+    #[test]
+    fn a_new_list_replaces_the_content_and_reports_what_vanished() {
+        let cache = cache();
+        cache.apply(Event::Apply(map("old", "x")));
+        cache.apply(Event::Init);
+        cache.apply(Event::InitApply(map("new", "x")));
+        assert_eq!(
+            names(&cache, "x"),
+            ["old"],
+            "the old content serves until the list is complete"
+        );
+        assert!(!cache.is_ready());
+        let changes = cache.apply(Event::InitDone);
+        assert!(cache.is_ready());
+        assert_eq!(names(&cache, "x"), ["new"]);
+        let gone: Vec<String> = changes
+            .iter()
+            .filter(|change| change.after.is_none())
+            .map(|change| change.before.as_ref().unwrap().name_any())
+            .collect();
+        assert_eq!(gone, ["old"]);
+    }
+}

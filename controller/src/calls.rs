@@ -1,0 +1,206 @@
+//! Calls to the apiserver, each with a timeout. A timeout says nothing about whether the call took effect, so that its only answer is to observe again.
+
+use std::{fmt::Debug, future::Future, time::Duration};
+
+use k8s_openapi::api::events::v1::Event;
+use kube::{
+    Api, Client, Resource, ResourceExt,
+    api::{DeleteParams, DynamicObject, Patch, PatchParams, PostParams, Preconditions},
+    core::{ApiResource, NamespaceResourceScope},
+};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+/// Name that creates are recorded under in `managedFields`, as upstream's.
+pub const FIELD_MANAGER: &str = "sandbox-controller";
+
+/// A call did not do what was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// No answer in time; the call may have taken effect.
+    #[error("no answer from the apiserver in {0:?}")]
+    Timeout(Duration),
+    /// The apiserver refused, or could not be reached. Shown as the apiserver says it.
+    #[error("{}", message_of(.0))]
+    Kube(Box<kube::Error>),
+    /// An object cannot be turned into JSON or back.
+    #[error("cannot convert an object")]
+    Convert(#[source] serde_json::Error),
+}
+
+/// What an error means for the caller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Answer {
+    NotFound,
+    AlreadyExists,
+    /// The object is not the one that was meant: uid or resourceVersion differ.
+    Conflict,
+    /// It may or may not have taken effect: observe again.
+    Unknown,
+    /// The apiserver said no.
+    Refused,
+}
+
+impl Error {
+    /// What the error means for the caller.
+    pub fn answer(&self) -> Answer {
+        match self {
+            Self::Timeout(_) => Answer::Unknown,
+            Self::Convert(_) => Answer::Refused,
+            Self::Kube(error) => match error.as_ref() {
+                kube::Error::Api(status) if status.is_not_found() => Answer::NotFound,
+                kube::Error::Api(status) if status.is_already_exists() => Answer::AlreadyExists,
+                kube::Error::Api(status) if status.is_conflict() => Answer::Conflict,
+                kube::Error::Api(status) if status.code < 500 => Answer::Refused,
+                _ => Answer::Unknown,
+            },
+        }
+    }
+}
+
+/// The apiserver's own words where it answered, which is what Go clients show.
+fn message_of(error: &kube::Error) -> String {
+    match error {
+        kube::Error::Api(status) if !status.message.is_empty() => status.message.clone(),
+        other => other.to_string(),
+    }
+}
+
+impl From<kube::Error> for Error {
+    fn from(error: kube::Error) -> Self {
+        Self::Kube(Box::new(error))
+    }
+}
+
+/// A client with a limit on how long each call may take.
+#[derive(Clone)]
+pub struct Apiserver {
+    client: Client,
+    timeout: Duration,
+}
+
+impl Debug for Apiserver {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Apiserver(timeout {:?})", self.timeout)
+    }
+}
+
+/// Kinds that live in namespaces and whose type is known when compiling.
+pub trait Namespaced:
+    Resource<DynamicType = (), Scope = NamespaceResourceScope> + Clone + Debug + DeserializeOwned
+{
+}
+impl<K> Namespaced for K where
+    K: Resource<DynamicType = (), Scope = NamespaceResourceScope>
+        + Clone
+        + Debug
+        + DeserializeOwned
+{
+}
+
+impl Apiserver {
+    /// Calls through `client`, each at most `timeout` long.
+    pub fn new(client: Client, timeout: Duration) -> Self {
+        Self { client, timeout }
+    }
+
+    /// The client, for watches.
+    pub fn client(&self) -> Client {
+        self.client.clone()
+    }
+
+    async fn limited<T>(
+        &self,
+        call: impl Future<Output = Result<T, kube::Error>>,
+    ) -> Result<T, Error> {
+        match tokio::time::timeout(self.timeout, call).await {
+            Ok(result) => Ok(result?),
+            Err(_) => Err(Error::Timeout(self.timeout)),
+        }
+    }
+
+    /// Reads from the apiserver itself; `None` when there is no such object.
+    pub async fn get<K: Namespaced>(
+        &self,
+        namespace: &str,
+        name: &str,
+    ) -> Result<Option<K>, Error> {
+        let api: Api<K> = Api::namespaced(self.client(), namespace);
+        self.limited(api.get_opt(name)).await
+    }
+
+    /// Whether a cluster-scoped object exists.
+    pub async fn exists<K>(&self, name: &str) -> Result<bool, Error>
+    where
+        K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
+    {
+        let api: Api<K> = Api::all(self.client());
+        Ok(self.limited(api.get_metadata_opt(name)).await?.is_some())
+    }
+
+    /// Creates an object from JSON, so that fields that our types do not know are sent too.
+    pub async fn create<K: Namespaced>(&self, namespace: &str, object: Value) -> Result<K, Error> {
+        let resource = ApiResource::erase::<K>(&());
+        let api: Api<DynamicObject> = Api::namespaced_with(self.client(), namespace, &resource);
+        let object: DynamicObject = serde_json::from_value(object).map_err(Error::Convert)?;
+        let params = PostParams {
+            field_manager: Some(FIELD_MANAGER.to_owned()),
+            ..PostParams::default()
+        };
+        let created = self.limited(api.create(&params, &object)).await?;
+        let created = serde_json::to_value(created).map_err(Error::Convert)?;
+        serde_json::from_value(created).map_err(Error::Convert)
+    }
+
+    /// Merge patch of an object.
+    pub async fn patch<K: Namespaced>(
+        &self,
+        namespace: &str,
+        name: &str,
+        patch: &Value,
+    ) -> Result<K, Error> {
+        let api: Api<K> = Api::namespaced(self.client(), namespace);
+        self.limited(api.patch(name, &PatchParams::default(), &Patch::Merge(patch)))
+            .await
+    }
+
+    /// Merge patch of the status of an object.
+    pub async fn patch_status<K: Namespaced>(
+        &self,
+        namespace: &str,
+        name: &str,
+        patch: &Value,
+    ) -> Result<K, Error> {
+        let api: Api<K> = Api::namespaced(self.client(), namespace);
+        self.limited(api.patch_status(name, &PatchParams::default(), &Patch::Merge(patch)))
+            .await
+    }
+
+    /// Deletes exactly the object with this uid, and this resourceVersion when one is given.
+    pub async fn delete<K: Namespaced>(
+        &self,
+        namespace: &str,
+        name: &str,
+        uid: &str,
+        resource_version: Option<&str>,
+    ) -> Result<(), Error> {
+        let api: Api<K> = Api::namespaced(self.client(), namespace);
+        let params = DeleteParams {
+            preconditions: Some(Preconditions {
+                uid: Some(uid.to_owned()),
+                resource_version: resource_version.map(str::to_owned),
+            }),
+            ..DeleteParams::default()
+        };
+        self.limited(api.delete(name, &params)).await.map(drop)
+    }
+
+    /// Publishes an Event.
+    pub async fn publish(&self, event: &Event) -> Result<(), Error> {
+        let namespace = event.namespace().unwrap_or_else(|| "default".to_owned());
+        let api: Api<Event> = Api::namespaced(self.client(), &namespace);
+        self.limited(api.create(&PostParams::default(), event))
+            .await
+            .map(drop)
+    }
+}

@@ -1,0 +1,66 @@
+//! What every pass needs.
+
+use std::{collections::HashMap, sync::Mutex, time::Duration};
+
+use crate::{calls::Apiserver, metrics::Metrics, watches::Caches};
+
+/// What every pass needs.
+#[derive(Debug)]
+pub struct Context {
+    pub api: Apiserver,
+    pub caches: Caches,
+    pub cluster_domain: String,
+    pub metrics: Metrics,
+    pub failures: Failures,
+}
+
+/// How often each object has failed in a row, for the growing delay between tries.
+#[derive(Debug, Default)]
+pub struct Failures(Mutex<HashMap<String, u32>>);
+
+/// Delay after the first failure, doubled with each further one.
+const FIRST_DELAY: Duration = Duration::from_millis(50);
+/// Longest delay between tries.
+const LONGEST_DELAY: Duration = Duration::from_secs(120);
+
+impl Failures {
+    /// Counts a failure; says how long to wait before the next try.
+    pub fn count(&self, object: &str) -> Duration {
+        let mut all = self
+            .0
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        let count = all.entry(object.to_owned()).or_default();
+        let delay = FIRST_DELAY
+            .saturating_mul(1 << (*count).min(16))
+            .min(LONGEST_DELAY);
+        *count += 1;
+        delay
+    }
+
+    /// Forgets the failures of an object that came through, or is gone.
+    pub fn forget(&self, object: &str) {
+        self.0
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .remove(object);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn delays_double_up_to_a_limit_and_start_anew_after_success() {
+        let failures = Failures::default();
+        let first: Vec<u128> = (0..3).map(|_| failures.count("a").as_millis()).collect();
+        assert_eq!(first, [50, 100, 200]);
+        for _ in 0..100 {
+            failures.count("a");
+        }
+        assert_eq!(failures.count("a"), LONGEST_DELAY);
+        failures.forget("a");
+        assert_eq!(failures.count("a"), FIRST_DELAY);
+    }
+}

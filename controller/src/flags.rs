@@ -1,0 +1,299 @@
+//! Command line: every flag of upstream's controller, in the ways that Go programs take flags (`--flag=value`, `--flag value`, `-flag=value`, a bare boolean). Flags that
+//! mean nothing here are taken and named once in the log; unknown ones are an error.
+
+use std::{ffi::OsString, net::SocketAddr, time::Duration};
+
+use clap::{
+    Arg, ArgAction, ArgMatches, CommandFactory, FromArgMatches, Parser, parser::ValueSource,
+};
+
+/// Flags that mean something here.
+#[derive(Clone, Debug, Parser)]
+#[command(
+    name = "agent-sandbox-controller",
+    version,
+    about = "Reconciles Sandboxes and their memory."
+)]
+pub struct Flags {
+    /// Domain of the cluster, for status.serviceFQDN.
+    #[arg(long, default_value = "cluster.local")]
+    pub cluster_domain: String,
+    /// Where metrics are served; 0 serves none.
+    #[arg(long, default_value = ":8080")]
+    pub metrics_bind_address: BindAddress,
+    /// Where /healthz and /readyz are served; 0 serves none.
+    #[arg(long, default_value = ":8081")]
+    pub health_probe_bind_address: BindAddress,
+    /// Run only while holding the lease, so that of several replicas one works.
+    #[arg(long, default_value = "true", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
+    pub leader_elect: bool,
+    /// Namespace of the lease; the Pod's own when empty.
+    #[arg(long, default_value = "")]
+    pub leader_election_namespace: String,
+    /// Reconcile SandboxClaims, SandboxTemplates and SandboxWarmPools too.
+    #[arg(long, default_value = "false", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
+    pub extensions: bool,
+    /// How many Sandboxes are reconciled at once.
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..))]
+    pub sandbox_concurrent_workers: u16,
+    /// Format of the log: text or json. Torpor's.
+    #[arg(long, default_value = "text", value_parser = ["text", "json"])]
+    pub log_format: String,
+    /// How long one call to the apiserver may take. Torpor's.
+    #[arg(long, default_value = "30s", value_parser = duration)]
+    pub api_timeout: Duration,
+}
+
+/// Upstream's other flags. They take any value, `bool` says whether they may stand bare.
+const WITHOUT_MEANING: [(&str, bool); 42] = [
+    ("enable-tracing", true),
+    ("enable-pprof", true),
+    ("enable-pprof-debug", true),
+    ("pprof-block-profile-rate", false),
+    ("pprof-mutex-profile-fraction", false),
+    ("kube-api-qps", false),
+    ("kube-api-burst", false),
+    ("api-connections", false),
+    ("separate-watch-connection", true),
+    ("sandbox-claim-concurrent-workers", false),
+    ("sandbox-warm-pool-concurrent-workers", false),
+    ("sandbox-template-concurrent-workers", false),
+    ("sandbox-warm-pool-max-batch-size", false),
+    ("sandbox-warm-pool-replenish-delay", false),
+    ("sandbox-warm-pool-max-refill-rate", false),
+    ("sandbox-warm-pool-readiness-grace-period", false),
+    ("sandbox-warm-pool-unschedulable-recheck-interval", false),
+    ("enable-warm-pool-eviction", true),
+    ("cache-label-selectors", true),
+    ("disable-claim-events", true),
+    ("disable-sandbox-events", true),
+    ("disable-claim-observability-annotations", true),
+    ("sandbox-write-behind-window", false),
+    ("metrics-secure-serving", true),
+    ("metrics-cert-dir", false),
+    ("tls-min-version", false),
+    ("tls-cipher-suites", false),
+    ("kubeconfig", false),
+    ("webhook-port", false),
+    ("webhook-cert-dir", false),
+    ("webhook-cert-name", false),
+    ("webhook-key-name", false),
+    ("webhook-service-name", false),
+    ("webhook-namespace", false),
+    ("manage-webhook-certs", true),
+    ("enable-webhook", true),
+    ("zap-devel", true),
+    ("zap-encoder", false),
+    ("zap-log-level", false),
+    ("zap-stacktrace-level", false),
+    ("zap-time-encoding", false),
+    ("alsologtostderr", true),
+];
+
+/// Reads the command line. Returns the flags, and the names of those that were given and mean nothing here.
+pub fn parse(
+    arguments: impl IntoIterator<Item = OsString>,
+) -> Result<(Flags, Vec<&'static str>), clap::Error> {
+    let command = Flags::command().args(WITHOUT_MEANING.map(|(name, bare)| {
+        let argument = Arg::new(name).long(name).hide(true).action(ArgAction::Set);
+        if bare {
+            argument
+                .num_args(0..=1)
+                .require_equals(true)
+                .default_missing_value("true")
+        } else {
+            argument.allow_hyphen_values(true)
+        }
+    }));
+    let matches = command.try_get_matches_from(arguments.into_iter().map(with_two_dashes))?;
+    let ignored = given(&matches);
+    Ok((Flags::from_arg_matches(&matches)?, ignored))
+}
+
+fn given(matches: &ArgMatches) -> Vec<&'static str> {
+    let names = WITHOUT_MEANING.iter().map(|(name, _)| *name);
+    names
+        .filter(|name| matches.value_source(name) == Some(ValueSource::CommandLine))
+        .collect()
+}
+
+/// Go takes one dash for two. Only what starts like a flag's name is changed: `-1` is a value.
+fn with_two_dashes(argument: OsString) -> OsString {
+    match argument.to_str() {
+        Some(text)
+            if text.starts_with('-')
+                && text.chars().nth(1).is_some_and(|c| c.is_ascii_lowercase())
+                && text.len() > 2 =>
+        {
+            format!("-{text}").into()
+        }
+        _ => argument,
+    }
+}
+
+/// An address as Go writes it: `:8080`, `127.0.0.1:8080`, or `0` for none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BindAddress(pub Option<SocketAddr>);
+
+impl std::str::FromStr for BindAddress {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        if text == "0" || text.is_empty() {
+            return Ok(Self(None));
+        }
+        // Every address of both families: the kernel maps IPv4 onto the IPv6 wildcard.
+        let whole = if text.starts_with(':') {
+            format!("[::]{text}")
+        } else {
+            text.to_owned()
+        };
+        match whole.parse() {
+            Ok(address) => Ok(Self(Some(address))),
+            Err(error) => Err(format!("{error}: expected :port, address:port, or 0")),
+        }
+    }
+}
+
+/// A span of time as Go writes it: `1h30m`, `250ms`, `2.5s`, `0`.
+pub fn duration(text: &str) -> Result<Duration, String> {
+    let bad = || format!("{text:?} is not a duration such as 300ms, 1.5h or 2h45m");
+    if text == "0" {
+        return Ok(Duration::ZERO);
+    }
+    let mut total = 0.0_f64;
+    let mut rest = text;
+    while !rest.is_empty() {
+        let digits = rest
+            .find(|c: char| !c.is_ascii_digit() && c != '.')
+            .ok_or_else(bad)?;
+        let number: f64 = rest[..digits].parse().map_err(|_| bad())?;
+        rest = &rest[digits..];
+        let end = rest
+            .find(|c: char| c.is_ascii_digit() || c == '.')
+            .unwrap_or(rest.len());
+        total += number
+            * match &rest[..end] {
+                "ns" => 1e-9,
+                "us" | "µs" => 1e-6,
+                "ms" => 1e-3,
+                "s" => 1.0,
+                "m" => 60.0,
+                "h" => 3600.0,
+                _ => return Err(bad()),
+            };
+        rest = &rest[end..];
+    }
+    if text.is_empty() {
+        return Err(bad());
+    }
+    Duration::try_from_secs_f64(total).map_err(|_| bad())
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    fn read(arguments: &[&str]) -> Result<(Flags, Vec<&'static str>), clap::Error> {
+        parse(["controller"].iter().chain(arguments).map(OsString::from))
+    }
+
+    #[test]
+    fn defaults_are_upstreams() {
+        let (flags, ignored) = read(&[]).unwrap();
+        assert_eq!(flags.cluster_domain, "cluster.local");
+        assert_eq!(flags.metrics_bind_address, ":8080".parse().unwrap());
+        assert_eq!(flags.health_probe_bind_address, ":8081".parse().unwrap());
+        assert!(flags.leader_elect && !flags.extensions);
+        assert_eq!(flags.sandbox_concurrent_workers, 100);
+        assert!(ignored.is_empty());
+    }
+
+    #[rstest]
+    #[case(&["--leader-elect=false"], false)]
+    #[case(&["-leader-elect=false"], false)]
+    #[case(&["--leader-elect"], true)]
+    #[case(&["--leader-elect=true"], true)]
+    fn booleans_are_taken_as_go_takes_them(#[case] arguments: &[&str], #[case] leader: bool) {
+        assert_eq!(read(arguments).unwrap().0.leader_elect, leader);
+    }
+
+    #[test]
+    fn the_flags_that_upstreams_tests_patch_in_are_taken() {
+        let (flags, ignored) = read(&[
+            "--extensions",
+            "--sandbox-concurrent-workers=10",
+            "--sandbox-claim-concurrent-workers=100",
+            "--sandbox-warm-pool-concurrent-workers=10",
+            "--kube-api-qps=-1.000000",
+            "--kube-api-burst=10",
+        ])
+        .unwrap();
+        assert!(flags.extensions);
+        assert_eq!(flags.sandbox_concurrent_workers, 10);
+        assert_eq!(
+            ignored,
+            [
+                "kube-api-qps",
+                "kube-api-burst",
+                "sandbox-claim-concurrent-workers",
+                "sandbox-warm-pool-concurrent-workers"
+            ]
+        );
+    }
+
+    #[rstest]
+    #[case(&["--kube-api-qps", "-1"])]
+    #[case(&["-kube-api-qps=-1"])]
+    #[case(&["-cluster-domain", "example.org", "--enable-pprof"])]
+    #[case(&["--zap-log-level=debug", "--sandbox-warm-pool-readiness-grace-period=5m"])]
+    fn values_may_follow_in_any_way(#[case] arguments: &[&str]) {
+        read(arguments).unwrap();
+    }
+
+    #[test]
+    fn every_flag_without_meaning_is_taken_with_a_value_and_named() {
+        for (name, bare) in WITHOUT_MEANING {
+            let (_, ignored) = read(&[&format!("--{name}=1")]).unwrap();
+            assert_eq!(ignored, [name]);
+            assert_eq!(read(&[&format!("--{name}")]).is_ok(), bare, "{name} bare");
+        }
+    }
+
+    #[test]
+    fn an_unknown_flag_is_an_error() {
+        read(&["--no-such-flag"]).unwrap_err();
+        read(&["--leader-elect=perhaps"]).unwrap_err();
+    }
+
+    #[rstest]
+    #[case(":8080", Some("[::]:8080"))]
+    #[case("127.0.0.1:1", Some("127.0.0.1:1"))]
+    #[case("0", None)]
+    fn addresses_are_gos(#[case] text: &str, #[case] address: Option<&str>) {
+        let parsed: BindAddress = text.parse().unwrap();
+        assert_eq!(parsed.0, address.map(|address| address.parse().unwrap()));
+    }
+
+    #[rstest]
+    #[case("5m", 300_000)]
+    #[case("1h30m", 5_400_000)]
+    #[case("2.5s", 2500)]
+    #[case("250ms", 250)]
+    #[case("0", 0)]
+    fn durations_are_gos(#[case] text: &str, #[case] milliseconds: u128) {
+        assert_eq!(duration(text).unwrap().as_millis(), milliseconds);
+    }
+
+    #[rstest]
+    #[case("")]
+    #[case("5")]
+    #[case("m")]
+    #[case("5x")]
+    #[case("-5s")]
+    fn what_is_no_duration_is_refused(#[case] text: &str) {
+        duration(text).unwrap_err();
+    }
+}

@@ -1,0 +1,388 @@
+//! Metrics, under upstream's names (and controller-runtime's for the passes), so that dashboards and alerts keep working.
+
+use std::{
+    fmt,
+    sync::{Arc, Mutex, OnceLock, PoisonError},
+    time::Duration,
+};
+
+use jiff::Timestamp;
+use kube::{ResourceExt, runtime::reflector::Store};
+use prometheus_client::{
+    collector::Collector,
+    encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric, text::encode},
+    metrics::{
+        MetricType,
+        counter::Counter,
+        family::Family,
+        gauge::{ConstGauge, Gauge},
+        histogram::Histogram,
+    },
+    registry::Registry,
+};
+use torpor_api::{Sandbox, SandboxStatus, annotations, conditions, labels, reasons};
+
+/// Upper bounds of agent_sandbox_creation_latency_ms, upstream's.
+const CREATION_BUCKETS_MS: [f64; 14] = [
+    50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0, 10000.0, 30000.0, 60000.0, 120_000.0,
+    240_000.0, 300_000.0, 600_000.0,
+];
+/// Upper bounds of the time of a pass, in seconds.
+const PASS_BUCKETS: [f64; 11] = [
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0,
+];
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct CreationLabels {
+    namespace: String,
+    launch_type: String,
+    sandbox_template: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct PassLabels {
+    controller: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ResultLabels {
+    controller: &'static str,
+    result: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct FailureLabels {
+    controller: &'static str,
+    reason: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct BuildLabels {
+    git_version: &'static str,
+    git_commit: &'static str,
+    build_date: &'static str,
+    go_version: &'static str,
+    compiler: &'static str,
+    platform: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, EncodeLabelSet)]
+struct SandboxLabels {
+    namespace: String,
+    ready_condition: &'static str,
+    expired: &'static str,
+    launch_type: String,
+    sandbox_template: String,
+    owned_by: &'static str,
+    created_by: &'static str,
+}
+
+/// All metrics of the controller.
+pub struct Metrics {
+    registry: Mutex<Registry>,
+    sandboxes: Arc<OnceLock<Store<Sandbox>>>,
+    creation: Family<CreationLabels, Histogram, fn() -> Histogram>,
+    pass_time: Family<PassLabels, Histogram, fn() -> Histogram>,
+    passes: Family<ResultLabels, Counter>,
+    failures: Family<FailureLabels, Counter>,
+    leader: Gauge,
+}
+
+impl fmt::Debug for Metrics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Metrics")
+    }
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let sandboxes = Arc::new(OnceLock::new());
+        let metrics = Self {
+            registry: Mutex::new(Registry::default()),
+            sandboxes: Arc::clone(&sandboxes),
+            creation: Family::new_with_constructor(|| Histogram::new(CREATION_BUCKETS_MS)),
+            pass_time: Family::new_with_constructor(|| Histogram::new(PASS_BUCKETS)),
+            passes: Family::default(),
+            failures: Family::default(),
+            leader: Gauge::default(),
+        };
+        metrics.register(sandboxes);
+        metrics
+    }
+}
+
+impl Metrics {
+    fn register(&self, sandboxes: Arc<OnceLock<Store<Sandbox>>>) {
+        let mut registry = self.registry.lock().unwrap_or_else(PoisonError::into_inner);
+        registry.register(
+            "agent_sandbox_creation_latency_ms",
+            "Time from a Sandbox's creation to its first Ready, in milliseconds",
+            self.creation.clone(),
+        );
+        registry.register(
+            "controller_runtime_reconcile_time_seconds",
+            "Time of a pass, in seconds",
+            self.pass_time.clone(),
+        );
+        registry.register(
+            "controller_runtime_reconcile",
+            "Passes by result",
+            self.passes.clone(),
+        );
+        registry.register(
+            "controller_runtime_reconcile_errors",
+            "Passes that failed, by reason",
+            self.failures.clone(),
+        );
+        registry.register(
+            "leader_election_master_status",
+            "1 while this process leads",
+            self.leader.clone(),
+        );
+        let build = Family::<BuildLabels, Gauge>::default();
+        build.get_or_create(&build_labels()).set(1);
+        registry.register("agent_sandbox_build_info", "What was built", build);
+        registry.register_collector(Box::new(SandboxCount { sandboxes }));
+    }
+
+    /// The Sandboxes to count at each scrape; the first call holds.
+    pub fn count_sandboxes_of(&self, store: Store<Sandbox>) {
+        let _ = self.sandboxes.set(store);
+    }
+
+    /// Says whether this process leads.
+    pub fn set_leading(&self, leads: bool) {
+        self.leader.set(i64::from(leads));
+    }
+
+    /// Counts a pass. `failure` is the reason of one that failed.
+    pub fn observe_pass(
+        &self,
+        controller: &'static str,
+        took: Duration,
+        failure: Option<&'static str>,
+        requeues: bool,
+    ) {
+        self.pass_time
+            .get_or_create(&PassLabels { controller })
+            .observe(took.as_secs_f64());
+        let result = match (failure, requeues) {
+            (Some(_), _) => "error",
+            (None, true) => "requeue_after",
+            (None, false) => "success",
+        };
+        self.passes
+            .get_or_create(&ResultLabels { controller, result })
+            .inc();
+        if let Some(reason) = failure {
+            self.failures
+                .get_or_create(&FailureLabels { controller, reason })
+                .inc();
+        }
+    }
+
+    /// Records the time to the first Ready. A Sandbox that becomes Ready again, or after a suspension, is not new.
+    pub fn observe_ready(
+        &self,
+        sandbox: &Sandbox,
+        before: &SandboxStatus,
+        after: &SandboxStatus,
+        now: Timestamp,
+    ) {
+        if !became_ready_first(before, after) {
+            return;
+        }
+        let Some(created) = &sandbox.metadata.creation_timestamp else {
+            return;
+        };
+        let labels = CreationLabels {
+            namespace: sandbox.namespace().unwrap_or_default(),
+            launch_type: launch_type(sandbox),
+            sandbox_template: template(sandbox),
+        };
+        let milliseconds = (now - created.0)
+            .total(jiff::Unit::Millisecond)
+            .unwrap_or_default();
+        self.creation
+            .get_or_create(&labels)
+            .observe(milliseconds.max(0.0));
+    }
+
+    /// The metrics in OpenMetrics text format.
+    pub fn text(&self) -> Result<String, fmt::Error> {
+        let mut text = String::new();
+        encode(
+            &mut text,
+            &self.registry.lock().unwrap_or_else(PoisonError::into_inner),
+        )?;
+        Ok(text)
+    }
+}
+
+/// The conditions tell: Ready and Suspended are written together first, and each keeps its transition time until it changes.
+fn became_ready_first(before: &SandboxStatus, after: &SandboxStatus) -> bool {
+    if !conditions::is_true(&after.conditions, conditions::READY) {
+        return false;
+    }
+    let (ready, suspended) = (
+        conditions::find(&before.conditions, conditions::READY),
+        conditions::find(&before.conditions, conditions::SUSPENDED),
+    );
+    match (ready, suspended) {
+        (None, _) => true,
+        (Some(ready), Some(suspended)) => {
+            ready.status != "True"
+                && suspended.status == "False"
+                && ready.last_transition_time == suspended.last_transition_time
+        }
+        (Some(_), None) => false,
+    }
+}
+
+fn launch_type(sandbox: &Sandbox) -> String {
+    sandbox
+        .labels()
+        .get(labels::LAUNCH_TYPE)
+        .cloned()
+        .unwrap_or_else(|| "cold".to_owned())
+}
+
+fn template(sandbox: &Sandbox) -> String {
+    let named = sandbox.annotations().get(annotations::SANDBOX_TEMPLATE_REF);
+    named
+        .filter(|name| !name.is_empty())
+        .cloned()
+        .unwrap_or_else(|| "unknown".to_owned())
+}
+
+fn build_labels() -> BuildLabels {
+    BuildLabels {
+        git_version: concat!("v", env!("CARGO_PKG_VERSION")),
+        git_commit: option_env!("TORPOR_GIT_COMMIT").unwrap_or("unknown"),
+        build_date: option_env!("TORPOR_BUILD_DATE").unwrap_or("unknown"),
+        go_version: "none",
+        compiler: "rustc",
+        platform: concat!("linux/", "amd64"),
+    }
+}
+
+/// Counts the Sandboxes of the store when somebody looks.
+struct SandboxCount {
+    sandboxes: Arc<OnceLock<Store<Sandbox>>>,
+}
+
+impl fmt::Debug for SandboxCount {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("SandboxCount")
+    }
+}
+
+impl Collector for SandboxCount {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
+        let mut counts = std::collections::BTreeMap::<SandboxLabels, i64>::new();
+        for sandbox in self.sandboxes.get().map(Store::state).unwrap_or_default() {
+            *counts.entry(sandbox_labels(&sandbox)).or_default() += 1;
+        }
+        let mut family = encoder.encode_descriptor(
+            "agent_sandboxes",
+            "Sandboxes by state",
+            None,
+            MetricType::Gauge,
+        )?;
+        for (labels, count) in counts {
+            ConstGauge::new(count).encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+}
+
+fn sandbox_labels(sandbox: &Sandbox) -> SandboxLabels {
+    let conditions = sandbox
+        .status
+        .as_ref()
+        .map_or(&[][..], |status| &status.conditions);
+    let ready = conditions::find(conditions, conditions::READY);
+    let text = |yes: bool| if yes { "true" } else { "false" };
+    let owner = sandbox
+        .owner_references()
+        .iter()
+        .find(|owner| owner.controller == Some(true));
+    SandboxLabels {
+        namespace: sandbox.namespace().unwrap_or_default(),
+        ready_condition: text(ready.is_some_and(|ready| ready.status == "True")),
+        expired: text(ready.is_some_and(|ready| ready.reason == reasons::sandbox::SANDBOX_EXPIRED)),
+        launch_type: launch_type(sandbox),
+        sandbox_template: template(sandbox),
+        owned_by: match owner.map(|owner| owner.kind.as_str()) {
+            Some("SandboxClaim") => "SandboxClaim",
+            Some("SandboxWarmPool") => "SandboxWarmPool",
+            _ => "None",
+        },
+        created_by: sandbox
+            .labels()
+            .get(labels::CREATED_BY)
+            .map_or("unknown", |creator| labels::created_by(creator)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use torpor_api::conditions::{Draft, Status, set};
+
+    use super::*;
+
+    fn status(entries: &[(&'static str, Status, i64)]) -> SandboxStatus {
+        let mut status = SandboxStatus::default();
+        for (type_, value, second) in entries {
+            let now = Timestamp::from_second(*second).unwrap();
+            set(
+                &mut status.conditions,
+                Draft::new(type_, *value, "R", ""),
+                None,
+                now,
+            );
+        }
+        status
+    }
+
+    #[test]
+    fn only_the_first_ready_counts_as_creation() {
+        use conditions::{READY, SUSPENDED};
+        let ready = status(&[(SUSPENDED, Status::False, 1), (READY, Status::True, 9)]);
+        let new = status(&[(SUSPENDED, Status::False, 1), (READY, Status::False, 1)]);
+        let flapped = status(&[(SUSPENDED, Status::False, 1), (READY, Status::False, 5)]);
+        let resumed = status(&[(SUSPENDED, Status::False, 7), (READY, Status::False, 3)]);
+        assert!(became_ready_first(&SandboxStatus::default(), &ready));
+        assert!(became_ready_first(&new, &ready));
+        assert!(!became_ready_first(&flapped, &ready));
+        assert!(!became_ready_first(&resumed, &ready));
+        assert!(!became_ready_first(&ready, &ready));
+    }
+
+    #[test]
+    fn names_and_buckets_are_upstreams() {
+        let metrics = Metrics::default();
+        let mut sandbox = Sandbox::default();
+        let created = Timestamp::from_second(0).unwrap();
+        sandbox.metadata.creation_timestamp = Some(
+            k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(created),
+        );
+        let ready = status(&[(conditions::READY, Status::True, 1)]);
+        let now = Timestamp::from_millisecond(120).unwrap();
+        metrics.observe_ready(&sandbox, &SandboxStatus::default(), &ready, now);
+        metrics.observe_pass("sandbox", Duration::from_millis(2), Some("Refused"), false);
+        let text = metrics.text().unwrap();
+        for line in [
+            r#"agent_sandbox_creation_latency_ms_bucket{le="100.0",namespace="",launch_type="cold",sandbox_template="unknown"} 0"#,
+            r#"agent_sandbox_creation_latency_ms_bucket{le="250.0",namespace="",launch_type="cold",sandbox_template="unknown"} 1"#,
+            r#"controller_runtime_reconcile_total{controller="sandbox",result="error"} 1"#,
+            r#"controller_runtime_reconcile_errors_total{controller="sandbox",reason="Refused"} 1"#,
+        ] {
+            assert!(text.contains(line), "{line}\nnot in\n{text}");
+        }
+        assert!(
+            text.contains("agent_sandbox_build_info{git_version=\"v"),
+            "{text}"
+        );
+    }
+}

@@ -1,0 +1,150 @@
+//! The Sandbox kind. One pass: **dereference** (what is there) → **validate** (what it means) → **plan** (what to do; pure) → **apply** (do it) → **status** (say it; pure).
+//! When a step finds the world different from what the plan assumed, the plan is made again with the new fact; nothing is retried blindly.
+
+use std::{sync::Arc, time::Duration};
+
+use jiff::Timestamp;
+use kube::{ResourceExt, runtime::controller::Action};
+use torpor_api::{Sandbox, SandboxStatus};
+
+use crate::{
+    calls::{self, Answer},
+    context::Context,
+    events,
+};
+
+pub mod apply;
+pub mod dereference;
+pub mod metadata;
+pub mod notes;
+pub mod plan;
+pub mod pod_spec;
+pub mod status;
+pub mod validate;
+
+use self::{
+    apply::Applied,
+    plan::{Phase, Plan},
+};
+
+/// How often the plan is made anew within one pass, before the rest is left to the next one.
+const ROUNDS: usize = 5;
+
+/// A pass did not come through; it is tried again with a growing delay.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("cannot see what is there")]
+    Observe(#[source] calls::Error),
+    #[error("cannot tell whether a step took effect")]
+    Unknown(#[source] calls::Error),
+    #[error("cannot write the status")]
+    WriteStatus(#[source] calls::Error),
+    /// In the status already, in these words.
+    #[error("{}", .0.join("; "))]
+    Refused(Vec<String>),
+    #[error("the objects around the Sandbox keep changing")]
+    Unsettled,
+}
+
+impl Error {
+    /// Stable name, for metrics and logs.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Observe(_) => "ObserveFailed",
+            Self::Unknown(_) => "OutcomeUnknown",
+            Self::WriteStatus(_) => "StatusWriteFailed",
+            Self::Refused(_) => "Refused",
+            Self::Unsettled => "Unsettled",
+        }
+    }
+}
+
+/// One pass over one Sandbox.
+pub async fn reconcile(sandbox: Arc<Sandbox>, context: Arc<Context>) -> Result<Action, Error> {
+    if sandbox.metadata.deletion_timestamp.is_some() {
+        return Ok(Action::await_change());
+    }
+    let before = sandbox.status.clone().unwrap_or_default();
+    let (plan, applied, sandbox) = settle(sandbox, &context).await?;
+    if applied.sandbox_deleted {
+        return Ok(Action::await_change());
+    }
+    let now = Timestamp::now();
+    let (after, requeue) = conclude(&sandbox, &plan, &applied, &context, now);
+    write_status(&sandbox, &before, &after, &context).await?;
+    for note in notes::between(&before, &after, &plan) {
+        events::publish(&context.api, &*sandbox, note).await;
+    }
+    context
+        .metrics
+        .observe_ready(&sandbox, &before, &after, now);
+    let refusals: Vec<String> = plan
+        .refusals
+        .iter()
+        .map(|(_, why)| why.clone())
+        .chain(applied.failures.into_iter().map(|failure| failure.message))
+        .collect();
+    if !refusals.is_empty() {
+        return Err(Error::Refused(refusals));
+    }
+    Ok(requeue.map_or_else(Action::await_change, Action::requeue))
+}
+
+/// Plans and applies until a plan went through as planned.
+async fn settle(
+    sandbox: Arc<Sandbox>,
+    context: &Context,
+) -> Result<(Plan, Applied, Arc<Sandbox>), Error> {
+    let mut observed = dereference::dereference(sandbox, &context.caches, &context.api)
+        .await
+        .map_err(Error::Observe)?;
+    for _ in 0..ROUNDS {
+        let plan = plan::plan(&observed, Timestamp::now());
+        let applied = apply::apply(&plan, &mut observed, &context.api).await;
+        if let Some(error) = applied.unknown {
+            return Err(Error::Unknown(error));
+        }
+        if !applied.again {
+            return Ok((plan, applied, Arc::clone(&observed.sandbox)));
+        }
+        dereference::gather_memory(&mut observed, &context.caches);
+    }
+    Err(Error::Unsettled)
+}
+
+/// What the status should say, and when to look again. An expiry that came during the pass is marked at once.
+fn conclude(
+    sandbox: &Sandbox,
+    plan: &Plan,
+    applied: &Applied,
+    context: &Context,
+    now: Timestamp,
+) -> (SandboxStatus, Option<Duration>) {
+    let status = status::next(sandbox, plan, applied, &context.cluster_domain, now);
+    if plan.phase == Phase::Active && plan::expiry(sandbox, now) == plan::Expiry::Past {
+        return (status::expired(status, sandbox, now), Some(plan::AT_ONCE));
+    }
+    (status, plan.requeue)
+}
+
+async fn write_status(
+    sandbox: &Sandbox,
+    before: &SandboxStatus,
+    after: &SandboxStatus,
+    context: &Context,
+) -> Result<(), Error> {
+    let Some(patch) = status::patch(Some(before), after) else {
+        return Ok(());
+    };
+    let namespace = sandbox.namespace().unwrap_or_default();
+    match context
+        .api
+        .patch_status::<Sandbox>(&namespace, &sandbox.name_any(), &patch)
+        .await
+    {
+        Ok(_) => Ok(()),
+        // It was deleted meanwhile.
+        Err(error) if error.answer() == Answer::NotFound => Ok(()),
+        Err(error) => Err(Error::WriteStatus(error)),
+    }
+}

@@ -1,0 +1,439 @@
+//! Client required. Takes the steps of a plan, one call each (plus the reads of a fence), without choosing. What it finds different from what the plan assumed it reports as
+//! a fact, and the plan is made again.
+
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::{PersistentVolumeClaim, Pod, Service};
+use kube::ResourceExt;
+use serde_json::{Value, json};
+use torpor_api::{
+    Sandbox, SandboxSnapshot,
+    conditions::{self, Draft, Status},
+    reasons,
+};
+
+use super::dereference::{Fact, Observed};
+use super::plan::{Action, Area, ImageFence, ImageUse, Plan, SnapshotFence, Step, pod_name_patch};
+use crate::calls::{self, Answer, Apiserver};
+
+/// How one step ended.
+#[derive(Debug)]
+enum Outcome {
+    Done(Option<Fact>),
+    /// The world is not what the plan assumed; with this fact, plan again.
+    Surprise(Fact),
+    Failed(Failure),
+    /// It may or may not have taken effect: observe again, later.
+    Unknown(calls::Error),
+}
+
+/// A step that the apiserver refused.
+#[derive(Debug)]
+pub struct Failure {
+    pub area: Area,
+    /// As the status shows it, in upstream's words.
+    pub message: String,
+    /// The Pod is there, although the step failed.
+    pub pod_stays: bool,
+}
+
+/// What came of a plan.
+#[derive(Debug, Default)]
+pub struct Applied {
+    pub failures: Vec<Failure>,
+    /// The Pod as created or changed in this pass.
+    pub pod: Option<Arc<Pod>>,
+    /// The Service as created or changed in this pass.
+    pub service: Option<Arc<Service>>,
+    /// The Sandbox itself was deleted.
+    pub sandbox_deleted: bool,
+    /// Plan again with what was learnt.
+    pub again: bool,
+    /// Nobody knows whether a step took effect.
+    pub unknown: Option<calls::Error>,
+}
+
+/// Takes the steps in order. A failure skips the rest of its area; an unknown outcome ends the pass, because nothing may be built on it.
+pub async fn apply(plan: &Plan, observed: &mut Observed, api: &Apiserver) -> Applied {
+    let mut applied = Applied::default();
+    for Step { area, action } in &plan.steps {
+        if applied.failures.iter().any(|failure| failure.area == *area) {
+            continue;
+        }
+        match execute(*area, action, &observed.sandbox, api).await {
+            Outcome::Done(fact) => {
+                applied.note(action, fact.as_ref());
+                if let Some(fact) = fact {
+                    observed.learn(fact);
+                }
+            }
+            Outcome::Surprise(fact) => {
+                tracing::debug!(?fact, "not as planned");
+                observed.learn(fact);
+                applied.again = true;
+                return applied;
+            }
+            Outcome::Failed(failure) => applied.failures.push(failure),
+            Outcome::Unknown(error) => {
+                applied.unknown = Some(error);
+                return applied;
+            }
+        }
+    }
+    applied
+}
+
+impl Applied {
+    fn note(&mut self, action: &Action, fact: Option<&Fact>) {
+        match (action, fact) {
+            (_, Some(Fact::Pod(pod))) => self.pod = Some(Arc::clone(pod)),
+            (_, Some(Fact::Service(service))) => self.service = Some(Arc::clone(service)),
+            (Action::DeleteSandbox { .. }, _) => self.sandbox_deleted = true,
+            _ => {}
+        }
+    }
+}
+
+/// One arm per action. Nothing is decided here.
+async fn execute(area: Area, action: &Action, sandbox: &Sandbox, api: &Apiserver) -> Outcome {
+    let ns = &sandbox.namespace().unwrap_or_default();
+    let name = &sandbox.name_any();
+    let failed = |doing: &str, error: &calls::Error| Failure {
+        area,
+        message: if doing.is_empty() {
+            error.to_string()
+        } else {
+            format!("{doing}: {error}")
+        },
+        pod_stays: matches!(action, Action::DeletePod { .. }),
+    };
+    match action {
+        Action::CreateClaim(claim) => {
+            let created = api.create::<PersistentVolumeClaim>(ns, claim.clone()).await;
+            or_existing(
+                created,
+                api,
+                ns,
+                claim,
+                |c| Fact::Claim(Arc::new(c)),
+                failed,
+            )
+            .await
+        }
+        Action::PatchClaim { name, patch } => {
+            let patched = api.patch::<PersistentVolumeClaim>(ns, name, patch).await;
+            let doing = "failed to patch PVC with owner reference";
+            done(patched.map(|claim| Fact::Claim(Arc::new(claim))), |e| {
+                failed(doing, e)
+            })
+        }
+        Action::ForgetPodName => set_pod_name(api, ns, name, None, failed).await,
+        Action::RecordPodName(pod) => set_pod_name(api, ns, name, Some(pod), failed).await,
+        Action::CreatePod { pod, image } => create_pod(api, ns, pod, image.as_ref(), failed).await,
+        Action::PatchPod { name, patch } => match api.patch::<Pod>(ns, name, patch).await {
+            Ok(pod) => Outcome::Done(Some(Fact::Pod(Arc::new(pod)))),
+            Err(error) if matches!(error.answer(), Answer::NotFound | Answer::Conflict) => {
+                observe_pod(api, ns, name).await
+            }
+            Err(error) => refused(error, |e| failed("failed to patch pod", e)),
+        },
+        Action::DeletePod { name, uid, image } => {
+            delete_pod(api, ns, (name, uid), image.as_ref(), failed).await
+        }
+        Action::CreateService(service) => {
+            let created = api.create::<Service>(ns, service.clone()).await;
+            or_existing(
+                created,
+                api,
+                ns,
+                service,
+                |s| Fact::Service(Arc::new(s)),
+                failed,
+            )
+            .await
+        }
+        Action::PatchService {
+            name,
+            patch,
+            adopts,
+        } => {
+            let doing = if *adopts {
+                "failed to update service with owner reference"
+            } else {
+                "failed to patch owned service"
+            };
+            let patched = api.patch::<Service>(ns, name, patch).await;
+            done(
+                patched.map(|service| Fact::Service(Arc::new(service))),
+                |e| failed(doing, e),
+            )
+        }
+        Action::DeleteService { name, uid } => {
+            match deleted(api.delete::<Service>(ns, name, uid, None).await) {
+                Ok(()) => Outcome::Done(Some(Fact::NoService)),
+                Err(error) => refused(error, |e| failed("failed to delete service", e)),
+            }
+        }
+        Action::CreateSnapshot(snapshot) => {
+            let created = api.create::<SandboxSnapshot>(ns, snapshot.clone()).await;
+            or_existing(
+                created,
+                api,
+                ns,
+                snapshot,
+                |s| Fact::Snapshot(Arc::new(s)),
+                failed,
+            )
+            .await
+        }
+        Action::DeleteSnapshot { name, uid, fence } => {
+            delete_snapshot(api, ns, (name, uid), fence, failed).await
+        }
+        Action::SupersedeSnapshot { name, message } => {
+            supersede(api, ns, name, message, failed).await
+        }
+        Action::DeleteSandbox { uid } => {
+            match deleted(api.delete::<Sandbox>(ns, name, uid, None).await) {
+                Ok(()) => Outcome::Done(None),
+                Err(error) => refused(error, |e| failed("failed to delete sandbox", e)),
+            }
+        }
+    }
+}
+
+fn refused(error: calls::Error, failure: impl FnOnce(&calls::Error) -> Failure) -> Outcome {
+    if error.answer() == Answer::Unknown {
+        return Outcome::Unknown(error);
+    }
+    Outcome::Failed(failure(&error))
+}
+
+fn done(
+    result: Result<Fact, calls::Error>,
+    failure: impl FnOnce(&calls::Error) -> Failure,
+) -> Outcome {
+    match result {
+        Ok(fact) => Outcome::Done(Some(fact)),
+        Err(error) => refused(error, failure),
+    }
+}
+
+/// What is gone already, or is another object by now, needs no deleting.
+fn deleted(result: Result<(), calls::Error>) -> Result<(), calls::Error> {
+    match result {
+        Err(error) if error.answer() == Answer::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+/// A create that finds the name taken: whatever has the name is looked at, and the plan is made anew with it.
+async fn or_existing<K: calls::Namespaced>(
+    created: Result<K, calls::Error>,
+    api: &Apiserver,
+    namespace: &str,
+    object: &Value,
+    fact: impl Fn(K) -> Fact,
+    failed: impl Fn(&str, &calls::Error) -> Failure,
+) -> Outcome {
+    let error = match created {
+        Ok(object) => return Outcome::Done(Some(fact(object))),
+        Err(error) => error,
+    };
+    if error.answer() != Answer::AlreadyExists {
+        return refused(error, |e| failed("", e));
+    }
+    let name = object["metadata"]["name"].as_str().unwrap_or_default();
+    match api.get::<K>(namespace, name).await {
+        Ok(Some(existing)) => Outcome::Surprise(fact(existing)),
+        // It went between the two calls.
+        Ok(None) => Outcome::Unknown(error),
+        Err(error) => refused(error, |e| failed("", e)),
+    }
+}
+
+async fn set_pod_name(
+    api: &Apiserver,
+    namespace: &str,
+    sandbox: &str,
+    pod: Option<&String>,
+    failed: impl Fn(&str, &calls::Error) -> Failure,
+) -> Outcome {
+    let patch = pod_name_patch(pod.map(String::as_str));
+    let doing = match pod {
+        Some(_) => "failed to update pod name annotation",
+        None => "failed to clear pod name annotation",
+    };
+    let patched = api.patch::<Sandbox>(namespace, sandbox, &patch).await;
+    done(
+        patched.map(|sandbox| Fact::Sandbox(Arc::new(sandbox))),
+        |e| failed(doing, e),
+    )
+}
+
+async fn observe_pod(api: &Apiserver, namespace: &str, name: &str) -> Outcome {
+    match api.get::<Pod>(namespace, name).await {
+        Ok(Some(pod)) => Outcome::Surprise(Fact::Pod(Arc::new(pod))),
+        Ok(None) => Outcome::Surprise(Fact::NoPod(name.to_owned())),
+        Err(error) => Outcome::Unknown(error),
+    }
+}
+
+async fn create_pod(
+    api: &Apiserver,
+    namespace: &str,
+    pod: &Value,
+    image: Option<&ImageFence>,
+    failed: impl Fn(&str, &calls::Error) -> Failure,
+) -> Outcome {
+    if let Some(image) = image
+        && let Err(outcome) = check_image(api, namespace, image).await
+    {
+        return outcome;
+    }
+    let created = api.create::<Pod>(namespace, pod.clone()).await;
+    or_existing(
+        created,
+        api,
+        namespace,
+        pod,
+        |pod| Fact::Pod(Arc::new(pod)),
+        failed,
+    )
+    .await
+}
+
+async fn delete_pod(
+    api: &Apiserver,
+    namespace: &str,
+    (name, uid): (&str, &str),
+    image: Option<&ImageFence>,
+    failed: impl Fn(&str, &calls::Error) -> Failure,
+) -> Outcome {
+    if let Some(image) = image
+        && let Err(outcome) = check_image(api, namespace, image).await
+    {
+        return outcome;
+    }
+    match api.delete::<Pod>(namespace, name, uid, None).await {
+        // It is shown until it is really gone; the watch tells.
+        Ok(()) => Outcome::Done(None),
+        Err(error) if matches!(error.answer(), Answer::NotFound | Answer::Conflict) => {
+            observe_pod(api, namespace, name).await
+        }
+        Err(error) => refused(error, |e| failed("failed to delete pod", e)),
+    }
+}
+
+/// Asks the apiserver itself whether an image is still what the plan took it for. The caches may be behind by exactly the write that matters.
+async fn check_image(api: &Apiserver, namespace: &str, fence: &ImageFence) -> Result<(), Outcome> {
+    let found = api
+        .get::<SandboxSnapshot>(namespace, &fence.name)
+        .await
+        .map_err(Outcome::Unknown)?;
+    let Some(snapshot) = found else {
+        return Err(Outcome::Surprise(Fact::NoSnapshot(fence.name.clone())));
+    };
+    let usable = snapshot.uid().as_deref() == Some(&fence.uid)
+        && snapshot.metadata.deletion_timestamp.is_none()
+        && snapshot.is_committed()
+        && (fence.use_of == ImageUse::Copy || !snapshot.is_consumed());
+    if usable {
+        Ok(())
+    } else {
+        Err(Outcome::Surprise(Fact::Snapshot(Arc::new(snapshot))))
+    }
+}
+
+async fn delete_snapshot(
+    api: &Apiserver,
+    namespace: &str,
+    (name, uid): (&str, &str),
+    fence: &SnapshotFence,
+    failed: impl Fn(&str, &calls::Error) -> Failure,
+) -> Outcome {
+    let resource_version = match fence {
+        SnapshotFence::Stale => None,
+        SnapshotFence::Unchanged { resource_version } => Some(resource_version.as_str()),
+        SnapshotFence::PodAlive { name: pod, uid } => {
+            match api.get::<Pod>(namespace, pod).await {
+                Err(error) => return Outcome::Unknown(error),
+                Ok(None) => return Outcome::Surprise(Fact::NoPod(pod.clone())),
+                Ok(Some(found)) => {
+                    let alive = found.uid().as_deref() == Some(uid)
+                        && found.metadata.deletion_timestamp.is_none();
+                    if !alive {
+                        return Outcome::Surprise(Fact::Pod(Arc::new(found)));
+                    }
+                }
+            }
+            None
+        }
+    };
+    match deleted(
+        api.delete::<SandboxSnapshot>(namespace, name, uid, resource_version)
+            .await,
+    ) {
+        // It may stay for its finalizer, but nobody uses it any more.
+        Ok(()) => Outcome::Done(None),
+        Err(error) if error.answer() == Answer::Conflict => {
+            observe_snapshot(api, namespace, name).await
+        }
+        Err(error) => refused(error, |e| failed("failed to delete SandboxSnapshot", e)),
+    }
+}
+
+async fn observe_snapshot(api: &Apiserver, namespace: &str, name: &str) -> Outcome {
+    match api.get::<SandboxSnapshot>(namespace, name).await {
+        Ok(Some(snapshot)) => Outcome::Surprise(Fact::Snapshot(Arc::new(snapshot))),
+        Ok(None) => Outcome::Surprise(Fact::NoSnapshot(name.to_owned())),
+        Err(error) => Outcome::Unknown(error),
+    }
+}
+
+/// The agent writes this status too, so that the patch holds only for the version it was made from.
+async fn supersede(
+    api: &Apiserver,
+    namespace: &str,
+    name: &str,
+    message: &str,
+    failed: impl Fn(&str, &calls::Error) -> Failure,
+) -> Outcome {
+    let snapshot = match api.get::<SandboxSnapshot>(namespace, name).await {
+        Ok(Some(snapshot)) => snapshot,
+        Ok(None) => return Outcome::Surprise(Fact::NoSnapshot(name.to_owned())),
+        Err(error) => return Outcome::Unknown(error),
+    };
+    if snapshot.is_consumed() {
+        return Outcome::Done(Some(Fact::Snapshot(Arc::new(snapshot))));
+    }
+    let mut all = snapshot.conditions().to_vec();
+    let reason = reasons::snapshot::SUPERSEDED;
+    let draft = Draft::new(
+        conditions::CONSUMED,
+        Status::True,
+        reason,
+        message.to_owned(),
+    );
+    conditions::set(
+        &mut all,
+        draft,
+        snapshot.metadata.generation,
+        jiff::Timestamp::now(),
+    );
+    let patch = json!({
+        "metadata": {"resourceVersion": snapshot.resource_version()},
+        "status": {"conditions": all},
+    });
+    match api
+        .patch_status::<SandboxSnapshot>(namespace, name, &patch)
+        .await
+    {
+        Ok(snapshot) => Outcome::Done(Some(Fact::Snapshot(Arc::new(snapshot)))),
+        Err(error) if matches!(error.answer(), Answer::Conflict | Answer::NotFound) => {
+            observe_snapshot(api, namespace, name).await
+        }
+        Err(error) => refused(error, |e| {
+            failed("failed to mark SandboxSnapshot consumed", e)
+        }),
+    }
+}

@@ -1,0 +1,169 @@
+//! Client required. Gathers everything that decides about one Sandbox; nothing is judged here.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use k8s_openapi::api::core::v1::{PersistentVolumeClaim, Pod, Service};
+use kube::ResourceExt;
+use torpor_api::{
+    Sandbox, SandboxNode, SandboxSnapshot, SnapshotClass,
+    annotations::{self, Settings},
+    name_hash,
+};
+
+use crate::{
+    calls::{self, Apiserver},
+    watches::Caches,
+};
+
+/// What was seen of one Sandbox and of the objects around it.
+#[derive(Clone, Debug, Default)]
+pub struct Observed {
+    pub sandbox: Arc<Sandbox>,
+    /// Pods of the namespace with the Sandbox's name hash, and the one with the Sandbox's Pod name, by name.
+    pub pods: BTreeMap<String, Arc<Pod>>,
+    /// Claims of the volume claim templates that exist, by name.
+    pub claims: BTreeMap<String, Arc<PersistentVolumeClaim>>,
+    /// The Service with the Sandbox's name.
+    pub service: Option<Arc<Service>>,
+    /// Snapshots that name the Sandbox, and the one that it is to be a copy of, by name.
+    pub snapshots: BTreeMap<String, Arc<SandboxSnapshot>>,
+    /// What the nodes of the Pods and snapshots report, by name.
+    pub nodes: BTreeMap<String, Arc<SandboxNode>>,
+    /// Handler of each RuntimeClass that a Pod or the template names.
+    pub handlers: BTreeMap<String, String>,
+    /// The snapshot class that the Sandbox names.
+    pub snapshot_class: Option<Arc<SnapshotClass>>,
+}
+
+/// A fact that only became known while acting.
+#[derive(Clone, Debug)]
+pub enum Fact {
+    Pod(Arc<Pod>),
+    NoPod(String),
+    Claim(Arc<PersistentVolumeClaim>),
+    Service(Arc<Service>),
+    NoService,
+    Snapshot(Arc<SandboxSnapshot>),
+    NoSnapshot(String),
+    /// The Sandbox's own metadata after a write of ours.
+    Sandbox(Arc<Sandbox>),
+}
+
+impl Observed {
+    /// Takes a newer fact in.
+    pub fn learn(&mut self, fact: Fact) {
+        match fact {
+            Fact::Pod(pod) => drop(self.pods.insert(pod.name_any(), pod)),
+            Fact::NoPod(name) => drop(self.pods.remove(&name)),
+            Fact::Claim(claim) => drop(self.claims.insert(claim.name_any(), claim)),
+            Fact::Service(service) => self.service = Some(service),
+            Fact::NoService => self.service = None,
+            Fact::Snapshot(snapshot) => {
+                drop(self.snapshots.insert(snapshot.name_any(), snapshot));
+            }
+            Fact::NoSnapshot(name) => drop(self.snapshots.remove(&name)),
+            Fact::Sandbox(sandbox) => self.sandbox = sandbox,
+        }
+    }
+}
+
+/// Name of the Pod of a Sandbox: what the annotation says, else the Sandbox's own name.
+pub fn pod_name(sandbox: &Sandbox) -> String {
+    match sandbox.annotations().get(annotations::POD_NAME) {
+        Some(name) if !name.is_empty() => name.clone(),
+        _ => sandbox.name_any(),
+    }
+}
+
+/// Name of the claim of one volume claim template.
+pub fn claim_name(template: &str, sandbox: &str) -> String {
+    format!("{template}-{sandbox}")
+}
+
+/// Reads the caches. Asks the apiserver only for the Pod when the caches show none and that absence would be acted upon.
+pub async fn dereference(
+    sandbox: Arc<Sandbox>,
+    caches: &Caches,
+    api: &Apiserver,
+) -> Result<Observed, calls::Error> {
+    let namespace = sandbox.namespace().unwrap_or_default();
+    let name = sandbox.name_any();
+    let mut observed = Observed {
+        sandbox: Arc::clone(&sandbox),
+        ..Observed::default()
+    };
+    for pod in caches.pods.indexed(&namespace, &name_hash(&name)) {
+        observed.learn(Fact::Pod(pod));
+    }
+    let pod_name = pod_name(&sandbox);
+    if let Some(pod) = caches.pods.get(&namespace, &pod_name) {
+        observed.learn(Fact::Pod(pod));
+    } else if super::plan::asks_for_the_named_pod(&observed) {
+        // The cache holds only Pods with a name hash. A foreign Pod of that name, or one of ours that the watch has not shown yet, is only found by asking.
+        if let Some(pod) = api.get::<Pod>(&namespace, &pod_name).await? {
+            observed.learn(Fact::Pod(Arc::new(pod)));
+        }
+    }
+    for template in &sandbox.spec.volume_claim_templates {
+        if let Some(claim) = caches
+            .claims
+            .get(&namespace, &claim_name(&template.metadata.name, &name))
+        {
+            observed.learn(Fact::Claim(claim));
+        }
+    }
+    observed.service = caches.services.get(&namespace, &name);
+    for snapshot in caches.snapshots.indexed(&namespace, &name) {
+        observed.learn(Fact::Snapshot(snapshot));
+    }
+    gather_memory(&mut observed, caches);
+    Ok(observed)
+}
+
+/// What Torpor's part looks at: named snapshot, nodes, runtime handlers, snapshot class. To be gathered again when a fact came in, since it may name another node.
+pub fn gather_memory(observed: &mut Observed, caches: &Caches) {
+    let sandbox = Arc::clone(&observed.sandbox);
+    let namespace = &sandbox.namespace().unwrap_or_default();
+    let settings = Settings::read(
+        sandbox.metadata.annotations.as_ref(),
+        sandbox.spec.pod_template.annotations(),
+    );
+    if let Some(snapshot) = settings
+        .restore_from
+        .and_then(|name| caches.snapshots.get(namespace, &name))
+    {
+        observed.learn(Fact::Snapshot(snapshot));
+    }
+    observed.snapshot_class = settings
+        .snapshot_class
+        .and_then(|name| caches.snapshot_classes.get("", &name));
+    let mut nodes: Vec<String> = observed
+        .pods
+        .values()
+        .filter_map(|pod| pod.spec.as_ref()?.node_name.clone())
+        .collect();
+    nodes.extend(observed.snapshots.values().filter_map(|snapshot| {
+        snapshot
+            .status
+            .as_ref()
+            .and_then(|status| status.node_name.clone())
+    }));
+    for name in nodes {
+        if let Some(node) = caches.nodes.get("", &name) {
+            observed.nodes.insert(name, node);
+        }
+    }
+    let mut classes: Vec<String> = observed
+        .pods
+        .values()
+        .filter_map(|pod| pod.spec.as_ref()?.runtime_class_name.clone())
+        .collect();
+    classes.extend(super::pod_spec::runtime_class_name(
+        &sandbox.spec.pod_template.spec,
+    ));
+    for name in classes {
+        if let Some(class) = caches.runtime_classes.get("", &name) {
+            observed.handlers.insert(name, class.handler.clone());
+        }
+    }
+}

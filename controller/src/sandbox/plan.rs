@@ -1,0 +1,323 @@
+//! No client required. Decides what to do for one Sandbox: pure, total, deterministic. The same things seen at the same time give the same plan.
+//!
+//! Order, as upstream: expiry, else claims → Pod → Service. Torpor's part (memory kept over a suspension) decides within the Pod's turn whether the Pod may be deleted
+//! yet, and what a new one continues from.
+
+use std::{sync::Arc, time::Duration};
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::{Pod, Service};
+use kube::ResourceExt;
+use serde_json::{Value, json};
+use torpor_api::{
+    Sandbox, annotations,
+    conditions::{self, Draft},
+    reasons,
+};
+
+use super::{
+    dereference::{Observed, pod_name},
+    validate::{Desired, Ownership, ownership, validate},
+};
+
+mod claims;
+mod memory;
+mod pods;
+mod services;
+
+/// Part of the work; a failure skips the rest of its area only, as upstream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Area {
+    Claims,
+    Pod,
+    Service,
+}
+
+/// What must still be true of a snapshot at the apiserver when a Pod is deleted or created on its strength.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ImageFence {
+    pub name: String,
+    pub uid: String,
+    pub use_of: ImageUse,
+}
+
+/// Why an image has to be there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ImageUse {
+    /// The Pod goes, and the image is all that remains of its memory.
+    OnlyCopy,
+    /// A Pod continues from it, which can happen once.
+    Resume,
+    /// A Pod starts as a copy of it.
+    Copy,
+}
+
+/// What must still be true when a snapshot is deleted.
+#[derive(Clone, Debug, PartialEq)]
+pub enum SnapshotFence {
+    /// It is as it was when it was seen to be worthless: nobody has committed it meanwhile.
+    Unchanged { resource_version: String },
+    /// Its Pod lives and is not being deleted, so that the memory is not lost with the image.
+    PodAlive { name: String, uid: String },
+    /// Nothing: the sandbox has gone on from it.
+    Stale,
+}
+
+/// One call.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Action {
+    CreateClaim(Value),
+    PatchClaim {
+        name: String,
+        patch: Value,
+    },
+    ForgetPodName,
+    RecordPodName(String),
+    CreatePod {
+        pod: Value,
+        image: Option<ImageFence>,
+    },
+    PatchPod {
+        name: String,
+        patch: Value,
+    },
+    DeletePod {
+        name: String,
+        uid: String,
+        image: Option<ImageFence>,
+    },
+    CreateService(Value),
+    PatchService {
+        name: String,
+        patch: Value,
+        adopts: bool,
+    },
+    DeleteService {
+        name: String,
+        uid: String,
+    },
+    CreateSnapshot(Value),
+    DeleteSnapshot {
+        name: String,
+        uid: String,
+        fence: SnapshotFence,
+    },
+    /// Writes Consumed=True: the sandbox goes on without this image.
+    SupersedeSnapshot {
+        name: String,
+        message: String,
+    },
+    DeleteSandbox {
+        uid: String,
+    },
+}
+
+/// One call and the area that it belongs to.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Step {
+    pub area: Area,
+    pub action: Action,
+}
+
+/// What happens to a condition of Torpor's.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub enum Shown {
+    #[default]
+    Remove,
+    Keep,
+    Set(Draft),
+}
+
+/// What the status says about memory.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct MemoryOutlook {
+    pub hibernated: Shown,
+    pub restored: Shown,
+    /// Overrides upstream's Suspended condition (strategy Freeze).
+    pub suspended: Option<Draft>,
+}
+
+/// The Service as the status shows it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub enum ServiceOutlook {
+    /// Nothing was looked at; the status keeps what it says.
+    #[default]
+    Untouched,
+    None,
+    /// There is none yet; it is made in this pass.
+    Wanted,
+    Exists(Arc<Service>),
+}
+
+/// What to do, and what to say.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Plan {
+    pub steps: Vec<Step>,
+    /// Why something is not done, in upstream's words; at most one per area.
+    pub refusals: Vec<(Area, String)>,
+    /// More than one Pod is ours.
+    pub several_pods: Option<usize>,
+    /// The Pod that the status describes, ours or not.
+    pub pod: Option<Arc<Pod>>,
+    pub service: ServiceOutlook,
+    pub memory: MemoryOutlook,
+    pub phase: Phase,
+    /// When to look again though nothing has changed.
+    pub requeue: Option<Duration>,
+}
+
+/// Which part of a Sandbox's life the plan is for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Phase {
+    #[default]
+    Active,
+    /// Expired, and the status does not say so yet.
+    Expiring,
+    /// Expired and marked: what belongs to the Sandbox goes.
+    Expired,
+    /// Being deleted: garbage collection does everything.
+    Deleted,
+}
+
+/// Upstream asks again at once after it has marked a Sandbox expired.
+pub const AT_ONCE: Duration = Duration::from_millis(1);
+/// Upstream never waits less than this for an expiry.
+const EXPIRY_FLOOR: Duration = Duration::from_secs(2);
+
+impl Plan {
+    fn step(&mut self, area: Area, action: Action) {
+        self.steps.push(Step { area, action });
+    }
+
+    /// Whether the Sandbox is suspended without an image: no Pod, or one that goes without one.
+    pub fn loses_memory(&self) -> bool {
+        let goes = |step: &Step| matches!(step.action, Action::DeletePod { image: None, .. });
+        self.pod.is_none() || self.steps.iter().any(goes)
+    }
+
+    fn refuse(&mut self, area: Area, why: String) {
+        self.refusals.push((area, why));
+    }
+}
+
+/// Decides.
+pub fn plan(observed: &Observed, now: Timestamp) -> Plan {
+    let desired = validate(observed);
+    if desired.sandbox.metadata.deletion_timestamp.is_some() {
+        return Plan {
+            phase: Phase::Deleted,
+            ..Plan::default()
+        };
+    }
+    let mut plan = Plan::default();
+    match expiry(desired.sandbox, now) {
+        Expiry::Past if marked_expired(desired.sandbox) => {
+            plan.phase = Phase::Expired;
+            expire(&mut plan, &desired, observed);
+        }
+        Expiry::Past => {
+            plan.phase = Phase::Expiring;
+            plan.requeue = Some(AT_ONCE);
+        }
+        Expiry::In(wait) => {
+            plan.requeue = Some(wait);
+            plan_active(&mut plan, &desired, observed);
+        }
+        Expiry::Never => plan_active(&mut plan, &desired, observed),
+    }
+    plan
+}
+
+fn plan_active(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
+    claims::plan(plan, desired, observed);
+    pods::plan(plan, desired, observed);
+    if plan.several_pods.is_none() {
+        services::plan(plan, desired, observed);
+    }
+}
+
+/// Whether a Sandbox has expired.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Expiry {
+    Never,
+    In(Duration),
+    Past,
+}
+
+/// When a Sandbox expires, as seen at `now`. The wait has upstream's floor of two seconds.
+pub fn expiry(sandbox: &Sandbox, now: Timestamp) -> Expiry {
+    let Some(time) = &sandbox.spec.shutdown_time else {
+        return Expiry::Never;
+    };
+    match Duration::try_from(time.0.duration_since(now)) {
+        Ok(left) if !left.is_zero() => Expiry::In(left.max(EXPIRY_FLOOR)),
+        // Negative: it is over.
+        _ => Expiry::Past,
+    }
+}
+
+/// Whether the status says already that the Sandbox has expired.
+pub fn marked_expired(sandbox: &Sandbox) -> bool {
+    let conditions = sandbox
+        .status
+        .as_ref()
+        .map_or(&[][..], |status| &status.conditions);
+    conditions::find(conditions, conditions::READY)
+        .is_some_and(|ready| ready.reason == reasons::sandbox::SANDBOX_EXPIRED)
+}
+
+/// Deletes what belongs to an expired Sandbox, and with policy Delete the Sandbox itself. Its snapshots stay as long as it does.
+fn expire(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
+    let sandbox = desired.sandbox;
+    if let Some(pod) = observed.pods.get(&pod_name(sandbox))
+        && ownership(&**pod, sandbox) == Ownership::Ours
+        && pod.metadata.deletion_timestamp.is_none()
+    {
+        plan.step(Area::Pod, delete_pod(pod, None));
+    }
+    if let Some(service) = &observed.service
+        && ownership(&**service, sandbox) == Ownership::Ours
+    {
+        let (name, uid) = (service.name_any(), service.uid().unwrap_or_default());
+        plan.step(Area::Service, Action::DeleteService { name, uid });
+    }
+    if sandbox.spec.shutdown_policy == Some(torpor_api::ShutdownPolicy::Delete) {
+        plan.step(
+            Area::Claims,
+            Action::DeleteSandbox {
+                uid: desired.uid.clone(),
+            },
+        );
+    }
+}
+
+fn delete_pod(pod: &Pod, image: Option<ImageFence>) -> Action {
+    Action::DeletePod {
+        name: pod.name_any(),
+        uid: pod.uid().unwrap_or_default(),
+        image,
+    }
+}
+
+/// Whether the absence of the Pod in the caches has to be made certain by asking. In state Running a Pod that is there after all is found when it is created anew.
+pub fn asks_for_the_named_pod(observed: &Observed) -> bool {
+    let sandbox = &*observed.sandbox;
+    if sandbox.metadata.deletion_timestamp.is_some() {
+        return false;
+    }
+    let ours = observed
+        .pods
+        .values()
+        .any(|pod| ownership(&**pod, sandbox) == Ownership::Ours);
+    let suspended = sandbox.spec.operating_mode == torpor_api::OperatingMode::Suspended;
+    let annotated = sandbox.annotations().contains_key(annotations::POD_NAME);
+    !ours && (suspended || annotated || marked_expired(sandbox))
+}
+
+/// Merge patch that takes the Pod name off a Sandbox, or puts it on.
+pub fn pod_name_patch(name: Option<&str>) -> Value {
+    json!({"metadata": {"annotations": {annotations::POD_NAME: name}}})
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,233 @@
+//! Torpor's part: memory that outlives the Pod.
+//!
+//! Suspend with strategy Hibernate: make a SandboxSnapshot for exactly this Pod → the agent saves and writes Committed=True → only then the Pod is deleted.
+//! Resume: a new Pod on the node of the image, once per image. The rules, each with a fence that is checked at the apiserver when the step is taken:
+//! a Pod is deleted for its image only while that image is committed and not consumed; an image is deleted only when its Pod lives, or the sandbox has gone on
+//! from it, or nobody committed it; a Pod continues only from an image that is committed and not consumed.
+
+use std::{cmp::Reverse, sync::Arc};
+
+use k8s_openapi::{api::core::v1::Pod, apimachinery::pkg::apis::meta::v1::Condition};
+use kube::ResourceExt;
+use torpor_api::{
+    Sandbox, SandboxSnapshot, SnapshotReason,
+    conditions::{self, Draft, Status},
+    node::RuntimeCapabilities,
+    reasons::hibernated,
+    snapshot::NODE_PROVISIONER,
+};
+
+use super::{Action, ImageFence, ImageUse, Plan, Shown, SnapshotFence};
+use crate::sandbox::{
+    dereference::Observed,
+    validate::{Desired, Ownership, ownership},
+};
+
+mod resume;
+mod suspend;
+
+pub(super) use self::{
+    resume::{awake, start, wishes_for_pod},
+    suspend::suspend,
+};
+
+// --- what is seen -----------------------------------------------------------------------------------------------------------------------
+
+/// Suspend snapshots of this very Sandbox (not of an earlier one of its name), by name.
+fn own_snapshots<'a>(
+    desired: &'a Desired<'_>,
+    observed: &'a Observed,
+) -> impl Iterator<Item = &'a Arc<SandboxSnapshot>> {
+    observed.snapshots.values().filter(|snapshot| {
+        snapshot.spec.reason == SnapshotReason::Suspend
+            && snapshot.spec.sandbox_name == desired.name
+            && ownership(&***snapshot, desired.sandbox) == Ownership::Ours
+    })
+}
+
+fn snapshot_of_pod<'a>(
+    desired: &'a Desired<'_>,
+    observed: &'a Observed,
+    pod_uid: &str,
+) -> Option<&'a Arc<SandboxSnapshot>> {
+    own_snapshots(desired, observed)
+        .find(|snapshot| snapshot.spec.pod_uid.as_deref() == Some(pod_uid))
+}
+
+fn is_deleting(snapshot: &SandboxSnapshot) -> bool {
+    snapshot.metadata.deletion_timestamp.is_some()
+}
+
+/// Whether the sandbox may be resumed from it.
+fn is_resumable(snapshot: &SandboxSnapshot) -> bool {
+    snapshot.is_committed() && !snapshot.is_consumed() && !is_deleting(snapshot)
+}
+
+fn newest_resumable<'a>(
+    desired: &'a Desired<'_>,
+    observed: &'a Observed,
+) -> Option<&'a Arc<SandboxSnapshot>> {
+    own_snapshots(desired, observed)
+        .filter(|snapshot| is_resumable(snapshot))
+        .min_by_key(|snapshot| {
+            let status = snapshot.status.as_ref();
+            let committed = status
+                .and_then(|s| s.committed_at.as_ref())
+                .map(|time| time.0);
+            (Reverse(committed), snapshot.name_any())
+        })
+}
+
+fn phase(pod: &Pod) -> &str {
+    pod.status
+        .as_ref()
+        .and_then(|status| status.phase.as_deref())
+        .unwrap_or("")
+}
+
+fn is_terminating(pod: &Pod) -> bool {
+    pod.metadata.deletion_timestamp.is_some()
+}
+
+fn node_of(pod: &Pod) -> Option<&str> {
+    pod.spec
+        .as_ref()?
+        .node_name
+        .as_deref()
+        .filter(|name| !name.is_empty())
+}
+
+/// What the node can do with this Pod's runtime, and the runtime's name for messages.
+fn capabilities(observed: &Observed, pod: &Pod) -> (RuntimeCapabilities, String) {
+    let class = pod
+        .spec
+        .as_ref()
+        .and_then(|spec| spec.runtime_class_name.clone());
+    let handler = class.and_then(|class| observed.handlers.get(&class));
+    let node = node_of(pod).and_then(|name| observed.nodes.get(name));
+    let can = match (handler, node) {
+        (Some(handler), Some(node)) => node.capabilities(handler),
+        _ => RuntimeCapabilities::default(),
+    };
+    let name = handler.map_or_else(
+        || "The default runtime".to_owned(),
+        |handler| format!("Runtime {handler}"),
+    );
+    (can, name)
+}
+
+fn pod_condition(pod: &Pod, pod_type: &str, shown_as: &'static str) -> Option<Draft> {
+    let conditions = pod.status.as_ref()?.conditions.as_ref()?;
+    let condition = conditions
+        .iter()
+        .find(|condition| condition.type_ == pod_type)?;
+    let reason = condition.reason.clone().filter(|reason| !reason.is_empty());
+    Some(Draft {
+        type_: shown_as,
+        status: condition.status.clone().into(),
+        reason: reason.unwrap_or_else(|| "Unknown".to_owned()).into(),
+        message: condition.message.clone().unwrap_or_default().into(),
+    })
+}
+
+fn shown_before<'a>(sandbox: &'a Sandbox, type_: &str) -> Option<&'a Condition> {
+    conditions::find(&sandbox.status.as_ref()?.conditions, type_)
+}
+
+fn says(type_: &'static str, reason: &'static str, message: impl Into<String>) -> Shown {
+    Shown::Set(Draft::new(type_, Status::False, reason, message.into()))
+}
+
+// --- conditions -------------------------------------------------------------------------------------------------------------------------
+
+/// Sets Hibernated, unless a wrong annotation has to be shown instead.
+fn show_hibernated(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, shown: Shown) {
+    let problems: Vec<String> = desired
+        .settings
+        .problems
+        .iter()
+        .map(ToString::to_string)
+        .collect();
+    plan.memory.hibernated = if !problems.is_empty() {
+        says(
+            conditions::HIBERNATED,
+            hibernated::INVALID_ANNOTATION,
+            problems.join("; "),
+        )
+    } else if let Some(message) = class_problem(desired, observed) {
+        says(
+            conditions::HIBERNATED,
+            hibernated::SNAPSHOT_CLASS_NOT_SUPPORTED,
+            message,
+        )
+    } else {
+        shown
+    };
+}
+
+fn class_problem(desired: &Desired<'_>, observed: &Observed) -> Option<String> {
+    let name = desired.settings.snapshot_class.as_ref()?;
+    match &observed.snapshot_class {
+        None => Some(format!(
+            "SnapshotClass {name:?} does not exist; images are kept on the node that makes them"
+        )),
+        Some(class) if class.spec.provisioner != NODE_PROVISIONER => Some(format!(
+            "SnapshotClass {name:?} has provisioner {:?}, which is not supported; images are kept on the node that makes them",
+            class.spec.provisioner
+        )),
+        Some(_) => None,
+    }
+}
+
+const NOT_KEPT: &str = "memory was not kept";
+
+/// The Pod is gone: what is left of its memory.
+pub(super) fn asleep(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
+    let shown = if let Some(snapshot) = newest_resumable(desired, observed) {
+        kept_in(snapshot)
+    } else if own_snapshots(desired, observed)
+        .any(|snapshot| !snapshot.is_committed() && !is_deleting(snapshot))
+    {
+        says(
+            conditions::HIBERNATED,
+            hibernated::SAVE_FAILED,
+            format!("The Pod ended before its memory was saved; {NOT_KEPT}"),
+        )
+    } else {
+        // Why memory was not kept can no longer be seen once the Pod is gone.
+        match shown_before(desired.sandbox, conditions::HIBERNATED) {
+            Some(before)
+                if before.reason == hibernated::RUNTIME_NOT_CAPABLE
+                    || before.reason == hibernated::SAVE_FAILED =>
+            {
+                Shown::Keep
+            }
+            _ => Shown::Remove,
+        }
+    };
+    show_hibernated(plan, desired, observed, shown);
+}
+
+fn kept_in(snapshot: &SandboxSnapshot) -> Shown {
+    let node = snapshot
+        .status
+        .as_ref()
+        .and_then(|status| status.node_name.as_deref());
+    let message = format!(
+        "Memory is kept in SandboxSnapshot {:?} on node {:?}",
+        snapshot.name_any(),
+        node.unwrap_or_default()
+    );
+    let (type_, reason) = (conditions::HIBERNATED, hibernated::HIBERNATED);
+    Shown::Set(Draft::new(type_, Status::True, reason, message))
+}
+
+fn fence(snapshot: &SandboxSnapshot, use_of: ImageUse) -> ImageFence {
+    let (name, uid) = (snapshot.name_any(), snapshot.uid().unwrap_or_default());
+    ImageFence { name, uid, use_of }
+}
+
+fn delete_snapshot(snapshot: &SandboxSnapshot, fence: SnapshotFence) -> Action {
+    let (name, uid) = (snapshot.name_any(), snapshot.uid().unwrap_or_default());
+    Action::DeleteSnapshot { name, uid, fence }
+}

@@ -1,0 +1,379 @@
+//! Resume: what a new Pod continues from, and what a running one still owes its image.
+
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
+use torpor_api::{
+    SandboxSnapshot,
+    annotations::{self, OnRestoreFailure},
+    conditions::{self, Draft},
+    reasons::{hibernated, restored, snapshot as snapshot_reasons},
+};
+
+use super::{
+    super::{Action, Area, ImageUse, Plan, Shown, SnapshotFence, delete_pod},
+    capabilities, delete_snapshot, fence, is_deleting, is_resumable, is_terminating,
+    newest_resumable, node_of, own_snapshots, phase, pod_condition, says, show_hibernated,
+    shown_before, snapshot_of_pod,
+};
+use crate::sandbox::{
+    dereference::Observed,
+    pod_spec::{self, Memory},
+    validate::Desired,
+};
+
+/// Why memory cannot be brought back: reason and message.
+type Obstacle = (&'static str, String);
+
+// --- no Pod -----------------------------------------------------------------------------------------------------------------------------
+
+/// The user wants the Sandbox running, and there is no Pod.
+pub(in crate::sandbox::plan) fn start(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
+    show_hibernated(plan, desired, observed, Shown::Remove);
+    // From here on the sandbox goes on without an image that is still being made; one that has just been committed is found by the fence.
+    for snapshot in own_snapshots(desired, observed)
+        .filter(|snapshot| !snapshot.is_committed() && !is_deleting(snapshot))
+    {
+        let resource_version = snapshot.resource_version().unwrap_or_default();
+        let fence = SnapshotFence::Unchanged { resource_version };
+        plan.step(Area::Pod, delete_snapshot(snapshot, fence));
+    }
+    if let Some(snapshot) = newest_resumable(desired, observed) {
+        resume(plan, desired, observed, snapshot);
+    } else if let Some(name) = &desired.settings.restore_from {
+        copy(plan, desired, observed, name);
+    } else {
+        let shown = after_cold_start(desired, observed);
+        create_pod(plan, desired, None, shown);
+    }
+}
+
+fn resume(
+    plan: &mut Plan,
+    desired: &Desired<'_>,
+    observed: &Observed,
+    snapshot: &Arc<SandboxSnapshot>,
+) {
+    let policy = desired.settings.restore_policy();
+    match can_restore(desired, observed, snapshot, false) {
+        Ok(memory) => {
+            let start = Some((memory, fence(snapshot, ImageUse::Resume)));
+            create_pod(plan, desired, start, Shown::Remove);
+        }
+        Err((reason, message)) if policy == OnRestoreFailure::Fail => {
+            let message = format!(
+                "{message}. The image is kept in SandboxSnapshot {:?}; to start without the memory, set {}: ColdStart",
+                snapshot.name_any(),
+                annotations::ON_RESTORE_FAILURE
+            );
+            plan.memory.restored = says(conditions::RESTORED, reason, message);
+        }
+        Err((reason, message)) => {
+            let message = cold_start_message(reason, &message);
+            for image in own_snapshots(desired, observed).filter(|image| is_resumable(image)) {
+                let (name, message) = (image.name_any(), message.clone());
+                plan.step(Area::Pod, Action::SupersedeSnapshot { name, message });
+            }
+            let shown = says(conditions::RESTORED, restored::COLD_STARTED, message);
+            create_pod(plan, desired, None, shown);
+        }
+    }
+}
+
+fn copy(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, name: &str) {
+    let found = observed.snapshots.get(name).ok_or_else(|| {
+        let message = format!("SandboxSnapshot {name:?} does not exist");
+        (restored::SNAPSHOT_NOT_FOUND, message)
+    });
+    let memory = found.and_then(|snapshot| {
+        if !snapshot.is_committed() || is_deleting(snapshot) {
+            let message = format!("SandboxSnapshot {name:?} is not committed");
+            return Err((restored::SNAPSHOT_NOT_READY, message));
+        }
+        Ok((
+            can_restore(desired, observed, snapshot, true)?,
+            fence(snapshot, ImageUse::Copy),
+        ))
+    });
+    match memory {
+        Ok(start) => create_pod(plan, desired, Some(start), Shown::Remove),
+        Err((reason, message)) if desired.settings.restore_policy() == OnRestoreFailure::Fail => {
+            plan.memory.restored = says(conditions::RESTORED, reason, message);
+        }
+        Err((reason, message)) => {
+            let message = cold_start_message(reason, &message);
+            let shown = says(conditions::RESTORED, restored::COLD_STARTED, message);
+            create_pod(plan, desired, None, shown);
+        }
+    }
+}
+
+fn cold_start_message(reason: &str, why: &str) -> String {
+    format!("Started without the saved memory ({reason}): {why}")
+}
+
+/// Whether the node that holds the image can restore it. What only the node can see (damage, a used image) it says itself.
+fn can_restore(
+    desired: &Desired<'_>,
+    observed: &Observed,
+    snapshot: &SandboxSnapshot,
+    copy: bool,
+) -> Result<Memory, Obstacle> {
+    let name = snapshot.name_any();
+    let policy = desired.settings.restore_policy();
+    let Some(memory) = Memory::of(snapshot, copy, policy) else {
+        let message = format!("SandboxSnapshot {name:?} does not say where its image lies");
+        return Err((restored::SNAPSHOT_NOT_READY, message));
+    };
+    let node_name = &memory.node;
+    let Some(node) = observed.nodes.get(node_name) else {
+        let message = format!("Node {node_name:?}, which holds the image, is gone");
+        return Err((restored::NODE_UNAVAILABLE, message));
+    };
+    let class = pod_spec::runtime_class_name(&desired.sandbox.spec.pod_template.spec);
+    let handler = class.and_then(|class| observed.handlers.get(&class));
+    if !handler.is_some_and(|handler| node.capabilities(handler).restore) {
+        let runtime = handler.map_or("the default runtime", String::as_str);
+        let message =
+            format!("Node {node_name:?}, which holds the image, cannot restore with {runtime}");
+        return Err((restored::NODE_UNAVAILABLE, message));
+    }
+    let made_with = snapshot
+        .status
+        .as_ref()
+        .and_then(|status| status.fingerprint.as_ref());
+    let offered = node
+        .status
+        .as_ref()
+        .and_then(|status| status.fingerprint.as_ref());
+    if let (Some(made_with), Some(offered)) = (made_with, offered) {
+        let different = made_with.differs_in(offered);
+        if !different.is_empty() {
+            let message = format!(
+                "The image was made with another runtime than node {node_name:?} has now (different: {})",
+                different.join(", ")
+            );
+            return Err((restored::FINGERPRINT_MISMATCH, message));
+        }
+    }
+    Ok(memory)
+}
+
+fn create_pod(
+    plan: &mut Plan,
+    desired: &Desired<'_>,
+    start: Option<(Memory, super::super::ImageFence)>,
+    restored: Shown,
+) {
+    let mut wishes: Vec<(&str, String)> = Vec::new();
+    if desired.settings.hibernate {
+        wishes.push((annotations::HIBERNATE, "true".to_owned()));
+    }
+    if let Some(policy) = desired.settings.on_restore_failure {
+        wishes.push((annotations::ON_RESTORE_FAILURE, policy.as_str().to_owned()));
+    }
+    let (memory, image) = start.unzip();
+    let pod = pod_spec::pod(desired.sandbox, &wishes, memory.as_ref());
+    plan.step(Area::Pod, Action::CreatePod { pod, image });
+    if desired.sandbox.annotations().get(annotations::POD_NAME) != Some(&desired.name) {
+        plan.step(Area::Pod, Action::RecordPodName(desired.name.clone()));
+    }
+    plan.memory.restored = restored;
+}
+
+/// What Restored says about a Pod that was not restored: whether memory was left behind.
+fn after_cold_start(desired: &Desired<'_>, observed: &Observed) -> Shown {
+    let left_behind = own_snapshots(desired, observed).filter_map(|snapshot| {
+        let consumed = conditions::find(snapshot.conditions(), conditions::CONSUMED)?;
+        (consumed.status == "True" && consumed.reason == snapshot_reasons::SUPERSEDED)
+            .then_some(consumed)
+    });
+    if let Some(consumed) = left_behind.max_by_key(|consumed| consumed.last_transition_time.0) {
+        let message = consumed.message.clone();
+        return says(conditions::RESTORED, restored::COLD_STARTED, message);
+    }
+    match shown_before(desired.sandbox, conditions::RESTORED) {
+        Some(before) if before.status != "False" => Shown::Remove,
+        Some(before) if before.reason == restored::COLD_STARTED => Shown::Keep,
+        Some(before) => says(
+            conditions::RESTORED,
+            restored::COLD_STARTED,
+            cold_start_message(&before.reason, &before.message),
+        ),
+        None => Shown::Remove,
+    }
+}
+
+// --- a Pod ------------------------------------------------------------------------------------------------------------------------------
+
+/// Torpor's annotations that an existing Pod should carry; `None` takes one off.
+pub(in crate::sandbox::plan) fn wishes_for_pod(
+    desired: &Desired<'_>,
+    pod: &Pod,
+) -> Vec<(&'static str, Option<String>)> {
+    let mut wishes = vec![
+        (
+            annotations::HIBERNATE,
+            desired.settings.hibernate.then(|| "true".to_owned()),
+        ),
+        (annotations::FREEZE, None),
+    ];
+    // While a restore is under way the annotation tells which policy it was begun with.
+    let restoring = pod.annotations().contains_key(annotations::RESTORE_IMAGE)
+        && restored_condition(pod).is_none_or(|restored| restored.status != "True");
+    if let Some(policy) = desired.settings.on_restore_failure
+        && !restoring
+    {
+        wishes.push((
+            annotations::ON_RESTORE_FAILURE,
+            Some(policy.as_str().to_owned()),
+        ));
+    }
+    wishes
+}
+
+fn restored_condition(pod: &Pod) -> Option<Draft> {
+    pod_condition(pod, conditions::POD_RESTORED, conditions::RESTORED)
+}
+
+/// The user wants the Sandbox running, and its Pod is there.
+pub(in crate::sandbox::plan) fn awake(
+    plan: &mut Plan,
+    desired: &Desired<'_>,
+    observed: &Observed,
+    pod: &Pod,
+) {
+    show_hibernated(
+        plan,
+        desired,
+        observed,
+        hibernated_in_place(desired, observed, pod),
+    );
+    cancel_suspension(plan, desired, observed, pod);
+    plan.memory.restored = match restored_condition(pod) {
+        Some(draft) => {
+            settle_restore(plan, desired, observed, pod, &draft);
+            Shown::Set(draft)
+        }
+        None if pod.annotations().contains_key(annotations::RESTORE_IMAGE) => Shown::Remove,
+        None => after_cold_start(desired, observed),
+    };
+    forget_used(plan, desired, observed, pod);
+}
+
+fn hibernated_in_place(desired: &Desired<'_>, observed: &Observed, pod: &Pod) -> Shown {
+    if let Some(draft) = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED) {
+        return Shown::Set(draft);
+    }
+    let (can, runtime) = capabilities(observed, pod);
+    let Some(node) = node_of(pod).filter(|_| desired.settings.hibernate && !can.hibernate) else {
+        return Shown::Remove;
+    };
+    let message = format!("{runtime} on node {node:?} cannot hibernate");
+    says(
+        conditions::HIBERNATED,
+        hibernated::RUNTIME_NOT_CAPABLE,
+        message,
+    )
+}
+
+/// Running again before the Pod was deleted: the snapshot goes, and the agent wakes the sandbox before it deletes the bytes.
+fn cancel_suspension(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, pod: &Pod) {
+    let uid = pod.uid().unwrap_or_default();
+    let Some(snapshot) = snapshot_of_pod(desired, observed, &uid) else {
+        return;
+    };
+    // A Pod that ends takes its memory along; then the image is what is left, and the next Pod continues from it.
+    let ends = is_terminating(pod) || matches!(phase(pod), "Succeeded" | "Failed");
+    if !ends && !is_deleting(snapshot) {
+        let fence = SnapshotFence::PodAlive {
+            name: pod.name_any(),
+            uid,
+        };
+        plan.step(Area::Pod, delete_snapshot(snapshot, fence));
+    }
+}
+
+/// The snapshot that a Pod was made to continue from.
+fn source_of<'a>(
+    desired: &'a Desired<'_>,
+    observed: &'a Observed,
+    pod: &Pod,
+) -> Option<&'a Arc<SandboxSnapshot>> {
+    if pod.annotations().contains_key(annotations::RESTORE_COPY) {
+        return None;
+    }
+    let image = pod.annotations().get(annotations::RESTORE_IMAGE)?;
+    own_snapshots(desired, observed).find(|snapshot| {
+        snapshot
+            .status
+            .as_ref()
+            .and_then(|status| status.image_id.as_ref())
+            == Some(image)
+    })
+}
+
+/// The agent has said how the restore went.
+fn settle_restore(
+    plan: &mut Plan,
+    desired: &Desired<'_>,
+    observed: &Observed,
+    pod: &Pod,
+    draft: &Draft,
+) {
+    if is_terminating(pod) {
+        return;
+    }
+    let source = source_of(desired, observed, pod).filter(|snapshot| !is_deleting(snapshot));
+    let supersede = |plan: &mut Plan| {
+        if let Some(snapshot) = source.filter(|snapshot| !snapshot.is_consumed()) {
+            let (name, message) = (snapshot.name_any(), draft.message.to_string());
+            plan.step(Area::Pod, Action::SupersedeSnapshot { name, message });
+        }
+    };
+    if draft.status == "True" {
+        if let Some(snapshot) = source {
+            plan.step(Area::Pod, delete_snapshot(snapshot, SnapshotFence::Stale));
+        }
+    } else if draft.reason == restored::COLD_STARTED {
+        supersede(plan);
+    } else if draft.reason == restored::IMAGE_STALE
+        && !pod.annotations().contains_key(annotations::RESTORE_COPY)
+    {
+        // Somebody has continued from this image already. This Pod never ran; the next one starts cold.
+        supersede(plan);
+        plan.step(Area::Pod, delete_pod(pod, None));
+    } else if draft.status == "False" && policy_was_changed(desired, pod) {
+        // The policy is read when the sandbox is made, so that a new Pod is needed for the new one.
+        plan.step(Area::Pod, delete_pod(pod, None));
+    }
+}
+
+fn policy_was_changed(desired: &Desired<'_>, pod: &Pod) -> bool {
+    let cold = OnRestoreFailure::ColdStart;
+    desired.settings.restore_policy() == cold
+        && pod
+            .annotations()
+            .get(annotations::ON_RESTORE_FAILURE)
+            .map(String::as_str)
+            != Some(cold.as_str())
+}
+
+/// Images that some Pod continued from are of no more use to a Sandbox that runs.
+fn forget_used(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, pod: &Pod) {
+    let uid = pod.uid().unwrap_or_default();
+    for snapshot in own_snapshots(desired, observed) {
+        let used = conditions::find(snapshot.conditions(), conditions::CONSUMED)
+            .is_some_and(|c| c.status == "True" && c.reason == snapshot_reasons::RESUMED);
+        let this_pods = snapshot.spec.pod_uid.as_deref() == Some(&uid);
+        // The Pod that took the image may still be restoring from it; once it says Restored, settle_restore deletes it.
+        let status = snapshot.status.as_ref();
+        let by_this = status.and_then(|s| s.consumed_by_pod_uid.as_deref()) == Some(&uid);
+        let action = delete_snapshot(snapshot, SnapshotFence::Stale);
+        let planned = plan.steps.iter().any(|step| step.action == action);
+        if used && !this_pods && !by_this && !is_deleting(snapshot) && !planned {
+            plan.step(Area::Pod, action);
+        }
+    }
+}

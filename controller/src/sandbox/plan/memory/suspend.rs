@@ -1,0 +1,248 @@
+//! Suspend: what happens to the Pod, by strategy.
+
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
+use serde_json::{Value, json};
+use torpor_api::{
+    SandboxSnapshot,
+    annotations::{self, SuspensionStrategy},
+    conditions::{self, Draft, Status},
+    reasons::{freeze, hibernated, snapshot as snapshot_reasons},
+    snapshot::suspend_snapshot_name,
+};
+
+use super::{
+    super::{Action, Area, ImageUse, Plan, Shown, SnapshotFence, delete_pod, pods::patch_pod},
+    NOT_KEPT, capabilities, delete_snapshot, fence, is_deleting, is_terminating, kept_in, node_of,
+    phase, pod_condition, says, show_hibernated, snapshot_of_pod,
+};
+use crate::sandbox::{
+    dereference::Observed,
+    metadata,
+    validate::{Desired, owner_reference},
+};
+
+/// How often to look whether a name that somebody else took is free.
+const NAME_TAKEN: Duration = Duration::from_secs(30);
+
+/// The user wants the Sandbox suspended, and its Pod is there.
+pub(in crate::sandbox::plan) fn suspend(
+    plan: &mut Plan,
+    desired: &Desired<'_>,
+    observed: &Observed,
+    pod: &Pod,
+) {
+    let shown = match desired.settings.strategy() {
+        SuspensionStrategy::Stop => {
+            stop(plan, pod);
+            Shown::Remove
+        }
+        SuspensionStrategy::Freeze => freeze_pod(plan, observed, pod),
+        SuspensionStrategy::Hibernate => hibernate(plan, desired, observed, pod),
+    };
+    show_hibernated(plan, desired, observed, shown);
+    // It describes this Pod for as long as there is one.
+    plan.memory.restored = Shown::Keep;
+}
+
+/// Upstream's suspend.
+fn stop(plan: &mut Plan, pod: &Pod) {
+    if !is_terminating(pod) {
+        plan.step(Area::Pod, delete_pod(pod, None));
+    }
+}
+
+fn freeze_pod(plan: &mut Plan, observed: &Observed, pod: &Pod) -> Shown {
+    if is_terminating(pod) {
+        return Shown::Keep;
+    }
+    if phase(pod) != "Running" {
+        stop(plan, pod);
+        return Shown::Remove;
+    }
+    let (can, runtime) = capabilities(observed, pod);
+    if !can.freeze {
+        stop(plan, pod);
+        return says(
+            conditions::HIBERNATED,
+            hibernated::RUNTIME_NOT_CAPABLE,
+            not_capable("freeze", &runtime, pod),
+        );
+    }
+    let wish = [(annotations::FREEZE, Some("true".to_owned()))];
+    if let Some(patch) = metadata::torpor_patch_for(pod, &wish) {
+        patch_pod(plan, pod, patch);
+    }
+    let reported = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED);
+    let frozen = reported
+        .as_ref()
+        .is_some_and(|draft| draft.reason == hibernated::FROZEN);
+    plan.memory.suspended = Some(if frozen {
+        let message = "Pod is frozen. Sandbox is suspended";
+        Draft::new(
+            conditions::SUSPENDED,
+            Status::True,
+            freeze::POD_FROZEN,
+            message,
+        )
+    } else {
+        let message = "Pod is being frozen. Sandbox is suspending";
+        Draft::new(
+            conditions::SUSPENDED,
+            Status::False,
+            freeze::POD_FREEZING,
+            message,
+        )
+    });
+    reported.map_or(Shown::Remove, Shown::Set)
+}
+
+fn not_capable(verb: &str, runtime: &str, pod: &Pod) -> String {
+    let node = node_of(pod).unwrap_or_default();
+    format!("{runtime} on node {node:?} cannot {verb}; {NOT_KEPT}")
+}
+
+fn hibernate(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, pod: &Pod) -> Shown {
+    let uid = pod.uid().unwrap_or_default();
+    let saving = |message: String| says(conditions::HIBERNATED, hibernated::SAVING, message);
+    let Some(snapshot) = snapshot_of_pod(desired, observed, &uid) else {
+        return begin_hibernate(plan, desired, observed, pod);
+    };
+    let name = snapshot.name_any();
+    if is_deleting(snapshot) {
+        if is_terminating(pod) {
+            return Shown::Keep;
+        }
+        return saving(format!(
+            "Waiting for the earlier SandboxSnapshot {name:?} to be removed"
+        ));
+    }
+    if snapshot.is_committed() && !snapshot.is_consumed() {
+        if !is_terminating(pod) {
+            plan.step(
+                Area::Pod,
+                delete_pod(pod, Some(fence(snapshot, ImageUse::OnlyCopy))),
+            );
+        }
+        return kept_in(snapshot);
+    }
+    if is_terminating(pod) {
+        return Shown::Keep;
+    }
+    if snapshot.is_committed() {
+        // Consumed: the Pod went on after the image was made, so that a new one is needed, under the same name.
+        plan.step(Area::Pod, delete_snapshot(snapshot, SnapshotFence::Stale));
+        return saving(format!(
+            "Waiting for the used SandboxSnapshot {name:?} to be removed"
+        ));
+    }
+    not_committed(plan, snapshot, pod)
+}
+
+/// The snapshot of this Pod is under way, or failed.
+fn not_committed(plan: &mut Plan, snapshot: &SandboxSnapshot, pod: &Pod) -> Shown {
+    let name = snapshot.name_any();
+    let committed = conditions::find(snapshot.conditions(), conditions::COMMITTED);
+    let message = committed
+        .map(|condition| condition.message.clone())
+        .unwrap_or_default();
+    if matches!(phase(pod), "Succeeded" | "Failed") {
+        stop(plan, pod);
+        return says(
+            conditions::HIBERNATED,
+            hibernated::SAVE_FAILED,
+            format!("The Pod ended before its memory was saved; {NOT_KEPT}"),
+        );
+    }
+    match committed.map(|condition| condition.reason.as_str()) {
+        Some(snapshot_reasons::RUNTIME_NOT_CAPABLE) => {
+            stop(plan, pod);
+            let message = format!("{message}; {NOT_KEPT}");
+            says(
+                conditions::HIBERNATED,
+                hibernated::RUNTIME_NOT_CAPABLE,
+                message,
+            )
+        }
+        Some(snapshot_reasons::SAVE_FAILED) => {
+            says(conditions::HIBERNATED, hibernated::SAVE_FAILED, message)
+        }
+        _ => says(
+            conditions::HIBERNATED,
+            hibernated::SAVING,
+            format!("Memory is being saved to SandboxSnapshot {name:?}"),
+        ),
+    }
+}
+
+/// No snapshot of this Pod yet.
+fn begin_hibernate(
+    plan: &mut Plan,
+    desired: &Desired<'_>,
+    observed: &Observed,
+    pod: &Pod,
+) -> Shown {
+    if is_terminating(pod) {
+        return Shown::Keep;
+    }
+    let (Some(node), "Running") = (node_of(pod), phase(pod)) else {
+        // It has no memory worth keeping.
+        stop(plan, pod);
+        return Shown::Remove;
+    };
+    let (can, runtime) = capabilities(observed, pod);
+    if !can.hibernate {
+        stop(plan, pod);
+        let named_a_runtime = pod
+            .spec
+            .as_ref()
+            .is_some_and(|spec| spec.runtime_class_name.is_some());
+        // Who asked for nothing of ours, neither strategy nor runtime, sees nothing of ours.
+        if desired.settings.suspension_strategy.is_none() && !named_a_runtime {
+            return Shown::Remove;
+        }
+        let message = not_capable("hibernate", &runtime, pod);
+        return says(
+            conditions::HIBERNATED,
+            hibernated::RUNTIME_NOT_CAPABLE,
+            message,
+        );
+    }
+    let name = suspend_snapshot_name(&desired.name, &pod.uid().unwrap_or_default());
+    if observed.snapshots.contains_key(&name) {
+        // Not one of ours, or it would have been found above. It is the user's to remove, and no event of it need reach this Sandbox.
+        plan.requeue = Some(plan.requeue.map_or(NAME_TAKEN, |wait| wait.min(NAME_TAKEN)));
+        let message = format!(
+            "SandboxSnapshot {name:?} exists and is not of this Sandbox's Pod; delete it to go on"
+        );
+        return says(conditions::HIBERNATED, hibernated::SAVE_FAILED, message);
+    }
+    let snapshot = suspend_snapshot(desired, pod, node);
+    plan.step(Area::Pod, Action::CreateSnapshot(snapshot));
+    says(
+        conditions::HIBERNATED,
+        hibernated::SAVING,
+        "Memory is about to be saved",
+    )
+}
+
+fn suspend_snapshot(desired: &Desired<'_>, pod: &Pod, node: &str) -> Value {
+    let uid = pod.uid().unwrap_or_default();
+    json!({
+        "apiVersion": "torpor.dev/v1alpha1",
+        "kind": "SandboxSnapshot",
+        "metadata": {
+            "name": suspend_snapshot_name(&desired.name, &uid),
+            "namespace": desired.namespace,
+            "ownerReferences": [owner_reference(desired.sandbox)],
+        },
+        "spec": {
+            "sandboxName": desired.name,
+            "podUID": uid,
+            "nodeName": node,
+            "reason": "Suspend",
+        },
+    })
+}

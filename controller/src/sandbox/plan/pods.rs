@@ -1,0 +1,125 @@
+//! The Pod: exactly one, ours by owner UID; foreign ones are never touched.
+
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
+use serde_json::json;
+use torpor_api::annotations;
+
+use super::{
+    Action, Area, Plan,
+    claims::{not_adoptable, owned_by_other},
+    memory,
+};
+use crate::sandbox::{
+    dereference::Observed,
+    metadata,
+    validate::{Desired, PodState, may_adopt, owner_reference},
+};
+
+/// Plans the Pod.
+pub(super) fn plan(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
+    if let PodState::Several(count) = desired.pod {
+        plan.several_pods = Some(count);
+        return;
+    }
+    let annotated = desired.sandbox.annotations().get(annotations::POD_NAME);
+    // A name that is about to be written again need not be taken off first.
+    let forget = desired.pod_name_is_stale
+        && (desired.suspended
+            || !matches!(desired.pod, PodState::Absent)
+            || annotated != Some(&desired.name));
+    if forget {
+        plan.step(Area::Pod, Action::ForgetPodName);
+    }
+    if desired.suspended {
+        suspended(plan, desired, observed);
+    } else {
+        running(plan, desired, observed);
+    }
+}
+
+fn suspended(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
+    match &desired.pod {
+        PodState::Ours(pod) => {
+            plan.pod = Some(Arc::clone(pod));
+            memory::suspend(plan, desired, observed, pod);
+        }
+        PodState::Unowned(pod) | PodState::Foreign(pod, _) => {
+            plan.pod = Some(Arc::clone(pod));
+            forget_pod_name(plan, desired);
+            memory::asleep(plan, desired, observed);
+        }
+        PodState::Absent => memory::asleep(plan, desired, observed),
+        PodState::Several(_) => {}
+    }
+}
+
+fn forget_pod_name(plan: &mut Plan, desired: &Desired<'_>) {
+    let annotated = desired
+        .sandbox
+        .annotations()
+        .contains_key(annotations::POD_NAME);
+    if annotated
+        && !plan
+            .steps
+            .iter()
+            .any(|step| step.action == Action::ForgetPodName)
+    {
+        plan.step(Area::Pod, Action::ForgetPodName);
+    }
+}
+
+fn running(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
+    match &desired.pod {
+        PodState::Foreign(pod, owner) => {
+            forget_pod_name(plan, desired);
+            let why = owned_by_other("pod", &pod.name_any(), owner, &desired.name);
+            plan.refuse(Area::Pod, why);
+        }
+        PodState::Unowned(pod) if !may_adopt(&**pod, &desired.hash) => {
+            plan.refuse(Area::Pod, not_adoptable("pod", &pod.name_any()));
+        }
+        PodState::Unowned(pod) => {
+            plan.pod = Some(Arc::clone(pod));
+            let mut patch = metadata::patch_for(pod, desired.sandbox, &[]).unwrap_or_default();
+            let mut owners = pod.owner_references().to_vec();
+            owners.push(owner_reference(desired.sandbox));
+            patch["metadata"]["ownerReferences"] = json!(owners);
+            patch_pod(plan, pod, patch);
+        }
+        PodState::Ours(pod) => {
+            plan.pod = Some(Arc::clone(pod));
+            let torpor = memory::wishes_for_pod(desired, pod);
+            if let Some(patch) = metadata::patch_for(pod, desired.sandbox, &torpor) {
+                patch_pod(plan, pod, patch);
+            }
+            let known = desired
+                .sandbox
+                .annotations()
+                .contains_key(annotations::POD_NAME);
+            if !known && pod.metadata.deletion_timestamp.is_none() {
+                plan.step(Area::Pod, Action::RecordPodName(pod.name_any()));
+            }
+            memory::awake(plan, desired, observed, pod);
+        }
+        PodState::Absent => match &desired.template {
+            Ok(_) => memory::start(plan, desired, observed),
+            Err(why) => plan.refuse(Area::Pod, format!("podTemplate.spec: {why}")),
+        },
+        PodState::Several(_) => {}
+    }
+}
+
+/// The uid makes the apiserver refuse when another Pod has taken the name.
+pub(super) fn patch_pod(plan: &mut Plan, pod: &Pod, mut patch: serde_json::Value) {
+    patch["metadata"]["uid"] = json!(pod.uid());
+    plan.step(
+        Area::Pod,
+        Action::PatchPod {
+            name: pod.name_any(),
+            patch,
+        },
+    );
+}

@@ -1,0 +1,258 @@
+use std::collections::BTreeMap;
+
+use rstest::rstest;
+use torpor_api::{SandboxNode, SandboxSnapshot};
+
+use super::*;
+use crate::merge_patch;
+
+fn now() -> Timestamp {
+    "2026-01-01T00:00:00Z".parse().unwrap()
+}
+
+fn sandbox(change: Value) -> Sandbox {
+    let mut whole = json!({
+        "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox",
+        "metadata": {"name": "s", "namespace": "ns", "uid": "u-s", "generation": 1},
+        "spec": {"podTemplate": {"spec": {
+            "runtimeClassName": "torpor", "containers": [{"name": "c", "image": "i"}],
+        }}},
+    });
+    merge_patch::apply(&mut whole, &change);
+    serde_json::from_value(whole).unwrap()
+}
+
+fn owner() -> Value {
+    json!([{
+        "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox", "name": "s", "uid": "u-s",
+        "controller": true,
+    }])
+}
+
+fn pod(change: Value) -> Arc<Pod> {
+    let mut whole = json!({
+        "metadata": {
+            "name": "s", "namespace": "ns", "uid": "u-p", "ownerReferences": owner(),
+            "labels": {"agents.x-k8s.io/sandbox-name-hash": torpor_api::name_hash("s")},
+        },
+        "spec": {"nodeName": "n1", "runtimeClassName": "torpor"},
+        "status": {"phase": "Running"},
+    });
+    merge_patch::apply(&mut whole, &change);
+    Arc::new(serde_json::from_value(whole).unwrap())
+}
+
+/// A snapshot of the Pod above.
+fn snapshot(committed: &str, change: Value) -> Arc<SandboxSnapshot> {
+    let mut whole = json!({
+        "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxSnapshot",
+        "metadata": {"name": "m", "uid": "u-m", "resourceVersion": "7", "ownerReferences": owner()},
+        "spec": {"sandboxName": "s", "podUID": "u-p", "nodeName": "n1", "reason": "Suspend"},
+        "status": {"imageID": "u-p.1", "nodeName": "n1", "podName": "s", "conditions": [{
+            "type": "Committed", "status": committed, "reason": "Saving", "message": "",
+            "lastTransitionTime": "2026-01-01T00:00:00Z",
+        }]},
+    });
+    merge_patch::apply(&mut whole, &change);
+    Arc::new(serde_json::from_value(whole).unwrap())
+}
+
+fn node() -> Arc<SandboxNode> {
+    Arc::new(
+        serde_json::from_value(json!({
+            "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxNode",
+            "metadata": {"name": "n1"}, "spec": {},
+            "status": {"runtimes": [{"handler": "torpor", "capabilities": {
+                "hibernate": true, "restore": true, "freeze": true,
+            }}]},
+        }))
+        .unwrap(),
+    )
+}
+
+/// Everything as it should be, on a node that can hibernate.
+fn observed(
+    sandbox: Sandbox,
+    pod: Option<Arc<Pod>>,
+    snapshot: Option<Arc<SandboxSnapshot>>,
+) -> Observed {
+    let named = |name: &str| name.to_owned();
+    Observed {
+        sandbox: Arc::new(sandbox),
+        pods: pod.into_iter().map(|pod| (pod.name_any(), pod)).collect(),
+        snapshots: snapshot.into_iter().map(|s| (s.name_any(), s)).collect(),
+        nodes: BTreeMap::from([(named("n1"), node())]),
+        handlers: BTreeMap::from([(named("torpor"), named("torpor"))]),
+        ..Observed::default()
+    }
+}
+
+const RECORDED: &str = "agents.x-k8s.io/pod-name";
+
+fn suspended(change: Value) -> Sandbox {
+    let mut all = json!({
+        "metadata": {"annotations": {RECORDED: "s"}}, "spec": {"operatingMode": "Suspended"},
+    });
+    merge_patch::apply(&mut all, &change);
+    sandbox(all)
+}
+
+fn running() -> Sandbox {
+    sandbox(json!({"metadata": {"annotations": {RECORDED: "s"}}}))
+}
+
+/// Names of the actions, with the fence where there is one.
+fn actions(plan: &Plan) -> Vec<String> {
+    plan.steps
+        .iter()
+        .map(|step| match &step.action {
+            Action::DeletePod { image, .. } | Action::CreatePod { image, .. } => {
+                let verb = match &step.action {
+                    Action::DeletePod { .. } => "delete pod",
+                    _ => "create pod",
+                };
+                match image {
+                    Some(image) => format!("{verb}, {:?} {}", image.use_of, image.name),
+                    None => verb.to_owned(),
+                }
+            }
+            Action::DeleteSnapshot { fence, .. } => format!("delete snapshot, {fence:?}"),
+            other => {
+                let text = format!("{other:?}");
+                text.split([' ', '(']).next().unwrap_or_default().to_owned()
+            }
+        })
+        .collect()
+}
+
+fn strategy(value: &str) -> Value {
+    json!({"metadata": {"annotations": {"torpor.dev/suspension-strategy": value}}})
+}
+
+#[rstest]
+#[case::save_first(suspended(json!({})), pod(json!({})), None, &["CreateSnapshot"])]
+#[case::wait(suspended(json!({})), pod(json!({})), Some(snapshot("False", json!({}))), &[])]
+#[case::saved(
+    suspended(json!({})), pod(json!({})), Some(snapshot("True", json!({}))),
+    &["delete pod, OnlyCopy m"]
+)]
+#[case::saved_and_going(
+    suspended(json!({})), pod(json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}})),
+    Some(snapshot("True", json!({}))), &[]
+)]
+#[case::the_image_is_of_another_pod(
+    suspended(json!({})), pod(json!({"metadata": {"uid": "u-2"}})),
+    Some(snapshot("True", json!({}))), &["CreateSnapshot"]
+)]
+#[case::the_image_is_of_another_sandbox(
+    suspended(json!({})), pod(json!({})),
+    Some(snapshot("True", json!({"metadata": {"ownerReferences": null}}))), &["CreateSnapshot"]
+)]
+#[case::a_snapshot_of_the_users_own_does_not_count(
+    suspended(json!({})), pod(json!({})),
+    Some(snapshot("True", json!({"spec": {"reason": "Manual"}}))), &["CreateSnapshot"]
+)]
+#[case::nothing_to_save_yet(
+    suspended(json!({})), pod(json!({"status": {"phase": "Pending"}})), None, &["delete pod"]
+)]
+#[case::no_node_yet(
+    suspended(json!({})), pod(json!({"spec": {"nodeName": null}})), None, &["delete pod"]
+)]
+#[case::another_runtime(
+    suspended(json!({})), pod(json!({"spec": {"runtimeClassName": "runc"}})), None, &["delete pod"]
+)]
+#[case::stop(suspended(strategy("Stop")), pod(json!({})), None, &["delete pod"])]
+#[case::freeze(suspended(strategy("Freeze")), pod(json!({})), None, &["PatchPod"])]
+fn suspend_with_a_pod(
+    #[case] sandbox: Sandbox,
+    #[case] pod: Arc<Pod>,
+    #[case] snapshot: Option<Arc<SandboxSnapshot>>,
+    #[case] expected: &[&str],
+) {
+    let plan = plan(&observed(sandbox, Some(pod), snapshot), now());
+    assert_eq!(actions(&plan), expected);
+}
+
+#[rstest]
+#[case::cold(None, &["create pod"])]
+#[case::from_the_image(Some(snapshot("True", json!({}))), &["create pod, Resume m"])]
+#[case::half_an_image_goes_first(
+    Some(snapshot("False", json!({}))),
+    &["delete snapshot, Unchanged { resource_version: \"7\" }", "create pod"]
+)]
+#[case::an_image_that_is_going_is_not_used(
+    Some(snapshot("True", json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}))),
+    &["create pod"]
+)]
+fn start_without_a_pod(#[case] snapshot: Option<Arc<SandboxSnapshot>>, #[case] expected: &[&str]) {
+    let plan = plan(&observed(running(), None, snapshot), now());
+    assert_eq!(actions(&plan), expected);
+}
+
+#[test]
+fn a_pod_that_runs_again_has_its_snapshot_deleted_only_while_it_lives() {
+    let alive = plan(
+        &observed(
+            running(),
+            Some(pod(json!({}))),
+            Some(snapshot("True", json!({}))),
+        ),
+        now(),
+    );
+    assert_eq!(
+        actions(&alive),
+        ["delete snapshot, PodAlive { name: \"s\", uid: \"u-p\" }"]
+    );
+    let going = pod(json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}));
+    let going = plan(
+        &observed(running(), Some(going), Some(snapshot("True", json!({})))),
+        now(),
+    );
+    assert!(actions(&going).is_empty());
+}
+
+#[rstest]
+#[case::never(json!({}), Expiry::Never)]
+#[case::past(json!({"spec": {"shutdownTime": "2025-12-31T23:59:59Z"}}), Expiry::Past)]
+#[case::this_moment(json!({"spec": {"shutdownTime": "2026-01-01T00:00:00Z"}}), Expiry::Past)]
+#[case::the_floor(json!({"spec": {"shutdownTime": "2026-01-01T00:00:01Z"}}), Expiry::In(Duration::from_secs(2)))]
+#[case::exactly(json!({"spec": {"shutdownTime": "2026-01-01T01:00:00Z"}}), Expiry::In(Duration::from_secs(3600)))]
+#[case::in_a_year(json!({"spec": {"shutdownTime": "2027-01-01T00:00:00Z"}}), Expiry::In(Duration::from_secs(31_536_000)))]
+fn expiry_is_exact(#[case] change: Value, #[case] expected: Expiry) {
+    assert_eq!(expiry(&sandbox(change), now()), expected);
+}
+
+#[test]
+fn expiry_is_marked_before_anything_is_deleted() {
+    let expired = json!({"spec": {"shutdownTime": "2025-01-01T00:00:00Z"}});
+    let first = plan(
+        &observed(sandbox(expired.clone()), Some(pod(json!({}))), None),
+        now(),
+    );
+    assert_eq!(
+        (first.phase, first.requeue),
+        (Phase::Expiring, Some(AT_ONCE))
+    );
+    assert!(first.steps.is_empty());
+    let mut marked = expired;
+    marked["status"] = json!({"conditions": [{
+        "type": "Ready", "status": "False", "reason": "SandboxExpired", "message": "",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }]});
+    let second = plan(
+        &observed(sandbox(marked), Some(pod(json!({}))), None),
+        now(),
+    );
+    assert_eq!(second.phase, Phase::Expired);
+    assert_eq!(actions(&second), ["delete pod"]);
+}
+
+#[test]
+fn the_same_view_gives_the_same_plan() {
+    let view = observed(
+        suspended(json!({})),
+        Some(pod(json!({}))),
+        Some(snapshot("True", json!({}))),
+    );
+    assert_eq!(plan(&view, now()), plan(&view, now()));
+}

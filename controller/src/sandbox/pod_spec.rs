@@ -1,0 +1,210 @@
+//! No client required. The Pod that a Sandbox asks for, as raw JSON, so that fields of a newer Kubernetes stay in it.
+
+use kube::ResourceExt;
+use serde_json::{Map, Value, json};
+use torpor_api::{
+    Sandbox, SandboxSnapshot,
+    annotations::{self, OnRestoreFailure},
+    raw::RawPodSpec,
+};
+
+use super::{dereference::claim_name, metadata, validate::owner_reference};
+
+/// What a Pod continues from.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Memory {
+    pub image_id: String,
+    pub node: String,
+    /// The user named the image, so that a used one is accepted.
+    pub copy: bool,
+    pub on_failure: OnRestoreFailure,
+    /// Container name and the image reference that the saved container had.
+    pub containers: Vec<(String, String)>,
+    /// Name of the Pod that was saved, which was its hostname.
+    pub pod_name: Option<String>,
+}
+
+impl Memory {
+    /// What to continue from, or `None` while the snapshot does not say where the image lies.
+    pub fn of(
+        snapshot: &SandboxSnapshot,
+        copy: bool,
+        on_failure: OnRestoreFailure,
+    ) -> Option<Self> {
+        let status = snapshot.status.as_ref()?;
+        Some(Self {
+            image_id: status.image_id.clone()?,
+            node: status.node_name.clone()?,
+            copy,
+            on_failure,
+            containers: status
+                .containers
+                .iter()
+                .filter(|container| !container.image_id.is_empty())
+                .map(|container| (container.name.clone(), container.image_id.clone()))
+                .collect(),
+            pod_name: status.pod_name.clone(),
+        })
+    }
+}
+
+/// `runtimeClassName` of a template.
+pub fn runtime_class_name(spec: &RawPodSpec) -> Option<String> {
+    spec.json()
+        .get("runtimeClassName")?
+        .as_str()
+        .map(str::to_owned)
+}
+
+/// The Pod to create.
+pub fn pod(
+    sandbox: &Sandbox,
+    torpor_annotations: &[(&str, String)],
+    memory: Option<&Memory>,
+) -> Value {
+    let name = sandbox.name_any();
+    let (labels, mut on_pod) = metadata::for_new_pod(sandbox);
+    on_pod.extend(
+        torpor_annotations
+            .iter()
+            .map(|(key, value)| ((*key).to_owned(), value.clone())),
+    );
+    let mut spec = sandbox.spec.pod_template.spec.json().clone();
+    mount_claims(&mut spec, sandbox);
+    if let Some(memory) = memory {
+        on_pod.insert(
+            annotations::RESTORE_IMAGE.to_owned(),
+            memory.image_id.clone(),
+        );
+        on_pod.insert(
+            annotations::ON_RESTORE_FAILURE.to_owned(),
+            memory.on_failure.as_str().to_owned(),
+        );
+        if memory.copy {
+            on_pod.insert(annotations::RESTORE_COPY.to_owned(), "true".to_owned());
+        }
+        continue_from(&mut spec, memory, &name);
+    }
+    json!({
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "namespace": sandbox.namespace(),
+            "labels": labels,
+            "annotations": on_pod,
+            "ownerReferences": [owner_reference(sandbox)],
+        },
+        "spec": spec,
+    })
+}
+
+/// One volume per claim template; it replaces a volume of the same name.
+fn mount_claims(spec: &mut Map<String, Value>, sandbox: &Sandbox) {
+    let templates = &sandbox.spec.volume_claim_templates;
+    if templates.is_empty() {
+        return;
+    }
+    let replaced = |volume: &Value| {
+        templates
+            .iter()
+            .any(|template| volume["name"] == template.metadata.name.as_str())
+    };
+    let mut volumes: Vec<Value> = spec
+        .get("volumes")
+        .and_then(Value::as_array)
+        .map(|all| {
+            all.iter()
+                .filter(|volume| !replaced(volume))
+                .cloned()
+                .collect()
+        })
+        .unwrap_or_default();
+    volumes.extend(templates.iter().map(|template| {
+        let claim = claim_name(&template.metadata.name, &sandbox.name_any());
+        json!({
+            "name": template.metadata.name,
+            "persistentVolumeClaim": {"claimName": claim},
+        })
+    }));
+    spec.insert("volumes".to_owned(), volumes.into());
+}
+
+/// What has to be as it was when the image was made: node, container images, hostname.
+fn continue_from(spec: &mut Map<String, Value>, memory: &Memory, name: &str) {
+    require_node(spec, &memory.node);
+    for list in ["containers", "initContainers"] {
+        for container in spec
+            .get_mut(list)
+            .and_then(Value::as_array_mut)
+            .into_iter()
+            .flatten()
+        {
+            let saved = memory
+                .containers
+                .iter()
+                .find(|(name, _)| container["name"] == name.as_str());
+            let Some((_, image)) = saved else { continue };
+            container["image"] = image_reference(image).into();
+            // Pulling could only fail or bring something else; and a bare image id has no registry to pull from.
+            if container["imagePullPolicy"] != "Never" {
+                container["imagePullPolicy"] = "IfNotPresent".into();
+            }
+        }
+    }
+    if let Some(hostname) = memory.pod_name.as_deref().filter(|saved| *saved != name)
+        && !spec.contains_key("hostname")
+    {
+        let label = hostname
+            .get(..63)
+            .unwrap_or(hostname)
+            .trim_end_matches(['-', '.']);
+        spec.insert("hostname".to_owned(), label.into());
+    }
+}
+
+/// The runtime's name of an image, as a Pod may name it: `repository@sha256:…`, or the bare `sha256:…` of an image that has no repository.
+fn image_reference(image_id: &str) -> String {
+    let reference = image_id
+        .split_once("://")
+        .map_or(image_id, |(_, reference)| reference);
+    reference.to_owned()
+}
+
+/// Adds "on this node" to what the template asks of a node. Terms are alternatives, so that each one gets it.
+fn require_node(spec: &mut Map<String, Value>, node: &str) {
+    let rule = json!({"key": "metadata.name", "operator": "In", "values": [node]});
+    let affinity = object(spec, "affinity");
+    let node_affinity = object(affinity, "nodeAffinity");
+    let required = object(
+        node_affinity,
+        "requiredDuringSchedulingIgnoredDuringExecution",
+    );
+    let terms = required
+        .entry("nodeSelectorTerms")
+        .or_insert_with(|| json!([]));
+    let Value::Array(terms) = terms else { return };
+    if terms.is_empty() {
+        terms.push(json!({}));
+    }
+    for term in terms.iter_mut().filter_map(Value::as_object_mut) {
+        let fields = term.entry("matchFields").or_insert_with(|| json!([]));
+        if let Value::Array(fields) = fields {
+            fields.push(rule.clone());
+        }
+    }
+}
+
+fn object<'a>(map: &'a mut Map<String, Value>, key: &str) -> &'a mut Map<String, Value> {
+    let entry = map.entry(key).or_insert_with(|| json!({}));
+    if !entry.is_object() {
+        *entry = json!({});
+    }
+    match entry {
+        Value::Object(map) => map,
+        _ => unreachable!("it was made an object on the line above"),
+    }
+}
+
+#[cfg(test)]
+mod tests;

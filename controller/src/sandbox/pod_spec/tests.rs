@@ -1,0 +1,170 @@
+use rstest::rstest;
+
+use super::*;
+
+fn sandbox(spec: Value) -> Sandbox {
+    serde_json::from_value(json!({
+        "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox",
+        "metadata": {"name": "s", "namespace": "ns", "uid": "u"},
+        "spec": {"podTemplate": {"spec": spec}},
+    }))
+    .unwrap()
+}
+
+fn memory() -> Memory {
+    Memory {
+        image_id: "p.1".into(),
+        node: "n1".into(),
+        copy: false,
+        on_failure: OnRestoreFailure::Fail,
+        containers: vec![("c".into(), "registry.example/img@sha256:abc".into())],
+        pod_name: Some("s".into()),
+    }
+}
+
+#[test]
+fn without_memory_the_spec_is_the_templates_word_for_word() {
+    let spec = json!({
+        "containers": [{"name": "c", "image": "img", "tomorrow": 1}], "alsoTomorrow": {"x": []},
+    });
+    let pod = pod(&sandbox(spec.clone()), &[], None);
+    assert_eq!(pod["spec"], spec);
+    assert_eq!(pod["metadata"]["annotations"], json!({}));
+}
+
+const RULE: &str = r#"{"key":"metadata.name","operator":"In","values":["n1"]}"#;
+
+#[rstest]
+#[case::no_affinity(json!({}), json!([{"matchFields": [0]}]))]
+#[case::an_empty_list(
+    json!({"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}}),
+    json!([{"matchFields": [0]}])
+)]
+#[case::each_alternative_gets_it(
+    json!({"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [
+        {"matchExpressions": [{"key": "zone", "operator": "Exists"}]},
+        {"matchFields": [{"key": "x"}]},
+    ]}}}),
+    json!([
+        {"matchExpressions": [{"key": "zone", "operator": "Exists"}], "matchFields": [0]},
+        {"matchFields": [{"key": "x"}, 0]},
+    ])
+)]
+fn the_node_is_asked_for_beside_what_the_template_asks(
+    #[case] affinity: Value,
+    #[case] mut terms: Value,
+) {
+    let rule: Value = serde_json::from_str(RULE).unwrap();
+    for term in terms.as_array_mut().unwrap() {
+        for field in term["matchFields"].as_array_mut().unwrap() {
+            if *field == 0 {
+                *field = rule.clone();
+            }
+        }
+    }
+    let mut affinity = affinity;
+    affinity["podAffinity"] = json!({"kept": true});
+    let pod = pod(
+        &sandbox(json!({"affinity": affinity, "containers": []})),
+        &[],
+        Some(&memory()),
+    );
+    let affinity = &pod["spec"]["affinity"];
+    let required = &affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"];
+    assert_eq!(required["nodeSelectorTerms"], terms);
+    assert_eq!(affinity["podAffinity"], json!({"kept": true}));
+}
+
+#[rstest]
+#[case("registry.example/img@sha256:abc", "registry.example/img@sha256:abc")]
+#[case("sha256:abc", "sha256:abc")]
+#[case("docker-pullable://img@sha256:abc", "img@sha256:abc")]
+fn container_images_are_those_of_the_image(#[case] saved: &str, #[case] used: &str) {
+    let memory = Memory {
+        containers: vec![("c".into(), saved.into())],
+        ..memory()
+    };
+    for (policy, kept) in [(json!("Always"), "IfNotPresent"), (json!("Never"), "Never")] {
+        let spec =
+            json!({"containers": [{"name": "c", "image": "img", "imagePullPolicy": policy}]});
+        let pod = pod(&sandbox(spec), &[], Some(&memory));
+        let container = &pod["spec"]["containers"][0];
+        assert_eq!(
+            (&container["image"], &container["imagePullPolicy"]),
+            (&json!(used), &json!(kept))
+        );
+    }
+}
+
+#[rstest]
+#[case::the_same_name(Some("s"), json!({}), None)]
+#[case::another_name(Some("pool-x"), json!({}), Some("pool-x"))]
+#[case::the_users_own(Some("pool-x"), json!({"hostname": "h"}), Some("h"))]
+#[case::not_known(None, json!({}), None)]
+fn the_hostname_stays_what_it_was(
+    #[case] saved: Option<&str>,
+    #[case] mut spec: Value,
+    #[case] hostname: Option<&str>,
+) {
+    spec["containers"] = json!([]);
+    let memory = Memory {
+        pod_name: saved.map(str::to_owned),
+        ..memory()
+    };
+    let pod = pod(&sandbox(spec), &[], Some(&memory));
+    assert_eq!(
+        pod["spec"].get("hostname").and_then(Value::as_str),
+        hostname
+    );
+}
+
+#[test]
+fn a_copy_says_that_it_is_one() {
+    let pod = pod(
+        &sandbox(json!({})),
+        &[],
+        Some(&Memory {
+            copy: true,
+            ..memory()
+        }),
+    );
+    assert_eq!(
+        pod["metadata"]["annotations"],
+        json!({
+            "torpor.dev/restore-image": "p.1",
+            "torpor.dev/restore-copy": "true",
+            "torpor.dev/on-restore-failure": "Fail",
+        })
+    );
+}
+
+#[test]
+fn claims_replace_volumes_of_their_name_and_keep_the_others() {
+    let mut sandbox =
+        sandbox(json!({"volumes": [{"name": "data", "emptyDir": {}}, {"name": "x"}]}));
+    sandbox.spec.volume_claim_templates =
+        serde_json::from_value(json!([{"metadata": {"name": "data"}, "spec": {}}])).unwrap();
+    let pod = pod(&sandbox, &[], None);
+    assert_eq!(
+        pod["spec"]["volumes"],
+        json!([
+            {"name": "x"},
+            {"name": "data", "persistentVolumeClaim": {"claimName": "data-s"}},
+        ])
+    );
+}
+
+#[test]
+fn a_snapshot_that_does_not_say_where_its_image_lies_is_no_memory() {
+    let snapshot = |status: Value| -> SandboxSnapshot {
+        serde_json::from_value(json!({
+            "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxSnapshot",
+            "metadata": {"name": "m"}, "spec": {"sandboxName": "s"}, "status": status,
+        }))
+        .unwrap()
+    };
+    let of = |status| Memory::of(&snapshot(status), false, OnRestoreFailure::Fail);
+    assert_eq!(of(json!({"imageID": "p.1"})), None);
+    assert_eq!(of(json!({"nodeName": "n1"})), None);
+    assert!(of(json!({"imageID": "p.1", "nodeName": "n1"})).is_some());
+}

@@ -1,0 +1,222 @@
+//! The SandboxSnapshot kind, as far as it is the controller's: one that names no Sandbox is told so, and one whose node is gone for good is let go. All else is the business
+//! of the node's agent.
+
+use std::{sync::Arc, time::Duration};
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Node;
+use kube::{ResourceExt, runtime::controller::Action};
+use serde_json::{Value, json};
+use torpor_api::{
+    Sandbox, SandboxSnapshot, annotations,
+    conditions::{self, Draft, Status},
+    reasons::{self, event},
+};
+
+use crate::{
+    calls::{self, Answer},
+    context::Context,
+    events::{self, Note, Severity},
+};
+
+/// How long a node may be away before an image on it is given up, counted from the deletion of the snapshot.
+const NODE_GRACE: Duration = Duration::from_secs(60);
+
+/// A pass did not come through.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("cannot see what is there")]
+    Observe(#[source] calls::Error),
+    #[error("cannot write the SandboxSnapshot")]
+    Write(#[source] calls::Error),
+}
+
+impl Error {
+    /// Stable name, for metrics and logs.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Observe(_) => "ObserveFailed",
+            Self::Write(_) => "WriteFailed",
+        }
+    }
+}
+
+/// What is seen beside the snapshot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Around {
+    pub sandbox_exists: bool,
+    /// `None` when it was not asked for.
+    pub node_exists: Option<bool>,
+}
+
+/// What to do about a snapshot.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Plan {
+    Nothing,
+    /// The Committed condition says something that is no longer, or not yet, so.
+    SetCommitted(Draft),
+    /// The node with the bytes is gone for good.
+    Abandon {
+        node: String,
+    },
+    LookAgain(Duration),
+}
+
+/// Decides; pure.
+pub fn plan(snapshot: &SandboxSnapshot, around: Around, now: Timestamp) -> Plan {
+    if let Some(deleted) = &snapshot.metadata.deletion_timestamp {
+        return plan_deleted(snapshot, around, Duration::try_from(now - deleted.0).ok());
+    }
+    if snapshot.is_committed() {
+        return Plan::Nothing;
+    }
+    let committed = conditions::find(snapshot.conditions(), conditions::COMMITTED);
+    let says_not_found =
+        committed.is_some_and(|condition| condition.reason == reasons::snapshot::SANDBOX_NOT_FOUND);
+    let draft =
+        |reason, message: String| Draft::new(conditions::COMMITTED, Status::False, reason, message);
+    match (around.sandbox_exists, says_not_found) {
+        (false, false) => Plan::SetCommitted(draft(
+            reasons::snapshot::SANDBOX_NOT_FOUND,
+            format!("Sandbox {:?} does not exist", snapshot.spec.sandbox_name),
+        )),
+        (true, true) => Plan::SetCommitted(draft(
+            reasons::snapshot::PENDING,
+            "Waiting for the agent of the Sandbox's node".to_owned(),
+        )),
+        _ => Plan::Nothing,
+    }
+}
+
+/// Node that holds, or was to hold, the bytes.
+fn node_of(snapshot: &SandboxSnapshot) -> Option<&String> {
+    let holds = snapshot
+        .status
+        .as_ref()
+        .and_then(|status| status.node_name.as_ref());
+    holds.or(snapshot.spec.node_name.as_ref())
+}
+
+fn plan_deleted(snapshot: &SandboxSnapshot, around: Around, since: Option<Duration>) -> Plan {
+    if !snapshot
+        .finalizers()
+        .iter()
+        .any(|name| name == annotations::IMAGE_FINALIZER)
+    {
+        return Plan::Nothing;
+    }
+    let since = since.unwrap_or_default();
+    match (node_of(snapshot), around.node_exists) {
+        (Some(_), _) if since < NODE_GRACE => Plan::LookAgain(NODE_GRACE - since),
+        (Some(node), Some(false)) => Plan::Abandon { node: node.clone() },
+        // No node was ever named, so that no byte was written.
+        (None, _) => Plan::Nothing,
+        _ => Plan::LookAgain(NODE_GRACE),
+    }
+}
+
+/// One pass over one snapshot.
+pub async fn reconcile(
+    snapshot: Arc<SandboxSnapshot>,
+    context: Arc<Context>,
+) -> Result<Action, Error> {
+    let namespace = snapshot.namespace().unwrap_or_default();
+    let around = look_around(&snapshot, &namespace, &context).await?;
+    let name = snapshot.name_any();
+    match plan(&snapshot, around, Timestamp::now()) {
+        Plan::Nothing => {}
+        Plan::LookAgain(wait) => return Ok(Action::requeue(wait)),
+        Plan::SetCommitted(draft) => {
+            let patch = committed_patch(&snapshot, draft);
+            let written = context
+                .api
+                .patch_status::<SandboxSnapshot>(&namespace, &name, &patch)
+                .await;
+            settled(written.map(drop))?;
+        }
+        Plan::Abandon { node } => {
+            let patch = finalizer_patch(&snapshot);
+            let written = context
+                .api
+                .patch::<SandboxSnapshot>(&namespace, &name, &patch)
+                .await;
+            settled(written.map(drop))?;
+            let message = format!("Node {node:?} is gone, and the image on it with it");
+            let note = Note {
+                severity: Severity::Warning,
+                reason: event::IMAGE_ABANDONED,
+                message,
+            };
+            events::publish(&context.api, &*snapshot, note).await;
+        }
+    }
+    Ok(Action::await_change())
+}
+
+async fn look_around(
+    snapshot: &SandboxSnapshot,
+    namespace: &str,
+    context: &Context,
+) -> Result<Around, Error> {
+    let mut around = Around {
+        sandbox_exists: true,
+        node_exists: None,
+    };
+    if snapshot.metadata.deletion_timestamp.is_some() {
+        if let Some(node) = node_of(snapshot) {
+            let exists = context
+                .api
+                .exists::<Node>(node)
+                .await
+                .map_err(Error::Observe)?;
+            around.node_exists = Some(exists);
+        }
+    } else if !snapshot.is_committed() {
+        let name = &snapshot.spec.sandbox_name;
+        let found = context
+            .api
+            .get::<Sandbox>(namespace, name)
+            .await
+            .map_err(Error::Observe)?;
+        around.sandbox_exists = found.is_some();
+    }
+    Ok(around)
+}
+
+/// The agent writes the same list, so that the patch holds only for the version it was made from.
+fn committed_patch(snapshot: &SandboxSnapshot, draft: Draft) -> Value {
+    let mut all = snapshot.conditions().to_vec();
+    conditions::set(
+        &mut all,
+        draft,
+        snapshot.metadata.generation,
+        Timestamp::now(),
+    );
+    json!({
+        "metadata": {"resourceVersion": snapshot.resource_version()},
+        "status": {"conditions": all},
+    })
+}
+
+fn finalizer_patch(snapshot: &SandboxSnapshot) -> Value {
+    let left: Vec<&String> = snapshot
+        .finalizers()
+        .iter()
+        .filter(|name| *name != annotations::IMAGE_FINALIZER)
+        .collect();
+    json!({"metadata": {
+        "resourceVersion": snapshot.resource_version(),
+        "finalizers": left,
+    }})
+}
+
+/// A conflict or an absence means that a newer event is on its way.
+fn settled(written: Result<(), calls::Error>) -> Result<(), Error> {
+    match written {
+        Err(error) if matches!(error.answer(), Answer::Conflict | Answer::NotFound) => Ok(()),
+        other => other.map_err(Error::Write),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,100 @@
+use rstest::rstest;
+
+use super::*;
+
+fn snapshot(value: Value) -> SandboxSnapshot {
+    let mut whole = json!({
+        "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxSnapshot",
+        "metadata": {"name": "m", "namespace": "ns"}, "spec": {"sandboxName": "s"},
+    });
+    crate::merge_patch::apply(&mut whole, &value);
+    serde_json::from_value(whole).unwrap()
+}
+
+fn committed(status: &str, reason: &str) -> Value {
+    json!({"status": {"conditions": [{
+        "type": "Committed", "status": status, "reason": reason, "message": "",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }]}})
+}
+
+fn now() -> Timestamp {
+    "2026-01-01T00:10:00Z".parse().unwrap()
+}
+
+const NOBODY: Around = Around {
+    sandbox_exists: false,
+    node_exists: None,
+};
+const SOMEBODY: Around = Around {
+    sandbox_exists: true,
+    node_exists: None,
+};
+
+#[test]
+fn a_snapshot_of_an_unknown_sandbox_says_so() {
+    let Plan::SetCommitted(draft) = plan(&snapshot(json!({})), NOBODY, now()) else {
+        panic!("the condition is to be written")
+    };
+    assert_eq!(
+        (&*draft.status, &*draft.reason),
+        ("False", "SandboxNotFound")
+    );
+    assert_eq!(draft.message, "Sandbox \"s\" does not exist");
+}
+
+#[test]
+fn once_the_sandbox_exists_the_snapshot_waits_for_the_agent() {
+    let plan = plan(
+        &snapshot(committed("False", "SandboxNotFound")),
+        SOMEBODY,
+        now(),
+    );
+    assert!(matches!(plan, Plan::SetCommitted(draft) if draft.reason == "Pending"));
+}
+
+#[rstest]
+#[case::already_said(committed("False", "SandboxNotFound"), NOBODY)]
+#[case::the_agents_business(committed("False", "Saving"), SOMEBODY)]
+#[case::nothing_said_yet(json!({}), SOMEBODY)]
+#[case::committed_outlives_its_sandbox(committed("True", "Committed"), NOBODY)]
+fn nothing_is_written(#[case] content: Value, #[case] around: Around) {
+    assert_eq!(plan(&snapshot(content), around, now()), Plan::Nothing);
+}
+
+fn deleted_at(time: &str) -> SandboxSnapshot {
+    snapshot(json!({
+        "metadata": {"deletionTimestamp": time, "finalizers": ["torpor.dev/image"]},
+        "status": {"nodeName": "n1"},
+    }))
+}
+
+#[test]
+fn an_image_is_given_up_only_when_its_node_is_gone_and_stayed_gone() {
+    let old = deleted_at("2026-01-01T00:00:00Z");
+    let fresh = deleted_at("2026-01-01T00:09:50Z");
+    let with = |exists| Around {
+        sandbox_exists: true,
+        node_exists: Some(exists),
+    };
+    assert_eq!(
+        plan(&old, with(false), now()),
+        Plan::Abandon { node: "n1".into() }
+    );
+    assert_eq!(plan(&old, with(true), now()), Plan::LookAgain(NODE_GRACE));
+    let wait = Duration::from_secs(50);
+    assert_eq!(plan(&fresh, with(false), now()), Plan::LookAgain(wait));
+}
+
+#[test]
+fn a_foreign_finalizer_is_left_alone() {
+    let snapshot = snapshot(json!({
+        "metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["x/y"]},
+        "status": {"nodeName": "n1"},
+    }));
+    let around = Around {
+        sandbox_exists: true,
+        node_exists: Some(false),
+    };
+    assert_eq!(plan(&snapshot, around, now()), Plan::Nothing);
+}

@@ -1,0 +1,594 @@
+//! An apiserver in memory: create, get, list, watch, merge patch, the status subresource, replace and delete, with uids, resourceVersions, generations, preconditions,
+//! finalizers, graceful deletion of Pods and garbage collection by owner. It is a tower service, so that the real client is used unchanged.
+
+use std::{
+    collections::BTreeMap,
+    convert::Infallible,
+    sync::{Arc, Mutex},
+};
+
+use axum::body::{Body, Bytes};
+use futures::{StreamExt, stream};
+use http::{Method, Request, Response, StatusCode};
+use http_body_util::BodyExt;
+use kube::Client;
+use serde_json::{Value, json};
+use tokio::sync::watch;
+use torpor_controller::merge_patch;
+
+/// Plural, namespace (empty for cluster-scoped kinds), name.
+pub(crate) type Key = (String, String, String);
+
+/// A write that was tried.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Write {
+    /// create, patch, patch status, replace, delete
+    pub(crate) verb: &'static str,
+    pub(crate) kind: String,
+    pub(crate) name: String,
+    pub(crate) code: u16,
+}
+
+/// What a test wants to go wrong: the next matching write.
+#[derive(Clone, Debug)]
+pub(crate) struct Fault {
+    pub(crate) verb: &'static str,
+    pub(crate) kind: &'static str,
+    pub(crate) answer: FaultAnswer,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum FaultAnswer {
+    /// Refused with this code; nothing happens.
+    Refuse(u16),
+    /// It takes effect, but the answer never comes.
+    LoseAnswer,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    version: u64,
+    uids: u64,
+    objects: BTreeMap<Key, Value>,
+    history: Vec<(u64, &'static str, Key, Value)>,
+    writes: Vec<Write>,
+    faults: Vec<Fault>,
+}
+
+/// Clones are the same apiserver.
+#[derive(Clone, Debug)]
+pub(crate) struct Apiserver {
+    state: Arc<Mutex<State>>,
+    changed: Arc<watch::Sender<u64>>,
+}
+
+/// A request, taken apart.
+struct Call {
+    kind: String,
+    namespace: String,
+    name: Option<String>,
+    status: bool,
+    query: BTreeMap<String, String>,
+}
+
+type Answer = Result<Value, (StatusCode, &'static str, String)>;
+
+const KINDS: [(&str, &str, &str); 13] = [
+    ("pods", "Pod", "v1"),
+    ("services", "Service", "v1"),
+    ("persistentvolumeclaims", "PersistentVolumeClaim", "v1"),
+    ("nodes", "Node", "v1"),
+    ("sandboxes", "Sandbox", "agents.x-k8s.io/v1beta1"),
+    ("sandboxsnapshots", "SandboxSnapshot", "torpor.dev/v1alpha1"),
+    ("sandboxnodes", "SandboxNode", "torpor.dev/v1alpha1"),
+    ("snapshotclasses", "SnapshotClass", "torpor.dev/v1alpha1"),
+    ("runtimeclasses", "RuntimeClass", "node.k8s.io/v1"),
+    ("events", "Event", "events.k8s.io/v1"),
+    ("leases", "Lease", "coordination.k8s.io/v1"),
+    (
+        "sandboxclaims",
+        "SandboxClaim",
+        "extensions.agents.x-k8s.io/v1beta1",
+    ),
+    (
+        "sandboxwarmpools",
+        "SandboxWarmPool",
+        "extensions.agents.x-k8s.io/v1beta1",
+    ),
+];
+
+impl Apiserver {
+    pub(crate) fn new() -> Self {
+        Self {
+            state: Arc::default(),
+            changed: Arc::new(watch::channel(0).0),
+        }
+    }
+
+    pub(crate) fn client(&self) -> Client {
+        let server = self.clone();
+        Client::new(
+            tower::service_fn(move |request| {
+                let server = server.clone();
+                async move { Ok::<_, Infallible>(server.answer(request).await) }
+            }),
+            "default",
+        )
+    }
+
+    // --- what tests do and see ----------------------------------------------------------------------------------------------------------
+
+    pub(crate) fn get(&self, kind: &str, namespace: &str, name: &str) -> Option<Value> {
+        self.state
+            .lock()
+            .unwrap()
+            .objects
+            .get(&key(kind, namespace, name))
+            .cloned()
+    }
+
+    pub(crate) fn list(&self, kind: &str) -> Vec<Value> {
+        let state = self.state.lock().unwrap();
+        state
+            .objects
+            .iter()
+            .filter(|(key, _)| key.0 == kind)
+            .map(|(_, v)| v.clone())
+            .collect()
+    }
+
+    /// Creates as a user would.
+    pub(crate) fn create(&self, kind: &str, object: Value) -> Value {
+        let namespace = object["metadata"]["namespace"]
+            .as_str()
+            .unwrap_or_default()
+            .to_owned();
+        let mut state = self.state.lock().unwrap();
+        let created = state.create(kind, &namespace, object).unwrap();
+        self.notify(state.version);
+        created
+    }
+
+    /// Merge patch of everything, status included, as no client could.
+    pub(crate) fn edit(&self, kind: &str, namespace: &str, name: &str, patch: &Value) -> Value {
+        let mut state = self.state.lock().unwrap();
+        let mut object = state.objects[&key(kind, namespace, name)].clone();
+        merge_patch::apply(&mut object, patch);
+        let stored = state.store(key(kind, namespace, name), object);
+        self.notify(state.version);
+        stored
+    }
+
+    /// Deletes as a user would: gracefully where the kind has it.
+    pub(crate) fn delete(&self, kind: &str, namespace: &str, name: &str) {
+        let mut state = self.state.lock().unwrap();
+        state.delete(&key(kind, namespace, name));
+        self.notify(state.version);
+    }
+
+    /// The object is gone: what a kubelet does at the end of a Pod.
+    pub(crate) fn remove(&self, kind: &str, namespace: &str, name: &str) {
+        let mut state = self.state.lock().unwrap();
+        state.remove(&key(kind, namespace, name));
+        self.notify(state.version);
+    }
+
+    pub(crate) fn fail(&self, fault: Fault) {
+        self.state.lock().unwrap().faults.push(fault);
+    }
+
+    pub(crate) fn forget_faults(&self) {
+        self.state.lock().unwrap().faults.clear();
+    }
+
+    /// Writes since the last call, Events left out.
+    pub(crate) fn take_writes(&self) -> Vec<Write> {
+        let writes = std::mem::take(&mut self.state.lock().unwrap().writes);
+        writes
+            .into_iter()
+            .filter(|write| write.kind != "events")
+            .collect()
+    }
+
+    /// Waits until the world is as wished, looking again at each change.
+    pub(crate) async fn until(&self, what: &str, wish: impl Fn(&Self) -> bool) {
+        let mut changed = self.changed.subscribe();
+        let wait = async {
+            while !wish(self) {
+                changed.changed().await.unwrap();
+            }
+        };
+        let limit = std::time::Duration::from_secs(20);
+        if tokio::time::timeout(limit, wait).await.is_err() {
+            panic!("in vain: {what}\n{:#?}", self.state.lock().unwrap().objects);
+        }
+    }
+
+    fn notify(&self, version: u64) {
+        self.changed.send_replace(version);
+    }
+
+    // --- HTTP ---------------------------------------------------------------------------------------------------------------------------
+
+    async fn answer(&self, request: Request<kube::client::Body>) -> Response<Body> {
+        let method = request.method().clone();
+        let call = Call::of(request.uri());
+        let bytes = request.into_body().collect().await.unwrap().to_bytes();
+        let body: Value = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
+        if method == Method::GET {
+            return match (&call.name, call.query.contains_key("watch")) {
+                (None, true) => self.watch(&call),
+                (None, false) => respond(Ok(self.list_answer(&call))),
+                (Some(name), _) => {
+                    let found = self.get(&call.kind, &call.namespace, name);
+                    respond(found.ok_or_else(|| not_found(&call.kind, name)))
+                }
+            };
+        }
+        let (verb, name) = match (&method, &call) {
+            (&Method::POST, _) => (
+                "create",
+                body["metadata"]["name"].as_str().unwrap_or_default(),
+            ),
+            (&Method::PATCH, Call { status: true, .. }) => ("patch status", ""),
+            (&Method::PATCH, _) => ("patch", ""),
+            (&Method::PUT, _) => ("replace", ""),
+            (&Method::DELETE, _) => ("delete", ""),
+            other => panic!("{} is not served", other.0),
+        };
+        let name = call.name.clone().unwrap_or_else(|| name.to_owned());
+        let fault = self.next_fault(verb, &call.kind);
+        let answer = match fault {
+            Some(FaultAnswer::Refuse(code)) => {
+                let status = StatusCode::from_u16(code).unwrap();
+                Err((
+                    status,
+                    "Refused",
+                    format!("{verb} {} {name}: made to fail", call.kind),
+                ))
+            }
+            _ => self.write(verb, &call, &name, body),
+        };
+        let code = answer
+            .as_ref()
+            .map_or_else(|(code, ..)| code.as_u16(), |_| 200);
+        let write = Write {
+            verb,
+            kind: call.kind,
+            name,
+            code,
+        };
+        self.state.lock().unwrap().writes.push(write);
+        if matches!(fault, Some(FaultAnswer::LoseAnswer)) {
+            return std::future::pending().await;
+        }
+        respond(answer)
+    }
+
+    fn next_fault(&self, verb: &str, kind: &str) -> Option<FaultAnswer> {
+        let mut state = self.state.lock().unwrap();
+        let at = state
+            .faults
+            .iter()
+            .position(|f| f.verb == verb && f.kind == kind)?;
+        Some(state.faults.remove(at).answer)
+    }
+
+    fn write(&self, verb: &str, call: &Call, name: &str, body: Value) -> Answer {
+        let mut state = self.state.lock().unwrap();
+        let key = key(&call.kind, &call.namespace, name);
+        let answer = match verb {
+            "create" => state.create(&call.kind, &call.namespace, body),
+            "patch" | "patch status" => state.patch(&key, &body, call.status),
+            "replace" => state.replace(&key, body),
+            _ => state.checked_delete(&key, &body["preconditions"]),
+        };
+        self.notify(state.version);
+        answer
+    }
+
+    fn list_answer(&self, call: &Call) -> Value {
+        let state = self.state.lock().unwrap();
+        let items: Vec<&Value> = state
+            .objects
+            .iter()
+            .filter(|(key, object)| call.wants(key, object))
+            .map(|(_, object)| object)
+            .collect();
+        let (_, kind, api_version) = *KINDS.iter().find(|(p, ..)| *p == call.kind).unwrap();
+        json!({
+            "kind": format!("{kind}List"),
+            "apiVersion": api_version,
+            "metadata": {"resourceVersion": state.version.to_string()},
+            "items": items,
+        })
+    }
+
+    fn watch(&self, call: &Call) -> Response<Body> {
+        let from = call
+            .query
+            .get("resourceVersion")
+            .and_then(|v| v.parse().ok())
+            .unwrap_or(0);
+        let call = Arc::new(Call {
+            query: call.query.clone(),
+            ..call.copy()
+        });
+        let (server, changed) = (self.clone(), self.changed.subscribe());
+        let lines = stream::unfold((from, changed), move |(from, mut changed)| {
+            let (server, call) = (server.clone(), Arc::clone(&call));
+            async move {
+                loop {
+                    let (lines, version) = server.events_after(from, &call);
+                    if !lines.is_empty() {
+                        return Some((lines, (version, changed)));
+                    }
+                    if changed.changed().await.is_err() {
+                        return None;
+                    }
+                }
+            }
+        });
+        let body = Body::from_stream(lines.map(|lines| Ok::<_, Infallible>(Bytes::from(lines))));
+        Response::new(body)
+    }
+
+    fn events_after(&self, from: u64, call: &Call) -> (String, u64) {
+        let state = self.state.lock().unwrap();
+        let lines = state
+            .history
+            .iter()
+            .filter(|(version, _, key, object)| *version > from && call.wants(key, object))
+            .map(|(_, type_, _, object)| format!("{}\n", json!({"type": type_, "object": object})))
+            .collect();
+        (lines, state.version)
+    }
+}
+
+impl Call {
+    fn of(uri: &http::Uri) -> Self {
+        let path: Vec<&str> = uri
+            .path()
+            .split('/')
+            .filter(|part| !part.is_empty())
+            .collect();
+        let mut rest = if path[0] == "api" {
+            &path[2..]
+        } else {
+            &path[3..]
+        };
+        let mut namespace = "";
+        if rest[0] == "namespaces" && rest.len() > 2 {
+            namespace = rest[1];
+            rest = &rest[2..];
+        }
+        let query = uri
+            .query()
+            .unwrap_or_default()
+            .split('&')
+            .filter_map(|pair| {
+                let (key, value) = pair.split_once('=')?;
+                Some((
+                    key.to_owned(),
+                    value.replace("%2F", "/").replace("%3D", "="),
+                ))
+            });
+        Self {
+            kind: rest[0].to_owned(),
+            namespace: namespace.to_owned(),
+            name: rest.get(1).map(|name| (*name).to_owned()),
+            status: rest.get(2) == Some(&"status"),
+            query: query.collect(),
+        }
+    }
+
+    fn copy(&self) -> Self {
+        Self {
+            kind: self.kind.clone(),
+            namespace: self.namespace.clone(),
+            name: self.name.clone(),
+            status: self.status,
+            query: self.query.clone(),
+        }
+    }
+
+    fn wants(&self, key: &Key, object: &Value) -> bool {
+        let label = |selector: &String| match selector.split_once('=') {
+            Some((name, value)) => object["metadata"]["labels"][name] == value,
+            None => object["metadata"]["labels"].get(selector).is_some(),
+        };
+        key.0 == self.kind
+            && (self.namespace.is_empty() || key.1 == self.namespace)
+            && self.query.get("labelSelector").is_none_or(label)
+            && self.query.get("fieldSelector").is_none_or(|selector| {
+                selector
+                    .strip_prefix("metadata.name=")
+                    .is_some_and(|name| name == key.2)
+            })
+    }
+}
+
+impl State {
+    fn create(&mut self, kind: &str, namespace: &str, mut object: Value) -> Answer {
+        let name = object["metadata"]["name"]
+            .as_str()
+            .unwrap_or_default()
+            .to_owned();
+        let key = key(kind, namespace, &name);
+        if self.objects.contains_key(&key) {
+            let message = format!("{kind} \"{name}\" already exists");
+            return Err((StatusCode::CONFLICT, "AlreadyExists", message));
+        }
+        let (_, api_kind, api_version) = *KINDS.iter().find(|(p, ..)| *p == kind).unwrap();
+        self.uids += 1;
+        let metadata = &mut object["metadata"];
+        metadata["uid"] = format!("{:08x}-0000-4000-8000-000000000000", self.uids).into();
+        metadata["generation"] = 1.into();
+        if metadata.get("creationTimestamp").is_none() {
+            metadata["creationTimestamp"] = "2026-01-01T00:00:00Z".into();
+        }
+        object["kind"] = api_kind.into();
+        object["apiVersion"] = api_version.into();
+        if kind == "pods" {
+            object["status"] = json!({"phase": "Pending"});
+        }
+        Ok(self.store(key, object))
+    }
+
+    fn patch(&mut self, key: &Key, patch: &Value, status: bool) -> Answer {
+        let Some(object) = self.objects.get(key) else {
+            return Err(not_found(&key.0, &key.2));
+        };
+        for field in ["uid", "resourceVersion"] {
+            let wanted = &patch["metadata"][field];
+            if !wanted.is_null() && *wanted != object["metadata"][field] {
+                let message = format!("the {field} is another");
+                return Err((StatusCode::CONFLICT, "Conflict", message));
+            }
+        }
+        let mut patched = object.clone();
+        if status {
+            merge_patch::apply(&mut patched, &json!({"status": patch["status"]}));
+        } else {
+            merge_patch::apply(&mut patched, patch);
+            // The status is another resource for all kinds that are patched here.
+            patched["status"] = object["status"].clone();
+            if patched["status"].is_null() {
+                patched.as_object_mut().unwrap().remove("status");
+            }
+            if patched["spec"] != object["spec"] {
+                let generation = object["metadata"]["generation"].as_u64().unwrap_or(1);
+                patched["metadata"]["generation"] = (generation + 1).into();
+            }
+        }
+        Ok(self.store(key.clone(), patched))
+    }
+
+    fn replace(&mut self, key: &Key, object: Value) -> Answer {
+        let Some(current) = self.objects.get(key) else {
+            return Err(not_found(&key.0, &key.2));
+        };
+        if current["metadata"]["resourceVersion"] != object["metadata"]["resourceVersion"] {
+            return Err((
+                StatusCode::CONFLICT,
+                "Conflict",
+                "another resourceVersion".to_owned(),
+            ));
+        }
+        Ok(self.store(key.clone(), object))
+    }
+
+    fn checked_delete(&mut self, key: &Key, preconditions: &Value) -> Answer {
+        let Some(object) = self.objects.get(key) else {
+            return Err(not_found(&key.0, &key.2));
+        };
+        for field in ["uid", "resourceVersion"] {
+            let wanted = &preconditions[field];
+            if !wanted.is_null() && *wanted != object["metadata"][field] {
+                let message = format!("Precondition failed: {field}");
+                return Err((StatusCode::CONFLICT, "Conflict", message));
+            }
+        }
+        let object = object.clone();
+        self.delete(key);
+        Ok(object)
+    }
+
+    fn delete(&mut self, key: &Key) {
+        let Some(object) = self.objects.get(key) else {
+            return;
+        };
+        let held = object["metadata"]["finalizers"]
+            .as_array()
+            .is_some_and(|f| !f.is_empty());
+        if key.0 != "pods" && !held {
+            return self.remove(key);
+        }
+        if object["metadata"].get("deletionTimestamp").is_none() {
+            let mut object = object.clone();
+            object["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z".into();
+            self.store(key.clone(), object);
+        }
+    }
+
+    /// Stores an object under a new version; a write that changes nothing makes none.
+    fn store(&mut self, key: Key, mut object: Value) -> Value {
+        let before = self.objects.get(&key);
+        if let Some(before) = before {
+            object["metadata"]["resourceVersion"] = before["metadata"]["resourceVersion"].clone();
+            if *before == object {
+                return object;
+            }
+        }
+        let type_ = if before.is_some() {
+            "MODIFIED"
+        } else {
+            "ADDED"
+        };
+        self.version += 1;
+        object["metadata"]["resourceVersion"] = self.version.to_string().into();
+        let dying = object["metadata"].get("deletionTimestamp").is_some() && key.0 != "pods";
+        let held = object["metadata"]["finalizers"]
+            .as_array()
+            .is_some_and(|f| !f.is_empty());
+        self.history
+            .push((self.version, type_, key.clone(), object.clone()));
+        self.objects.insert(key.clone(), object.clone());
+        if dying && !held {
+            self.remove(&key);
+        }
+        object
+    }
+
+    /// Takes an object away, and what it controls.
+    fn remove(&mut self, key: &Key) {
+        let Some(mut object) = self.objects.remove(key) else {
+            return;
+        };
+        self.version += 1;
+        object["metadata"]["resourceVersion"] = self.version.to_string().into();
+        let uid = object["metadata"]["uid"].clone();
+        self.history
+            .push((self.version, "DELETED", key.clone(), object));
+        let owned: Vec<Key> = self
+            .objects
+            .iter()
+            .filter(|(_, object)| {
+                let owners = object["metadata"]["ownerReferences"].as_array();
+                owners.is_some_and(|all| all.iter().any(|owner| owner["uid"] == uid))
+            })
+            .map(|(key, _)| key.clone())
+            .collect();
+        for key in owned {
+            self.delete(&key);
+        }
+    }
+}
+
+fn key(kind: &str, namespace: &str, name: &str) -> Key {
+    (kind.to_owned(), namespace.to_owned(), name.to_owned())
+}
+
+fn not_found(kind: &str, name: &str) -> (StatusCode, &'static str, String) {
+    (
+        StatusCode::NOT_FOUND,
+        "NotFound",
+        format!("{kind} \"{name}\" not found"),
+    )
+}
+
+fn respond(answer: Answer) -> Response<Body> {
+    let (code, value) = match answer {
+        Ok(value) => (StatusCode::OK, value),
+        Err((code, reason, message)) => {
+            let status = json!({
+                "kind": "Status", "apiVersion": "v1", "status": "Failure",
+                "message": message, "reason": reason, "code": code.as_u16(),
+            });
+            (code, status)
+        }
+    };
+    let mut response = Response::new(Body::from(value.to_string()));
+    *response.status_mut() = code;
+    response
+}

@@ -1,0 +1,505 @@
+//! Memory over a suspension: strategies, what is waited for, what is never done.
+
+use rstest::rstest;
+use serde_json::{Value, json};
+
+use crate::{
+    apiserver::{Fault, FaultAnswer},
+    objects::{NS, committed, condition, mode, sandbox, torpor_sandbox},
+    world::World,
+};
+
+fn strategy(strategy: &str) -> Value {
+    json!({"metadata": {"annotations": {"torpor.dev/suspension-strategy": strategy}}})
+}
+
+/// A Sandbox that runs and is being suspended; its snapshot exists.
+async fn saving() -> (World, String) {
+    let world = World::new();
+    world.ready(torpor_sandbox(json!({}))).await;
+    world.edit_sandbox(&mode("Suspended"));
+    world.settle().await;
+    let name = world.snapshot();
+    (world, name)
+}
+
+fn pod_is_deleted(world: &World) -> bool {
+    world
+        .pod()
+        .is_none_or(|pod| pod["metadata"].get("deletionTimestamp").is_some())
+}
+
+// --- hibernate --------------------------------------------------------------------------------------------------------------------------
+
+#[tokio::test]
+async fn the_pod_stays_until_its_memory_is_committed() {
+    let world = World::new();
+    world.ready(torpor_sandbox(json!({}))).await;
+    world.edit_sandbox(&mode("Suspended"));
+    assert_eq!(
+        world.writes_of_a_pass().await,
+        ["create sandboxsnapshots", "patch status sandboxes"]
+    );
+    let name = world.snapshot();
+    assert_eq!(name, format!("s-{}", &world.pod_uid()[..8]));
+    let snapshot = &world.snapshots()[0];
+    assert_eq!(
+        snapshot["spec"],
+        json!({"sandboxName": "s", "podUID": world.pod_uid(), "nodeName": "n1", "reason": "Suspend"})
+    );
+    let owner = &snapshot["metadata"]["ownerReferences"][0];
+    assert_eq!(
+        (&owner["kind"], &owner["controller"]),
+        (&json!("Sandbox"), &json!(true))
+    );
+    let terminating = "Pod is terminating. Sandbox is suspending";
+    world.assert_says("Suspended", "False", "PodTerminating", terminating);
+    world.assert_says(
+        "Ready",
+        "False",
+        "SandboxSuspended",
+        "Sandbox is suspending",
+    );
+    world.settle().await;
+    let saving = format!("Memory is being saved to SandboxSnapshot {name:?}");
+    world.assert_says("Hibernated", "False", "Saving", &saving);
+    assert!(!pod_is_deleted(&world));
+
+    world.edit_snapshot(&name, &committed("i.1", "n1"));
+    assert_eq!(
+        world.writes_of_a_pass().await,
+        ["delete pods", "patch status sandboxes"]
+    );
+    world.settle().await;
+    world.pod_ends();
+    world.settle().await;
+    let gone = "Pod has been terminated. Sandbox is suspended";
+    world.assert_says("Suspended", "True", "PodTerminated", gone);
+    world.assert_says("Ready", "False", "SandboxSuspended", "Sandbox is suspended");
+    let kept = format!("Memory is kept in SandboxSnapshot {name:?} on node \"n1\"");
+    world.assert_says("Hibernated", "True", "Hibernated", &kept);
+    assert_eq!(world.events(), ["SnapshotCommitted"]);
+    assert_eq!(world.snapshot(), name, "the image stays");
+}
+
+#[tokio::test]
+async fn a_failed_save_keeps_the_pod_and_says_why() {
+    let (world, name) = saving().await;
+    let failed = condition(
+        "Committed",
+        "False",
+        "SaveFailed",
+        "disk full: 3 GiB missing",
+    );
+    world.edit_snapshot(&name, &json!({"status": {"conditions": [failed]}}));
+    world.settle().await;
+    world.assert_says(
+        "Hibernated",
+        "False",
+        "SaveFailed",
+        "disk full: 3 GiB missing",
+    );
+    world.assert_says(
+        "Ready",
+        "False",
+        "SandboxSuspended",
+        "Sandbox is suspending",
+    );
+    assert!(!pod_is_deleted(&world));
+    assert_eq!(world.events(), ["SnapshotFailed"]);
+    // The agent tries again and succeeds.
+    world.edit_snapshot(&name, &committed("i.1", "n1"));
+    world.settle().await;
+    assert!(pod_is_deleted(&world));
+}
+
+#[tokio::test]
+async fn a_committed_image_of_another_pod_deletes_nothing() {
+    let (world, name) = saving().await;
+    let mut other = world.snapshots()[0].clone();
+    other["metadata"]["name"] = "s-other".into();
+    other["spec"]["podUID"] = "another-uid".into();
+    world.api.create("sandboxsnapshots", other);
+    world.edit_snapshot("s-other", &committed("o.1", "n1"));
+    world.settle().await;
+    assert!(!pod_is_deleted(&world));
+    assert_ne!(name, "s-other");
+}
+
+#[tokio::test]
+async fn the_apiserver_is_asked_before_the_pod_is_deleted_for_its_image() {
+    let (world, name) = saving().await;
+    world.edit_snapshot(&name, &committed("i.1", "n1"));
+    world.sync();
+    // The caches show a committed image; in truth it is being deleted, and its Pod goes on.
+    world.api.delete("sandboxsnapshots", NS, &name);
+    world.stale_pass().await.unwrap();
+    assert!(!pod_is_deleted(&world));
+    world.sync();
+    world.edit_snapshot(&name, &committed("i.1", "n1"));
+    let used = json!({"status": {"conditions": [
+        condition("Committed", "True", "Committed", ""), condition("Consumed", "True", "Resumed", ""),
+    ]}});
+    world.edit_snapshot(&name, &used);
+    world.stale_pass().await.unwrap();
+    assert!(!pod_is_deleted(&world));
+}
+
+#[tokio::test]
+async fn a_pod_that_ends_while_it_is_saved_is_a_stop_and_said_to_be_one() {
+    let (world, _) = saving().await;
+    world.edit_pod(&json!({"status": {"phase": "Failed"}}));
+    world.settle().await;
+    let message = "The Pod ended before its memory was saved; memory was not kept";
+    world.assert_says("Hibernated", "False", "SaveFailed", message);
+    world.pod_ends();
+    world.settle().await;
+    world.assert_says("Hibernated", "False", "SaveFailed", message);
+    let gone = "Pod has been terminated. Sandbox is suspended";
+    world.assert_says("Suspended", "True", "PodTerminated", gone);
+    assert_eq!(world.events(), ["MemoryNotKept"]);
+    // The next start is cold, and the half image goes before it.
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert!(world.snapshots().is_empty());
+    assert!(
+        world.pod().unwrap()["metadata"]["annotations"]
+            .get("torpor.dev/restore-image")
+            .is_none()
+    );
+}
+
+#[tokio::test]
+async fn a_pod_that_vanishes_after_the_commit_loses_nothing() {
+    let (world, name) = saving().await;
+    world.edit_snapshot(&name, &committed("i.1", "n1"));
+    world.api.remove("pods", NS, "s");
+    world.settle().await;
+    assert_eq!(world.condition("Hibernated").unwrap().0, "True");
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(
+        world.pod().unwrap()["metadata"]["annotations"]["torpor.dev/restore-image"],
+        "i.1"
+    );
+}
+
+#[tokio::test]
+async fn an_image_that_is_committed_at_the_last_moment_is_used_not_deleted() {
+    let (world, name) = saving().await;
+    world.api.remove("pods", NS, "s");
+    world.edit_sandbox(&mode("Running"));
+    world.sync();
+    // The caches show an uncommitted image and no Pod; the agent commits now.
+    world.edit_snapshot(&name, &committed("i.1", "n1"));
+    world.stale_pass().await.unwrap();
+    assert_eq!(world.snapshot(), name);
+    assert_eq!(
+        world.pod().unwrap()["metadata"]["annotations"]["torpor.dev/restore-image"],
+        "i.1"
+    );
+}
+
+#[tokio::test]
+async fn what_the_agent_finds_it_cannot_save_is_stopped() {
+    let (world, name) = saving().await;
+    let cannot = condition(
+        "Committed",
+        "False",
+        "RuntimeNotCapable",
+        "no checkpoint here",
+    );
+    world.edit_snapshot(&name, &json!({"status": {"conditions": [cannot]}}));
+    world.settle().await;
+    assert!(pod_is_deleted(&world));
+    let message = "no checkpoint here; memory was not kept";
+    world.assert_says("Hibernated", "False", "RuntimeNotCapable", message);
+}
+
+#[tokio::test]
+async fn a_lost_answer_to_the_snapshots_creation_makes_no_second_one() {
+    let world = World::impatient();
+    world.ready(torpor_sandbox(json!({}))).await;
+    let answer = FaultAnswer::LoseAnswer;
+    world.api.fail(Fault {
+        verb: "create",
+        kind: "sandboxsnapshots",
+        answer,
+    });
+    world.edit_sandbox(&mode("Suspended"));
+    assert_eq!(world.pass().await.unwrap_err().reason(), "OutcomeUnknown");
+    // The caches do not show it either.
+    let shown = world.snapshots().len();
+    world.settle().await;
+    assert_eq!((shown, world.snapshots().len()), (1, 1));
+    assert!(!pod_is_deleted(&world));
+}
+
+#[tokio::test]
+async fn a_name_that_somebody_else_took_is_said_and_costs_nothing() {
+    let world = World::new();
+    world.ready(torpor_sandbox(json!({}))).await;
+    let name = format!("s-{}", &world.pod_uid()[..8]);
+    world.api.create(
+        "sandboxsnapshots",
+        json!({"metadata": {"name": name, "namespace": NS}, "spec": {"sandboxName": "x", "reason": "Manual"}}),
+    );
+    world.edit_sandbox(&mode("Suspended"));
+    world.settle_with_errors().await;
+    let message = format!(
+        "SandboxSnapshot {name:?} exists and is not of this Sandbox's Pod; delete it to go on"
+    );
+    world.assert_says("Hibernated", "False", "SaveFailed", &message);
+    assert!(!pod_is_deleted(&world));
+    world.api.delete("sandboxsnapshots", NS, &name);
+    world.settle().await;
+    assert_eq!(world.snapshots()[0]["spec"]["reason"], "Suspend");
+}
+
+// --- and back, before the Pod is gone ---------------------------------------------------------------------------------------------------
+
+#[tokio::test]
+async fn running_again_before_the_pod_is_deleted_deletes_the_snapshot() {
+    let (world, name) = saving().await;
+    world.edit_snapshot(&name, &committed("i.1", "n1"));
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert!(
+        world.snapshots()[0]["metadata"]
+            .get("deletionTimestamp")
+            .is_some()
+    );
+    assert!(!pod_is_deleted(&world));
+    world.assert_says(
+        "Suspended",
+        "False",
+        "NotSuspended",
+        "Sandbox is not suspended",
+    );
+    // Suspended again at once: the old image is worthless, the new one has to wait for its name.
+    world.edit_sandbox(&mode("Suspended"));
+    world.settle().await;
+    let waiting = format!("Waiting for the earlier SandboxSnapshot {name:?} to be removed");
+    world.assert_says("Hibernated", "False", "Saving", &waiting);
+    assert!(!pod_is_deleted(&world));
+    world.image_is_gone(&name);
+    world.settle().await;
+    assert_eq!(world.snapshot(), name);
+    assert!(world.snapshots()[0].get("status").is_none(), "a new one");
+}
+
+#[tokio::test]
+async fn the_image_of_a_pod_that_is_going_stays_although_the_cache_shows_the_pod_alive() {
+    let (world, name) = saving().await;
+    world.edit_snapshot(&name, &committed("i.1", "n1"));
+    world.sync();
+    // The Pod is deleted for its image, the caches do not know it, and the user wants it running.
+    world.api.delete("pods", NS, "s");
+    world.edit_sandbox(&mode("Running"));
+    world.stale_pass().await.unwrap();
+    assert!(
+        world.snapshots()[0]["metadata"]
+            .get("deletionTimestamp")
+            .is_none()
+    );
+    world.settle().await;
+    world.pod_ends();
+    world.settle().await;
+    assert_eq!(
+        world.pod().unwrap()["metadata"]["annotations"]["torpor.dev/restore-image"],
+        "i.1"
+    );
+}
+
+// --- what is a plain stop ---------------------------------------------------------------------------------------------------------------
+
+#[rstest]
+#[case::asked_to_stop(torpor_sandbox(strategy("Stop")), None)]
+#[case::nothing_asked_for(sandbox(json!({})), None)]
+#[case::asked_of_a_runtime_that_cannot(
+    sandbox(strategy("Hibernate")),
+    Some("The default runtime on node \"n1\" cannot hibernate; memory was not kept")
+)]
+#[tokio::test]
+async fn suspend_without_memory_is_upstreams(#[case] object: Value, #[case] said: Option<&str>) {
+    let world = World::new();
+    world.ready(object).await;
+    world.edit_sandbox(&mode("Suspended"));
+    assert_eq!(
+        world.writes_of_a_pass().await,
+        ["delete pods", "patch status sandboxes"]
+    );
+    world.settle().await;
+    world.pod_ends();
+    world.settle().await;
+    match said {
+        None => assert_eq!(world.condition("Hibernated"), None),
+        // Still said when the Pod is gone.
+        Some(message) => world.assert_says("Hibernated", "False", "RuntimeNotCapable", message),
+    }
+    assert!(world.snapshots().is_empty());
+    let events: &[&str] = if said.is_some() {
+        &["MemoryNotKept"]
+    } else {
+        &[]
+    };
+    assert_eq!(world.events(), events);
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(world.condition("Hibernated"), None);
+    assert_eq!(world.condition("Restored"), None);
+}
+
+#[tokio::test]
+async fn a_node_without_an_agent_cannot_hibernate_and_this_is_said() {
+    let world = World::new();
+    world.api.remove("sandboxnodes", "", "n1");
+    world.ready(torpor_sandbox(json!({}))).await;
+    world.edit_sandbox(&mode("Suspended"));
+    world.settle().await;
+    assert!(pod_is_deleted(&world));
+    let message = "Runtime torpor on node \"n1\" cannot hibernate; memory was not kept";
+    world.assert_says("Hibernated", "False", "RuntimeNotCapable", message);
+}
+
+#[tokio::test]
+async fn a_pod_that_does_not_run_yet_has_no_memory_to_keep() {
+    let world = World::new();
+    world.api.create("sandboxes", torpor_sandbox(json!({})));
+    world.settle().await;
+    world.edit_sandbox(&mode("Suspended"));
+    world.settle().await;
+    assert!(pod_is_deleted(&world));
+    assert!(world.snapshots().is_empty());
+    assert_eq!(world.condition("Hibernated"), None);
+}
+
+// --- freeze -----------------------------------------------------------------------------------------------------------------------------
+
+#[tokio::test]
+async fn freeze_keeps_the_pod_and_says_when_it_is_frozen() {
+    let world = World::new();
+    world.ready(torpor_sandbox(strategy("Freeze"))).await;
+    world.edit_sandbox(&mode("Suspended"));
+    world.settle().await;
+    let annotations = |world: &World| world.pod().unwrap()["metadata"]["annotations"].clone();
+    assert_eq!(annotations(&world)["torpor.dev/freeze"], "true");
+    let freezing = "Pod is being frozen. Sandbox is suspending";
+    world.assert_says("Suspended", "False", "PodFreezing", freezing);
+    world.pod_says(condition(
+        "torpor.dev/Hibernated",
+        "False",
+        "Frozen",
+        "paused",
+    ));
+    world.settle().await;
+    world.assert_says(
+        "Suspended",
+        "True",
+        "PodFrozen",
+        "Pod is frozen. Sandbox is suspended",
+    );
+    world.assert_says("Ready", "False", "SandboxSuspended", "Sandbox is suspended");
+    world.assert_says("Hibernated", "False", "Frozen", "paused");
+    assert!(!pod_is_deleted(&world));
+    assert_eq!(world.sandbox()["status"]["nodeName"], "n1");
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(annotations(&world).get("torpor.dev/freeze"), None);
+    world.assert_says(
+        "Suspended",
+        "False",
+        "NotSuspended",
+        "Sandbox is not suspended",
+    );
+}
+
+#[tokio::test]
+async fn freeze_where_the_runtime_cannot_is_a_stop() {
+    let world = World::new();
+    world.ready(sandbox(strategy("Freeze"))).await;
+    world.edit_sandbox(&mode("Suspended"));
+    world.settle().await;
+    assert!(pod_is_deleted(&world));
+    assert_eq!(
+        world.condition("Hibernated").unwrap().1,
+        "RuntimeNotCapable"
+    );
+}
+
+// --- in place ---------------------------------------------------------------------------------------------------------------------------
+
+#[tokio::test]
+async fn hibernation_in_place_is_asked_of_the_pod_and_reported_by_it() {
+    let world = World::new();
+    world.ready(torpor_sandbox(json!({}))).await;
+    world.edit_sandbox(&json!({"metadata": {"annotations": {"torpor.dev/hibernate": "true"}}}));
+    world.settle().await;
+    let annotations = |world: &World| world.pod().unwrap()["metadata"]["annotations"].clone();
+    assert_eq!(annotations(&world)["torpor.dev/hibernate"], "true");
+    world.pod_says(condition(
+        "torpor.dev/Hibernated",
+        "True",
+        "Hibernated",
+        "asleep",
+    ));
+    world.settle().await;
+    world.assert_says("Hibernated", "True", "Hibernated", "asleep");
+    world.assert_says("Ready", "True", "DependenciesReady", "Pod is Ready");
+    world.edit_sandbox(&json!({"metadata": {"annotations": {"torpor.dev/hibernate": "false"}}}));
+    world.settle().await;
+    assert_eq!(annotations(&world).get("torpor.dev/hibernate"), None);
+    assert!(world.events().is_empty(), "the agent says so on the Pod");
+}
+
+#[tokio::test]
+async fn hibernation_in_place_where_the_runtime_cannot_is_said() {
+    let world = World::new();
+    let ask = json!({"metadata": {"annotations": {"torpor.dev/hibernate": "true"}}});
+    world.ready(sandbox(ask)).await;
+    let message = "The default runtime on node \"n1\" cannot hibernate";
+    world.assert_says("Hibernated", "False", "RuntimeNotCapable", message);
+}
+
+// --- wrong annotations ------------------------------------------------------------------------------------------------------------------
+
+#[tokio::test]
+async fn a_wrong_annotation_is_shown_and_the_default_applies() {
+    let world = World::new();
+    world.ready(torpor_sandbox(strategy("hibernate"))).await;
+    let message = "annotation torpor.dev/suspension-strategy: value \"hibernate\" is not allowed; allowed: Hibernate, Freeze, Stop";
+    world.assert_says("Hibernated", "False", "InvalidAnnotation", message);
+    world.settle().await;
+    assert_eq!(world.events(), ["InvalidAnnotation"]);
+    world.edit_sandbox(&mode("Suspended"));
+    world.settle().await;
+    assert!(!pod_is_deleted(&world));
+    assert_eq!(world.snapshots().len(), 1, "Hibernate is the default");
+}
+
+#[rstest]
+#[case::unknown(
+    None,
+    "SnapshotClass \"c\" does not exist; images are kept on the node that makes them"
+)]
+#[case::foreign(
+    Some("example.com/x"),
+    "SnapshotClass \"c\" has provisioner \"example.com/x\", which is not supported; images are kept on the node that makes them"
+)]
+#[tokio::test]
+async fn a_snapshot_class_that_cannot_be_had_is_said(
+    #[case] provisioner: Option<&str>,
+    #[case] message: &str,
+) {
+    let world = World::new();
+    if let Some(provisioner) = provisioner {
+        let spec = json!({"provisioner": provisioner});
+        world.api.create(
+            "snapshotclasses",
+            json!({"metadata": {"name": "c"}, "spec": spec}),
+        );
+    }
+    let named = json!({"metadata": {"annotations": {"torpor.dev/snapshot-class": "c"}}});
+    world.ready(torpor_sandbox(named)).await;
+    world.assert_says("Hibernated", "False", "SnapshotClassNotSupported", message);
+}

@@ -1,0 +1,108 @@
+//! Objects as tests write them.
+
+use serde_json::{Value, json};
+use torpor_controller::merge_patch;
+
+pub(crate) const NS: &str = "ns";
+
+/// A Sandbox "s" with one container, changed by a merge patch.
+pub(crate) fn sandbox(change: Value) -> Value {
+    let mut sandbox = json!({
+        "metadata": {"name": "s", "namespace": NS},
+        "spec": {
+            "operatingMode": "Running",
+            "podTemplate": {"spec": {"containers": [{"name": "c", "image": "img"}]}},
+        },
+    });
+    merge_patch::apply(&mut sandbox, &change);
+    sandbox
+}
+
+/// The same, in the runtime that can hibernate.
+pub(crate) fn torpor_sandbox(change: Value) -> Value {
+    let mut sandbox = sandbox(json!({"spec": {"podTemplate": {"spec": {
+        "runtimeClassName": "torpor",
+    }}}}));
+    merge_patch::apply(&mut sandbox, &change);
+    sandbox
+}
+
+pub(crate) fn mode(mode: &str) -> Value {
+    json!({"spec": {"operatingMode": mode}})
+}
+
+pub(crate) fn fingerprint() -> Value {
+    json!({
+        "runscDigest": "sha256:1", "runscVersion": "1", "platform": "systrap",
+        "flags": [], "cpuFeaturesDigest": "c", "kernel": "6.1",
+    })
+}
+
+/// What an agent reports of a node that can do everything with handler torpor.
+pub(crate) fn sandbox_node(name: &str) -> Value {
+    json!({
+        "metadata": {"name": name},
+        "spec": {},
+        "status": {
+            "runtimes": [{"handler": "torpor", "kind": "gVisor", "capabilities": {
+                "hibernate": true, "restore": true, "freeze": true, "backgroundRestore": false,
+            }}],
+            "fingerprint": fingerprint(),
+        },
+    })
+}
+
+pub(crate) fn runtime_class() -> Value {
+    json!({"metadata": {"name": "torpor"}, "handler": "torpor"})
+}
+
+/// What a kubelet reports of a Pod that runs and is ready.
+pub(crate) fn ready_pod(node: &str) -> Value {
+    json!({
+        "spec": {"nodeName": node},
+        "status": {
+            "phase": "Running",
+            "podIPs": [{"ip": "10.0.0.1"}],
+            "conditions": [
+                {"type": "PodScheduled", "status": "True"},
+                {"type": "Ready", "status": "True"},
+            ],
+        },
+    })
+}
+
+/// A condition of any object.
+pub(crate) fn condition(type_: &str, status: &str, reason: &str, message: &str) -> Value {
+    json!({
+        "type": type_, "status": status, "reason": reason, "message": message,
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    })
+}
+
+/// What an agent writes when an image is complete.
+pub(crate) fn committed(image: &str, node: &str) -> Value {
+    json!({
+        "metadata": {"finalizers": ["torpor.dev/image"]},
+        "status": {
+            "imageID": image,
+            "nodeName": node,
+            "podName": "s",
+            "fingerprint": fingerprint(),
+            "containers": [{"name": "c", "imageID": "registry.example/img@sha256:abc"}],
+            "committedAt": "2026-01-01T00:00:00Z",
+            "conditions": [condition("Committed", "True", "Committed", "")],
+        },
+    })
+}
+
+/// Name hash of the Sandbox.
+pub(crate) fn hash() -> String {
+    torpor_api::name_hash("s")
+}
+
+/// Owner references of an object that somebody else controls.
+pub(crate) fn foreign_owner() -> Value {
+    json!([{
+        "apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "r", "uid": "u-r", "controller": true,
+    }])
+}

@@ -1,0 +1,447 @@
+//! The way back: from the own image, as a copy of a named one, and what happens when neither works.
+
+use rstest::rstest;
+use serde_json::{Value, json};
+
+use crate::{
+    objects::{NS, committed, condition, mode, torpor_sandbox},
+    world::World,
+};
+
+const COLD: &str = "ColdStart";
+
+fn policy(policy: &str) -> Value {
+    json!({"metadata": {"annotations": {"torpor.dev/on-restore-failure": policy}}})
+}
+
+/// A Sandbox whose memory lies in a committed image, without a Pod.
+async fn asleep(change: Value) -> (World, String) {
+    let world = World::new();
+    world.ready(torpor_sandbox(change)).await;
+    world.edit_sandbox(&mode("Suspended"));
+    world.settle().await;
+    let name = world.snapshot();
+    world.edit_snapshot(&name, &committed("i.1", "n1"));
+    world.settle().await;
+    world.pod_ends();
+    world.settle().await;
+    (world, name)
+}
+
+fn restore_image(world: &World) -> Value {
+    world.pod().expect("the Pod exists")["metadata"]["annotations"]["torpor.dev/restore-image"]
+        .clone()
+}
+
+// --- resume -----------------------------------------------------------------------------------------------------------------------------
+
+#[tokio::test]
+async fn the_new_pod_continues_from_the_image_on_its_node_with_the_same_images() {
+    let (world, name) = asleep(json!({"spec": {"podTemplate": {"spec": {"containers": [
+        {"name": "c", "image": "img", "imagePullPolicy": "Always"}, {"name": "d", "image": "other"},
+    ]}}}}))
+    .await;
+    world.edit_sandbox(&mode("Running"));
+    assert_eq!(
+        world.writes_of_a_pass().await,
+        ["create pods", "patch sandboxes", "patch status sandboxes"]
+    );
+    let pod = world.pod().unwrap();
+    let annotations = &pod["metadata"]["annotations"];
+    assert_eq!(annotations["torpor.dev/restore-image"], "i.1");
+    assert_eq!(annotations["torpor.dev/on-restore-failure"], "Fail");
+    assert_eq!(annotations.get("torpor.dev/restore-copy"), None);
+    let required =
+        &pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"];
+    let rule = json!({"key": "metadata.name", "operator": "In", "values": ["n1"]});
+    assert_eq!(
+        required["nodeSelectorTerms"],
+        json!([{"matchFields": [rule]}])
+    );
+    let containers = &pod["spec"]["containers"];
+    assert_eq!(containers[0]["image"], "registry.example/img@sha256:abc");
+    assert_eq!(containers[0]["imagePullPolicy"], "IfNotPresent");
+    assert_eq!(
+        containers[1]["image"], "other",
+        "not in the image, not changed"
+    );
+    assert_eq!(
+        pod["spec"].get("hostname"),
+        None,
+        "the Pod's name is the same"
+    );
+    assert_eq!(world.condition("Hibernated"), None);
+    assert_eq!(world.condition("Restored"), None, "not known yet");
+
+    world.pod_becomes_ready();
+    world.pod_says(condition(
+        "torpor.dev/Restored",
+        "True",
+        "Restored",
+        "in 230 ms",
+    ));
+    world.settle().await;
+    world.assert_says("Restored", "True", "Restored", "in 230 ms");
+    world.assert_says("Ready", "True", "DependenciesReady", "Pod is Ready");
+    let deleted = world.snapshots()[0]["metadata"]
+        .get("deletionTimestamp")
+        .is_some();
+    assert!(deleted, "the image is older than the sandbox now");
+    assert_eq!(world.events(), ["SnapshotCommitted", "Resumed"]);
+    world.image_is_gone(&name);
+    world.settle().await;
+    assert!(world.writes_of_a_pass().await.is_empty());
+}
+
+#[tokio::test]
+async fn an_image_that_is_used_is_not_used_again() {
+    let (world, name) = asleep(json!({})).await;
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    world.api.remove("pods", NS, "s");
+    // Not consumed yet: the Pod never ran.
+    world.settle().await;
+    assert_eq!(restore_image(&world), "i.1");
+    let used = json!({"status": {"conditions": [
+        condition("Committed", "True", "Committed", ""), condition("Consumed", "True", "Resumed", ""),
+    ]}});
+    world.sync();
+    world.edit_snapshot(&name, &used);
+    world.api.remove("pods", NS, "s");
+    world.settle().await;
+    assert_eq!(restore_image(&world), Value::Null);
+}
+
+#[tokio::test]
+async fn the_apiserver_is_asked_before_a_pod_continues_from_an_image() {
+    let (world, name) = asleep(json!({})).await;
+    world.edit_sandbox(&mode("Running"));
+    world.sync();
+    let used = json!({"status": {"conditions": [
+        condition("Committed", "True", "Committed", ""), condition("Consumed", "True", "Resumed", ""),
+    ]}});
+    world.edit_snapshot(&name, &used);
+    world.stale_pass().await.unwrap();
+    assert_eq!(restore_image(&world), Value::Null);
+}
+
+#[tokio::test]
+async fn the_newest_image_is_the_one_that_counts() {
+    let (world, name) = asleep(json!({})).await;
+    let mut newer = world.snapshots()[0].clone();
+    newer["metadata"]["name"] = "a-newer".into();
+    newer["spec"]["podUID"] = "later".into();
+    newer["status"]["imageID"] = "later.1".into();
+    newer["status"]["committedAt"] = "2026-02-01T00:00:00Z".into();
+    world.api.create("sandboxsnapshots", newer);
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(restore_image(&world), "later.1");
+    assert_ne!(name, "a-newer");
+}
+
+#[tokio::test]
+async fn images_of_an_earlier_sandbox_of_that_name_are_not_ours() {
+    let (world, name) = asleep(json!({})).await;
+    let owner = json!([{
+        "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox", "name": "s",
+        "uid": "earlier", "controller": true, "blockOwnerDeletion": true,
+    }]);
+    world.edit_snapshot(&name, &json!({"metadata": {"ownerReferences": owner}}));
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(restore_image(&world), Value::Null);
+}
+
+#[tokio::test]
+async fn a_sandbox_whose_pod_had_another_name_keeps_its_hostname() {
+    let (world, name) = asleep(json!({})).await;
+    world.edit_snapshot(&name, &json!({"status": {"podName": "pool-x7k2p"}}));
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(world.pod().unwrap()["spec"]["hostname"], "pool-x7k2p");
+}
+
+#[tokio::test]
+async fn how_a_pod_came_to_run_stays_said_while_it_is_frozen_or_saved_and_is_told_once() {
+    let (world, name) = asleep(json!({})).await;
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    world.pod_becomes_ready();
+    world.pod_says(condition("torpor.dev/Restored", "True", "Restored", ""));
+    world.settle().await;
+    world.image_is_gone(&name);
+    for strategy in ["Freeze", "Hibernate"] {
+        let strategy = json!({"torpor.dev/suspension-strategy": strategy});
+        world.edit_sandbox(&json!({"metadata": {"annotations": strategy}}));
+        world.edit_sandbox(&mode("Suspended"));
+        world.settle().await;
+        world.assert_says("Restored", "True", "Restored", "");
+        world.edit_sandbox(&mode("Running"));
+        world.settle().await;
+    }
+    assert_eq!(world.events(), ["SnapshotCommitted", "Resumed"]);
+    world.edit_sandbox(&mode("Suspended"));
+    world.api.remove("pods", NS, "s");
+    world.settle().await;
+    assert_eq!(
+        world.condition("Restored"),
+        None,
+        "there is no Pod to speak of"
+    );
+}
+
+// --- what stands in the way -------------------------------------------------------------------------------------------------------------
+
+fn node_is_gone(world: &World) {
+    world.api.remove("sandboxnodes", "", "n1");
+}
+
+fn runtime_is_another(world: &World) {
+    let other = json!({"status": {"fingerprint": {"kernel": "6.6", "platform": "kvm", "runscDigest": "2"}}});
+    world.api.edit("sandboxnodes", "", "n1", &other);
+}
+
+fn runtime_cannot(world: &World) {
+    world.api.edit(
+        "sandboxnodes",
+        "",
+        "n1",
+        &json!({"status": {"runtimes": []}}),
+    );
+}
+
+#[rstest]
+#[case(
+    node_is_gone,
+    "NodeUnavailable",
+    "Node \"n1\", which holds the image, is gone"
+)]
+#[case(
+    runtime_is_another,
+    "FingerprintMismatch",
+    "The image was made with another runtime than node \"n1\" has now (different: platform, runscDigest)"
+)]
+#[case(
+    runtime_cannot,
+    "NodeUnavailable",
+    "Node \"n1\", which holds the image, cannot restore with torpor"
+)]
+#[tokio::test]
+async fn what_cannot_be_restored_stays_down_until_the_user_decides(
+    #[case] obstacle: fn(&World),
+    #[case] reason: &str,
+    #[case] why: &str,
+) {
+    let (world, name) = asleep(json!({})).await;
+    obstacle(&world);
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert!(world.pod().is_none());
+    let message = format!(
+        "{why}. The image is kept in SandboxSnapshot {name:?}; to start without the memory, set torpor.dev/on-restore-failure: ColdStart"
+    );
+    world.assert_says("Restored", "False", reason, &message);
+    world.assert_says(
+        "Ready",
+        "False",
+        "DependenciesNotReady",
+        "Pod does not exist",
+    );
+    assert_eq!(world.events(), ["SnapshotCommitted", "RestoreFailed"]);
+
+    world.edit_sandbox(&policy(COLD));
+    world.settle().await;
+    assert_eq!(restore_image(&world), Value::Null);
+    let cold = format!("Started without the saved memory ({reason}): {why}");
+    world.assert_says("Restored", "False", "ColdStarted", &cold);
+    let snapshot = &world.snapshots()[0];
+    assert!(
+        snapshot["metadata"].get("deletionTimestamp").is_none(),
+        "the image is kept"
+    );
+    let consumed = &snapshot["status"]["conditions"][1];
+    assert_eq!(
+        (&consumed["type"], &consumed["reason"]),
+        (&json!("Consumed"), &json!("Superseded"))
+    );
+    // And stays said, whatever happens to the Pod.
+    world.api.remove("pods", NS, "s");
+    world.settle().await;
+    assert_eq!(restore_image(&world), Value::Null);
+    world.assert_says("Restored", "False", "ColdStarted", &cold);
+}
+
+#[tokio::test]
+async fn a_node_that_comes_back_brings_the_memory_back() {
+    let (world, _) = asleep(json!({})).await;
+    runtime_cannot(&world);
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert!(world.pod().is_none());
+    world.api.remove("sandboxnodes", "", "n1");
+    world
+        .api
+        .create("sandboxnodes", crate::objects::sandbox_node("n1"));
+    world.settle().await;
+    assert_eq!(restore_image(&world), "i.1");
+}
+
+#[tokio::test]
+async fn a_stale_image_is_left_behind_and_the_sandbox_starts_cold() {
+    let (world, _) = asleep(json!({})).await;
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    world.pod_says(condition(
+        "torpor.dev/Restored",
+        "False",
+        "ImageStale",
+        "used by Pod u-1",
+    ));
+    world.settle().await;
+    world.assert_says("Restored", "False", "ImageStale", "used by Pod u-1");
+    world.pod_ends();
+    world.settle().await;
+    assert_eq!(restore_image(&world), Value::Null);
+    world.assert_says("Restored", "False", "ColdStarted", "used by Pod u-1");
+    assert_eq!(
+        world.events(),
+        ["SnapshotCommitted", "RestoreFailed", "ColdStarted"]
+    );
+}
+
+#[tokio::test]
+async fn a_restore_that_fails_on_the_node_keeps_pod_and_image() {
+    let (world, name) = asleep(json!({})).await;
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    world.pod_says(condition(
+        "torpor.dev/Restored",
+        "False",
+        "ImageCorrupt",
+        "pages.img: digest",
+    ));
+    world.settle().await;
+    world.assert_says("Restored", "False", "ImageCorrupt", "pages.img: digest");
+    assert!(
+        world.pod().unwrap()["metadata"]
+            .get("deletionTimestamp")
+            .is_none()
+    );
+    assert_eq!(world.snapshot(), name);
+    assert!(
+        world.snapshots()[0]["metadata"]
+            .get("deletionTimestamp")
+            .is_none()
+    );
+    // The user allows a cold start: a new Pod tries once more under the new policy.
+    world.edit_sandbox(&policy(COLD));
+    world.settle().await;
+    world.pod_ends();
+    world.settle().await;
+    let pod = world.pod().unwrap();
+    assert_eq!(
+        pod["metadata"]["annotations"]["torpor.dev/on-restore-failure"],
+        COLD
+    );
+    assert_eq!(restore_image(&world), "i.1");
+    world.pod_says(condition(
+        "torpor.dev/Restored",
+        "False",
+        "ColdStarted",
+        "pages.img: digest",
+    ));
+    world.settle().await;
+    world.assert_says("Restored", "False", "ColdStarted", "pages.img: digest");
+    let consumed = &world.snapshots()[0]["status"]["conditions"][1];
+    assert_eq!(consumed["reason"], "Superseded");
+    assert!(
+        world.pod().unwrap()["metadata"]
+            .get("deletionTimestamp")
+            .is_none()
+    );
+}
+
+// --- restore-from -----------------------------------------------------------------------------------------------------------------------
+
+fn from(name: &str) -> Value {
+    json!({"metadata": {"annotations": {"torpor.dev/restore-from": name}}})
+}
+
+/// A committed snapshot "golden" of another sandbox.
+fn golden(world: &World) {
+    let mut snapshot = committed("g.1", "n1");
+    snapshot["metadata"] = json!({"name": "golden", "namespace": NS});
+    snapshot["spec"] = json!({"sandboxName": "other", "reason": "Manual"});
+    world.api.create("sandboxsnapshots", snapshot);
+}
+
+#[tokio::test]
+async fn a_copy_starts_from_the_named_image_even_if_it_was_used_and_leaves_it() {
+    let world = World::new();
+    golden(&world);
+    let used = json!({"status": {"conditions": [
+        condition("Committed", "True", "Committed", ""), condition("Consumed", "True", "Resumed", ""),
+    ]}});
+    world.edit_snapshot("golden", &used);
+    world
+        .api
+        .create("sandboxes", torpor_sandbox(from("golden")));
+    world.settle().await;
+    let annotations = world.pod().unwrap()["metadata"]["annotations"].clone();
+    assert_eq!(annotations["torpor.dev/restore-image"], "g.1");
+    assert_eq!(annotations["torpor.dev/restore-copy"], "true");
+    world.pod_becomes_ready();
+    world.pod_says(condition("torpor.dev/Restored", "True", "Restored", ""));
+    world.settle().await;
+    world.assert_says("Restored", "True", "Restored", "");
+    assert!(
+        world.api.get("sandboxsnapshots", NS, "golden").unwrap()["metadata"]
+            .get("deletionTimestamp")
+            .is_none()
+    );
+}
+
+#[tokio::test]
+async fn the_own_image_comes_before_the_named_one() {
+    let (world, _) = asleep(json!({})).await;
+    golden(&world);
+    world.edit_sandbox(&from("golden"));
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(restore_image(&world), "i.1");
+}
+
+#[tokio::test]
+async fn an_unknown_snapshot_makes_no_pod_until_it_exists() {
+    let world = World::new();
+    world
+        .api
+        .create("sandboxes", torpor_sandbox(from("golden")));
+    world.settle().await;
+    assert!(world.pod().is_none());
+    let unknown = "SandboxSnapshot \"golden\" does not exist";
+    world.assert_says("Restored", "False", "SnapshotNotFound", unknown);
+    golden(&world);
+    let saving = json!({"status": {"conditions": [condition("Committed", "False", "Saving", "")]}});
+    world.edit_snapshot("golden", &saving);
+    world.settle().await;
+    assert!(world.pod().is_none());
+    let not_ready = "SandboxSnapshot \"golden\" is not committed";
+    world.assert_says("Restored", "False", "SnapshotNotReady", not_ready);
+    world.edit_snapshot("golden", &committed("g.1", "n1"));
+    world.settle().await;
+    assert_eq!(restore_image(&world), "g.1");
+}
+
+#[tokio::test]
+async fn an_unknown_snapshot_with_policy_cold_start_is_a_cold_start() {
+    let world = World::new();
+    let mut both = from("golden");
+    torpor_controller::merge_patch::apply(&mut both, &policy(COLD));
+    world.api.create("sandboxes", torpor_sandbox(both));
+    world.settle().await;
+    assert_eq!(restore_image(&world), Value::Null);
+    let message = "Started without the saved memory (SnapshotNotFound): SandboxSnapshot \"golden\" does not exist";
+    world.assert_says("Restored", "False", "ColdStarted", message);
+}

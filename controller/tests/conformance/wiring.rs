@@ -1,0 +1,321 @@
+//! The whole thing: watches, caches, queues, both reconcilers and the lease, against the apiserver in memory.
+
+use std::{sync::Arc, time::Duration};
+
+use serde_json::json;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+use torpor_controller::{
+    lease::{Candidate, Ended, LEASE_NAME, Timing},
+    run,
+};
+
+use crate::{
+    apiserver::{Apiserver, Fault, FaultAnswer},
+    objects::{NS, committed, condition, mode, ready_pod, sandbox, torpor_sandbox},
+    world::World,
+};
+
+/// A controller at work.
+struct Running {
+    world: World,
+    stop: CancellationToken,
+    work: JoinHandle<()>,
+}
+
+impl Running {
+    fn start(world: World) -> Self {
+        let stop = CancellationToken::new();
+        let work = tokio::spawn(run::run(Arc::clone(&world.context), 4, stop.clone()));
+        Self { world, stop, work }
+    }
+
+    async fn says(&self, type_: &str, reason: &str) {
+        let what = format!("{type_} says {reason}");
+        self.world
+            .api
+            .until(&what, |_| {
+                self.world
+                    .condition(type_)
+                    .is_some_and(|said| said.1 == reason)
+            })
+            .await;
+    }
+
+    async fn pod_exists(&self) {
+        self.world
+            .api
+            .until("there is a Pod", |api| api.get("pods", NS, "s").is_some())
+            .await;
+    }
+
+    async fn end(self) -> World {
+        self.stop.cancel();
+        tokio::time::timeout(Duration::from_secs(20), self.work)
+            .await
+            .unwrap()
+            .unwrap();
+        self.world
+    }
+}
+
+#[tokio::test]
+async fn a_sandbox_lives_through_its_watches() {
+    let running = Running::start(World::new());
+    let api = running.world.api.clone();
+    api.create("sandboxes", sandbox(json!({"spec": {"service": true}})));
+    running.pod_exists().await;
+    api.edit("pods", NS, "s", &ready_pod("n1"));
+    running.says("Ready", "DependenciesReady").await;
+    // What somebody else takes away comes back.
+    api.remove("services", NS, "s");
+    api.until("the Service is back", |api| {
+        api.get("services", NS, "s").is_some()
+    })
+    .await;
+    api.remove("pods", NS, "s");
+    running.pod_exists().await;
+    running.says("Ready", "DependenciesNotReady").await;
+    let world = running.end().await;
+    assert!(
+        world
+            .context
+            .metrics
+            .text()
+            .unwrap()
+            .contains("agent_sandboxes{namespace=\"ns\"")
+    );
+}
+
+#[tokio::test]
+async fn what_was_there_before_the_controller_is_taken_up() {
+    let world = World::new();
+    world.api.create("sandboxes", sandbox(json!({})));
+    let running = Running::start(world);
+    running.pod_exists().await;
+    running.end().await;
+}
+
+#[tokio::test]
+async fn suspend_and_resume_follow_the_agents_writes() {
+    let running = Running::start(World::new());
+    let (api, world) = (running.world.api.clone(), &running.world);
+    api.create("sandboxes", torpor_sandbox(json!({})));
+    running.pod_exists().await;
+    api.edit("pods", NS, "s", &ready_pod("n1"));
+    running.says("Ready", "DependenciesReady").await;
+    world.edit_sandbox(&mode("Suspended"));
+    api.until("there is a snapshot", |api| {
+        !api.list("sandboxsnapshots").is_empty()
+    })
+    .await;
+    let name = world.snapshot();
+    world.edit_snapshot(&name, &committed("i.1", "n1"));
+    let going = |api: &Apiserver| {
+        api.get("pods", NS, "s")
+            .is_some_and(|p| p["metadata"].get("deletionTimestamp").is_some())
+    };
+    api.until("the Pod is being deleted", going).await;
+    world.pod_ends();
+    running.says("Suspended", "PodTerminated").await;
+    running.says("Hibernated", "Hibernated").await;
+    world.edit_sandbox(&mode("Running"));
+    running.pod_exists().await;
+    world.pod_becomes_ready();
+    world.pod_says(condition("torpor.dev/Restored", "True", "Restored", ""));
+    running.says("Restored", "Restored").await;
+    running.end().await;
+}
+
+#[tokio::test]
+async fn a_waiting_copy_starts_when_its_snapshot_and_its_node_are_there() {
+    let world = World::new();
+    world.api.remove("sandboxnodes", "", "n1");
+    let running = Running::start(world);
+    let api = running.world.api.clone();
+    let from = json!({"metadata": {"annotations": {"torpor.dev/restore-from": "golden"}}});
+    api.create("sandboxes", torpor_sandbox(from));
+    running.says("Restored", "SnapshotNotFound").await;
+    let mut golden = committed("g.1", "n1");
+    golden["metadata"] = json!({"name": "golden", "namespace": NS});
+    golden["spec"] = json!({"sandboxName": "other", "reason": "Manual"});
+    api.create("sandboxsnapshots", golden);
+    running.says("Restored", "NodeUnavailable").await;
+    api.create("sandboxnodes", crate::objects::sandbox_node("n1"));
+    running.pod_exists().await;
+    running.end().await;
+}
+
+#[tokio::test]
+async fn a_snapshot_of_nobody_says_so_until_somebody_comes() {
+    let running = Running::start(World::new());
+    let api = running.world.api.clone();
+    let snapshot = json!({
+        "metadata": {"name": "m", "namespace": NS}, "spec": {"sandboxName": "s", "reason": "Manual"},
+    });
+    api.create("sandboxsnapshots", snapshot);
+    let reason = |api: &Apiserver, reason: &str| {
+        let snapshot = api.get("sandboxsnapshots", NS, "m").unwrap();
+        snapshot["status"]["conditions"][0]["reason"] == reason
+    };
+    api.until("SandboxNotFound", |api| reason(api, "SandboxNotFound"))
+        .await;
+    api.create("sandboxes", sandbox(json!({})));
+    api.until("Pending", |api| reason(api, "Pending")).await;
+    running.end().await;
+}
+
+#[tokio::test]
+async fn a_pass_that_failed_is_tried_again_by_itself() {
+    let world = World::new();
+    world.api.fail(Fault {
+        verb: "create",
+        kind: "pods",
+        answer: FaultAnswer::Refuse(403),
+    });
+    let running = Running::start(world);
+    running.world.api.create("sandboxes", sandbox(json!({})));
+    running.pod_exists().await;
+    running.says("Ready", "DependenciesNotReady").await;
+    let world = running.end().await;
+    let text = world.context.metrics.text().unwrap();
+    let failure =
+        "controller_runtime_reconcile_errors_total{controller=\"sandbox\",reason=\"Refused\"} 1";
+    assert!(text.contains(failure), "{text}");
+}
+
+#[tokio::test]
+async fn an_object_that_cannot_be_read_stops_no_other() {
+    let world = World::new();
+    // The apiserver's schema lets such a time through.
+    let odd = json!({
+        "metadata": {"name": "a-odd"}, "spec": {"shutdownTime": "2046-01-01T00:00:00.0000000000001Z"},
+    });
+    let odd = world.api.create("sandboxes", sandbox(odd));
+    serde_json::from_value::<torpor_api::Sandbox>(odd).unwrap_err();
+    let running = Running::start(world);
+    running.world.api.create("sandboxes", sandbox(json!({})));
+    running.pod_exists().await;
+    running.end().await;
+}
+
+#[tokio::test]
+async fn many_sandboxes_at_once_all_come_up() {
+    let running = Running::start(World::new());
+    let api = running.world.api.clone();
+    for number in 0..40 {
+        api.create(
+            "sandboxes",
+            sandbox(json!({"metadata": {"name": format!("s{number}")}})),
+        );
+    }
+    api.until("40 Pods", |api| api.list("pods").len() == 40)
+        .await;
+    for pod in api.list("pods") {
+        api.edit(
+            "pods",
+            NS,
+            pod["metadata"]["name"].as_str().unwrap(),
+            &ready_pod("n1"),
+        );
+    }
+    let ready = |sandbox: &serde_json::Value| {
+        let all = sandbox["status"]["conditions"].as_array();
+        all.is_some_and(|all| {
+            all.iter()
+                .any(|c| c["type"] == "Ready" && c["status"] == "True")
+        })
+    };
+    api.until("40 ready", |api| api.list("sandboxes").iter().all(ready))
+        .await;
+    running.end().await;
+}
+
+// --- lease ------------------------------------------------------------------------------------------------------------------------------
+
+fn quick() -> Timing {
+    Timing {
+        duration: Duration::from_secs(1),
+        renew_deadline: Duration::from_millis(300),
+        retry: Duration::from_millis(20),
+    }
+}
+
+fn candidate(api: &Apiserver, name: &str) -> Candidate {
+    Candidate::new(api.client(), NS, name.to_owned(), quick())
+}
+
+fn holder(api: &Apiserver) -> Option<String> {
+    let lease = api.get("leases", NS, LEASE_NAME)?;
+    lease["spec"]["holderIdentity"].as_str().map(str::to_owned)
+}
+
+#[tokio::test]
+async fn the_second_candidate_leads_once_the_first_gives_the_lease_back() {
+    let api = Apiserver::new();
+    let stop = CancellationToken::new();
+    let mut first = candidate(&api, "a");
+    first.acquire(&stop).await.unwrap();
+    assert_eq!(holder(&api).as_deref(), Some("a"));
+    let (second_api, second_stop) = (api.clone(), stop.clone());
+    let second =
+        tokio::spawn(async move { candidate(&second_api, "b").acquire(&second_stop).await });
+    let release = CancellationToken::new();
+    release.cancel();
+    assert_eq!(first.keep(&release).await, Ended::Stopped);
+    second.await.unwrap().unwrap();
+    assert_eq!(holder(&api).as_deref(), Some("b"));
+    let lease = api.get("leases", NS, LEASE_NAME).unwrap();
+    assert_eq!(lease["spec"]["leaseTransitions"], 1);
+}
+
+#[tokio::test]
+async fn a_lease_that_nobody_renews_is_taken_after_its_duration() {
+    let api = Apiserver::new();
+    let stop = CancellationToken::new();
+    candidate(&api, "dead").acquire(&stop).await.unwrap();
+    let begin = std::time::Instant::now();
+    candidate(&api, "b").acquire(&stop).await.unwrap();
+    assert!(begin.elapsed() >= Duration::from_secs(1));
+    assert_eq!(holder(&api).as_deref(), Some("b"));
+}
+
+#[tokio::test]
+async fn a_leader_whose_lease_was_taken_stops() {
+    let api = Apiserver::new();
+    let stop = CancellationToken::new();
+    let mut first = candidate(&api, "a");
+    first.acquire(&stop).await.unwrap();
+    api.edit(
+        "leases",
+        NS,
+        LEASE_NAME,
+        &json!({"spec": {"holderIdentity": "thief"}}),
+    );
+    assert_eq!(first.keep(&stop).await, Ended::Lost);
+}
+
+#[tokio::test]
+async fn a_leader_that_cannot_renew_in_time_stops() {
+    let api = Apiserver::new();
+    let stop = CancellationToken::new();
+    let mut first = candidate(&api, "a");
+    first.acquire(&stop).await.unwrap();
+    for _ in 0..1000 {
+        api.fail(Fault {
+            verb: "replace",
+            kind: "leases",
+            answer: FaultAnswer::Refuse(500),
+        });
+    }
+    assert_eq!(first.keep(&stop).await, Ended::Lost);
+}
+
+#[tokio::test]
+async fn a_candidate_that_waits_can_be_stopped() {
+    let api = Apiserver::new();
+    let stop = CancellationToken::new();
+    candidate(&api, "a").acquire(&stop).await.unwrap();
+    stop.cancel();
+    assert_eq!(candidate(&api, "b").acquire(&stop).await, None);
+}

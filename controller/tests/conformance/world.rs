@@ -1,0 +1,290 @@
+//! The controller pass by pass: the caches are brought up to date only when a test says so, which makes every stale view reproducible.
+
+use std::{fmt::Debug, sync::Arc, time::Duration};
+
+use kube::{Resource, runtime::watcher::Event};
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use torpor_api::Sandbox;
+use torpor_controller::{
+    cache::Cache,
+    calls,
+    context::{Context, Failures},
+    metrics::Metrics,
+    sandbox,
+    watches::Caches,
+};
+
+use crate::{
+    apiserver::{Apiserver, Write},
+    objects::{NS, ready_pod, runtime_class, sandbox_node},
+};
+
+pub(crate) struct World {
+    pub(crate) api: Apiserver,
+    pub(crate) context: Arc<Context>,
+}
+
+/// One condition in short.
+pub(crate) type Said = (String, String, String);
+
+impl World {
+    /// One node "n1" that can hibernate with the RuntimeClass "torpor".
+    pub(crate) fn new() -> Self {
+        let api = Apiserver::new();
+        api.create("runtimeclasses", runtime_class());
+        api.create("sandboxnodes", sandbox_node("n1"));
+        api.create("nodes", json!({"metadata": {"name": "n1"}}));
+        let context = context(&api, Duration::from_secs(20));
+        Self { api, context }
+    }
+
+    /// A world in which an answer that does not come is noticed after `timeout`.
+    pub(crate) fn with_timeout(timeout: Duration) -> Self {
+        let world = Self::new();
+        let context = context(&world.api, timeout);
+        Self { context, ..world }
+    }
+
+    /// A world in which an answer that does not come is noticed quickly.
+    pub(crate) fn impatient() -> Self {
+        Self::with_timeout(Duration::from_millis(200))
+    }
+
+    /// Brings every cache up to date.
+    pub(crate) fn sync(&self) {
+        let Caches {
+            pods,
+            claims,
+            services,
+            snapshots,
+            nodes,
+            runtime_classes,
+            snapshot_classes,
+        } = &self.context.caches;
+        let hashed = |object: &Value| {
+            object["metadata"]["labels"]
+                .get("agents.x-k8s.io/sandbox-name-hash")
+                .is_some()
+        };
+        self.fill(pods, "pods", hashed);
+        self.fill(claims, "persistentvolumeclaims", hashed);
+        self.fill(services, "services", |_| true);
+        self.fill(snapshots, "sandboxsnapshots", |_| true);
+        self.fill(nodes, "sandboxnodes", |_| true);
+        self.fill(runtime_classes, "runtimeclasses", |_| true);
+        self.fill(snapshot_classes, "snapshotclasses", |_| true);
+    }
+
+    fn fill<K>(&self, cache: &Cache<K>, kind: &str, shown: impl Fn(&Value) -> bool)
+    where
+        K: Resource + DeserializeOwned + Debug,
+    {
+        cache.apply(Event::Init);
+        for object in self
+            .api
+            .list(kind)
+            .into_iter()
+            .filter(|object| shown(object))
+        {
+            cache.apply(Event::InitApply(serde_json::from_value(object).unwrap()));
+        }
+        cache.apply(Event::InitDone);
+    }
+
+    /// The Sandbox "s" as it is now.
+    pub(crate) fn sandbox(&self) -> Value {
+        self.api
+            .get("sandboxes", NS, "s")
+            .expect("the Sandbox exists")
+    }
+
+    pub(crate) fn pod(&self) -> Option<Value> {
+        self.api.get("pods", NS, "s")
+    }
+
+    pub(crate) fn pod_uid(&self) -> String {
+        self.pod().expect("the Pod exists")["metadata"]["uid"]
+            .as_str()
+            .unwrap()
+            .to_owned()
+    }
+
+    pub(crate) fn snapshots(&self) -> Vec<Value> {
+        self.api.list("sandboxsnapshots")
+    }
+
+    /// Name of the only snapshot.
+    pub(crate) fn snapshot(&self) -> String {
+        let all = self.snapshots();
+        assert_eq!(all.len(), 1, "{all:#?}");
+        all[0]["metadata"]["name"].as_str().unwrap().to_owned()
+    }
+
+    /// One pass with the caches as they are, over the Sandbox as it is.
+    pub(crate) async fn stale_pass(
+        &self,
+    ) -> Result<kube::runtime::controller::Action, sandbox::Error> {
+        let Some(object) = self.api.get("sandboxes", NS, "s") else {
+            return Ok(kube::runtime::controller::Action::await_change());
+        };
+        let object: Sandbox = serde_json::from_value(object).unwrap();
+        sandbox::reconcile(Arc::new(object), Arc::clone(&self.context)).await
+    }
+
+    /// One pass with everything up to date.
+    pub(crate) async fn pass(&self) -> Result<kube::runtime::controller::Action, sandbox::Error> {
+        self.sync();
+        self.stale_pass().await
+    }
+
+    /// Passes until one writes nothing.
+    pub(crate) async fn settle(&self) {
+        for _ in 0..20 {
+            self.api.take_writes();
+            let result = self.pass().await;
+            if self.api.take_writes().is_empty() {
+                result.expect("settles without an error");
+                return;
+            }
+        }
+        panic!("it never settles:\n{:#}", self.sandbox());
+    }
+
+    /// As [`Self::settle`], where errors are expected.
+    pub(crate) async fn settle_with_errors(&self) -> Option<sandbox::Error> {
+        for _ in 0..20 {
+            self.api.take_writes();
+            let result = self.pass().await;
+            if self.api.take_writes().iter().all(|write| write.code >= 400) {
+                return result.err();
+            }
+        }
+        panic!("it never settles:\n{:#}", self.sandbox());
+    }
+
+    /// Writes of one pass, as `verb kind`.
+    pub(crate) async fn writes_of_a_pass(&self) -> Vec<String> {
+        self.api.take_writes();
+        let _ = self.pass().await;
+        self.api
+            .take_writes()
+            .iter()
+            .map(|Write { verb, kind, .. }| format!("{verb} {kind}"))
+            .collect()
+    }
+
+    pub(crate) fn edit_sandbox(&self, patch: &Value) {
+        let spec = patch.get("spec").is_some();
+        let generation = self.sandbox()["metadata"]["generation"].as_u64().unwrap();
+        self.api.edit("sandboxes", NS, "s", patch);
+        if spec {
+            let next = json!({"metadata": {"generation": generation + 1}});
+            self.api.edit("sandboxes", NS, "s", &next);
+        }
+    }
+
+    pub(crate) fn edit_pod(&self, patch: &Value) {
+        self.api.edit("pods", NS, "s", patch);
+    }
+
+    pub(crate) fn pod_becomes_ready(&self) {
+        self.edit_pod(&ready_pod("n1"));
+    }
+
+    /// The kubelet has ended a Pod that is being deleted.
+    pub(crate) fn pod_ends(&self) {
+        let pod = self.pod().expect("the Pod exists");
+        assert!(
+            pod["metadata"].get("deletionTimestamp").is_some(),
+            "nobody deleted it: {pod:#}"
+        );
+        self.api.remove("pods", NS, "s");
+    }
+
+    /// Adds a condition to the Pod, as the agent does.
+    pub(crate) fn pod_says(&self, condition: Value) {
+        let pod = self.pod().unwrap();
+        let mut all = pod["status"]["conditions"]
+            .as_array()
+            .cloned()
+            .unwrap_or_default();
+        all.retain(|other| other["type"] != condition["type"]);
+        all.push(condition);
+        self.edit_pod(&json!({"status": {"conditions": all}}));
+    }
+
+    pub(crate) fn edit_snapshot(&self, name: &str, patch: &Value) {
+        self.api.edit("sandboxsnapshots", NS, name, patch);
+    }
+
+    /// The agent has deleted the bytes of a snapshot that is being deleted.
+    pub(crate) fn image_is_gone(&self, name: &str) {
+        self.edit_snapshot(name, &json!({"metadata": {"finalizers": []}}));
+    }
+
+    /// Creates the Sandbox and brings it up.
+    pub(crate) async fn ready(&self, sandbox: Value) {
+        self.api.create("sandboxes", sandbox);
+        self.settle().await;
+        self.pod_becomes_ready();
+        self.settle().await;
+        assert_eq!(
+            self.condition("Ready").unwrap().0,
+            "True",
+            "{:#}",
+            self.sandbox()
+        );
+    }
+
+    /// Status, reason and message of a condition of the Sandbox.
+    pub(crate) fn condition(&self, type_: &str) -> Option<Said> {
+        let sandbox = self.sandbox();
+        let all = sandbox["status"]["conditions"].as_array()?;
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let found = all.iter().find(|condition| condition["type"] == type_)?;
+        Some((
+            text(&found["status"]),
+            text(&found["reason"]),
+            text(&found["message"]),
+        ))
+    }
+
+    #[track_caller]
+    pub(crate) fn assert_says(&self, type_: &str, status: &str, reason: &str, message: &str) {
+        let said = self.condition(type_);
+        let wanted = (status.to_owned(), reason.to_owned(), message.to_owned());
+        assert_eq!(said, Some(wanted), "{:#}", self.sandbox()["status"]);
+    }
+
+    pub(crate) fn condition_types(&self) -> Vec<String> {
+        let sandbox = self.sandbox();
+        let all = sandbox["status"]["conditions"]
+            .as_array()
+            .cloned()
+            .unwrap_or_default();
+        all.iter()
+            .map(|c| c["type"].as_str().unwrap().to_owned())
+            .collect()
+    }
+
+    /// Reasons of the Events so far.
+    pub(crate) fn events(&self) -> Vec<String> {
+        let mut events = self.api.list("events");
+        events.sort_by_key(|event| event["eventTime"].as_str().unwrap().to_owned());
+        events
+            .iter()
+            .map(|event| event["reason"].as_str().unwrap().to_owned())
+            .collect()
+    }
+}
+
+fn context(api: &Apiserver, timeout: Duration) -> Arc<Context> {
+    Arc::new(Context {
+        api: calls::Apiserver::new(api.client(), timeout),
+        caches: Caches::default(),
+        cluster_domain: "cluster.local".to_owned(),
+        metrics: Metrics::default(),
+        failures: Failures::default(),
+    })
+}
