@@ -1,0 +1,256 @@
+use proptest::prelude::*;
+
+use super::*;
+
+fn image(number: u32) -> ImageId {
+    ImageId::parse(&format!("pod-a.{number}")).unwrap()
+}
+
+fn snapshot(name: &str) -> SnapshotUid {
+    SnapshotUid::new(name).unwrap()
+}
+
+fn file(entries: &[Entry]) -> Vec<u8> {
+    let mut bytes = encode_header().to_vec();
+    for entry in entries {
+        bytes.extend(encode(entry).unwrap());
+    }
+    bytes
+}
+
+fn a_life() -> Vec<Entry> {
+    vec![
+        Entry::Saving {
+            image: image(1),
+            snapshots: [snapshot("s-1")].into(),
+        },
+        Entry::Committed { image: image(1) },
+        Entry::Adopted {
+            image: image(1),
+            snapshots: [snapshot("s-2")].into(),
+        },
+        Entry::Asleep { image: image(1) },
+        Entry::Waking { image: image(1) },
+        Entry::WakeFailed {
+            image: image(1),
+            reason: "ImageCorrupt".into(),
+        },
+        Entry::Waking { image: image(1) },
+        Entry::Awake,
+        Entry::Saving {
+            image: image(2),
+            snapshots: BTreeSet::new(),
+        },
+        Entry::Discarded { image: image(1) },
+    ]
+}
+
+/// The bytes of version 1. If this test fails, ledgers on disk can no longer be read: make a new version instead.
+#[test]
+fn the_bytes_of_version_1_stay_as_they_are() {
+    let golden = concat!(
+        r#"{"entry":"Saving","image":"pod-a.1","snapshots":["s-1"]}"#,
+        "\n",
+        r#"{"entry":"Committed","image":"pod-a.1"}"#,
+        "\n",
+        r#"{"entry":"Adopted","image":"pod-a.1","snapshots":["s-2"]}"#,
+        "\n",
+        r#"{"entry":"Asleep","image":"pod-a.1"}"#,
+        "\n",
+        r#"{"entry":"Waking","image":"pod-a.1"}"#,
+        "\n",
+        r#"{"entry":"WakeFailed","image":"pod-a.1","reason":"ImageCorrupt"}"#,
+        "\n",
+        r#"{"entry":"Waking","image":"pod-a.1"}"#,
+        "\n",
+        r#"{"entry":"Awake"}"#,
+        "\n",
+        r#"{"entry":"Saving","image":"pod-a.2"}"#,
+        "\n",
+        r#"{"entry":"Discarded","image":"pod-a.1"}"#,
+        "\n",
+    );
+    let mut expected = b"TORPORL1\x01\0\0\0".to_vec();
+    for json in golden.lines() {
+        expected.extend(u32::try_from(json.len()).unwrap().to_le_bytes());
+        expected.extend(crc32fast::hash(json.as_bytes()).to_le_bytes());
+        expected.extend(json.as_bytes());
+    }
+    assert_eq!(file(&a_life()), expected);
+    assert_eq!(decode(&expected).unwrap(), (a_life(), Tail::Clean));
+    // One record in full, checksum included, as an independent program computes it.
+    let awake = encode(&Entry::Awake).unwrap();
+    assert_eq!(awake[..4], [17, 0, 0, 0]);
+    assert_eq!(awake[4..8], 0xb932_e2af_u32.to_le_bytes());
+}
+
+#[test]
+fn a_record_cut_anywhere_is_a_torn_tail_and_the_rest_is_read() {
+    let whole = file(&a_life());
+    let before = file(&a_life()[..9]).len();
+    for len in before..whole.len() {
+        let (entries, tail) = decode(&whole[..len]).unwrap();
+        assert_eq!(entries, a_life()[..9], "cut at {len}");
+        let expected = match len - before {
+            0 => Tail::Clean,
+            torn => Tail::Torn {
+                offset: before as u64,
+                len: torn as u64,
+            },
+        };
+        assert_eq!(tail, expected);
+    }
+}
+
+#[test]
+fn a_header_cut_anywhere_and_a_tail_of_zeros_are_torn() {
+    let header = encode_header();
+    for len in 1..header.len() {
+        let tail = Tail::Torn {
+            offset: 0,
+            len: len as u64,
+        };
+        assert_eq!(decode(&header[..len]).unwrap(), (Vec::new(), tail));
+    }
+    let mut bytes = file(&a_life());
+    let good = bytes.len() as u64;
+    bytes.extend([0; 100]);
+    assert_eq!(
+        decode(&bytes).unwrap().1,
+        Tail::Torn {
+            offset: good,
+            len: 100
+        }
+    );
+}
+
+#[test]
+fn every_flipped_bit_before_the_last_record_is_found() {
+    let whole = file(&a_life());
+    let last = file(&a_life()[..9]).len();
+    for bit in 0..last * 8 {
+        let mut bytes = whole.clone();
+        bytes[bit / 8] ^= 1 << (bit % 8);
+        let found = decode(&bytes);
+        assert!(found.is_err(), "bit {bit}: {found:?}");
+    }
+}
+
+#[test]
+fn a_flipped_bit_in_the_last_record_never_reads_as_something_else() {
+    let whole = file(&a_life());
+    let last = file(&a_life()[..9]).len();
+    for bit in last * 8..whole.len() * 8 {
+        let mut bytes = whole.clone();
+        bytes[bit / 8] ^= 1 << (bit % 8);
+        assert!(decode(&bytes).is_err(), "bit {bit}");
+    }
+}
+
+#[test]
+fn other_magic_and_other_versions_are_refused_by_name() {
+    assert_eq!(decode(b"TORPORX1\x01\0\0\0"), Err(Error::Magic));
+    assert_eq!(decode(b"short"), Err(Error::Magic));
+    assert_eq!(
+        decode(b"TORPORL1\x02\0\0\0"),
+        Err(Error::Version { found: 2 })
+    );
+}
+
+#[test]
+fn entries_with_hostile_ids_are_corrupt() {
+    let json = br#"{"entry":"Committed","image":"../../etc.1"}"#;
+    let mut bytes = encode_header().to_vec();
+    bytes.extend(u32::try_from(json.len()).unwrap().to_le_bytes());
+    bytes.extend(crc32fast::hash(json).to_le_bytes());
+    bytes.extend(json);
+    assert_eq!(
+        decode(&bytes),
+        Err(Error::Corrupt {
+            offset: 12,
+            fault: Fault::Entry
+        })
+    );
+}
+
+#[track_caller]
+fn restorable(entries: &[Entry], held: &[u32]) -> Option<u32> {
+    let state = LedgerState::fold(entries);
+    state
+        .restorable(|image| held.contains(&image.number()))
+        .map(ImageId::number)
+}
+
+#[test]
+fn an_image_is_restorable_from_commit_until_awake() {
+    let life = a_life();
+    assert_eq!(restorable(&life[..0], &[1]), None);
+    assert_eq!(
+        restorable(&life[..1], &[]),
+        None,
+        "saving, not in the store"
+    );
+    for upto in 1..=7 {
+        assert_eq!(
+            restorable(&life[..upto], &[1]),
+            Some(1),
+            "after {:?}",
+            life[upto - 1]
+        );
+    }
+    assert_eq!(restorable(&life[..8], &[1]), None, "awake");
+    assert_eq!(restorable(&life, &[1]), None, "stale for ever");
+}
+
+#[test]
+fn image_numbers_never_go_back() {
+    let state = LedgerState::fold(&a_life());
+    assert_eq!(state.last_number, 2);
+    let mut state = state;
+    state.apply(&Entry::Discarded { image: image(2) });
+    assert_eq!((state.last_number, &state.memory), (2, &Memory::Live));
+}
+
+#[test]
+fn a_folded_ledger_says_the_same_as_the_long_one() {
+    let state = LedgerState::fold(&a_life());
+    let folded = file(&[
+        Entry::Folded {
+            state: state.clone(),
+        },
+        Entry::Awake,
+    ]);
+    let (entries, _) = decode(&folded).unwrap();
+    let mut expected = state;
+    expected.apply(&Entry::Awake);
+    assert_eq!(LedgerState::fold(&entries), expected);
+    assert_eq!(expected.seq, 11);
+}
+
+#[test]
+fn a_snapshot_has_the_newest_committed_image() {
+    let mut life = a_life()[..2].to_vec();
+    life.push(Entry::Saving {
+        image: image(2),
+        snapshots: [snapshot("s-1")].into(),
+    });
+    assert_eq!(
+        LedgerState::fold(&life).image_of(&snapshot("s-1")),
+        Some(&image(1))
+    );
+    life.push(Entry::Committed { image: image(2) });
+    assert_eq!(
+        LedgerState::fold(&life).image_of(&snapshot("s-1")),
+        Some(&image(2))
+    );
+}
+
+proptest! {
+    #[test]
+    fn decoding_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+        let _ = decode(&bytes);
+        let mut with_header = encode_header().to_vec();
+        with_header.extend(bytes);
+        let _ = decode(&with_header);
+    }
+}

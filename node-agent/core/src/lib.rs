@@ -1,0 +1,31 @@
+//! What to do with one sandbox next: the pure half of the node agent.
+//!
+//! The agent looks at the node ([`Observed`]) and at the API ([`Desired`]), asks [`plan`] what follows, and does it step by step.
+//! Nothing here reads a clock, a file or the network, so a plan depends on its arguments alone and years of bad luck can be
+//! simulated in seconds (`tests/sim.rs`).
+//!
+//! - [`ids`]: names that become path components, checked when they are made
+//! - [`ledger`]: the append-only record of what was begun and done with a sandbox's memory
+//! - [`state`]: what is wanted, what is there, what is allowed
+//! - [`steps`]: plans, their steps, and what became of a step
+//! - [`status`]: what users are told
+//! - [`planner`]: the decisions
+
+pub mod ids;
+pub mod ledger;
+pub mod planner;
+pub mod state;
+pub mod status;
+pub mod steps;
+
+pub use ids::{
+    ContainerId, ContainerName, ImageId, InvalidId, Namespace, PodUid, SandboxId, SnapshotUid,
+};
+pub use ledger::{Entry, LedgerState, Memory};
+pub use planner::plan;
+pub use state::{
+    Desired, Failure, Failures, ImageObserved, ImageState, Live, Observed, PodPresence, Policy,
+    Power, Record, Restore, SnapshotIntent, SnapshotReason, SnapshotWish,
+};
+pub use status::{ConditionDraft, Phase, SnapshotDraft, SnapshotState, StatusDraft};
+pub use steps::{Action, Fence, Outcome, Plan, Reason, Step, StepKind};

@@ -1,0 +1,456 @@
+//! The decisions.
+//!
+//! | sandbox | memory, by the ledger | wanted | steps |
+//! |---|---|---|---|
+//! | running | in it | sleep | pause, checkpoint, commit, end |
+//! | running | in it | snapshot | pause, checkpoint, commit, resume |
+//! | running | in it | freeze | pause |
+//! | running | anything else | - | record that it is awake: from now on its image is stale |
+//! | paused | in it | sleep or snapshot | as above, without the pause; while waiting after a failure: resume |
+//! | paused | in it | run | resume |
+//! | paused | in it and in an image | sleep | end (a snapshot adopts the image) |
+//! | paused | in it and in an image | run | record, resume |
+//! | none | in an image, keepers wait | run, or the image is to be deleted | wake |
+//! | none | in an image, no keepers | - | nothing: the containers come back, torpor-oci restores the image |
+//!
+//! Rubbish goes in the same plan: partial images at once (a failed save may have filled the disk), images that nothing refers to
+//! when they are stale. What is refused: anything while somebody else is at work, while the state is unknown, while a new Pod is
+//! being restored; saves and wakes while the ledger cannot be trusted.
+
+use jiff::Timestamp;
+
+use crate::ids::ImageId;
+use crate::ledger::{Entry, Memory};
+use crate::state::{Desired, Failure, Live, Observed, PodPresence, Policy, Power, Restore, later};
+use crate::steps::{Action, Fence, Plan, Reason, Step};
+
+mod rubbish;
+mod status;
+mod view;
+
+use view::View;
+
+/// What to do next with one sandbox. Synchronous, total and deterministic: same arguments, same plan.
+pub fn plan(desired: &Desired, observed: &Observed, policy: &Policy, now: Timestamp) -> Plan {
+    let view = View::new(desired, observed);
+    let mut planning = Planning::new(&view, policy, now);
+    planning.decide();
+    let Planning {
+        steps,
+        why,
+        wake_at,
+        ..
+    } = planning;
+    let status = status::describe(&view, policy, &steps, &why);
+    Plan {
+        steps,
+        status,
+        wake_at,
+        why,
+    }
+}
+
+/// A plan being made.
+struct Planning<'a> {
+    view: &'a View<'a>,
+    policy: &'a Policy,
+    now: Timestamp,
+    /// Ledger sequence after the steps so far.
+    seq: u64,
+    steps: Vec<Step>,
+    why: Vec<Reason>,
+    wake_at: Option<Timestamp>,
+}
+
+impl<'a> Planning<'a> {
+    fn new(view: &'a View<'a>, policy: &'a Policy, now: Timestamp) -> Self {
+        let seq = view.ledger.seq;
+        Self {
+            view,
+            policy,
+            now,
+            seq,
+            steps: Vec::new(),
+            why: Vec::new(),
+            wake_at: None,
+        }
+    }
+
+    fn decide(&mut self) {
+        if self.must_only_look() {
+            return;
+        }
+        match self.view.desired.pod {
+            PodPresence::Gone => self.plan_gone(),
+            PodPresence::Present | PodPresence::Terminating => {
+                match self.view.observed.live {
+                    Live::Running => self.plan_running(),
+                    Live::Paused => self.plan_paused(),
+                    Live::None => self.plan_without_sandbox(),
+                    Live::Unknown => {}
+                }
+                self.plan_rubbish();
+            }
+        }
+    }
+
+    /// Somebody else acts, or nobody knows: look again later.
+    fn must_only_look(&mut self) -> bool {
+        let observed = self.view.observed;
+        if observed.busy {
+            self.why.push(Reason::Busy);
+        } else if observed.live == Live::Unknown {
+            self.why.push(Reason::LiveUnknown);
+        } else if observed.restore == Restore::InProgress {
+            self.why.push(Reason::Restoring);
+        } else {
+            return false;
+        }
+        self.look_at(later(self.now, self.policy.look_again));
+        true
+    }
+
+    fn plan_running(&mut self) {
+        let view = self.view;
+        if view.corrupt.is_some() {
+            self.why.push(Reason::LedgerCorrupt);
+            return;
+        }
+        // Whoever let it run did not get to say so. Until the ledger knows, a reboot would bring the image back.
+        if view.ledger.memory != Memory::Live {
+            self.why.push(Reason::AwakeUnrecorded);
+            self.upkeep(Action::Record, Some(Entry::Awake), None);
+            return;
+        }
+        if view.observed.record.is_some() {
+            self.why.push(Reason::RecordStale);
+            self.upkeep(Action::ForgetSleep, None, None);
+            return;
+        }
+        if self.may_save() {
+            self.step(Action::Pause, None, None);
+            self.push_save();
+        } else if view.target == Power::Frozen && view.is_present() {
+            self.why.push(Reason::FreezeWanted);
+            if self.may_try_save_steps() {
+                self.step(Action::Pause, None, None);
+            }
+        } else if self.why.is_empty() {
+            self.why.push(Reason::Settled);
+        }
+    }
+
+    fn plan_paused(&mut self) {
+        let view = self.view;
+        let frozen = view.target == Power::Frozen && view.is_present();
+        if view.corrupt.is_some() {
+            self.why.push(Reason::LedgerCorrupt);
+            if !frozen {
+                self.upkeep(Action::Resume, None, None);
+            }
+            return;
+        }
+        if let Memory::Waking { .. } | Memory::WakeFailed { .. } = view.ledger.memory {
+            // A restored sandbox that stands still: awake, as far as its image is concerned.
+            self.why.push(Reason::AwakeUnrecorded);
+            self.upkeep(Action::Record, Some(Entry::Awake), None);
+            return;
+        }
+        match view.fresh.clone() {
+            Some(image) => self.plan_paused_and_saved(&image),
+            None => self.plan_paused_unsaved(frozen),
+        }
+    }
+
+    /// Its memory is in the sandbox and, the same, in `image`.
+    fn plan_paused_and_saved(&mut self, image: &ImageId) {
+        let view = self.view;
+        // A save that was not finished may be finished also while saves wait after a failure: it is one step.
+        if matches!(view.ledger.memory, Memory::Saving { .. }) {
+            self.why.push(Reason::SaveUnfinished);
+            if !self.may_try_save_steps() {
+                return self.resume_unless_frozen(image);
+            }
+            let committed = Entry::Committed {
+                image: image.clone(),
+            };
+            self.step(
+                Action::Commit {
+                    image: image.clone(),
+                },
+                None,
+                Some(committed),
+            );
+        }
+        self.adopt(image);
+        match view.target {
+            Power::Asleep => {
+                self.why.push(Reason::SleepWanted);
+                if self.may_try_save_steps() {
+                    self.push_end(image);
+                }
+            }
+            Power::Frozen if view.is_present() => self.why.push(Reason::Settled),
+            Power::Frozen | Power::Awake => {
+                self.why.push(Reason::AwakeWanted);
+                self.upkeep(Action::Resume, Some(Entry::Awake), None);
+            }
+        }
+    }
+
+    fn resume_unless_frozen(&mut self, image: &ImageId) {
+        if self.view.target != Power::Frozen {
+            // The image lies there whole: it must be known as stale before the sandbox runs on.
+            let awake = self.view.held(image).then_some(Entry::Awake);
+            self.upkeep(Action::Resume, awake, None);
+        }
+    }
+
+    fn plan_paused_unsaved(&mut self, frozen: bool) {
+        if matches!(self.view.ledger.memory, Memory::Saving { .. }) {
+            self.why.push(Reason::SaveUnfinished);
+        }
+        if self.may_save() {
+            self.discard_partials();
+            self.push_save();
+        } else if frozen {
+            self.why.push(Reason::Settled);
+        } else {
+            // No image can be mistaken for its memory, so nothing needs to be recorded: this works on a full disk.
+            self.upkeep(Action::Resume, None, None);
+        }
+    }
+
+    fn plan_without_sandbox(&mut self) {
+        let view = self.view;
+        if view.corrupt.is_some() {
+            self.why.push(Reason::LedgerCorrupt);
+            return;
+        }
+        let asleep_in = view.ledger.memory.image();
+        match &view.observed.record {
+            Some(record) if asleep_in != Some(&record.image) => {
+                self.why.push(Reason::RecordStale);
+                self.upkeep(Action::ForgetSleep, None, None);
+            }
+            Some(record) => self.plan_hibernated(&record.image),
+            None => match view.fresh.clone() {
+                Some(image) => {
+                    self.why.push(Reason::AwaitingContainers);
+                    self.adopt(&image);
+                }
+                None => self.why.push(Reason::NoSandbox),
+            },
+        }
+    }
+
+    /// Its memory is in `image`, its keepers hold the containers open.
+    fn plan_hibernated(&mut self, image: &ImageId) {
+        let view = self.view;
+        if !view.held(image) {
+            self.why.push(Reason::ImageMissing {
+                image: image.clone(),
+            });
+            return;
+        }
+        self.adopt(image);
+        let to_run = view.target == Power::Awake;
+        let to_delete = view.deletion_asked(image);
+        if !view.is_present() || !(to_run || to_delete) {
+            self.why.push(Reason::Sleeping);
+            return;
+        }
+        self.why.push(if to_delete {
+            Reason::DeletionWanted
+        } else {
+            Reason::AwakeWanted
+        });
+        let (min, max) = (self.policy.wake_backoff_min, self.policy.wake_backoff_max);
+        if self.has_waited(view.observed.failures.wake.as_ref(), min, max) {
+            let waking = Entry::Waking {
+                image: image.clone(),
+            };
+            self.step(
+                Action::Wake {
+                    image: image.clone(),
+                },
+                Some(waking),
+                Some(Entry::Awake),
+            );
+        }
+    }
+
+    /// Whether a save begins now. If not, `why` and `wake_at` say what is waited for.
+    fn may_save(&mut self) -> bool {
+        let view = self.view;
+        let for_snapshot = view.needing_image().next().is_some();
+        let for_sleep = view.target == Power::Asleep;
+        if !for_snapshot && !for_sleep {
+            return false;
+        }
+        if !view.is_present() {
+            self.why.push(Reason::PodTerminating);
+            return false;
+        }
+        if view.observed.capable.is_err() {
+            self.why.push(Reason::NotCapable);
+            return false;
+        }
+        if view.next_image.is_none() {
+            self.why.push(Reason::NumbersExhausted);
+            return false;
+        }
+        if for_snapshot {
+            self.why.push(Reason::SnapshotWanted);
+        }
+        let in_use = for_sleep && self.in_use();
+        (for_snapshot || !in_use) && self.may_try_save_steps()
+    }
+
+    /// Somebody works in the sandbox, or did a moment ago. Suspend does not wait for that: the Pod is going to be deleted.
+    fn in_use(&mut self) -> bool {
+        let observed = self.view.observed;
+        if self.view.desired.suspending() {
+            return false;
+        }
+        let rested = observed
+            .awake_since
+            .map(|since| later(since, self.policy.linger));
+        let lingers = rested.filter(|until| *until > self.now);
+        if let Some(until) = lingers {
+            self.look_at(until);
+        }
+        let in_use = observed.sessions > 0 || lingers.is_some();
+        if in_use {
+            self.why.push(Reason::InUse);
+        }
+        in_use
+    }
+
+    /// Checkpoint and what follows it. The sandbox is paused when the first of these steps begins.
+    fn push_save(&mut self) {
+        let view = self.view;
+        let Some(image) = view.next_image.clone() else {
+            return;
+        };
+        let snapshots = view.needing_image().map(|s| s.uid.clone()).collect();
+        let saving = Entry::Saving {
+            image: image.clone(),
+            snapshots,
+        };
+        self.step(
+            Action::Checkpoint {
+                image: image.clone(),
+            },
+            Some(saving),
+            None,
+        );
+        let committed = Entry::Committed {
+            image: image.clone(),
+        };
+        self.step(
+            Action::Commit {
+                image: image.clone(),
+            },
+            None,
+            Some(committed),
+        );
+        match view.target {
+            Power::Asleep if !self.why.contains(&Reason::InUse) => {
+                self.why.push(Reason::SleepWanted);
+                self.push_end(&image);
+            }
+            Power::Frozen => {}
+            Power::Asleep | Power::Awake => self.step(Action::Resume, Some(Entry::Awake), None),
+        }
+    }
+
+    fn push_end(&mut self, image: &ImageId) {
+        let known = matches!(self.view.ledger.memory, Memory::Asleep { .. });
+        let asleep = (!known).then(|| Entry::Asleep {
+            image: image.clone(),
+        });
+        self.step(
+            Action::End {
+                image: image.clone(),
+            },
+            asleep,
+            None,
+        );
+    }
+
+    /// Snapshots that want an image take the one that holds the sandbox's memory.
+    fn adopt(&mut self, image: &ImageId) {
+        let snapshots: std::collections::BTreeSet<_> =
+            self.view.needing_image().map(|s| s.uid.clone()).collect();
+        if snapshots.is_empty() || !self.may_try_upkeep() {
+            return;
+        }
+        self.why.push(Reason::ImageAdopted);
+        let adopted = Entry::Adopted {
+            image: image.clone(),
+            snapshots,
+        };
+        self.step(Action::Record, Some(adopted), None);
+    }
+
+    fn may_try_save_steps(&mut self) -> bool {
+        let (min, max) = (self.policy.save_backoff_min, self.policy.save_backoff_max);
+        self.has_waited(self.view.observed.failures.save.as_ref(), min, max)
+    }
+
+    fn may_try_upkeep(&mut self) -> bool {
+        let (min, max) = (self.policy.upkeep_backoff_min, self.policy.save_backoff_max);
+        self.has_waited(self.view.observed.failures.upkeep.as_ref(), min, max)
+    }
+
+    /// Whether the wait after a failure is over.
+    fn has_waited(
+        &mut self,
+        failure: Option<&Failure>,
+        min: std::time::Duration,
+        max: std::time::Duration,
+    ) -> bool {
+        let Some(until) = failure
+            .map(|f| f.retry_at(min, max))
+            .filter(|t| *t > self.now)
+        else {
+            return true;
+        };
+        self.look_at(until);
+        let backoff = Reason::Backoff { until };
+        if !self.why.contains(&backoff) {
+            self.why.push(backoff);
+        }
+        false
+    }
+
+    fn look_at(&mut self, at: Timestamp) {
+        self.wake_at = Some(self.wake_at.map_or(at, |sooner| sooner.min(at)));
+    }
+
+    /// A step that is neither saving nor waking, unless such a one failed a moment ago.
+    fn upkeep(&mut self, action: Action, before: Option<Entry>, after: Option<Entry>) {
+        if self.may_try_upkeep() {
+            self.step(action, before, after);
+        }
+    }
+
+    fn step(&mut self, action: Action, before: Option<Entry>, after: Option<Entry>) {
+        let fence = Fence {
+            pod_uid: self.view.desired.pod_uid.clone(),
+            sandbox_id: self.view.observed.sandbox.clone(),
+            ledger_seq: self.seq,
+        };
+        self.seq += u64::from(before.is_some()) + u64::from(after.is_some());
+        self.steps.push(Step {
+            fence,
+            before,
+            action,
+            after,
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,91 @@
+//! What may go: unfinished images, images that nothing refers to, what a Pod left behind.
+
+use super::Planning;
+use crate::ids::ImageId;
+use crate::ledger::Entry;
+use crate::state::{ImageState, Live};
+use crate::steps::{Action, Reason};
+
+impl Planning<'_> {
+    /// The Pod is there: partial images go, and stale ones that no snapshot refers to.
+    pub(super) fn plan_rubbish(&mut self) {
+        if self.view.corrupt.is_some() {
+            return;
+        }
+        self.discard_partials();
+        for image in self.images(ImageState::Committed) {
+            if self.view.is_rubbish(&image) {
+                self.discard(&image);
+            }
+        }
+    }
+
+    /// The Pod is gone. Its sandbox is the kubelet's to end; after that only what snapshots refer to stays, with the ledger,
+    /// which says whether those images are stale.
+    pub(super) fn plan_gone(&mut self) {
+        self.why.push(Reason::PodGone);
+        if self.view.observed.live != Live::None {
+            return;
+        }
+        let mut kept = false;
+        self.discard_partials();
+        for image in self.images(ImageState::Committed) {
+            match self.view.is_referenced(&image) {
+                true => kept = true,
+                false => self.discard(&image),
+            }
+        }
+        let has_ledger = self.view.ledger.seq > 0 || self.view.corrupt.is_some();
+        if has_ledger && !kept {
+            self.upkeep(Action::DiscardLedger, None, None);
+        }
+    }
+
+    /// Nothing is being saved while a plan is made, so every partial image is a leftover.
+    pub(super) fn discard_partials(&mut self) {
+        for image in self.images(ImageState::Partial) {
+            let action = Action::DiscardPartial {
+                image: image.clone(),
+            };
+            let planned = self.steps.iter().any(|step| step.action == action);
+            if planned || !self.may_try_upkeep() {
+                continue;
+            }
+            let after = self.may_forget(&image).then(|| Entry::Discarded {
+                image: image.clone(),
+            });
+            self.step(action, None, after);
+        }
+    }
+
+    fn discard(&mut self, image: &ImageId) {
+        self.why.push(Reason::Garbage {
+            image: image.clone(),
+        });
+        let after = self.may_forget(image).then(|| Entry::Discarded {
+            image: image.clone(),
+        });
+        self.upkeep(
+            Action::DiscardImage {
+                image: image.clone(),
+            },
+            None,
+            after,
+        );
+    }
+
+    /// Whether the ledger can and should be told that an image is gone: it can be trusted, and it knows the image.
+    fn may_forget(&self, image: &ImageId) -> bool {
+        self.view.corrupt.is_none() && self.view.ledger.images.contains_key(image)
+    }
+
+    fn images(&self, state: ImageState) -> Vec<ImageId> {
+        let images = self
+            .view
+            .observed
+            .images
+            .iter()
+            .filter(|image| image.state == state);
+        images.map(|image| image.id.clone()).collect()
+    }
+}

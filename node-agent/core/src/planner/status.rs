@@ -1,0 +1,379 @@
+//! What users are told about a plan.
+
+use super::View;
+use crate::state::{
+    Failure, Live, PodPresence, Policy, Power, Restore, SnapshotIntent, SnapshotReason,
+    SnapshotWish,
+};
+use crate::status::{
+    ConditionDraft, Phase, SnapshotDraft, SnapshotState, StatusDraft, Truth, reasons,
+};
+use crate::steps::{Reason, Step, StepKind};
+use crate::{ImageId, Memory};
+
+pub(super) fn describe(
+    view: &View<'_>,
+    policy: &Policy,
+    steps: &[Step],
+    why: &[Reason],
+) -> StatusDraft {
+    let telling = Telling {
+        view,
+        policy,
+        steps,
+        why,
+    };
+    StatusDraft {
+        phase: telling.phase(),
+        hibernated: telling.hibernated(),
+        restored: telling.restored(),
+        snapshots: view
+            .desired
+            .snapshots
+            .iter()
+            .map(|s| telling.snapshot(s))
+            .collect(),
+    }
+}
+
+struct Telling<'a> {
+    view: &'a View<'a>,
+    policy: &'a Policy,
+    steps: &'a [Step],
+    why: &'a [Reason],
+}
+
+impl Telling<'_> {
+    fn begins(&self, kind: StepKind) -> bool {
+        self.steps.iter().any(|step| step.action.kind() == kind)
+    }
+
+    fn saves(&self) -> bool {
+        self.begins(StepKind::Checkpoint)
+            || self.begins(StepKind::Commit)
+            || self.begins(StepKind::End)
+    }
+
+    fn phase(&self) -> Phase {
+        let (view, observed) = (self.view, self.view.observed);
+        if let Some(fault) = view.corrupt {
+            return Phase::Failed {
+                error: ledger_message(fault),
+            };
+        }
+        if let Restore::Failed { reason: _, message } = &observed.restore {
+            return Phase::Failed {
+                error: message.clone(),
+            };
+        }
+        if observed.restore == Restore::InProgress {
+            return Phase::Restoring;
+        }
+        if observed.busy {
+            return self.phase_of_other();
+        }
+        match observed.live {
+            Live::Unknown => Phase::Unknown,
+            _ if self.saves() => Phase::Saving,
+            Live::Running => Phase::Running,
+            Live::Paused if view.target == Power::Frozen => Phase::Paused,
+            Live::Paused => Phase::Saving,
+            Live::None => self.phase_without_sandbox(),
+        }
+    }
+
+    /// Another actor is at work: by the ledger, what it does.
+    fn phase_of_other(&self) -> Phase {
+        match (&self.view.ledger.memory, self.view.observed.live) {
+            (Memory::Asleep { image } | Memory::Waking { image }, Live::None | Live::Unknown) => {
+                Phase::Waking {
+                    image: image.clone(),
+                }
+            }
+            (Memory::Saving { .. } | Memory::Committed { .. }, _) => Phase::Saving,
+            (_, Live::Running) => Phase::Running,
+            (_, Live::Paused) => Phase::Saving,
+            (_, Live::None | Live::Unknown) => Phase::Unknown,
+        }
+    }
+
+    fn phase_without_sandbox(&self) -> Phase {
+        let Some(image) = self.view.hibernated_in() else {
+            return Phase::Absent;
+        };
+        if let Some(missing) = self.missing() {
+            return Phase::Failed {
+                error: missing_message(missing),
+            };
+        }
+        match self.begins(StepKind::Wake) {
+            true => Phase::Waking {
+                image: image.clone(),
+            },
+            false => Phase::Hibernated {
+                image: image.clone(),
+            },
+        }
+    }
+
+    /// The image that should hold the memory and is not in the store.
+    fn missing(&self) -> Option<&ImageId> {
+        self.why.iter().find_map(|reason| match reason {
+            Reason::ImageMissing { image } => Some(image),
+            _ => None,
+        })
+    }
+
+    fn hibernated(&self) -> Option<ConditionDraft> {
+        let (view, observed) = (self.view, self.view.observed);
+        let asked = view.target != Power::Awake;
+        let known = view.ledger.seq > 0 || view.corrupt.is_some();
+        if view.desired.pod == PodPresence::Gone || !(asked || known) {
+            return None;
+        }
+        let no = |reason, message: String| Some(ConditionDraft::new(Truth::False, reason, message));
+        if let Some(fault) = view.corrupt {
+            return no(reasons::SAVE_FAILED, ledger_message(fault));
+        }
+        match self.phase() {
+            Phase::Hibernated { image } => {
+                let message = self.hibernated_message(&image);
+                Some(ConditionDraft::new(
+                    Truth::True,
+                    reasons::HIBERNATED,
+                    message,
+                ))
+            }
+            Phase::Failed { error } => match view.hibernated_in() {
+                Some(_) => Some(ConditionDraft::new(Truth::True, reasons::HIBERNATED, error)),
+                None => no(reasons::AWAKE, "The sandbox is not asleep.".into()),
+            },
+            Phase::Waking { image } => no(reasons::WAKING, format!("Restoring image {image}.")),
+            Phase::Restoring => no(reasons::WAKING, "The Pod is being restored.".into()),
+            Phase::Paused => no(
+                reasons::FROZEN,
+                "The sandbox is paused, its memory is kept.".into(),
+            ),
+            // A failure is told until a save succeeds, also while the next attempt runs.
+            Phase::Saving | Phase::Running | Phase::Absent | Phase::Unknown => {
+                if let Some(failure) = self.save_failure() {
+                    return no(reasons::SAVE_FAILED, self.save_failure_message(failure));
+                }
+                if self.phase() == Phase::Saving {
+                    return no(
+                        reasons::SAVING,
+                        "The sandbox's memory is being saved.".into(),
+                    );
+                }
+                match (&observed.capable, view.target) {
+                    (Err(why), Power::Asleep) => {
+                        let text = format!("The runtime cannot save memory: {why}");
+                        no(reasons::RUNTIME_NOT_CAPABLE, text)
+                    }
+                    _ => no(reasons::AWAKE, self.awake_message()),
+                }
+            }
+        }
+    }
+
+    fn hibernated_message(&self, image: &ImageId) -> String {
+        let held = format!("The sandbox sleeps in image {image}.");
+        match (&self.view.observed.failures.wake, &self.view.ledger.memory) {
+            (Some(Failure { message, count, .. }), _) => {
+                format!("{held} The last wake failed (attempt {count}): {message}")
+            }
+            (None, Memory::WakeFailed { reason, .. }) => {
+                format!("{held} The last wake failed: {reason}")
+            }
+            (None, _) => held,
+        }
+    }
+
+    fn awake_message(&self) -> String {
+        if !self.why.contains(&Reason::InUse) {
+            return "The sandbox is awake.".to_owned();
+        }
+        match self.view.observed.sessions {
+            0 => "The sandbox is awake: somebody used it a moment ago.".to_owned(),
+            n => format!("The sandbox is awake: {n} sessions are open."),
+        }
+    }
+
+    /// The failure of a save that is still wanted.
+    fn save_failure(&self) -> Option<&Failure> {
+        let wanted = self.view.target != Power::Awake || self.view.needing_image().next().is_some();
+        self.view.observed.failures.save.as_ref().filter(|_| wanted)
+    }
+
+    fn save_failure_message(&self, failure: &Failure) -> String {
+        let Failure {
+            step,
+            reason,
+            message,
+            at: _,
+            count,
+        } = failure;
+        let policy = self.policy;
+        let again = failure.retry_at(policy.save_backoff_min, policy.save_backoff_max);
+        format!(
+            "{step:?} failed ({reason}, attempt {count}): {message}. Nothing was lost; next attempt from {again:.0}."
+        )
+    }
+
+    fn restored(&self) -> Option<ConditionDraft> {
+        let draft = ConditionDraft::new;
+        let observed = self.view.observed;
+        if let Some(image) = self.missing() {
+            return Some(draft(
+                Truth::False,
+                reasons::IMAGE_MISSING,
+                missing_message(image),
+            ));
+        }
+        if self.view.hibernated_in().is_some() {
+            if let Some(failure) = &observed.failures.wake {
+                let reason = restore_reason(&failure.reason);
+                return Some(draft(Truth::False, reason, failure.message.clone()));
+            }
+            if let Memory::WakeFailed { image, reason } = &self.view.ledger.memory {
+                let message = format!("Image {image} could not be restored: {reason}");
+                return Some(draft(Truth::False, restore_reason(reason), message));
+            }
+        }
+        match &observed.restore {
+            Restore::NotAsked | Restore::InProgress => None,
+            Restore::Done { image } => {
+                let message = format!("The Pod goes on from image {image}.");
+                Some(draft(Truth::True, reasons::RESTORED, message))
+            }
+            Restore::ColdStarted { message } => {
+                Some(draft(Truth::False, reasons::COLD_STARTED, message.clone()))
+            }
+            Restore::Failed { reason, message } => {
+                Some(draft(Truth::False, reason, message.clone()))
+            }
+        }
+    }
+
+    fn snapshot(&self, snapshot: &SnapshotIntent) -> SnapshotDraft {
+        let state = match snapshot.wish {
+            SnapshotWish::Delete => self.deleted_state(snapshot),
+            SnapshotWish::Keep => self.kept_state(snapshot),
+        };
+        SnapshotDraft {
+            uid: snapshot.uid.clone(),
+            name: snapshot.name.clone(),
+            state,
+        }
+    }
+
+    fn deleted_state(&self, snapshot: &SnapshotIntent) -> SnapshotState {
+        let view = self.view;
+        let images = view.images_of_deleted(snapshot);
+        let in_store = |image: &ImageId| view.observed.images.iter().any(|i| i.id == *image);
+        // Kept for another snapshot, or as the memory of a sandbox that cannot or shall not be woken for this.
+        let kept = |image: &ImageId| view.is_referenced(image) || self.stays_as_memory(image);
+        match images.iter().any(|image| in_store(image) && !kept(image)) {
+            true => SnapshotState::Releasing,
+            false => SnapshotState::Released,
+        }
+    }
+
+    fn stays_as_memory(&self, image: &ImageId) -> bool {
+        let view = self.view;
+        let can_run = view.observed.live != Live::None || view.observed.record.is_some();
+        view.is_memory(image) && view.held(image) && (view.target == Power::Asleep || !can_run)
+    }
+
+    fn kept_state(&self, snapshot: &SnapshotIntent) -> SnapshotState {
+        let view = self.view;
+        let failed = |reason: &str, message: String| SnapshotState::Failed {
+            reason: reason.to_owned(),
+            message,
+        };
+        if let Some(image) = view.image_of(snapshot) {
+            let committed = self.committed_state(image);
+            match (snapshot.reason, view.desired.pod) {
+                _ if !view.held(image) && !self.suspends_again(snapshot) => {
+                    return failed(reasons::IMAGE_MISSING, missing_message(image));
+                }
+                // Until the sandbox sleeps it could run on, and the Pod must not be deleted yet.
+                (SnapshotReason::Suspend, PodPresence::Present) if !self.is_at_rest(image) => {}
+                (SnapshotReason::Suspend | SnapshotReason::Manual, _) => return committed,
+            }
+        }
+        if let Some(fault) = view.corrupt {
+            return failed(reasons::SAVE_FAILED, ledger_message(fault));
+        }
+        if view.desired.pod != PodPresence::Present {
+            let message = "The Pod is gone or being deleted; there is no memory to save.";
+            return failed(reasons::SANDBOX_NOT_FOUND, message.to_owned());
+        }
+        if let Some(failure) = self.view.observed.failures.save.as_ref() {
+            return failed(reasons::SAVE_FAILED, self.save_failure_message(failure));
+        }
+        if self.saves() || matches!(self.phase(), Phase::Saving) {
+            return SnapshotState::Saving;
+        }
+        if let (Err(why), None) = (&view.observed.capable, &view.fresh) {
+            let message = format!("The runtime cannot save memory: {why}");
+            return failed(reasons::RUNTIME_NOT_CAPABLE, message);
+        }
+        SnapshotState::Pending {
+            message: self.pending_message(),
+        }
+    }
+
+    fn committed_state(&self, image: &ImageId) -> SnapshotState {
+        let in_store = self.view.observed.images.iter().find(|i| i.id == *image);
+        // Without a ledger nothing is known against the image (its Pod is long gone); one that cannot be read is not trusted.
+        let stale = self.view.corrupt.is_some()
+            || self.view.ledger.seq > 0 && self.view.ledger.is_stale(image);
+        SnapshotState::Committed {
+            image: image.clone(),
+            consumed_by: in_store.and_then(|i| i.consumed_by.clone()),
+            stale,
+        }
+    }
+
+    /// The image of a Suspend snapshot is lost, but the sandbox is there to be saved once more.
+    fn suspends_again(&self, snapshot: &SnapshotIntent) -> bool {
+        snapshot.reason == SnapshotReason::Suspend
+            && self.view.desired.pod == PodPresence::Present
+            && self.view.observed.live != Live::None
+    }
+
+    /// Nothing of the sandbox runs, and the image is its memory.
+    fn is_at_rest(&self, image: &ImageId) -> bool {
+        self.view.observed.live == Live::None && self.view.fresh.as_ref() == Some(image)
+    }
+
+    fn pending_message(&self) -> String {
+        let text = match self.view.observed.live {
+            Live::None => "Waiting for the sandbox to be there.",
+            Live::Unknown => "Waiting to find out what the sandbox does.",
+            Live::Running | Live::Paused => "Waiting to be saved.",
+        };
+        text.to_owned()
+    }
+}
+
+/// Reasons of failed wakes as the Restored condition knows them: an unknown outcome is a failed restore to a user.
+fn restore_reason(reason: &str) -> &str {
+    match reason {
+        "ImageMissing" | "ImageCorrupt" | "ImageStale" | "FingerprintMismatch" | "SpecMismatch" => {
+            reason
+        }
+        _ => reasons::RESTORE_FAILED,
+    }
+}
+
+fn ledger_message(fault: &str) -> String {
+    format!("{fault}. Nothing is saved or restored until the ledger is moved away.")
+}
+
+fn missing_message(image: &ImageId) -> String {
+    format!(
+        "Image {image} is not in this node's store. Delete the Pod to start cold, or restore another snapshot."
+    )
+}

@@ -1,0 +1,588 @@
+use std::collections::BTreeSet;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::ids::{PodUid, SandboxId, SnapshotUid};
+use crate::ledger::LedgerState;
+use crate::state::{
+    Failures, ImageObserved, ImageState, Record, SnapshotIntent, SnapshotReason, SnapshotWish,
+};
+use crate::status::{Phase, SnapshotState, Truth};
+use crate::steps::{Outcome, StepKind};
+
+fn uid() -> PodUid {
+    PodUid::new("pod-a").unwrap()
+}
+
+fn image(number: u32) -> ImageId {
+    ImageId::new(uid(), number).unwrap()
+}
+
+fn at(second: i64) -> Timestamp {
+    Timestamp::from_second(second).unwrap()
+}
+
+fn desired(power: Power) -> Desired {
+    Desired {
+        pod_uid: uid(),
+        pod: PodPresence::Present,
+        power,
+        snapshots: Vec::new(),
+    }
+}
+
+fn snapshot(name: &str, reason: SnapshotReason) -> SnapshotIntent {
+    SnapshotIntent {
+        uid: SnapshotUid::new(name).unwrap(),
+        name: format!("default/{name}"),
+        pod_uid: uid(),
+        reason,
+        image: None,
+        wish: SnapshotWish::Keep,
+    }
+}
+
+/// A sandbox in this state, with this ledger, and these images whole in the store.
+fn observed(live: Live, entries: &[Entry], held: &[u32]) -> Observed {
+    let whole = |number: &u32| ImageObserved {
+        id: image(*number),
+        state: ImageState::Committed,
+        consumed_by: None,
+    };
+    Observed {
+        sandbox: Some(SandboxId::new("5".repeat(64)).unwrap()),
+        live,
+        ledger: Ok(LedgerState::fold(entries)),
+        images: held.iter().map(whole).collect(),
+        ..Observed::nothing()
+    }
+}
+
+fn saving(number: u32) -> Entry {
+    Entry::Saving {
+        image: image(number),
+        snapshots: BTreeSet::new(),
+    }
+}
+
+fn committed() -> Vec<Entry> {
+    vec![saving(1), Entry::Committed { image: image(1) }]
+}
+
+fn asleep() -> Vec<Entry> {
+    [committed(), vec![Entry::Asleep { image: image(1) }]].concat()
+}
+
+fn hibernated() -> Observed {
+    let mut observed = observed(Live::None, &asleep(), &[1]);
+    observed.record = Some(Record { image: image(1) });
+    observed
+}
+
+fn planned(desired: &Desired, observed: &Observed) -> Plan {
+    plan(desired, observed, &Policy::default(), at(1000))
+}
+
+fn kinds(plan: &Plan) -> Vec<StepKind> {
+    plan.steps.iter().map(|step| step.action.kind()).collect()
+}
+
+#[track_caller]
+fn assert_steps(desired: &Desired, observed: &Observed, expected: &[StepKind]) {
+    let plan = planned(desired, observed);
+    assert_eq!(kinds(&plan), expected, "why: {:?}", plan.why);
+}
+
+fn save_failure(observed: &mut Observed, second: i64) {
+    let failed = Outcome::Failed {
+        reason: "DiskFull".into(),
+        message: "no room".into(),
+    };
+    let mut failures = Failures::default();
+    failures.note(&Action::Checkpoint { image: image(1) }, &failed, at(second));
+    observed.failures = failures;
+}
+
+#[test]
+fn a_sandbox_is_saved_before_it_is_ended_and_each_step_knows_the_ledger_it_was_planned_for() {
+    let plan = planned(&desired(Power::Asleep), &observed(Live::Running, &[], &[]));
+    let told: Vec<_> = (plan.steps.iter())
+        .map(|s| {
+            (
+                s.action.kind(),
+                s.fence.ledger_seq,
+                s.before.clone(),
+                s.after.clone(),
+            )
+        })
+        .collect();
+    let done = Entry::Committed { image: image(1) };
+    let sleep = Entry::Asleep { image: image(1) };
+    assert_eq!(
+        told,
+        [
+            (StepKind::Pause, 0, None, None),
+            (StepKind::Checkpoint, 0, Some(saving(1)), None),
+            (StepKind::Commit, 1, None, Some(done)),
+            (StepKind::End, 2, Some(sleep), None),
+        ]
+    );
+    assert!(
+        plan.steps
+            .iter()
+            .all(|s| s.fence.sandbox_id.is_some() && s.fence.pod_uid == uid())
+    );
+    assert_eq!(plan.status.phase, Phase::Saving);
+}
+
+#[test]
+fn each_state_has_its_next_steps() {
+    use StepKind::*;
+    let (awake, sleep, freeze) = (
+        desired(Power::Awake),
+        desired(Power::Asleep),
+        desired(Power::Frozen),
+    );
+    let running = observed(Live::Running, &[], &[]);
+    let paused = observed(Live::Paused, &[], &[]);
+    let saved = observed(Live::Paused, &committed(), &[1]);
+    let unrecorded = observed(Live::Paused, &[saving(1)], &[1]);
+    let ending = observed(Live::Paused, &asleep(), &[1]);
+    let rebooted = observed(Live::None, &asleep(), &[1]);
+    let nothing = observed(Live::None, &[], &[]);
+    for (desired, observed, steps) in [
+        (&awake, &running, &[][..]),
+        (&freeze, &running, &[Pause]),
+        (&awake, &paused, &[Resume]),
+        (&freeze, &paused, &[]),
+        (&sleep, &paused, &[Checkpoint, Commit, End]),
+        (&awake, &saved, &[Resume]),
+        (&freeze, &saved, &[]),
+        (&sleep, &saved, &[End]),
+        (&awake, &unrecorded, &[Commit, Resume]),
+        (&sleep, &unrecorded, &[Commit, End]),
+        (&sleep, &ending, &[End]),
+        (&awake, &ending, &[Resume]),
+        (&awake, &hibernated(), &[Wake]),
+        (&sleep, &hibernated(), &[]),
+        (&freeze, &hibernated(), &[]),
+        (&awake, &rebooted, &[]),
+        (&sleep, &rebooted, &[]),
+        (&sleep, &nothing, &[]),
+    ] {
+        assert_steps(desired, observed, steps);
+    }
+}
+
+#[test]
+fn nothing_is_begun_while_somebody_else_acts_or_nobody_knows() {
+    for (reason, change) in [
+        (Reason::Busy, (|o| o.busy = true) as fn(&mut Observed)),
+        (Reason::LiveUnknown, |o| o.live = Live::Unknown),
+        (Reason::Restoring, |o| o.restore = Restore::InProgress),
+    ] {
+        let mut observed = observed(Live::Running, &[], &[]);
+        change(&mut observed);
+        let plan = planned(&desired(Power::Asleep), &observed);
+        assert_eq!((plan.steps, plan.why), (Vec::new(), vec![reason]));
+        assert!(plan.wake_at.is_some());
+    }
+}
+
+#[test]
+fn a_sandbox_is_never_left_standing_while_a_save_waits_after_a_failure() {
+    let mut paused = observed(Live::Paused, &[saving(1)], &[]);
+    paused.images.push(ImageObserved {
+        id: image(1),
+        state: ImageState::Partial,
+        consumed_by: None,
+    });
+    save_failure(&mut paused, 999);
+    let plan = planned(&desired(Power::Asleep), &paused);
+    assert_eq!(kinds(&plan), [StepKind::Resume, StepKind::DiscardPartial]);
+    assert_eq!(plan.steps[0].before, None, "must work on a full disk");
+    assert_eq!(plan.wake_at, Some(at(1004)));
+    let condition = plan.status.hibernated.unwrap();
+    assert_eq!(
+        (condition.status, condition.reason.as_str()),
+        (Truth::False, "SaveFailed")
+    );
+    assert_eq!(
+        condition.message,
+        "Checkpoint failed (DiskFull, attempt 1): no room. Nothing was lost; next attempt from 1970-01-01T00:16:44Z."
+    );
+    // The wait is over: saved again under a new name.
+    save_failure(&mut paused, 900);
+    let plan = planned(&desired(Power::Asleep), &paused);
+    assert_eq!(plan.steps[1].action, Action::Checkpoint { image: image(2) });
+}
+
+#[test]
+fn waiting_times_double_up_to_a_limit() {
+    let mut failures = Failures::default();
+    let action = Action::Checkpoint { image: image(1) };
+    let waits: Vec<_> = (0..9)
+        .map(|_| {
+            let failed = Outcome::Unknown {
+                message: "timeout".into(),
+            };
+            failures.note(&action, &failed, at(0));
+            let policy = Policy::default();
+            let failure = failures.save.clone().unwrap();
+            failure
+                .retry_at(policy.save_backoff_min, policy.save_backoff_max)
+                .as_second()
+        })
+        .collect();
+    assert_eq!(waits, [5, 10, 20, 40, 80, 160, 300, 300, 300]);
+    failures.note(&action, &Outcome::Stale, at(0));
+    assert_eq!(
+        failures.save.as_ref().unwrap().count,
+        9,
+        "a stale plan is nobody's failure"
+    );
+    failures.note(&Action::Commit { image: image(1) }, &Outcome::Done, at(0));
+    assert_eq!(failures, Failures::default());
+}
+
+#[test]
+fn a_running_sandbox_makes_its_image_stale_before_anything_else() {
+    let unfinished = [asleep(), vec![Entry::Waking { image: image(1) }]].concat();
+    for entries in [vec![saving(1)], committed(), asleep(), unfinished] {
+        let plan = planned(
+            &desired(Power::Asleep),
+            &observed(Live::Running, &entries, &[1]),
+        );
+        assert_eq!(kinds(&plan), [StepKind::Record]);
+        assert_eq!(plan.steps[0].before, Some(Entry::Awake));
+    }
+}
+
+#[test]
+fn a_note_in_run_that_the_ledger_contradicts_is_dropped_and_nothing_is_woken() {
+    let awake = [asleep(), vec![Entry::Awake]].concat();
+    for live in [Live::None, Live::Running] {
+        let mut observed = observed(live, &awake, &[1]);
+        observed.record = Some(Record { image: image(1) });
+        let plan = planned(&desired(Power::Awake), &observed);
+        assert_eq!(
+            kinds(&plan),
+            [StepKind::ForgetSleep, StepKind::DiscardImage]
+        );
+    }
+}
+
+#[test]
+fn a_wake_is_tried_again_after_a_wait_and_the_failure_is_told_meanwhile() {
+    let mut observed = hibernated();
+    let failed = Outcome::Failed {
+        reason: "FingerprintMismatch".into(),
+        message: "other runsc".into(),
+    };
+    observed
+        .failures
+        .note(&Action::Wake { image: image(1) }, &failed, at(1000));
+    let plan = planned(&desired(Power::Awake), &observed);
+    assert_eq!((kinds(&plan), plan.wake_at), (vec![], Some(at(1001))));
+    let restored = plan.status.restored.unwrap();
+    assert_eq!(restored.reason, "FingerprintMismatch");
+    assert_eq!(plan.status.phase, Phase::Hibernated { image: image(1) });
+    assert_eq!(plan.status.hibernated.unwrap().status, Truth::True);
+}
+
+#[test]
+fn an_image_that_is_missing_is_told_and_not_woken() {
+    let mut observed = hibernated();
+    observed.images.clear();
+    let plan = planned(&desired(Power::Awake), &observed);
+    assert_eq!(kinds(&plan), []);
+    assert_eq!(plan.status.restored.unwrap().reason, "ImageMissing");
+    assert!(matches!(plan.status.phase, Phase::Failed { .. }));
+}
+
+#[test]
+fn sessions_and_a_recent_wake_hold_off_hibernation_but_not_suspend() {
+    let mut busy = observed(Live::Running, &[], &[]);
+    busy.sessions = 1;
+    assert_steps(&desired(Power::Asleep), &busy, &[]);
+    let mut woken = observed(Live::Running, &[], &[]);
+    woken.awake_since = Some(at(995));
+    let plan = planned(&desired(Power::Asleep), &woken);
+    assert_eq!((kinds(&plan), plan.wake_at), (vec![], Some(at(1005))));
+    let mut suspend = desired(Power::Awake);
+    suspend
+        .snapshots
+        .push(snapshot("s-1", SnapshotReason::Suspend));
+    busy.awake_since = Some(at(995));
+    let steps = [
+        StepKind::Pause,
+        StepKind::Checkpoint,
+        StepKind::Commit,
+        StepKind::End,
+    ];
+    assert_steps(&suspend, &busy, &steps);
+}
+
+#[test]
+fn a_manual_snapshot_leaves_the_sandbox_as_it_was() {
+    use StepKind::*;
+    let with = |power| {
+        let mut desired = desired(power);
+        desired
+            .snapshots
+            .push(snapshot("s-1", SnapshotReason::Manual));
+        desired
+    };
+    let running = observed(Live::Running, &[], &[]);
+    assert_steps(
+        &with(Power::Awake),
+        &running,
+        &[Pause, Checkpoint, Commit, Resume],
+    );
+    let frozen = observed(Live::Paused, &[], &[]);
+    assert_steps(&with(Power::Frozen), &frozen, &[Checkpoint, Commit]);
+    let plan = planned(&with(Power::Asleep), &hibernated());
+    let adopted = Entry::Adopted {
+        image: image(1),
+        snapshots: [SnapshotUid::new("s-1").unwrap()].into(),
+    };
+    assert_eq!(kinds(&plan), [Record]);
+    assert_eq!(plan.steps[0].before, Some(adopted));
+}
+
+#[test]
+fn a_suspend_snapshot_is_committed_only_once_the_sandbox_sleeps_in_it() {
+    let mut suspend = desired(Power::Awake);
+    suspend
+        .snapshots
+        .push(snapshot("s-1", SnapshotReason::Suspend));
+    let uid = suspend.snapshots[0].uid.clone();
+    let mut entries = vec![Entry::Saving {
+        image: image(1),
+        snapshots: [uid].into(),
+    }];
+    entries.push(Entry::Committed { image: image(1) });
+    let paused = observed(Live::Paused, &entries, &[1]);
+    let plan = planned(&suspend, &paused);
+    assert_eq!(
+        (kinds(&plan), &plan.status.snapshots[0].state),
+        (vec![StepKind::End], &SnapshotState::Saving)
+    );
+    entries.push(Entry::Asleep { image: image(1) });
+    let asleep = observed(Live::None, &entries, &[1]);
+    let expected = SnapshotState::Committed {
+        image: image(1),
+        consumed_by: None,
+        stale: false,
+    };
+    assert_eq!(
+        planned(&suspend, &asleep).status.snapshots[0].state,
+        expected
+    );
+    // Woken by somebody before the Pod was deleted: the image is old, there must be a new one.
+    entries.extend([Entry::Waking { image: image(1) }, Entry::Awake]);
+    suspend.snapshots[0].image = Some(image(1));
+    let plan = planned(&suspend, &observed(Live::Running, &entries, &[1]));
+    assert_eq!(plan.steps[1].action, Action::Checkpoint { image: image(2) });
+    assert_eq!(plan.status.snapshots[0].state, SnapshotState::Saving);
+}
+
+#[test]
+fn a_deleted_snapshot_wakes_its_sandbox_before_its_image_goes() {
+    let mut desired = desired(Power::Awake);
+    desired
+        .snapshots
+        .push(snapshot("s-1", SnapshotReason::Suspend));
+    desired.snapshots[0].wish = SnapshotWish::Delete;
+    desired.snapshots[0].image = Some(image(1));
+    let plan = planned(&desired, &hibernated());
+    assert_eq!(kinds(&plan), [StepKind::Wake]);
+    assert_eq!(plan.status.snapshots[0].state, SnapshotState::Releasing);
+    let awake = [
+        asleep(),
+        vec![Entry::Waking { image: image(1) }, Entry::Awake],
+    ]
+    .concat();
+    assert_steps(
+        &desired,
+        &observed(Live::Running, &awake, &[1]),
+        &[StepKind::DiscardImage],
+    );
+    let gone = planned(&desired, &observed(Live::Running, &awake, &[]));
+    assert_eq!(gone.status.snapshots[0].state, SnapshotState::Released);
+    // While sleep is what is wanted the bytes stay, as the sandbox's own; the snapshot may go.
+    desired.power = Power::Asleep;
+    let plan = planned(&desired, &hibernated());
+    assert_eq!(
+        (kinds(&plan), &plan.status.snapshots[0].state),
+        (vec![], &SnapshotState::Released)
+    );
+}
+
+#[test]
+fn of_a_pod_that_is_gone_only_what_snapshots_refer_to_stays() {
+    use StepKind::*;
+    let mut desired = desired(Power::Awake);
+    desired.pod = PodPresence::Gone;
+    let left = observed(Live::None, &asleep(), &[1, 2]);
+    assert_steps(
+        &desired,
+        &left,
+        &[DiscardImage, DiscardImage, DiscardLedger],
+    );
+    desired
+        .snapshots
+        .push(snapshot("s-1", SnapshotReason::Manual));
+    desired.snapshots[0].image = Some(image(2));
+    assert_steps(&desired, &left, &[DiscardImage]);
+    // Not while its sandbox is still being ended.
+    assert_steps(&desired, &observed(Live::Running, &asleep(), &[1]), &[]);
+}
+
+#[test]
+fn nothing_is_begun_with_a_pod_that_is_being_deleted_but_what_was_begun_is_ended() {
+    let mut suspend = desired(Power::Awake);
+    suspend.pod = PodPresence::Terminating;
+    assert_steps(&suspend, &hibernated(), &[]);
+    suspend
+        .snapshots
+        .push(snapshot("s-1", SnapshotReason::Suspend));
+    assert_steps(&suspend, &observed(Live::Running, &[], &[]), &[]);
+    let plan = planned(&suspend, &observed(Live::Paused, &committed(), &[1]));
+    assert_eq!(kinds(&plan), [StepKind::Record, StepKind::End]);
+}
+
+#[test]
+fn a_runtime_that_cannot_save_is_told_of_and_left_alone() {
+    let mut observed = observed(Live::Running, &[], &[]);
+    observed.capable = Err("runsc has no checkpoint".into());
+    let mut suspend = desired(Power::Awake);
+    suspend
+        .snapshots
+        .push(snapshot("s-1", SnapshotReason::Suspend));
+    let plan = planned(&suspend, &observed);
+    assert_eq!(kinds(&plan), []);
+    assert_eq!(plan.status.hibernated.unwrap().reason, "RuntimeNotCapable");
+    let state = &plan.status.snapshots[0].state;
+    assert!(matches!(state, SnapshotState::Failed { reason, .. } if reason == "RuntimeNotCapable"));
+}
+
+#[test]
+fn a_pod_that_never_asked_has_no_conditions() {
+    let plan = planned(&desired(Power::Awake), &observed(Live::Running, &[], &[]));
+    assert_eq!((plan.status.hibernated, plan.status.restored), (None, None));
+}
+
+#[test]
+fn on_a_corrupt_ledger_nothing_is_saved_woken_or_removed_but_a_paused_sandbox_goes_on() {
+    for (live, steps) in [
+        (Live::None, &[][..]),
+        (Live::Running, &[]),
+        (Live::Paused, &[StepKind::Resume]),
+    ] {
+        let mut observed = observed(live, &[], &[1]);
+        observed.ledger = Err("checksum".into());
+        observed.record = Some(Record { image: image(1) });
+        assert_steps(&desired(Power::Asleep), &observed, steps);
+        let plan = planned(&desired(Power::Asleep), &observed);
+        assert!(matches!(plan.status.phase, Phase::Failed { .. }));
+    }
+}
+
+#[test]
+fn when_the_image_numbers_are_used_up_nothing_is_saved() {
+    let plan = planned(&desired(Power::Asleep), &observed(Live::Running, &[], &[]));
+    assert!(!plan.steps.is_empty());
+    let last = [saving(u32::MAX), Entry::Awake];
+    let plan = planned(
+        &desired(Power::Asleep),
+        &observed(Live::Running, &last, &[]),
+    );
+    assert_eq!(
+        (kinds(&plan), plan.why),
+        (vec![], vec![Reason::NumbersExhausted])
+    );
+}
+
+fn any_entry() -> impl Strategy<Value = Entry> {
+    let image = (1..4_u32).prop_map(image);
+    (0..8_u8, image).prop_map(|(which, image)| match which {
+        0 => Entry::Saving {
+            image,
+            snapshots: BTreeSet::new(),
+        },
+        1 => Entry::Committed { image },
+        2 => Entry::Asleep { image },
+        3 => Entry::Waking { image },
+        4 => Entry::Awake,
+        5 => Entry::WakeFailed {
+            image,
+            reason: "X".into(),
+        },
+        6 => Entry::Discarded { image },
+        _ => Entry::Adopted {
+            image,
+            snapshots: [SnapshotUid::new("s-1").unwrap()].into(),
+        },
+    })
+}
+
+fn any_observed() -> impl Strategy<Value = Observed> {
+    let live = prop_oneof![
+        Just(Live::None),
+        Just(Live::Running),
+        Just(Live::Paused),
+        Just(Live::Unknown)
+    ];
+    let entries = proptest::collection::vec(any_entry(), 0..8);
+    let held = proptest::collection::vec(1..4_u32, 0..4);
+    (
+        live,
+        entries,
+        held,
+        proptest::option::of(1..4_u32),
+        any::<bool>(),
+    )
+        .prop_map(|(live, entries, held, record, corrupt)| {
+            let mut observed = observed(live, &entries, &held);
+            observed.record = record.map(|number| Record {
+                image: image(number),
+            });
+            if corrupt && entries.len() > 6 {
+                observed.ledger = Err("corrupt".into());
+            }
+            observed
+        })
+}
+
+proptest! {
+    /// States that no history leads to are planned for as well, and never by restoring or removing the wrong thing.
+    #[test]
+    fn plans_for_impossible_states_are_safe(
+        observed in any_observed(),
+        power in prop_oneof![Just(Power::Awake), Just(Power::Asleep), Just(Power::Frozen)],
+        pod in prop_oneof![Just(PodPresence::Present), Just(PodPresence::Terminating), Just(PodPresence::Gone)],
+    ) {
+        let mut desired = desired(power);
+        desired.pod = pod;
+        let plan = planned(&desired, &observed);
+        let again: Plan = serde_json::from_str(&serde_json::to_string(&plan).unwrap()).unwrap();
+        prop_assert_eq!(&again, &plan);
+        let memory = observed.ledger.clone().unwrap_or_default().memory;
+        for step in &plan.steps {
+            match &step.action {
+                Action::Wake { image } => {
+                    prop_assert_eq!(observed.live, Live::None);
+                    prop_assert_eq!(memory.image(), Some(image));
+                }
+                Action::DiscardImage { image } if observed.live == Live::None => {
+                    let memory_stays = pod == PodPresence::Gone || memory.image() != Some(image);
+                    prop_assert!(memory_stays);
+                }
+                Action::End { .. } => prop_assert!(observed.live == Live::Paused || observed.live == Live::Running),
+                _ => {}
+            }
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! What follows from desired and observed taken together, before anything is decided.
+
+use std::collections::BTreeSet;
+
+use crate::ids::ImageId;
+use crate::ledger::LedgerState;
+use crate::state::{
+    Desired, ImageState, Live, Observed, PodPresence, Power, SnapshotIntent, SnapshotReason,
+    SnapshotWish,
+};
+
+pub(super) struct View<'a> {
+    pub(super) desired: &'a Desired,
+    pub(super) observed: &'a Observed,
+    pub(super) target: Power,
+    /// Empty when it is corrupt.
+    pub(super) ledger: LedgerState,
+    pub(super) corrupt: Option<&'a str>,
+    /// The image that is the sandbox's memory, or the same as its memory, and lies in the store.
+    pub(super) fresh: Option<ImageId>,
+    /// The name for the next image; `None` when the numbers are used up.
+    pub(super) next_image: Option<ImageId>,
+}
+
+impl<'a> View<'a> {
+    pub(super) fn new(desired: &'a Desired, observed: &'a Observed) -> Self {
+        let (ledger, corrupt) = match &observed.ledger {
+            Ok(ledger) => (ledger.clone(), None),
+            Err(fault) => (LedgerState::default(), Some(fault.as_str())),
+        };
+        let in_store = observed.images.iter().map(|image| image.id.number());
+        let last = in_store.fold(ledger.last_number, u32::max);
+        let number = last.checked_add(1);
+        let next_image = number.and_then(|n| ImageId::new(desired.pod_uid.clone(), n).ok());
+        let held = |image: &ImageId| is_held(observed, image);
+        let fresh = ledger.restorable(held).cloned();
+        let target = desired.target();
+        Self {
+            desired,
+            observed,
+            target,
+            ledger,
+            corrupt,
+            fresh,
+            next_image,
+        }
+    }
+
+    pub(super) fn is_present(&self) -> bool {
+        self.desired.pod == PodPresence::Present
+    }
+
+    /// Whether the image lies whole in the store.
+    pub(super) fn held(&self, image: &ImageId) -> bool {
+        is_held(self.observed, image)
+    }
+
+    /// The image that a snapshot stands for. The ledger knows better than a status that may be old.
+    pub(super) fn image_of<'s>(&'s self, snapshot: &'s SnapshotIntent) -> Option<&'s ImageId> {
+        let linked = self
+            .ledger
+            .image_of(&snapshot.uid)
+            .filter(|image| self.held(image));
+        linked.or(snapshot.image.as_ref())
+    }
+
+    /// Snapshots of this Pod without an image, and Suspend snapshots whose image the sandbox outlived.
+    pub(super) fn needing_image(&self) -> impl Iterator<Item = &SnapshotIntent> {
+        let present = self.is_present();
+        self.desired.kept_snapshots().filter(move |snapshot| {
+            let image = self.image_of(snapshot);
+            match snapshot.reason {
+                SnapshotReason::Manual => image.is_none(),
+                SnapshotReason::Suspend => {
+                    image.is_none() || present && image != self.fresh.as_ref()
+                }
+            }
+        })
+    }
+
+    /// Whether a snapshot that stays refers to the image: by its status, or by the ledger. Of several images of one snapshot the
+    /// older ones count until its status names the newest, because the cache may not show yet what the status says.
+    pub(super) fn is_referenced(&self, image: &ImageId) -> bool {
+        let record = self
+            .ledger
+            .images
+            .get(image)
+            .filter(|record| record.committed);
+        let mut kept = self
+            .desired
+            .snapshots
+            .iter()
+            .filter(|s| s.wish == SnapshotWish::Keep);
+        kept.any(|snapshot| {
+            let linked = record.is_some_and(|record| record.snapshots.contains(&snapshot.uid));
+            let newest_told =
+                snapshot.image.is_some() && snapshot.image.as_ref() == self.image_of(snapshot);
+            snapshot.image.as_ref() == Some(image) || linked && !newest_told
+        })
+    }
+
+    /// Images that a snapshot that is being deleted refers to.
+    pub(super) fn images_of_deleted(&self, snapshot: &SnapshotIntent) -> BTreeSet<ImageId> {
+        let linked = self
+            .ledger
+            .images
+            .iter()
+            .filter(|(_, r)| r.snapshots.contains(&snapshot.uid));
+        let linked = linked.map(|(image, _)| image.clone());
+        linked.chain(snapshot.image.clone()).collect()
+    }
+
+    /// Whether a deleted snapshot asks for the image to go. Not when sleep is what is wanted: then the image stays for the
+    /// sandbox's sake, and only the snapshot goes.
+    pub(super) fn deletion_asked(&self, image: &ImageId) -> bool {
+        let deleted = |s: &&SnapshotIntent| s.wish == SnapshotWish::Delete;
+        self.target != Power::Asleep
+            && !self.is_referenced(image)
+            && (self.desired.snapshots.iter())
+                .filter(deleted)
+                .any(|snapshot| self.images_of_deleted(snapshot).contains(image))
+    }
+
+    /// Whether the image may be removed: nothing refers to it, and it is not the memory of a sandbox that may need it.
+    pub(super) fn is_rubbish(&self, image: &ImageId) -> bool {
+        // A frozen sandbox has its memory itself; an image of it is a second copy, kept unless somebody wants it gone.
+        let second_copy = self.observed.live == Live::Paused && self.target == Power::Frozen;
+        let spare = second_copy && self.deletion_asked(image);
+        !self.is_referenced(image) && (!self.is_memory(image) || spare)
+    }
+
+    /// Whether the image stands in for a sandbox that is not there (or may soon not be).
+    pub(super) fn is_memory(&self, image: &ImageId) -> bool {
+        self.desired.pod != PodPresence::Gone && self.ledger.memory.image() == Some(image)
+    }
+
+    /// Sleeps in place: no sandbox, a note in /run, and the ledger agrees with it.
+    pub(super) fn hibernated_in(&self) -> Option<&ImageId> {
+        let record = self.observed.record.as_ref()?;
+        let agreed = self.ledger.memory.image() == Some(&record.image);
+        (self.observed.live == Live::None && agreed).then_some(&record.image)
+    }
+}
+
+fn is_held(observed: &Observed, image: &ImageId) -> bool {
+    let whole = |i: &&crate::state::ImageObserved| i.state == ImageState::Committed;
+    observed.images.iter().filter(whole).any(|i| i.id == *image)
+}

@@ -1,0 +1,311 @@
+//! What is wanted, what is there, what is allowed.
+//!
+//! ```text
+//!              pause                checkpoint, commit             end
+//!   Running ──────────► Paused ───────────────────────► Paused ─────────► Hibernated
+//!      ▲ ◄───────────────┘ resume (nothing was saved)      │ image = memory    │
+//!      │ ◄─────────────────────────────────────────────────┘ resume            │ wake
+//!      └◄──────────────────────────── Waking ◄─────────────────────────────────┘
+//! ```
+//! Beside each: `Absent` (the kubelet has not made the sandbox, or it died), `Restoring` (a new Pod is being filled from an older
+//! Pod's image) and `Failed`. The names are those of [`crate::status::Phase`]; the planner itself keeps no state: it derives
+//! everything from [`Observed`], so that after a crash it goes on where the world is, not where it thought it was.
+
+use std::time::Duration;
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+
+use crate::ids::{ImageId, PodUid, SandboxId, SnapshotUid};
+use crate::ledger::LedgerState;
+use crate::steps::{Action, Outcome, StepKind};
+
+/// How much the sandbox shall run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Power {
+    /// Run.
+    Awake,
+    /// Memory in an image, no processes.
+    Asleep,
+    /// Paused, memory where it is. A sandbox that sleeps already is left asleep: that is at least as still.
+    Frozen,
+}
+
+/// Whether the Pod is there, by the API.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PodPresence {
+    Present,
+    /// `deletionTimestamp` is set: the kubelet is taking it down; nothing new is begun with it.
+    Terminating,
+    /// No Pod of this UID. Say so only with a synced cache.
+    Gone,
+}
+
+/// Why a snapshot is taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SnapshotReason {
+    /// The Pod is about to be deleted: the sandbox must be asleep in this image, and not run on.
+    Suspend,
+    /// A point in time; the sandbox goes on as it was.
+    Manual,
+}
+
+/// What is wanted of a snapshot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SnapshotWish {
+    Keep,
+    /// `deletionTimestamp` is set.
+    Delete,
+}
+
+/// One SandboxSnapshot of this Pod. Hand in only those that carry our finalizer (no byte is written for others).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SnapshotIntent {
+    pub uid: SnapshotUid,
+    /// `namespace/name`, for messages.
+    pub name: String,
+    /// The Pod whose memory it is (spec.podUID, or the Pod that spec.sandboxName stood for when it was accepted).
+    pub pod_uid: PodUid,
+    pub reason: SnapshotReason,
+    /// `status.imageID` with condition Committed=True, as far as the cache knows.
+    pub image: Option<ImageId>,
+    pub wish: SnapshotWish,
+}
+
+/// What the API asks for, for one Pod UID.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Desired {
+    pub pod_uid: PodUid,
+    pub pod: PodPresence,
+    /// From the Pod's annotations. A Suspend snapshot of a present Pod makes it [`Power::Asleep`] whatever this says.
+    pub power: Power,
+    pub snapshots: Vec<SnapshotIntent>,
+}
+
+impl Desired {
+    /// What the sandbox shall do, Suspend snapshots considered.
+    pub fn target(&self) -> Power {
+        match self.suspending() {
+            true => Power::Asleep,
+            false => self.power,
+        }
+    }
+
+    /// Whether a Suspend snapshot of this Pod is wanted.
+    pub fn suspending(&self) -> bool {
+        self.kept_snapshots()
+            .any(|s| s.reason == SnapshotReason::Suspend)
+    }
+
+    /// Snapshots of this Pod that are not being deleted.
+    pub fn kept_snapshots(&self) -> impl Iterator<Item = &SnapshotIntent> {
+        let of_pod = |s: &&SnapshotIntent| s.pod_uid == self.pod_uid;
+        self.snapshots
+            .iter()
+            .filter(of_pod)
+            .filter(|s| s.wish == SnapshotWish::Keep)
+    }
+}
+
+/// The sandbox's processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Live {
+    /// None. A sandbox that was created but not restored yet counts as none: [`Action::Wake`] removes it first.
+    None,
+    Running,
+    Paused,
+    /// Could not be found out (a call timed out): only look again.
+    Unknown,
+}
+
+/// The runtime's note under /run that the sandbox sleeps in place: its keepers hold the containers open.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    pub image: ImageId,
+}
+
+/// How far an image in the store is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ImageState {
+    /// Whole, durable, with a manifest.
+    Committed,
+    /// Being written, or left over from a crash (while saving or while being removed).
+    Partial,
+}
+
+/// One image of this Pod in the store.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageObserved {
+    pub id: ImageId,
+    pub state: ImageState,
+    /// The Pod that was restored from it.
+    pub consumed_by: Option<PodUid>,
+}
+
+/// What torpor-oci made of the `restore-image` annotation of this Pod.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Restore {
+    /// The Pod has no such annotation.
+    NotAsked,
+    /// Not all containers are there yet.
+    InProgress,
+    /// The Pod goes on from the image.
+    Done { image: ImageId },
+    /// The Pod was started without the memory, as its policy allows; `message` says why.
+    ColdStarted { message: String },
+    /// The Pod has no memory and was not started; `reason` is CamelCase.
+    Failed { reason: String, message: String },
+}
+
+/// What is on the node, for one Pod UID.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Observed {
+    /// The current sandbox of the Pod, if the runtime knows one.
+    pub sandbox: Option<SandboxId>,
+    pub live: Live,
+    pub record: Option<Record>,
+    /// `Err`: the ledger is corrupt, in words.
+    pub ledger: Result<LedgerState, String>,
+    pub images: Vec<ImageObserved>,
+    /// `Err`: the runtime cannot save, in words.
+    pub capable: Result<(), String>,
+    pub restore: Restore,
+    /// Open exec, attach and port-forward sessions: hold off in-place hibernation (not Suspend, not snapshots).
+    pub sessions: u32,
+    /// When somebody outside (an exec, a packet) last woke it, if known: see [`Policy::linger`]. Not when a plan did.
+    pub awake_since: Option<Timestamp>,
+    /// What failed lately; see [`Failures::note`].
+    pub failures: Failures,
+    /// Somebody else holds the sandbox's lock (a keeper that wakes it).
+    pub busy: bool,
+}
+
+impl Observed {
+    /// Nothing of the Pod on the node.
+    pub fn nothing() -> Self {
+        Self {
+            sandbox: None,
+            live: Live::None,
+            record: None,
+            ledger: Ok(LedgerState::default()),
+            images: Vec::new(),
+            capable: Ok(()),
+            restore: Restore::NotAsked,
+            sessions: 0,
+            awake_since: None,
+            failures: Failures::default(),
+            busy: false,
+        }
+    }
+}
+
+/// Times that plans keep to.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Policy {
+    /// Wait after the first failed save; doubles with each.
+    pub save_backoff_min: Duration,
+    pub save_backoff_max: Duration,
+    /// Wait after the first failed wake; doubles with each.
+    pub wake_backoff_min: Duration,
+    pub wake_backoff_max: Duration,
+    /// Wait after a failed resume, removal or record; doubles up to `save_backoff_max`.
+    pub upkeep_backoff_min: Duration,
+    /// When to look again while another actor is at work or the state is unknown.
+    pub look_again: Duration,
+    /// How long a sandbox that woke for somebody runs at least before in-place hibernation takes it again.
+    pub linger: Duration,
+}
+
+impl Default for Policy {
+    fn default() -> Self {
+        Self {
+            save_backoff_min: Duration::from_secs(5),
+            save_backoff_max: Duration::from_secs(300),
+            wake_backoff_min: Duration::from_secs(1),
+            wake_backoff_max: Duration::from_secs(60),
+            upkeep_backoff_min: Duration::from_secs(1),
+            look_again: Duration::from_millis(200),
+            linger: Duration::from_secs(10),
+        }
+    }
+}
+
+/// One kind of work that failed, `count` times in a row.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Failure {
+    pub step: StepKind,
+    /// CamelCase, for conditions.
+    pub reason: String,
+    pub message: String,
+    pub at: Timestamp,
+    pub count: u32,
+}
+
+/// Failures that are not yet made good, by the kind of work. Kept in memory: after a restart of the agent everything is tried at once.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Failures {
+    /// Pause, Checkpoint, Commit, End.
+    pub save: Option<Failure>,
+    /// Wake.
+    pub wake: Option<Failure>,
+    /// Everything else.
+    pub upkeep: Option<Failure>,
+}
+
+impl Failures {
+    /// Takes note of what became of a step. Call it for each executed step.
+    ///
+    /// An unknown outcome counts as a failure here, so that a call that always times out is not repeated without a pause.
+    /// A stale fence counts as nothing. The save that succeeds in the end is the one that commits.
+    pub fn note(&mut self, action: &Action, outcome: &Outcome, now: Timestamp) {
+        let step = action.kind();
+        let place = match step {
+            StepKind::Pause | StepKind::Checkpoint | StepKind::Commit | StepKind::End => {
+                &mut self.save
+            }
+            StepKind::Wake => &mut self.wake,
+            StepKind::Resume
+            | StepKind::Record
+            | StepKind::ForgetSleep
+            | StepKind::DiscardPartial
+            | StepKind::DiscardImage
+            | StepKind::DiscardLedger => &mut self.upkeep,
+        };
+        let (reason, message) = match outcome {
+            Outcome::Stale => return,
+            Outcome::Done | Outcome::Already => {
+                let same = place.as_ref().is_some_and(|failure| failure.step == step);
+                if same || step == StepKind::Commit || step == StepKind::End {
+                    *place = None;
+                }
+                return;
+            }
+            Outcome::Failed { reason, message } => (reason.clone(), message.clone()),
+            Outcome::Unknown { message } => ("Unknown".to_owned(), message.clone()),
+        };
+        let count = place
+            .as_ref()
+            .map_or(1, |failure| failure.count.saturating_add(1));
+        *place = Some(Failure {
+            step,
+            reason,
+            message,
+            at: now,
+            count,
+        });
+    }
+}
+
+impl Failure {
+    /// When the work may be tried again: `min`, doubled with each failure, at most `max`.
+    pub fn retry_at(&self, min: Duration, max: Duration) -> Timestamp {
+        let doubled = 2_u32.saturating_pow(self.count.saturating_sub(1).min(30));
+        let wait = min.saturating_mul(doubled).min(max);
+        later(self.at, wait)
+    }
+}
+
+/// `at + wait`, at most the end of time.
+pub(crate) fn later(at: Timestamp, wait: Duration) -> Timestamp {
+    at.checked_add(wait).unwrap_or(Timestamp::MAX)
+}

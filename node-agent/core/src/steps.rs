@@ -1,0 +1,186 @@
+//! Plans, their steps, and what became of a step.
+//!
+//! # How a step is executed
+//! 1. Compare the [`Fence`]: another sandbox id or ledger sequence than planned for → [`Outcome::Stale`], nothing is done.
+//! 2. Append `before` to the ledger, durably.
+//! 3. Act: one call, given by [`Action`]. Doing it twice does no harm; the second time the answer is [`Outcome::Already`].
+//! 4. On `Done` or `Already` append `after` to the ledger, durably.
+//! 5. On anything but `Done` or `Already`, drop the rest of the plan. Note the outcome in [`crate::Failures::note`].
+//!
+//! After a plan with steps, observe and plan again at once. After one without, wait for a change or for `wake_at`.
+//! The whole plan runs under the sandbox's lock, observation included.
+
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+
+use crate::ids::{ImageId, PodUid, SandboxId};
+use crate::ledger::Entry;
+use crate::status::StatusDraft;
+
+/// What a plan was made for. Only that may be changed by it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fence {
+    pub pod_uid: PodUid,
+    /// The sandbox that was observed, if any.
+    pub sandbox_id: Option<SandboxId>,
+    /// Ledger sequence before the step's own entries; a step counts those of the steps before it.
+    pub ledger_seq: u64,
+}
+
+/// One step, complete: nothing is left to be chosen when it is executed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Step {
+    pub fence: Fence,
+    /// Ledger entry that must be durable before the act.
+    pub before: Option<Entry>,
+    pub action: Action,
+    /// Ledger entry that is appended when the act is done.
+    pub after: Option<Entry>,
+}
+
+/// The act of a step.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Action {
+    /// Stop the sandbox's processor time; it stays in memory.
+    Pause,
+    /// Let it run on.
+    Resume,
+    /// Read the paused sandbox's memory into a fresh partial image; the sandbox stays paused.
+    Checkpoint { image: ImageId },
+    /// Make the partial image durable, write its manifest, move it to its place. `Already` if it lies there.
+    Commit { image: ImageId },
+    /// Note in /run that the sandbox sleeps in `image`, then end its processes. Its keepers stay.
+    End { image: ImageId },
+    /// Verify `image`, restore the sandbox from it, drop the note in /run. Removes a half-made sandbox first.
+    /// When it fails for certain (no sandbox runs), the executor appends [`Entry::WakeFailed`] with the reason.
+    Wake { image: ImageId },
+    /// Only the ledger changes.
+    Record,
+    /// Drop a note in /run that the ledger contradicts. If no sandbox runs, its keepers then report the containers' end.
+    ForgetSleep,
+    /// Remove what an unfinished save or removal left.
+    DiscardPartial { image: ImageId },
+    /// Remove a committed image.
+    DiscardImage { image: ImageId },
+    /// Remove the ledger of a Pod that is gone.
+    DiscardLedger,
+}
+
+/// [`Action`] without its data: a metric label.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum StepKind {
+    Pause,
+    Resume,
+    Checkpoint,
+    Commit,
+    End,
+    Wake,
+    Record,
+    ForgetSleep,
+    DiscardPartial,
+    DiscardImage,
+    DiscardLedger,
+}
+
+impl Action {
+    pub fn kind(&self) -> StepKind {
+        match self {
+            Action::Pause => StepKind::Pause,
+            Action::Resume => StepKind::Resume,
+            Action::Checkpoint { .. } => StepKind::Checkpoint,
+            Action::Commit { .. } => StepKind::Commit,
+            Action::End { .. } => StepKind::End,
+            Action::Wake { .. } => StepKind::Wake,
+            Action::Record => StepKind::Record,
+            Action::ForgetSleep => StepKind::ForgetSleep,
+            Action::DiscardPartial { .. } => StepKind::DiscardPartial,
+            Action::DiscardImage { .. } => StepKind::DiscardImage,
+            Action::DiscardLedger => StepKind::DiscardLedger,
+        }
+    }
+}
+
+/// What became of a step.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Outcome {
+    Done,
+    /// It was so before.
+    Already,
+    /// It is certain that it was not done. `reason` is CamelCase.
+    Failed {
+        reason: String,
+        message: String,
+    },
+    /// Nobody knows whether it was done: a call timed out or its connection broke.
+    Unknown {
+        message: String,
+    },
+    /// The fence did not fit; nothing was tried.
+    Stale,
+}
+
+/// Why a plan says what it says, for logs, events and tests.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Reason {
+    /// Another actor holds the lock.
+    Busy,
+    /// The state of the sandbox could not be found out.
+    LiveUnknown,
+    /// The ledger cannot be trusted.
+    LedgerCorrupt,
+    /// torpor-oci is filling the Pod from an image.
+    Restoring,
+    /// Asked to sleep.
+    SleepWanted,
+    /// Asked to run.
+    AwakeWanted,
+    /// Asked to stand still.
+    FreezeWanted,
+    /// A snapshot wants an image.
+    SnapshotWanted,
+    /// The image that the sandbox sleeps in shall be deleted.
+    DeletionWanted,
+    /// An image that holds the sandbox's memory serves a snapshot too.
+    ImageAdopted,
+    /// It sleeps as asked.
+    Sleeping,
+    /// Runs or stands still, as asked.
+    Settled,
+    /// The sandbox runs although the ledger says otherwise.
+    AwakeUnrecorded,
+    /// The note in /run says asleep, the ledger does not.
+    RecordStale,
+    /// A save was not finished.
+    SaveUnfinished,
+    /// The runtime cannot save.
+    NotCapable,
+    /// Somebody has a session open, or had one a moment ago.
+    InUse,
+    /// Waiting after a failure.
+    Backoff { until: Timestamp },
+    /// The memory is in an image and the kubelet is to bring the containers back.
+    AwaitingContainers,
+    /// No sandbox.
+    NoSandbox,
+    /// The memory should be in an image that the store does not have.
+    ImageMissing { image: ImageId },
+    /// Nothing refers to an image any more.
+    Garbage { image: ImageId },
+    /// The Pod is being deleted.
+    PodTerminating,
+    /// The Pod is gone.
+    PodGone,
+    /// All image numbers of this Pod are used up.
+    NumbersExhausted,
+}
+
+/// What to do next with one sandbox, and what to tell.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Plan {
+    pub steps: Vec<Step>,
+    /// Describes what was observed and what the steps begin; write it before executing them.
+    pub status: StatusDraft,
+    /// When to plan again although nothing changed.
+    pub wake_at: Option<Timestamp>,
+    pub why: Vec<Reason>,
+}

@@ -1,0 +1,377 @@
+//! The agent: observe, plan, tell, execute. It may die at any point, and any call may fail or never answer.
+
+use torpor_core::{
+    Action, Entry, Failures, ImageId, ImageState, Live, Outcome, PodPresence, Policy,
+    SnapshotState, SnapshotWish, Step, plan,
+};
+
+use crate::schedule::Random;
+use crate::world::{Image, World};
+
+/// What the agent has in memory, lost when it dies.
+#[derive(Debug, Default)]
+pub(crate) struct Agent {
+    failures: Failures,
+    /// The partial image whose checkpoint came back.
+    written: Option<ImageId>,
+}
+
+/// How a pass ended.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Pass {
+    /// Nothing to do before this second, if any.
+    Idle(Option<i64>),
+    Worked,
+    Died,
+}
+
+/// Faults per thousand calls.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Faults {
+    pub(crate) fail: u64,
+    pub(crate) unknown: u64,
+    pub(crate) die: u64,
+    pub(crate) tell: u64,
+}
+
+impl Faults {
+    pub(crate) const NONE: Faults = Faults {
+        fail: 0,
+        unknown: 0,
+        die: 0,
+        tell: 0,
+    };
+}
+
+/// The process is gone.
+struct Dead;
+
+impl Agent {
+    pub(crate) fn pass(&mut self, world: &mut World, random: &mut Random, faults: Faults) -> Pass {
+        let desired = world.desired();
+        let observed = world.observe(&self.failures);
+        let policy = Policy::default();
+        let made = plan(&desired, &observed, &policy, world.time());
+        assert_eq!(
+            made,
+            plan(&desired, &observed, &policy, world.time()),
+            "not deterministic"
+        );
+        if world.verbose {
+            println!("  plan {:?} {:?}", made.why, made.status.phase);
+        }
+        if !random.chance(faults.tell) {
+            tell(world, &made.status.snapshots);
+        }
+        if made.steps.is_empty() {
+            return Pass::Idle(made.wake_at.map(|at| at.as_second()));
+        }
+        for step in &made.steps {
+            let outcome = match self.execute(world, random, faults, step) {
+                Ok(outcome) => outcome,
+                Err(Dead) => {
+                    world.say("agent died", || format!("at {:?}", step.action));
+                    *self = Self::default();
+                    return Pass::Died;
+                }
+            };
+            self.failures.note(&step.action, &outcome, world.time());
+            world.check();
+            if !matches!(outcome, Outcome::Done | Outcome::Already) {
+                world.say("step not done", || {
+                    format!("{:?}: {outcome:?}", step.action)
+                });
+                break;
+            }
+        }
+        Pass::Worked
+    }
+
+    fn execute(
+        &mut self,
+        world: &mut World,
+        random: &mut Random,
+        faults: Faults,
+        step: &Step,
+    ) -> Result<Outcome, Dead> {
+        if step.fence.ledger_seq != world.ledger().seq {
+            panic!(
+                "{step:?} was planned for another ledger than {}",
+                world.ledger().seq
+            );
+        }
+        may_die(random, faults)?;
+        if let Some(before) = &step.before
+            && !append(world, random, faults, before)?
+        {
+            return Ok(full());
+        }
+        may_die(random, faults)?;
+        let outcome = if random.chance(faults.fail) {
+            Outcome::Failed {
+                reason: "Injected".into(),
+                message: "injected".into(),
+            }
+        } else {
+            self.act(world, random, faults, &step.action)?
+        };
+        world.check();
+        may_die(random, faults)?;
+        if random.chance(faults.unknown) {
+            return Ok(Outcome::Unknown {
+                message: "injected".into(),
+            });
+        }
+        match (&outcome, &step.action) {
+            (Outcome::Done | Outcome::Already, _) => {
+                if let Some(after) = &step.after
+                    && !append(world, random, faults, after)?
+                {
+                    return Ok(full());
+                }
+            }
+            (Outcome::Failed { reason, .. }, Action::Wake { image }) => {
+                let entry = Entry::WakeFailed {
+                    image: image.clone(),
+                    reason: reason.clone(),
+                };
+                append(world, random, faults, &entry)?;
+            }
+            (Outcome::Failed { .. } | Outcome::Unknown { .. } | Outcome::Stale, _) => {}
+        }
+        Ok(outcome)
+    }
+
+    fn act(
+        &mut self,
+        world: &mut World,
+        random: &mut Random,
+        faults: Faults,
+        action: &Action,
+    ) -> Result<Outcome, Dead> {
+        world.say(name_of(action), || format!("{action:?}"));
+        Ok(match action {
+            Action::Pause => match world.live {
+                Live::Running => {
+                    world.live = Live::Paused;
+                    Outcome::Done
+                }
+                Live::Paused => Outcome::Already,
+                Live::None | Live::Unknown => no_sandbox(),
+            },
+            Action::Resume => match world.live {
+                Live::Paused => {
+                    let image = world.restorable();
+                    assert_eq!(
+                        image, None,
+                        "resumed while an image could still be restored"
+                    );
+                    world.live = Live::Running;
+                    world.runs();
+                    Outcome::Done
+                }
+                Live::Running => Outcome::Already,
+                Live::None | Live::Unknown => no_sandbox(),
+            },
+            Action::Checkpoint { image } => self.checkpoint(world, random, faults, image)?,
+            Action::Commit { image } => self.commit(world, image),
+            Action::End { image } => end(world, random, faults, image)?,
+            Action::Wake { image } => wake(world, random, faults, image)?,
+            Action::Record => Outcome::Done,
+            Action::ForgetSleep => {
+                world.record = None;
+                if world.live == Live::None {
+                    world.containers = false;
+                }
+                Outcome::Done
+            }
+            Action::DiscardPartial { image } => {
+                match world.images.get(image).map(|i| i.state) {
+                    Some(ImageState::Partial) => world.images.remove(image),
+                    found => panic!("{image} is to be discarded as partial, and is {found:?}"),
+                };
+                Outcome::Done
+            }
+            Action::DiscardImage { image } => {
+                let found = world
+                    .images
+                    .get_mut(image)
+                    .expect("a discarded image is there");
+                found.state = ImageState::Partial;
+                world.check();
+                may_die(random, faults)?;
+                world.images.remove(image);
+                Outcome::Done
+            }
+            Action::DiscardLedger => {
+                assert_eq!(world.pod, PodPresence::Gone);
+                world.discard_ledger();
+                Outcome::Done
+            }
+        })
+    }
+
+    fn checkpoint(
+        &mut self,
+        world: &mut World,
+        random: &mut Random,
+        faults: Faults,
+        image: &ImageId,
+    ) -> Result<Outcome, Dead> {
+        if world.live != Live::Paused {
+            return Ok(no_sandbox());
+        }
+        let memory = world.memory;
+        let partial = Image {
+            memory,
+            state: ImageState::Partial,
+        };
+        let before = world.images.insert(image.clone(), partial);
+        assert!(before.is_none(), "the name {image} was used twice");
+        may_die(random, faults)?;
+        if world.disk_full || random.chance(faults.fail) {
+            return Ok(full());
+        }
+        self.written = Some(image.clone());
+        Ok(Outcome::Done)
+    }
+
+    fn commit(&mut self, world: &mut World, image: &ImageId) -> Outcome {
+        let written = self.written.take();
+        let disk_full = world.disk_full;
+        let Some(found) = world.images.get_mut(image) else {
+            return no_sandbox();
+        };
+        match found.state {
+            ImageState::Committed => Outcome::Already,
+            ImageState::Partial if disk_full => full(),
+            ImageState::Partial => {
+                assert_eq!(
+                    written.as_ref(),
+                    Some(image),
+                    "commit of what nobody finished writing"
+                );
+                found.state = ImageState::Committed;
+                Outcome::Done
+            }
+        }
+    }
+}
+
+fn end(
+    world: &mut World,
+    random: &mut Random,
+    faults: Faults,
+    image: &ImageId,
+) -> Result<Outcome, Dead> {
+    assert_eq!(
+        world.restorable().as_ref(),
+        Some(image),
+        "ended for an image that is not its memory"
+    );
+    world.record = Some(image.clone());
+    may_die(random, faults)?;
+    if world.live == Live::None {
+        return Ok(Outcome::Already);
+    }
+    assert_eq!(world.live, Live::Paused, "ended while it ran");
+    assert_eq!(world.images[image].memory, world.memory);
+    world.live = Live::None;
+    Ok(Outcome::Done)
+}
+
+fn wake(
+    world: &mut World,
+    random: &mut Random,
+    faults: Faults,
+    image: &ImageId,
+) -> Result<Outcome, Dead> {
+    may_die(random, faults)?;
+    world.restores(image);
+    world.sandboxes += 1;
+    may_die(random, faults)?;
+    world.record = None;
+    Ok(Outcome::Done)
+}
+
+fn append(
+    world: &mut World,
+    random: &mut Random,
+    faults: Faults,
+    entry: &Entry,
+) -> Result<bool, Dead> {
+    if random.chance(faults.die) {
+        world.append(entry, Some(random.pick(4096)));
+        return Err(Dead);
+    }
+    Ok(world.append(entry, None))
+}
+
+fn may_die(random: &mut Random, faults: Faults) -> Result<(), Dead> {
+    match random.chance(faults.die) {
+        true => Err(Dead),
+        false => Ok(()),
+    }
+}
+
+fn full() -> Outcome {
+    Outcome::Failed {
+        reason: "DiskFull".into(),
+        message: "no room".into(),
+    }
+}
+
+fn no_sandbox() -> Outcome {
+    Outcome::Failed {
+        reason: "NoSandbox".into(),
+        message: "no sandbox".into(),
+    }
+}
+
+/// Writes snapshot states to the API, as the agent does.
+fn tell(world: &mut World, drafts: &[torpor_core::SnapshotDraft]) {
+    for draft in drafts {
+        let images = world.images.clone();
+        let Some(snapshot) = world
+            .snapshots
+            .iter_mut()
+            .find(|s| s.intent.uid == draft.uid)
+        else {
+            continue;
+        };
+        match &draft.state {
+            SnapshotState::Committed { image, stale, .. } => {
+                snapshot.intent.image = Some(image.clone());
+                snapshot.memory = images.get(image).map(|i| i.memory);
+                snapshot.stale = *stale;
+            }
+            SnapshotState::Released => {
+                assert_eq!(snapshot.intent.wish, SnapshotWish::Delete);
+                world.snapshots.retain(|s| s.intent.uid != draft.uid);
+                world.say("snapshot released", || draft.uid.to_string());
+            }
+            SnapshotState::Pending { .. }
+            | SnapshotState::Saving
+            | SnapshotState::Failed { .. } => {
+                snapshot.intent.image = None;
+            }
+            SnapshotState::Releasing => {}
+        }
+    }
+}
+
+fn name_of(action: &Action) -> &'static str {
+    match action {
+        Action::Pause => "pause",
+        Action::Resume => "resume",
+        Action::Checkpoint { .. } => "checkpoint",
+        Action::Commit { .. } => "commit",
+        Action::End { .. } => "end",
+        Action::Wake { .. } => "wake",
+        Action::Record => "record",
+        Action::ForgetSleep => "forget sleep",
+        Action::DiscardPartial { .. } => "discard partial",
+        Action::DiscardImage { .. } => "discard image",
+        Action::DiscardLedger => "discard ledger",
+    }
+}

@@ -1,0 +1,391 @@
+//! One schedule: a random life, then quiet.
+
+use std::collections::BTreeMap;
+
+use torpor_core::{
+    Entry, ImageState, Live, Memory, PodPresence, Power, SnapshotReason, SnapshotWish,
+};
+
+use crate::agent::{Agent, Faults, Pass};
+use crate::world::World;
+
+/// Events of a random life.
+const EVENTS: u32 = 120;
+/// Passes after which everything must have come right once nothing interferes.
+const QUIET_PASSES: u32 = 60;
+/// What the schedules together must have come across.
+pub(crate) const EXERCISED: &[&str] = &[
+    "pause",
+    "resume",
+    "checkpoint",
+    "commit",
+    "end",
+    "wake",
+    "record",
+    "forget sleep",
+    "discard partial",
+    "discard image",
+    "discard ledger",
+    "agent died",
+    "step not done",
+    "append failed",
+    "tail dropped",
+    "exec wake",
+    "exec wake died",
+    "exec resume",
+    "boot restore",
+    "boot restore died",
+    "cold start",
+    "sentry killed",
+    "reboot",
+    "pod gone",
+    "snapshot",
+    "snapshot released",
+];
+
+/// SplitMix64.
+#[derive(Debug)]
+pub(crate) struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    pub(crate) fn below(&mut self, n: u64) -> u64 {
+        self.next() % n
+    }
+
+    /// An index below `len`.
+    pub(crate) fn pick(&mut self, len: usize) -> usize {
+        usize::try_from(self.below(len as u64)).expect("less than a usize")
+    }
+
+    /// `n` in a thousand.
+    pub(crate) fn chance(&mut self, n: u64) -> bool {
+        n > 0 && self.below(1000) < n
+    }
+}
+
+pub(crate) struct Schedule {
+    random: Random,
+    world: World,
+    agent: Agent,
+    faults: Faults,
+    snapshots_made: u32,
+}
+
+impl Schedule {
+    pub(crate) fn new(seed: u64, verbose: bool) -> Self {
+        let mut random = Random(seed);
+        // Some lives are calm, some are hell.
+        let level = [0, 10, 40, 120][random.pick(4)];
+        let faults = Faults {
+            fail: level,
+            unknown: level / 2,
+            die: level / 2,
+            tell: level,
+        };
+        let world = World::new(verbose);
+        Self {
+            random,
+            world,
+            agent: Agent::default(),
+            faults,
+            snapshots_made: 0,
+        }
+    }
+
+    pub(crate) fn run(mut self) -> BTreeMap<&'static str, u64> {
+        for _ in 0..EVENTS {
+            self.event();
+            self.world.runs();
+            self.world.now += i64::try_from(self.random.below(4)).unwrap();
+            self.world.check();
+            if self.world.pod == PodPresence::Gone && self.random.chance(100) {
+                break;
+            }
+        }
+        self.quiet();
+        self.world.counts
+    }
+
+    fn event(&mut self) {
+        let fail = self.faults;
+        match self.random.below(100) {
+            0..50 => {
+                self.agent.pass(&mut self.world, &mut self.random, fail);
+            }
+            50..58 => self.world.refresh_cache(),
+            58..66 => self.kubelet(fail),
+            66..74 => self.set_power(),
+            74..79 => self.exec(fail),
+            79..83 => self.make_snapshot(),
+            83..87 => self.delete_snapshot(),
+            87..89 => self.controller_suspends(),
+            89..91 => self.world.sessions = u32::try_from(self.random.below(2)).unwrap(),
+            91..94 => self.disk(),
+            94..96 => self.kill(),
+            96 => self.reboot(),
+            97 => self.restart_agent(),
+            98 => self.world.now += 400,
+            _ => self.delete_pod(),
+        }
+    }
+
+    fn set_power(&mut self) {
+        let power = [Power::Awake, Power::Asleep, Power::Asleep, Power::Frozen];
+        let power = power[self.random.pick(4)];
+        self.world.power = power;
+        self.world.say("power", || format!("{power:?}"));
+    }
+
+    fn make_snapshot(&mut self) {
+        if self.world.pod == PodPresence::Present && self.world.snapshots.len() < 4 {
+            self.snapshots_made += 1;
+            let suspend = self.random.chance(400);
+            let reason = match suspend {
+                true => SnapshotReason::Suspend,
+                false => SnapshotReason::Manual,
+            };
+            self.world.add_snapshot(self.snapshots_made, reason);
+        }
+    }
+
+    fn delete_snapshot(&mut self) {
+        if self.world.snapshots.is_empty() {
+            return;
+        }
+        let which = self.random.pick(self.world.snapshots.len());
+        let intent = &mut self.world.snapshots[which].intent;
+        intent.wish = SnapshotWish::Delete;
+        let uid = intent.uid.clone();
+        self.world.say("snapshot deleted", || uid.to_string());
+    }
+
+    /// The controller deletes the Pod once its Suspend snapshot says Committed.
+    fn controller_suspends(&mut self) {
+        let ready = self.world.snapshots.iter().any(|s| {
+            let intent = &s.intent;
+            let suspend = intent.reason == SnapshotReason::Suspend;
+            suspend && intent.wish == SnapshotWish::Keep && intent.image.is_some() && !s.stale
+        });
+        if ready && self.world.pod == PodPresence::Present {
+            self.world.say("suspended", String::new);
+            self.world.pod = PodPresence::Terminating;
+        }
+    }
+
+    fn delete_pod(&mut self) {
+        if self.world.pod == PodPresence::Present && self.random.chance(300) {
+            self.world.say("pod deleted", String::new);
+            self.world.pod = PodPresence::Terminating;
+        }
+    }
+
+    fn disk(&mut self) {
+        self.world.disk_full = !self.world.disk_full && self.faults.fail > 0;
+        let full = self.world.disk_full;
+        self.world.say("disk", || format!("full: {full}"));
+    }
+
+    fn kill(&mut self) {
+        if matches!(self.world.live, Live::Running | Live::Paused) {
+            self.world.say("sentry killed", String::new);
+            self.world.dies();
+        }
+    }
+
+    fn reboot(&mut self) {
+        self.world.say("reboot", String::new);
+        self.world.record = None;
+        self.world.dies();
+        self.world.containers = false;
+        self.world.sessions = 0;
+        self.restart_agent();
+    }
+
+    fn restart_agent(&mut self) {
+        self.agent = Agent::default();
+        self.world.refresh_cache();
+    }
+
+    /// What torpor-oci does for an exec: wake what sleeps, let run what stands still. It can die on the way.
+    fn exec(&mut self, faults: Faults) {
+        let world = &mut self.world;
+        if !world.containers || world.power == Power::Frozen {
+            return;
+        }
+        match (world.live, world.record.clone()) {
+            (Live::None, Some(image)) if world.restorable().as_ref() == Some(&image) => {
+                world.say("exec wake", || image.to_string());
+                if !world.append(
+                    &Entry::Waking {
+                        image: image.clone(),
+                    },
+                    None,
+                ) {
+                    return;
+                }
+                if self.random.chance(faults.die) {
+                    return world.say("exec wake died", String::new);
+                }
+                world.restores(&image);
+                if self.random.chance(faults.die) {
+                    return world.say("exec wake died", String::new);
+                }
+                world.append(&Entry::Awake, None);
+                if self.random.chance(faults.die) {
+                    return world.say("exec wake died", String::new);
+                }
+                world.record = None;
+            }
+            (Live::Paused, _) => {
+                if world.restorable().is_some() && !world.append(&Entry::Awake, None) {
+                    return;
+                }
+                world.say("exec resume", String::new);
+                world.live = Live::Running;
+                world.runs();
+            }
+            _ => {}
+        }
+    }
+
+    /// Brings containers back while the Pod is there, ends them when it is being deleted.
+    fn kubelet(&mut self, faults: Faults) {
+        let world = &mut self.world;
+        match world.pod {
+            PodPresence::Gone => {}
+            PodPresence::Terminating => {
+                world.record = None;
+                world.dies();
+                world.containers = false;
+                world.pod = PodPresence::Gone;
+                world.say("pod gone", String::new);
+            }
+            PodPresence::Present if world.containers => {}
+            PodPresence::Present => self.boot(faults),
+        }
+    }
+
+    /// torpor-oci makes a sandbox: from the image that is its memory if there is one.
+    fn boot(&mut self, faults: Faults) {
+        let world = &mut self.world;
+        assert_eq!(world.live, Live::None);
+        world.sandboxes += 1;
+        let was = world.ledger().memory.clone();
+        let Some(image) = world.restorable() else {
+            assert_eq!(
+                world.owed, None,
+                "cold start although memory was to be kept"
+            );
+            if was != Memory::Live && !world.append(&Entry::Awake, None) {
+                return;
+            }
+            world.say("cold start", String::new);
+            world.containers = true;
+            return world.starts(world.newest);
+        };
+        world.say("boot restore", || image.to_string());
+        if !world.append(
+            &Entry::Waking {
+                image: image.clone(),
+            },
+            None,
+        ) {
+            return;
+        }
+        if self.random.chance(faults.die) {
+            return world.say("boot restore died", String::new);
+        }
+        world.restores(&image);
+        world.containers = true;
+        if self.random.chance(faults.die) {
+            return world.say("boot restore died", String::new);
+        }
+        world.append(&Entry::Awake, None);
+    }
+
+    /// Nothing interferes any more: within a few passes all must be as it is wanted, and stay so.
+    fn quiet(&mut self) {
+        self.world.say("quiet", String::new);
+        self.world.disk_full = false;
+        self.world.sessions = 0;
+        for _ in 0..QUIET_PASSES {
+            self.world.refresh_cache();
+            self.kubelet(Faults::NONE);
+            self.world.runs();
+            let before = format!("{:?}", self.world.snapshots);
+            let pass = self
+                .agent
+                .pass(&mut self.world, &mut self.random, Faults::NONE);
+            self.world.check();
+            let told = before != format!("{:?}", self.world.snapshots);
+            match pass {
+                Pass::Idle(None) if !told => return self.check_settled(),
+                Pass::Idle(Some(at)) => self.world.now = self.world.now.max(at + 1),
+                Pass::Idle(None) | Pass::Worked | Pass::Died => {}
+            }
+        }
+        panic!("no rest after {QUIET_PASSES} passes: {:#?}", self.world);
+    }
+
+    fn check_settled(&self) {
+        let world = &self.world;
+        world.check_ledger_bytes();
+        let partial = world
+            .images
+            .values()
+            .any(|image| image.state == ImageState::Partial);
+        assert!(!partial, "a partial image was left: {:?}", world.images);
+        let memory = world.ledger().memory.clone();
+        let kept = |id| {
+            let wanted = |s: &&crate::world::Snapshot| s.intent.wish == SnapshotWish::Keep;
+            world
+                .snapshots
+                .iter()
+                .filter(wanted)
+                .any(|s| s.intent.image.as_ref() == Some(id))
+        };
+        let present = world.pod == PodPresence::Present;
+        for id in world.images.keys() {
+            assert!(
+                kept(id) || present && memory.image() == Some(id),
+                "{id} is of no use"
+            );
+        }
+        for snapshot in &world.snapshots {
+            assert_eq!(
+                snapshot.intent.wish,
+                SnapshotWish::Keep,
+                "was not released: {snapshot:?}"
+            );
+            if present {
+                assert!(snapshot.intent.image.is_some(), "never saved: {snapshot:?}");
+            } else if snapshot.intent.reason == SnapshotReason::Suspend && !snapshot.stale {
+                // A wake whose end nobody saw may be repeated, see the ledger's rules.
+                let begun = matches!(memory, Memory::Waking { .. });
+                let newest = snapshot.memory.is_none_or(|memory| memory == world.newest);
+                assert!(newest || begun, "would turn back time: {snapshot:?}");
+            }
+        }
+        if !present {
+            // One without a whole record says nothing; the store sweeps it up.
+            let seq = world.ledger().seq;
+            assert!(!world.images.is_empty() || seq == 0, "the ledger was left");
+            return;
+        }
+        let asleep = world.live == Live::None && world.record.is_some();
+        let desired = world.desired();
+        match desired.target() {
+            Power::Awake => assert_eq!(world.live, Live::Running),
+            Power::Asleep => assert!(asleep, "{:?}", world.live),
+            Power::Frozen => assert!(asleep || world.live == Live::Paused, "{:?}", world.live),
+        }
+    }
+}

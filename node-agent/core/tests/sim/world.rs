@@ -1,0 +1,304 @@
+//! A node and its API objects, as far as one Pod is concerned. Memory is a number that grows while the sandbox runs.
+
+use std::collections::BTreeMap;
+
+use jiff::Timestamp;
+use torpor_core::ledger::{self, Tail};
+use torpor_core::{
+    Desired, Entry, Failures, ImageId, ImageObserved, ImageState, LedgerState, Live, Observed,
+    PodPresence, PodUid, Power, Record, Restore, SandboxId, SnapshotIntent, SnapshotReason,
+    SnapshotUid, SnapshotWish,
+};
+
+#[derive(Debug, Clone)]
+pub(crate) struct Image {
+    pub(crate) memory: u64,
+    pub(crate) state: ImageState,
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct Snapshot {
+    pub(crate) intent: SnapshotIntent,
+    /// The memory in the image when the API was told of it.
+    pub(crate) memory: Option<u64>,
+    pub(crate) stale: bool,
+}
+
+#[derive(Debug)]
+pub(crate) struct World {
+    pub(crate) verbose: bool,
+    pub(crate) uid: PodUid,
+    pub(crate) now: i64,
+    pub(crate) pod: PodPresence,
+    pub(crate) power: Power,
+    pub(crate) snapshots: Vec<Snapshot>,
+    /// What the agent's cache shows of them; lags behind.
+    pub(crate) cached: Vec<SnapshotIntent>,
+    pub(crate) capable: bool,
+    /// The kubelet has the Pod's containers: keepers are alive.
+    pub(crate) containers: bool,
+    /// Counts sandboxes, for their ids.
+    pub(crate) sandboxes: u32,
+    pub(crate) live: Live,
+    /// Memory of the live sandbox.
+    pub(crate) memory: u64,
+    /// The newest memory that ever ran.
+    pub(crate) newest: u64,
+    /// The memory that a wake began with which died before the ledger knew that it ran.
+    unseen: Option<u64>,
+    /// Memory that must not be lost.
+    pub(crate) owed: Option<u64>,
+    pub(crate) record: Option<ImageId>,
+    /// The file.
+    pub(crate) ledger: Vec<u8>,
+    /// What it says; read anew after each torn write, compared at the end.
+    state: LedgerState,
+    torn: bool,
+    pub(crate) images: BTreeMap<ImageId, Image>,
+    pub(crate) disk_full: bool,
+    pub(crate) sessions: u32,
+    pub(crate) counts: BTreeMap<&'static str, u64>,
+}
+
+impl World {
+    pub(crate) fn new(verbose: bool) -> Self {
+        Self {
+            verbose,
+            uid: PodUid::new("0b7e6c1a-4f0e-4a52-9c1f-2b8f5f3f9d10").unwrap(),
+            now: 1_800_000_000,
+            pod: PodPresence::Present,
+            power: Power::Awake,
+            snapshots: Vec::new(),
+            cached: Vec::new(),
+            capable: true,
+            containers: false,
+            sandboxes: 0,
+            live: Live::None,
+            memory: 0,
+            newest: 0,
+            unseen: None,
+            owed: None,
+            record: None,
+            ledger: Vec::new(),
+            state: LedgerState::default(),
+            torn: false,
+            images: BTreeMap::new(),
+            disk_full: false,
+            sessions: 0,
+            counts: BTreeMap::new(),
+        }
+    }
+
+    pub(crate) fn say(&mut self, what: &'static str, detail: impl FnOnce() -> String) {
+        *self.counts.entry(what).or_insert(0) += 1;
+        if self.verbose {
+            println!("{} {what} {}", self.now - 1_800_000_000, detail());
+        }
+    }
+
+    pub(crate) fn time(&self) -> Timestamp {
+        Timestamp::from_second(self.now).unwrap()
+    }
+
+    pub(crate) fn ledger(&self) -> &LedgerState {
+        &self.state
+    }
+
+    fn read_ledger(&self) -> (LedgerState, Tail) {
+        let (entries, tail) =
+            ledger::decode(&self.ledger).expect("crashes do not corrupt a ledger");
+        (LedgerState::fold(&entries), tail)
+    }
+
+    pub(crate) fn check_ledger_bytes(&self) {
+        assert_eq!(
+            self.read_ledger().0,
+            self.state,
+            "the file says something else"
+        );
+    }
+
+    pub(crate) fn discard_ledger(&mut self) {
+        self.ledger.clear();
+        self.state = LedgerState::default();
+    }
+
+    /// Cuts a torn tail, makes a header, appends. `cut`: the process dies while writing.
+    pub(crate) fn append(&mut self, entry: &Entry, cut: Option<usize>) -> bool {
+        if self.disk_full {
+            self.say("append failed", || format!("{entry:?}"));
+            return false;
+        }
+        if self.torn {
+            let (_, tail) = self.read_ledger();
+            if let Tail::Torn { offset, .. } = tail {
+                self.say("tail dropped", String::new);
+                self.ledger.truncate(usize::try_from(offset).unwrap());
+            }
+            self.torn = false;
+        }
+        if self.ledger.is_empty() {
+            self.ledger.extend(ledger::encode_header());
+        }
+        let record = ledger::encode(entry).unwrap();
+        let len = cut.map_or(record.len(), |cut| cut % record.len());
+        self.ledger.extend(&record[..len]);
+        match cut {
+            None => self.state.apply(entry),
+            Some(_) => {
+                self.state = self.read_ledger().0;
+                self.torn = true;
+            }
+        }
+        self.say("ledger", || {
+            format!("{entry:?}{}", if cut.is_some() { " CUT" } else { "" })
+        });
+        true
+    }
+
+    pub(crate) fn held(&self, image: &ImageId) -> bool {
+        self.images
+            .get(image)
+            .is_some_and(|i| i.state == ImageState::Committed)
+    }
+
+    /// The image that torpor-oci would restore by itself.
+    pub(crate) fn restorable(&self) -> Option<ImageId> {
+        self.ledger().restorable(|image| self.held(image)).cloned()
+    }
+
+    pub(crate) fn observe(&self, failures: &Failures) -> Observed {
+        let image = |(id, image): (&ImageId, &Image)| ImageObserved {
+            id: id.clone(),
+            state: image.state,
+            consumed_by: None,
+        };
+        let sandbox = SandboxId::new(format!("{:064x}", self.sandboxes)).unwrap();
+        Observed {
+            sandbox: self.containers.then_some(sandbox),
+            live: self.live,
+            record: self.record.clone().map(|image| Record { image }),
+            ledger: Ok(self.state.clone()),
+            images: self.images.iter().map(image).collect(),
+            capable: match self.capable {
+                true => Ok(()),
+                false => Err("no hibernation here".into()),
+            },
+            restore: Restore::NotAsked,
+            sessions: self.sessions,
+            awake_since: None,
+            failures: failures.clone(),
+            busy: false,
+        }
+    }
+
+    pub(crate) fn desired(&self) -> Desired {
+        Desired {
+            pod_uid: self.uid.clone(),
+            pod: self.pod,
+            power: self.power,
+            snapshots: self.cached.clone(),
+        }
+    }
+
+    pub(crate) fn refresh_cache(&mut self) {
+        self.cached = self.snapshots.iter().map(|s| s.intent.clone()).collect();
+    }
+
+    /// A sandbox begins to run with this memory.
+    pub(crate) fn starts(&mut self, memory: u64) {
+        assert_eq!(self.live, Live::None, "two live copies of one sandbox");
+        self.live = Live::Running;
+        self.memory = memory;
+        self.runs();
+    }
+
+    /// The program does something.
+    pub(crate) fn runs(&mut self) {
+        if self.live == Live::Running {
+            self.newest += 1;
+            self.memory = self.newest;
+            self.owed = Some(self.memory);
+        }
+    }
+
+    /// A restore that nobody asked for by name: only of the newest memory, or of what a wake began to run whose end nobody saw.
+    pub(crate) fn restores(&mut self, image: &ImageId) {
+        assert!(
+            self.held(image),
+            "restore of {image}, which is not in the store"
+        );
+        let memory = self.images[image].memory;
+        let again = self.unseen == Some(memory);
+        assert!(
+            memory == self.newest || again,
+            "{image} is stale: {memory} of {}",
+            self.newest
+        );
+        self.starts(memory);
+    }
+
+    /// The sandbox's processes end, not by the agent. Keepers end with it unless the note says that it sleeps.
+    pub(crate) fn dies(&mut self) {
+        let saved = self.restorable().map(|image| self.images[&image].memory);
+        match self.live {
+            Live::Running => {
+                // Without its wake in the ledger it counts as never woken: its image must be there to be woken again.
+                self.unseen = saved;
+                self.owed = saved;
+            }
+            Live::Paused if saved == Some(self.memory) => {}
+            Live::Paused => self.owed = None,
+            Live::None | Live::Unknown => return,
+        }
+        self.live = Live::None;
+        if self.record.is_none() {
+            self.containers = false;
+        }
+    }
+
+    /// What must hold at every moment.
+    pub(crate) fn check(&self) {
+        if let (Some(owed), false) = (self.owed, self.pod == PodPresence::Gone) {
+            let live = self.live != Live::None && self.memory == owed;
+            let image = self.restorable().map(|image| self.images[&image].memory);
+            assert!(
+                live || image == Some(owed),
+                "memory {owed} is lost (live {live}, image {image:?})"
+            );
+        }
+        for snapshot in &self.snapshots {
+            let (Some(image), SnapshotWish::Keep) = (&snapshot.intent.image, snapshot.intent.wish)
+            else {
+                continue;
+            };
+            let found = self
+                .images
+                .get(image)
+                .filter(|i| i.state == ImageState::Committed);
+            let memory = found.map(|i| i.memory);
+            assert_eq!(
+                memory, snapshot.memory,
+                "{} lost its image {image}",
+                snapshot.intent.name
+            );
+        }
+    }
+
+    pub(crate) fn add_snapshot(&mut self, number: u32, reason: SnapshotReason) {
+        let uid = SnapshotUid::new(format!("snapshot-{number}")).unwrap();
+        self.say("snapshot", || format!("{uid} {reason:?}"));
+        self.snapshots.push(Snapshot {
+            intent: SnapshotIntent {
+                name: format!("default/{uid}"),
+                uid,
+                pod_uid: self.uid.clone(),
+                reason,
+                image: None,
+                wish: SnapshotWish::Keep,
+            },
+            memory: None,
+            stale: false,
+        });
+    }
+}

@@ -1,0 +1,397 @@
+//! The cgroups of a pod.
+//!
+//! runsc runs with `--ignore-cgroups`; the pod's processes are placed here instead, the same way on cgroup v1, v2 and
+//! the hybrid of both:
+//! - the sandbox (sentry, gofers, stubs) sits in `<pod cgroup>/torpor-<sandbox id>`, a leaf beside the containers'
+//!   cgroups, because the pod's limits are set one level up and on v2 the pod cgroup itself may hold no process;
+//! - every container's own cgroup holds its keeper, so that the shim, the kubelet and cAdvisor find what they look for.
+//!
+//! When a v1 memory cgroup runs out of memory, the kernel tells the listeners of all its descendants: the shim that
+//! watches a container's cgroup sees the OOM kill of its sandbox.
+
+use std::io::Write;
+use std::path::{Component, Path, PathBuf};
+
+/// Why a cgroup could not be made, joined or removed.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("cannot read the cgroup hierarchies below {root}")]
+    Hierarchies {
+        root: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("no cgroup hierarchy is mounted below {0}")]
+    None(PathBuf),
+    #[error("{0:?} is not a cgroup path")]
+    BadPath(String),
+    #[error("cannot create the cgroup {path}")]
+    Create {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("cannot write {path}")]
+    Write {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("cannot read {path}")]
+    Read {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("cannot remove the cgroup {path}")]
+    Remove {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+/// Where `linux.cgroupsPath` lies below a hierarchy's root.
+///
+/// With the cgroupfs driver it is a path; with the systemd driver `slice:prefix:name` stands for
+/// `<expanded slice>/<prefix>-<name>.scope`, and a slice's name spells its parents
+/// (`kubepods-burstable-podX.slice` lies in `kubepods.slice/kubepods-burstable.slice`).
+pub fn relative_path(cgroups_path: &str) -> Result<PathBuf, Error> {
+    let bad = || Error::BadPath(cgroups_path.to_owned());
+    let parts: Vec<&str> = cgroups_path.split(':').collect();
+    let path = match parts.as_slice() {
+        [slice, prefix, name] if !prefix.contains('/') && !name.contains('/') => {
+            let stem = slice.strip_suffix(".slice").ok_or_else(bad)?;
+            let mut path = PathBuf::new();
+            let mut spelled = String::new();
+            for part in stem.split('-') {
+                if !spelled.is_empty() {
+                    spelled.push('-');
+                }
+                spelled.push_str(part);
+                path.push(format!("{spelled}.slice"));
+            }
+            path.join(format!("{prefix}-{name}.scope"))
+        }
+        [path] => PathBuf::from(path.trim_start_matches('/')),
+        _ => return Err(bad()),
+    };
+    let plain = path
+        .components()
+        .all(|part| matches!(part, Component::Normal(_)));
+    if plain && path.components().next().is_some() {
+        Ok(path)
+    } else {
+        Err(bad())
+    }
+}
+
+/// The leaf for the sandbox' own processes, from the pause container's `linux.cgroupsPath`.
+pub fn sandbox_path(pause_cgroups_path: &str, sandbox: &str) -> Result<PathBuf, Error> {
+    Ok(beside(&relative_path(pause_cgroups_path)?, sandbox))
+}
+
+/// The same from the cgroup of any container of the pod.
+pub fn beside(container: &Path, sandbox: &str) -> PathBuf {
+    let pod = container
+        .parent()
+        .filter(|parent| !parent.as_os_str().is_empty())
+        .unwrap_or(container);
+    let short = sandbox.get(..12).unwrap_or(sandbox);
+    pod.join(format!("torpor-{short}"))
+}
+
+/// The cgroup hierarchies of this machine: one on v2, several on v1.
+#[derive(Debug, Clone)]
+pub struct Hierarchies {
+    roots: Vec<PathBuf>,
+}
+
+impl Hierarchies {
+    /// Finds what is mounted below `root` (`/sys/fs/cgroup`).
+    pub fn find(root: &Path) -> Result<Self, Error> {
+        if root.join("cgroup.controllers").exists() {
+            return Ok(Self {
+                roots: vec![root.into()],
+            });
+        }
+        let entries = std::fs::read_dir(root).map_err(|source| Error::Hierarchies {
+            root: root.into(),
+            source,
+        })?;
+        let mut roots: Vec<PathBuf> = entries
+            .filter_map(Result::ok)
+            // On v1 `cpu` may be a link to `cpu,cpuacct`: the same hierarchy.
+            .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
+            .map(|entry| entry.path())
+            .filter(|path| path.join("cgroup.procs").exists())
+            .collect();
+        roots.sort();
+        if roots.is_empty() {
+            Err(Error::None(root.into()))
+        } else {
+            Ok(Self { roots })
+        }
+    }
+
+    /// Makes the cgroup where its parent exists: a hierarchy that the kubelet does not use stays as it is.
+    pub fn create(&self, relative: &Path) -> Result<(), Error> {
+        for path in self.with_parent(relative) {
+            match std::fs::create_dir(&path) {
+                Ok(()) => {}
+                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+                Err(source) => return Err(Error::Create { path, source }),
+            }
+            inherit_cpuset(&path)?;
+        }
+        Ok(())
+    }
+
+    /// Moves a process into the cgroup; its later children follow it. On v1 only where something is limited or counted:
+    /// each hierarchy costs a grace period of the kernel's RCU.
+    pub fn place(&self, relative: &Path, pid: u32) -> Result<(), Error> {
+        let roots = self.roots.iter().filter(|root| limits_or_counts(root));
+        for path in roots
+            .map(|root| root.join(relative))
+            .filter(|path| path.is_dir())
+        {
+            write(&path.join("cgroup.procs"), &pid.to_string())?;
+        }
+        Ok(())
+    }
+
+    /// Pids of all processes in the cgroup, over all hierarchies.
+    pub fn pids(&self, relative: &Path) -> Result<Vec<i32>, Error> {
+        let mut found = Vec::new();
+        for path in self.existing(relative) {
+            let path = path.join("cgroup.procs");
+            match std::fs::read_to_string(&path) {
+                Ok(text) => found.extend(text.lines().filter_map(|line| line.parse::<i32>().ok())),
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+                Err(source) => return Err(Error::Read { path, source }),
+            }
+        }
+        found.sort_unstable();
+        found.dedup();
+        Ok(found)
+    }
+
+    /// Removes the cgroup. One that is gone is a success; one that is busy an error.
+    pub fn remove(&self, relative: &Path) -> Result<(), Error> {
+        for path in self.existing(relative) {
+            match std::fs::remove_dir(&path) {
+                Ok(()) => {}
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+                Err(source) => return Err(Error::Remove { path, source }),
+            }
+        }
+        Ok(())
+    }
+
+    /// Limits of processor time on the cgroup: none where there is no limit.
+    pub fn quotas(&self, relative: &Path) -> Vec<Quota> {
+        self.existing(relative)
+            .flat_map(|path| [path.join("cpu.cfs_quota_us"), path.join("cpu.max")])
+            .filter_map(|path| {
+                let value = std::fs::read_to_string(&path).ok()?.trim().to_owned();
+                let unlimited = unlimited(&value)?;
+                (value != unlimited).then_some(Quota {
+                    path,
+                    value,
+                    unlimited,
+                })
+            })
+            .collect()
+    }
+
+    fn with_parent(&self, relative: &Path) -> impl Iterator<Item = PathBuf> {
+        self.roots
+            .iter()
+            .map(move |root| root.join(relative))
+            .filter(|path| path.parent().is_some_and(Path::is_dir))
+    }
+
+    fn existing(&self, relative: &Path) -> impl Iterator<Item = PathBuf> {
+        self.roots
+            .iter()
+            .map(move |root| root.join(relative))
+            .filter(|path| path.is_dir())
+    }
+}
+
+/// Whether a hierarchy, by the controllers that its name lists, limits or counts what a pod uses. The only one of v2 does.
+fn limits_or_counts(root: &Path) -> bool {
+    let name = root.file_name().unwrap_or_default().to_string_lossy();
+    root.join("cgroup.controllers").exists() && name != "unified"
+        || name.split(',').any(|controller| {
+            matches!(controller, "cpu" | "cpuacct" | "cpuset" | "memory" | "pids")
+        })
+}
+
+/// A limit of processor time, and how it is lifted and put back.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Quota {
+    path: PathBuf,
+    value: String,
+    unlimited: String,
+}
+
+impl Quota {
+    pub fn lift(&self) -> Result<(), Error> {
+        write(&self.path, &self.unlimited)
+    }
+
+    /// Unless somebody (the kubelet) has set another limit meanwhile.
+    pub fn put_back(&self) -> Result<(), Error> {
+        match std::fs::read_to_string(&self.path) {
+            Ok(now) if now.trim() == self.unlimited => write(&self.path, &self.value),
+            // Another limit, or no cgroup any more.
+            _ => Ok(()),
+        }
+    }
+}
+
+/// How "no limit" is written in place of `value`: on v1 a number, on v2 `max` and the period.
+fn unlimited(value: &str) -> Option<String> {
+    match value.split_once(' ') {
+        Some((_, period)) => Some(format!("max {period}")),
+        None => value.parse::<i64>().ok().map(|_| "-1".to_owned()),
+    }
+}
+
+/// On v1 a new cpuset is empty, and an empty one takes no process.
+fn inherit_cpuset(path: &Path) -> Result<(), Error> {
+    let Some(parent) = path.parent() else {
+        return Ok(());
+    };
+    for file in ["cpuset.cpus", "cpuset.mems"] {
+        let own = path.join(file);
+        // v2 has the same names, and there empty means inherited.
+        if path.join("cgroup.controllers").exists() || !own.exists() {
+            continue;
+        }
+        let read = |path: &Path| {
+            std::fs::read_to_string(path).map_err(|source| Error::Read {
+                path: path.into(),
+                source,
+            })
+        };
+        if read(&own)?.trim().is_empty() {
+            write(&own, read(&parent.join(file))?.trim())?;
+        }
+    }
+    Ok(())
+}
+
+fn write(path: &Path, text: &str) -> Result<(), Error> {
+    let written = std::fs::OpenOptions::new()
+        .write(true)
+        .truncate(true)
+        .open(path)
+        .and_then(|mut file| file.write_all(text.as_bytes()));
+    written.map_err(|source| Error::Write {
+        path: path.into(),
+        source,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_of_both_cgroup_drivers_are_understood() {
+        let text = |path: &str| relative_path(path).expect("a path").display().to_string();
+        assert_eq!(
+            text("/kubepods/burstable/pod1/abc"),
+            "kubepods/burstable/pod1/abc"
+        );
+        assert_eq!(
+            text("kubepods-burstable-pod1_2.slice:cri-containerd:abc"),
+            "kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod1_2.slice/\
+             cri-containerd-abc.scope"
+        );
+    }
+
+    #[test]
+    fn a_path_that_leaves_the_hierarchy_is_refused() {
+        for path in [
+            "/kubepods/../../etc",
+            "",
+            "/",
+            "a:b",
+            "x.service:p:n",
+            "a-b.slice:..:/",
+        ] {
+            assert!(relative_path(path).is_err(), "{path}");
+        }
+    }
+
+    #[test]
+    fn the_sandbox_sits_beside_its_containers() {
+        let path = sandbox_path("/kubepods/pod1/abc", "0123456789abcdef").expect("a path");
+        assert_eq!(path, Path::new("kubepods/pod1/torpor-0123456789ab"));
+    }
+
+    fn v2_tree() -> tempfile::TempDir {
+        let root = tempfile::tempdir().expect("a directory");
+        std::fs::write(root.path().join("cgroup.controllers"), "memory").expect("written");
+        std::fs::create_dir_all(root.path().join("kubepods/pod1")).expect("made");
+        root
+    }
+
+    #[test]
+    fn on_v2_there_is_one_hierarchy_and_create_is_idempotent() {
+        let root = v2_tree();
+        let hierarchies = Hierarchies::find(root.path()).expect("found");
+        let leaf = Path::new("kubepods/pod1/torpor-x");
+        hierarchies.create(leaf).expect("created");
+        hierarchies.create(leaf).expect("created again");
+        assert!(root.path().join(leaf).is_dir());
+        hierarchies.remove(leaf).expect("removed");
+        hierarchies.remove(leaf).expect("removed again");
+    }
+
+    #[test]
+    fn a_quota_is_lifted_and_put_back_unless_it_was_changed_meanwhile() {
+        let root = v2_tree();
+        let pod = Path::new("kubepods/pod1");
+        let file = root.path().join(pod).join("cpu.max");
+        let now = || std::fs::read_to_string(&file).expect("read");
+        let hierarchies = Hierarchies::find(root.path()).expect("found");
+        std::fs::write(&file, "max 100000\n").expect("written");
+        assert_eq!(hierarchies.quotas(pod), []);
+
+        std::fs::write(&file, "20000 100000\n").expect("written");
+        let quotas = hierarchies.quotas(pod);
+        quotas[0].lift().expect("lifted");
+        assert_eq!(now(), "max 100000");
+        quotas[0].put_back().expect("put back");
+        assert_eq!(now().trim_end(), "20000 100000");
+        quotas[0].put_back().expect("put back again");
+        std::fs::write(&file, "50000 100000\n").expect("written");
+        quotas[0].put_back().expect("left alone");
+        assert_eq!(now(), "50000 100000\n");
+        // v1 has a number in a file of another name.
+        assert_eq!(unlimited("20000"), Some("-1".to_owned()));
+    }
+
+    #[test]
+    fn on_v1_a_new_cpuset_takes_its_parents_values() {
+        let root = tempfile::tempdir().expect("a directory");
+        let parent = root.path().join("cpuset/kubepods");
+        std::fs::create_dir_all(parent.join("leaf")).expect("made");
+        std::fs::write(root.path().join("cpuset/cgroup.procs"), "").expect("written");
+        for (file, value) in [("cpuset.cpus", "0-1\n"), ("cpuset.mems", "0\n")] {
+            std::fs::write(parent.join(file), value).expect("written");
+            std::fs::write(parent.join("leaf").join(file), "\n").expect("written");
+        }
+        let hierarchies = Hierarchies::find(root.path()).expect("found");
+        hierarchies
+            .create(Path::new("kubepods/leaf"))
+            .expect("created");
+        let cpus = std::fs::read_to_string(parent.join("leaf/cpuset.cpus")).expect("read");
+        assert_eq!(cpus.trim(), "0-1");
+    }
+}

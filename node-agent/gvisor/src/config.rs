@@ -1,0 +1,112 @@
+//! Where things lie on this node. Written by the installer beside the `torpor-oci` binary, because containerd gives an
+//! OCI runtime no configuration of its own.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+/// The file's name, beside the `torpor-oci` binary.
+pub const FILE_NAME: &str = "torpor-oci.json";
+
+/// Paths and flags that torpor-oci, the keepers and the agent agree on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    /// The runsc binary that this installation ships; images name its digest.
+    pub runsc: PathBuf,
+    /// BLAKE3 digest of that binary, `blake3:<hex>`; taken once, by the installer.
+    pub runsc_digest: String,
+    /// State that dies with the node's uptime (a tmpfs), `/run/torpor`.
+    pub state_dir: PathBuf,
+    /// Images and ledgers, `/var/lib/torpor`.
+    pub store_dir: PathBuf,
+    /// The kubelet's root directory; emptyDir volumes are found below it.
+    pub kubelet_root: PathBuf,
+    /// gVisor's platform.
+    #[serde(default = "default_platform")]
+    pub platform: String,
+    /// Whether the kernel's RCU grace periods may be expedited for the moment of a wake (see [`crate::expedite`]).
+    #[serde(default = "yes", skip_serializing_if = "is_yes")]
+    pub expedite_wakes: bool,
+    /// Directory for runsc's debug logs; none in production.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub debug_log_dir: Option<PathBuf>,
+}
+
+fn default_platform() -> String {
+    "systrap".to_owned()
+}
+
+fn yes() -> bool {
+    true
+}
+
+fn is_yes(value: &bool) -> bool {
+    *value
+}
+
+/// Why the configuration could not be read.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("cannot find the path of the running torpor-oci binary")]
+    OwnPath(#[source] std::io::Error),
+    #[error("cannot read {path}: is Torpor installed on this node (DaemonSet torpor-agent)?")]
+    Read {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("{path} is not a valid torpor-oci configuration")]
+    Parse {
+        path: PathBuf,
+        #[source]
+        source: serde_json::Error,
+    },
+}
+
+impl Config {
+    /// Reads the file that lies beside the running binary.
+    pub fn beside_own_binary() -> Result<Self, Error> {
+        let exe = std::env::current_exe().map_err(Error::OwnPath)?;
+        Self::read(&exe.with_file_name(FILE_NAME))
+    }
+
+    /// Reads the file at `path`.
+    pub fn read(path: &Path) -> Result<Self, Error> {
+        let bytes = std::fs::read(path).map_err(|source| Error::Read {
+            path: path.into(),
+            source,
+        })?;
+        serde_json::from_slice(&bytes).map_err(|source| Error::Parse {
+            path: path.into(),
+            source,
+        })
+    }
+
+    /// The build of runsc with this digest (`blake3:<hex>`), if it is installed: an update leaves older ones where they
+    /// are, for the pods and images that need them.
+    pub fn runsc_build(&self, digest: &str) -> Option<PathBuf> {
+        if digest == self.runsc_digest {
+            return Some(self.runsc.clone());
+        }
+        let hex = digest.strip_prefix("blake3:")?.get(..12)?;
+        let plain = hex.bytes().all(|byte| byte.is_ascii_hexdigit());
+        let path = self.runsc.with_file_name(format!("runsc-{hex}"));
+        (plain && path.is_file()).then_some(path)
+    }
+
+    /// `runsc --root`.
+    pub fn runsc_root(&self) -> PathBuf {
+        self.state_dir.join("runsc")
+    }
+
+    /// Records of pods, one directory per pod sandbox.
+    pub fn pods_dir(&self) -> PathBuf {
+        self.state_dir.join("pods")
+    }
+
+    /// Records of containers, one directory per container.
+    pub fn containers_dir(&self) -> PathBuf {
+        self.state_dir.join("containers")
+    }
+}

@@ -1,0 +1,158 @@
+//! An OCI process, in the words of gVisor's control socket (control.ExecArgs). Pure.
+
+use serde_json::{Value, json};
+
+/// Why a process cannot be run.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum Error {
+    #[error("the OCI process has no args")]
+    NoArgs,
+    #[error("the OCI process asks for {0:?}, which is no capability")]
+    UnknownCapability(String),
+}
+
+/// Capabilities by number, from 0 (linux/capability.h).
+const CAPABILITIES: [&str; 41] = [
+    "CAP_CHOWN",
+    "CAP_DAC_OVERRIDE",
+    "CAP_DAC_READ_SEARCH",
+    "CAP_FOWNER",
+    "CAP_FSETID",
+    "CAP_KILL",
+    "CAP_SETGID",
+    "CAP_SETUID",
+    "CAP_SETPCAP",
+    "CAP_LINUX_IMMUTABLE",
+    "CAP_NET_BIND_SERVICE",
+    "CAP_NET_BROADCAST",
+    "CAP_NET_ADMIN",
+    "CAP_NET_RAW",
+    "CAP_IPC_LOCK",
+    "CAP_IPC_OWNER",
+    "CAP_SYS_MODULE",
+    "CAP_SYS_RAWIO",
+    "CAP_SYS_CHROOT",
+    "CAP_SYS_PTRACE",
+    "CAP_SYS_PACCT",
+    "CAP_SYS_ADMIN",
+    "CAP_SYS_BOOT",
+    "CAP_SYS_NICE",
+    "CAP_SYS_RESOURCE",
+    "CAP_SYS_TIME",
+    "CAP_SYS_TTY_CONFIG",
+    "CAP_MKNOD",
+    "CAP_LEASE",
+    "CAP_AUDIT_WRITE",
+    "CAP_AUDIT_CONTROL",
+    "CAP_SETFCAP",
+    "CAP_MAC_OVERRIDE",
+    "CAP_MAC_ADMIN",
+    "CAP_SYSLOG",
+    "CAP_WAKE_ALARM",
+    "CAP_BLOCK_SUSPEND",
+    "CAP_AUDIT_READ",
+    "CAP_PERFMON",
+    "CAP_BPF",
+    "CAP_CHECKPOINT_RESTORE",
+];
+/// gVisor withholds raw sockets unless it runs with --net-raw, which we do not set.
+const CAP_NET_RAW: usize = 13;
+
+/// What [`crate::control::Control::execute`] sends for `process` (an OCI process object) in the container whose OCI spec is
+/// `spec`; a process without capabilities of its own has the container's.
+pub fn exec_args(process: &Value, spec: &Value, container: &str) -> Result<Value, Error> {
+    let args = process
+        .get("args")
+        .filter(|args| args.as_array().is_some_and(|a| !a.is_empty()));
+    let id = |field: &str| {
+        process
+            .pointer(&format!("/user/{field}"))
+            .cloned()
+            .unwrap_or_else(|| json!(0))
+    };
+    let capabilities = process
+        .get("capabilities")
+        .or_else(|| spec.pointer("/process/capabilities"))
+        .unwrap_or(&Value::Null);
+    let flag = |name: &str| process.get(name).and_then(Value::as_bool).unwrap_or(false);
+    Ok(json!({
+        "argv": args.ok_or(Error::NoArgs)?,
+        "envv": process.get("env").cloned().unwrap_or_else(|| json!([])),
+        "wd": process.get("cwd").cloned().unwrap_or_else(|| json!("/")),
+        "KUID": id("uid"),
+        "KGID": id("gid"),
+        "ExtraKGIDs": process.pointer("/user/additionalGids").cloned().unwrap_or_else(|| json!([])),
+        "NoNewPrivileges": flag("noNewPrivileges"),
+        "Capabilities": {
+            "PermittedCaps": mask(capabilities.get("permitted"))?,
+            "InheritableCaps": mask(capabilities.get("inheritable"))?,
+            "EffectiveCaps": mask(capabilities.get("effective"))?,
+            "BoundingCaps": mask(capabilities.get("bounding"))?,
+            "AmbientCaps": mask(capabilities.get("ambient"))?,
+        },
+        "StdioIsPty": flag("terminal"),
+        "SupportTTYs": true,
+        "GuestFDs": [0, 1, 2],
+        "ContainerID": container,
+    }))
+}
+
+fn mask(names: Option<&Value>) -> Result<u64, Error> {
+    let names = names
+        .and_then(Value::as_array)
+        .into_iter()
+        .flatten()
+        .filter_map(Value::as_str);
+    names.into_iter().try_fold(0, |mask, name| {
+        let number = CAPABILITIES.iter().position(|known| *known == name);
+        match number {
+            Some(CAP_NET_RAW) => Ok(mask),
+            Some(number) => Ok(mask | (1 << number)),
+            None => Err(Error::UnknownCapability(name.to_owned())),
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_without_capabilities_has_the_containers() {
+        let spec =
+            json!({ "process": { "capabilities": { "effective": ["CAP_CHOWN", "CAP_KILL"] } } });
+        let process = json!({ "args": ["sh"], "user": { "uid": 7, "gid": 8 } });
+        let args = exec_args(&process, &spec, "c").expect("args");
+        assert_eq!(args["Capabilities"]["EffectiveCaps"], json!(0b10_0001));
+        assert_eq!(args["KUID"], json!(7));
+        assert_eq!(args["wd"], json!("/"));
+        let own = json!({ "args": ["sh"], "capabilities": { "effective": [] } });
+        let args = exec_args(&own, &spec, "c").expect("args");
+        assert_eq!(args["Capabilities"]["EffectiveCaps"], json!(0));
+    }
+
+    #[test]
+    fn raw_sockets_are_withheld_and_unknown_names_refused() {
+        let with = |name: &str| {
+            exec_args(
+                &json!({ "args": ["sh"], "capabilities": { "bounding": [name] } }),
+                &json!({}),
+                "c",
+            )
+        };
+        assert_eq!(
+            with("CAP_NET_RAW").expect("args")["Capabilities"]["BoundingCaps"],
+            json!(0)
+        );
+        let highest = with("CAP_CHECKPOINT_RESTORE").expect("args");
+        assert_eq!(highest["Capabilities"]["BoundingCaps"], json!(1_u64 << 40));
+        assert_eq!(
+            with("CAP_FLY"),
+            Err(Error::UnknownCapability("CAP_FLY".to_owned()))
+        );
+        assert_eq!(
+            exec_args(&json!({ "args": [] }), &json!({}), "c"),
+            Err(Error::NoArgs)
+        );
+    }
+}

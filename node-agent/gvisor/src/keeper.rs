@@ -1,0 +1,186 @@
+//! Talking to a keeper: the process that the shim watches in place of a container's first process.
+//!
+//! A sequenced-packet socket in the container's directory (which only root may enter). One request per connection:
+//! one JSON message, files beside it, one JSON answer.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use nix::sys::socket::{
+    AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr,
+    connect, recvmsg, sendmsg, setsockopt, socket, sockopt,
+};
+use nix::sys::time::{TimeVal, TimeValLike};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use torpor_core::ids::ImageId;
+
+/// The socket's name in the container's directory.
+pub const SOCKET: &str = "keeper.sock";
+/// A message is a few hundred bytes; an answer carries at most an error chain.
+pub const MAX_MESSAGE: usize = 64 << 10;
+
+/// Why a keeper could not be reached or did not do as asked.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("no keeper listens on {path}")]
+    Gone {
+        path: PathBuf,
+        #[source]
+        source: nix::Error,
+    },
+    #[error("cannot talk to the keeper at {path}")]
+    Talk {
+        path: PathBuf,
+        #[source]
+        source: nix::Error,
+    },
+    #[error("the keeper at {path} gave no answer that is understood")]
+    BadAnswer { path: PathBuf },
+    #[error("{message}")]
+    Refused { reason: String, message: String },
+}
+
+/// What can be asked of a keeper.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "do", rename_all = "kebab-case")]
+pub enum Request {
+    /// Send copies of the container's standard streams.
+    Stdio,
+    /// The container's new console, beside the message: carry its bytes to and from the terminal that the shim holds.
+    Console,
+    /// The sandbox runs (again): wait for the container's end.
+    Attach,
+    /// End with this code.
+    Exit { code: u8 },
+    /// Run torpor-oci on the host, as a child of the pod's shim; its answer is the answer. The pod's lock comes beside
+    /// the message, and the program holds it to its end, whatever becomes of who asked.
+    Run { verb: Verb, image: ImageId },
+}
+
+/// What a keeper runs for the agent: what must live in the host's namespaces and not in the agent's container.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Verb {
+    Wake,
+    End,
+}
+
+impl Verb {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Wake => "wake",
+            Self::End => "end",
+        }
+    }
+}
+
+/// What a keeper, or the torpor-oci that it ran, answers.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Answer {
+    pub ok: bool,
+    #[serde(default)]
+    pub reason: String,
+    #[serde(default)]
+    pub message: String,
+    /// What was done, in the words of who did it (stage timings of a wake).
+    #[serde(default)]
+    pub detail: Value,
+}
+
+impl Answer {
+    pub fn ok(detail: Value) -> Self {
+        Self {
+            ok: true,
+            reason: String::new(),
+            message: String::new(),
+            detail,
+        }
+    }
+
+    pub fn refused(reason: &str, message: String) -> Self {
+        Self {
+            ok: false,
+            reason: reason.to_owned(),
+            message,
+            detail: Value::Null,
+        }
+    }
+}
+
+/// Sends `request` to the keeper of the container whose directory is `container_dir`.
+pub fn ask(
+    container_dir: &Path,
+    request: &Request,
+    files: &[BorrowedFd<'_>],
+    timeout: Duration,
+) -> Result<(Answer, Vec<OwnedFd>), Error> {
+    let path = container_dir.join(SOCKET);
+    let talk = |source| Error::Talk {
+        path: path.clone(),
+        source,
+    };
+    let address = UnixAddr::new(&path).map_err(talk)?;
+    let peer = socket(
+        AddressFamily::Unix,
+        SockType::SeqPacket,
+        SockFlag::SOCK_CLOEXEC,
+        None,
+    )
+    .map_err(talk)?;
+    let limit = TimeVal::milliseconds(i64::try_from(timeout.as_millis()).unwrap_or(i64::MAX));
+    setsockopt(&peer, sockopt::ReceiveTimeout, &limit).map_err(talk)?;
+    connect(peer.as_raw_fd(), &address).map_err(|source| Error::Gone {
+        path: path.clone(),
+        source,
+    })?;
+    let bytes = serde_json::to_vec(request).map_err(|_| Error::BadAnswer { path: path.clone() })?;
+    send(&peer, &bytes, files).map_err(talk)?;
+    let (bytes, fds) = receive(&peer).map_err(talk)?;
+    let answer: Answer =
+        serde_json::from_slice(&bytes).map_err(|_| Error::BadAnswer { path: path.clone() })?;
+    if answer.ok {
+        Ok((answer, fds))
+    } else {
+        Err(Error::Refused {
+            reason: answer.reason,
+            message: answer.message,
+        })
+    }
+}
+
+/// One message with files.
+pub fn send(peer: &OwnedFd, bytes: &[u8], files: &[BorrowedFd<'_>]) -> nix::Result<()> {
+    let fds: Vec<RawFd> = files.iter().map(AsRawFd::as_raw_fd).collect();
+    let rights = [ControlMessage::ScmRights(&fds)];
+    let cmsgs: &[ControlMessage<'_>] = if fds.is_empty() { &[] } else { &rights };
+    let flags = MsgFlags::MSG_NOSIGNAL;
+    sendmsg::<()>(peer.as_raw_fd(), &[IoSlice::new(bytes)], cmsgs, flags, None).map(drop)
+}
+
+/// One message with its files; an empty one when the peer has gone.
+pub fn receive(peer: &OwnedFd) -> nix::Result<(Vec<u8>, Vec<OwnedFd>)> {
+    let mut bytes = vec![0; MAX_MESSAGE];
+    let mut space = nix::cmsg_space!([RawFd; 4]);
+    let mut buffers = [IoSliceMut::new(&mut bytes)];
+    let flags = MsgFlags::MSG_CMSG_CLOEXEC;
+    let message = recvmsg::<()>(peer.as_raw_fd(), &mut buffers, Some(&mut space), flags)?;
+    let length = message.bytes;
+    let mut fds = Vec::new();
+    for part in message.cmsgs()? {
+        if let ControlMessageOwned::ScmRights(raw) = part {
+            fds.extend(raw.into_iter().map(own));
+        }
+    }
+    bytes.truncate(length);
+    Ok((bytes, fds))
+}
+
+#[allow(unsafe_code)]
+fn own(raw: RawFd) -> OwnedFd {
+    // SAFETY: the kernel has just made this descriptor for us in recvmsg; nobody else owns it.
+    unsafe { OwnedFd::from_raw_fd(raw) }
+}

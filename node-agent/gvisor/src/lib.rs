@@ -1,0 +1,35 @@
+//! The gVisor driver: everything that knows how a pod lives inside `runsc`.
+//!
+//! One pod is one gVisor sandbox. The pause container is the sandbox's root container, every other container of the
+//! pod is a sub-container of it. This crate holds the mechanics, and no decision: what is to happen is planned in
+//! `torpor-core`, or asked for by containerd through `torpor-oci`.
+//!
+//! | module | subject |
+//! |---|---|
+//! | [`config`] | where things lie on this node (`torpor-oci.json`) |
+//! | [`control`] | the sandbox's control socket: pause, resume, checkpoint, wait, signal |
+//! | [`runsc`] | the commands: create, start, restore, exec, delete |
+//! | [`spec`] | what is changed in an OCI spec before runsc sees it, and its digest |
+//! | [`record`] | what is known of a pod on this node, under `/run/torpor` |
+//! | [`net`] | the pod's addresses and routes: read once, put back before each wake |
+//! | [`cgroup`] | the pod's cgroups, v1 and v2 |
+//! | [`exec`] | an OCI process in gVisor's words |
+//! | [`expedite`] | short RCU grace periods while a sandbox wakes |
+//! | [`keeper`] | talking to a keeper over its socket |
+//! | [`probe`] | what this node's runsc can do; its fingerprint |
+//! | [`pause`] | pausing exactly once |
+//! | [`save`] | reading a sandbox' memory into an image |
+
+pub mod cgroup;
+pub mod config;
+pub mod control;
+pub mod exec;
+pub mod expedite;
+pub mod keeper;
+pub mod net;
+pub mod pause;
+pub mod probe;
+pub mod record;
+pub mod runsc;
+pub mod save;
+pub mod spec;

@@ -1,0 +1,305 @@
+//! Addresses and routes of a pod's network namespace.
+//!
+//! At start and restore runsc takes the addresses off the pod's interfaces (its own network stack owns them from then
+//! on) and nobody puts them back when the sandbox ends. So they are read once, when the CNI plugin has just set them,
+//! kept in the pod's record as the kernel's own messages, and replayed before each restore.
+
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+
+use netlink_packet_core::{
+    NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_REPLACE, NLM_F_REQUEST, NetlinkHeader,
+    NetlinkMessage, NetlinkPayload,
+};
+use netlink_packet_route::RouteNetlinkMessage;
+use netlink_packet_route::address::{
+    AddressAttribute, AddressFlags, AddressHeaderFlags, AddressMessage,
+};
+use netlink_packet_route::link::{LinkFlags, LinkMessage};
+use netlink_packet_route::route::{
+    RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
+};
+use netlink_sys::protocols::NETLINK_ROUTE;
+use netlink_sys::{Socket, SocketAddr};
+use nix::sched::{CloneFlags, setns};
+use serde::{Deserialize, Serialize};
+
+/// A dump of a pod's namespace is a few kilobytes; one datagram is at most 32 KiB (rtnetlink's own limit).
+const DATAGRAM: usize = 64 << 10;
+
+/// Why addresses could not be read or put back.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("cannot open the network namespace {path}")]
+    Namespace {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("cannot enter the network namespace {path}")]
+    Enter {
+        path: PathBuf,
+        #[source]
+        source: nix::Error,
+    },
+    #[error("cannot talk to the kernel's routing socket")]
+    Socket(#[source] std::io::Error),
+    #[error("the kernel refused {what}")]
+    Refused {
+        what: String,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("the kernel's answer is not understood: {0}")]
+    BadAnswer(String),
+    #[error("the recorded address or route is not understood: {0}")]
+    BadRecord(String),
+    #[error("the thread that entered the network namespace panicked")]
+    Panicked,
+}
+
+/// What was set on the interfaces of a namespace, loopback aside: netlink messages in hexadecimal.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Addresses {
+    pub addresses: Vec<String>,
+    pub routes: Vec<String>,
+}
+
+/// Reads what is set in the namespace at `path`.
+pub fn read(path: &Path) -> Result<Addresses, Error> {
+    within(path, || {
+        let mut netlink = Netlink::open()?;
+        let loopback = netlink.loopback_indexes()?;
+        let mut found = Addresses::default();
+        for message in netlink.dump(RouteNetlinkMessage::GetAddress(AddressMessage::default()))? {
+            if let RouteNetlinkMessage::NewAddress(mut address) = message
+                && !loopback.contains(&address.header.index)
+            {
+                make_addable(&mut address);
+                found
+                    .addresses
+                    .push(to_hex(RouteNetlinkMessage::NewAddress(address)));
+            }
+        }
+        let mut routes: Vec<RouteMessage> = Vec::new();
+        for message in netlink.dump(RouteNetlinkMessage::GetRoute(RouteMessage::default()))? {
+            if let RouteNetlinkMessage::NewRoute(route) = message
+                && is_configured(&route)
+            {
+                routes.push(route);
+            }
+        }
+        // A gateway must be reachable before a route through it is accepted.
+        routes.sort_by_key(|route| route.header.scope != RouteScope::Link);
+        found.routes = routes
+            .into_iter()
+            .map(|mut route| {
+                route
+                    .attributes
+                    .retain(|a| !matches!(a, RouteAttribute::CacheInfo(_)));
+                to_hex(RouteNetlinkMessage::NewRoute(route))
+            })
+            .collect();
+        Ok(found)
+    })
+}
+
+/// Puts everything back. What is there already stays as it is.
+pub fn put_back(path: &Path, addresses: &Addresses) -> Result<(), Error> {
+    within(path, || {
+        let mut netlink = Netlink::open()?;
+        for (what, message) in addresses
+            .addresses
+            .iter()
+            .map(|hex| ("the pod's address", hex))
+            .chain(addresses.routes.iter().map(|hex| ("the pod's route", hex)))
+        {
+            netlink.replace(what, from_hex(message)?)?;
+        }
+        Ok(())
+    })
+}
+
+/// The kernel rejects the cache information that it reports itself; and an address that was in use needs no duplicate
+/// address detection, which would delay an IPv6 pod's wake by a second.
+fn make_addable(address: &mut AddressMessage) {
+    address
+        .attributes
+        .retain(|a| !matches!(a, AddressAttribute::CacheInfo(_)));
+    address.header.flags = AddressHeaderFlags::Nodad;
+    for attribute in &mut address.attributes {
+        if let AddressAttribute::Flags(flags) = attribute {
+            *flags = AddressFlags::Nodad | AddressFlags::Permanent;
+        }
+    }
+}
+
+/// Routes that somebody configured; those that the kernel derives from addresses come back with the addresses.
+fn is_configured(route: &RouteMessage) -> bool {
+    route.header.table == RouteHeader::RT_TABLE_MAIN
+        && route.header.kind == RouteType::Unicast
+        && route.header.protocol != RouteProtocol::Kernel
+        && route.header.protocol != RouteProtocol::Ra
+}
+
+/// Runs `work` on a thread of its own inside the namespace: a namespace belongs to a thread, and the thread ends here.
+fn within<T: Send>(
+    path: &Path,
+    work: impl FnOnce() -> Result<T, Error> + Send,
+) -> Result<T, Error> {
+    let file = std::fs::File::open(path).map_err(|source| Error::Namespace {
+        path: path.into(),
+        source,
+    })?;
+    std::thread::scope(|scope| {
+        scope
+            .spawn(|| {
+                setns(file.as_fd(), CloneFlags::CLONE_NEWNET).map_err(|source| Error::Enter {
+                    path: path.into(),
+                    source,
+                })?;
+                work()
+            })
+            .join()
+            .map_err(|_| Error::Panicked)?
+    })
+}
+
+struct Netlink {
+    socket: Socket,
+    sequence: u32,
+}
+
+impl Netlink {
+    fn open() -> Result<Self, Error> {
+        let mut socket = Socket::new(NETLINK_ROUTE).map_err(Error::Socket)?;
+        socket.bind_auto().map_err(Error::Socket)?;
+        socket
+            .connect(&SocketAddr::new(0, 0))
+            .map_err(Error::Socket)?;
+        Ok(Self {
+            socket,
+            sequence: 0,
+        })
+    }
+
+    fn send(&mut self, message: RouteNetlinkMessage, flags: u16) -> Result<(), Error> {
+        self.sequence += 1;
+        let mut packet =
+            NetlinkMessage::new(NetlinkHeader::default(), NetlinkPayload::from(message));
+        packet.header.flags = flags;
+        packet.header.sequence_number = self.sequence;
+        packet.finalize();
+        let mut bytes = vec![0; packet.buffer_len()];
+        packet.serialize(&mut bytes);
+        self.socket.send(&bytes, 0).map_err(Error::Socket)?;
+        Ok(())
+    }
+
+    /// The messages of one datagram.
+    fn receive(&mut self) -> Result<Vec<NetlinkMessage<RouteNetlinkMessage>>, Error> {
+        let mut buffer = Vec::with_capacity(DATAGRAM);
+        self.socket.recv(&mut buffer, 0).map_err(Error::Socket)?;
+        let mut messages = Vec::new();
+        let mut rest = buffer.as_slice();
+        while !rest.is_empty() {
+            let message = NetlinkMessage::<RouteNetlinkMessage>::deserialize(rest)
+                .map_err(|error| Error::BadAnswer(error.to_string()))?;
+            let length = usize::try_from(message.header.length).unwrap_or(usize::MAX);
+            // Messages are padded to four bytes.
+            rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
+            messages.push(message);
+        }
+        Ok(messages)
+    }
+
+    fn dump(&mut self, request: RouteNetlinkMessage) -> Result<Vec<RouteNetlinkMessage>, Error> {
+        self.send(request, NLM_F_REQUEST | NLM_F_DUMP)?;
+        let mut found = Vec::new();
+        loop {
+            for message in self.receive()? {
+                match message.payload {
+                    NetlinkPayload::Done(_) => return Ok(found),
+                    NetlinkPayload::InnerMessage(message) => found.push(message),
+                    NetlinkPayload::Error(error) => {
+                        let source = error.to_io();
+                        return Err(Error::Refused {
+                            what: "a dump".to_owned(),
+                            source,
+                        });
+                    }
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    fn replace(&mut self, what: &str, message: RouteNetlinkMessage) -> Result<(), Error> {
+        self.send(
+            message,
+            NLM_F_REQUEST | NLM_F_ACK | NLM_F_CREATE | NLM_F_REPLACE,
+        )?;
+        for message in self.receive()? {
+            if let NetlinkPayload::Error(error) = message.payload
+                && error.code.is_some()
+            {
+                return Err(Error::Refused {
+                    what: what.to_owned(),
+                    source: error.to_io(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn loopback_indexes(&mut self) -> Result<Vec<u32>, Error> {
+        let links = self.dump(RouteNetlinkMessage::GetLink(LinkMessage::default()))?;
+        Ok(links
+            .into_iter()
+            .filter_map(|message| match message {
+                RouteNetlinkMessage::NewLink(link)
+                    if link.header.flags.contains(LinkFlags::Loopback) =>
+                {
+                    Some(link.header.index)
+                }
+                _ => None,
+            })
+            .collect())
+    }
+}
+
+fn to_hex(message: RouteNetlinkMessage) -> String {
+    use std::fmt::Write as _;
+    let mut packet = NetlinkMessage::new(NetlinkHeader::default(), NetlinkPayload::from(message));
+    packet.finalize();
+    let mut bytes = vec![0; packet.buffer_len()];
+    packet.serialize(&mut bytes);
+    bytes
+        .iter()
+        .fold(String::with_capacity(bytes.len() * 2), |mut hex, byte| {
+            // Writing to a String cannot fail.
+            let _ = write!(hex, "{byte:02x}");
+            hex
+        })
+}
+
+fn from_hex(hex: &str) -> Result<RouteNetlinkMessage, Error> {
+    let bad = || Error::BadRecord(hex.chars().take(80).collect());
+    let bytes: Option<Vec<u8>> = (0..hex.len())
+        .step_by(2)
+        .map(|at| {
+            hex.get(at..at + 2)
+                .and_then(|pair| u8::from_str_radix(pair, 16).ok())
+        })
+        .collect();
+    let message = NetlinkMessage::<RouteNetlinkMessage>::deserialize(&bytes.ok_or_else(bad)?)
+        .map_err(|_| bad())?;
+    match message.payload {
+        NetlinkPayload::InnerMessage(message) => Ok(message),
+        _ => Err(bad()),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,79 @@
+use super::*;
+use std::process::Command;
+
+fn sh(script: &str) -> String {
+    let output = Command::new("sh")
+        .args(["-ec", script])
+        .output()
+        .expect("sh runs");
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{script}: {errors}");
+    String::from_utf8(output.stdout).expect("text")
+}
+
+/// A namespace with a veth that has addresses and routes as a CNI bridge plugin sets them.
+struct Namespace(String);
+
+impl Namespace {
+    fn with_addresses() -> Self {
+        let name = format!("torpor-test-{}", std::process::id());
+        sh(&format!(
+            "ip netns add {name}
+             ip -n {name} link add eth0 type veth peer name eth1
+             ip -n {name} link set eth0 up; ip -n {name} link set eth1 up; ip -n {name} link set lo up
+             ip -n {name} addr add 10.201.3.4/16 brd 10.201.255.255 dev eth0
+             ip -n {name} -6 addr add fd00:201::4/64 dev eth0 nodad
+             ip -n {name} route add default via 10.201.0.1 dev eth0
+             ip -n {name} -6 route add default via fd00:201::1 dev eth0"
+        ));
+        Self(name)
+    }
+
+    fn path(&self) -> PathBuf {
+        format!("/run/netns/{}", self.0).into()
+    }
+
+    fn show(&self) -> String {
+        let name = &self.0;
+        sh(&format!(
+            "ip -n {name} -o addr show dev eth0 scope global | awk '{{print $3, $4}}' | sort
+             ip -n {name} route show; ip -n {name} -6 route show default | sed 's/ pref.*//'"
+        ))
+    }
+}
+
+impl Drop for Namespace {
+    fn drop(&mut self) {
+        sh(&format!("ip netns del {}", self.0));
+    }
+}
+
+/// Needs root and iproute2, as the development cluster does.
+#[test]
+fn what_runsc_takes_away_is_put_back_and_twice_changes_nothing() {
+    let namespace = Namespace::with_addresses();
+    let before = namespace.show();
+    let kept = read(&namespace.path()).expect("read");
+    // As runsc does: the addresses go, and with them the routes.
+    sh(&format!(
+        "ip -n {} addr flush dev eth0 scope global",
+        namespace.0
+    ));
+    assert_ne!(namespace.show(), before);
+
+    put_back(&namespace.path(), &kept).expect("put back");
+    assert_eq!(namespace.show(), before);
+    put_back(&namespace.path(), &kept).expect("put back again");
+    assert_eq!(namespace.show(), before);
+    assert_eq!(read(&namespace.path()).expect("read"), kept);
+}
+
+#[test]
+fn a_damaged_record_is_refused() {
+    let damaged = Addresses {
+        addresses: vec!["zz".to_owned()],
+        routes: Vec::new(),
+    };
+    let error = put_back(Path::new("/proc/self/ns/net"), &damaged).expect_err("refused");
+    assert!(matches!(error, Error::BadRecord(_)));
+}

@@ -1,0 +1,122 @@
+//! Pausing a sandbox exactly once.
+//!
+//! gVisor counts pauses, tells nobody whether it is paused, and ends the sandbox when it is resumed once too often. So
+//! each pause and each resume is noted before and after, and when a crash leaves a note of something begun, the stacks
+//! of the sandbox' tasks tell whether it was done. The caller holds the pod's lock.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use torpor_core::ids::SandboxId;
+
+use crate::control::{self, Control};
+use crate::record::{self, Records};
+
+/// What the note beside a pod's record says; no note: not paused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PauseMark {
+    /// A pause or a resume was begun.
+    Changing,
+    Paused,
+}
+
+/// Why a sandbox could not be paused or resumed.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error(transparent)]
+    Record(#[from] record::Error),
+    #[error(transparent)]
+    Control(#[from] control::Error),
+}
+
+/// Whether the sandbox is paused. Settles what a crash left open.
+pub fn is_paused(
+    records: &Records,
+    control: &mut Control,
+    sandbox: &SandboxId,
+    limit: Duration,
+) -> Result<bool, Error> {
+    match records.pause_mark(sandbox)? {
+        None => Ok(false),
+        Some(PauseMark::Paused) => Ok(true),
+        Some(PauseMark::Changing) => {
+            let paused = stacks_are_stopped(&control.stacks(limit)?);
+            records.write_pause_mark(sandbox, paused.then_some(PauseMark::Paused))?;
+            Ok(paused)
+        }
+    }
+}
+
+/// Pauses the sandbox; answers false if it was paused already.
+pub fn pause(
+    records: &Records,
+    control: &mut Control,
+    sandbox: &SandboxId,
+    limit: Duration,
+) -> Result<bool, Error> {
+    if is_paused(records, control, sandbox, limit)? {
+        return Ok(false);
+    }
+    records.write_pause_mark(sandbox, Some(PauseMark::Changing))?;
+    control.pause(limit)?;
+    records.write_pause_mark(sandbox, Some(PauseMark::Paused))?;
+    Ok(true)
+}
+
+/// Lets the sandbox run on; answers false if it was running already.
+pub fn resume(
+    records: &Records,
+    control: &mut Control,
+    sandbox: &SandboxId,
+    limit: Duration,
+) -> Result<bool, Error> {
+    if !is_paused(records, control, sandbox, limit)? {
+        return Ok(false);
+    }
+    records.write_pause_mark(sandbox, Some(PauseMark::Changing))?;
+    control.resume(limit)?;
+    records.write_pause_mark(sandbox, None)?;
+    Ok(true)
+}
+
+/// In a paused sandbox every task's goroutine waits in `doStop`. One stopped by job control does so too, but a sandbox
+/// whose every task is stopped by job control at the instant of a crash has not been seen.
+fn stacks_are_stopped(stacks: &str) -> bool {
+    let tasks = stacks
+        .split("\n\n")
+        .filter(|stack| stack.contains("kernel.(*Task).run("));
+    let mut any = false;
+    for task in tasks {
+        any = true;
+        if !task.contains("kernel.(*Task).doStop(") {
+            return false;
+        }
+    }
+    any
+}
+
+impl Control {
+    /// The stacks of all goroutines of the sandbox.
+    fn stacks(&mut self, limit: Duration) -> Result<String, control::Error> {
+        self.call("debug.Stacks", &Value::Null, &[], limit)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STOPPED: &str =
+        "goroutine 7 [sync.Cond.Wait]:\nkernel.(*Task).doStop(0x1)\nkernel.(*Task).run(0x1)\n";
+    const BLOCKED: &str =
+        "goroutine 8 [select]:\nkernel.(*Task).block(0x1)\nkernel.(*Task).run(0x1)\n";
+    const OTHER: &str = "goroutine 1 [IO wait]:\nurpc.(*Server).handleOne(0x1)\n";
+
+    #[test]
+    fn a_sandbox_is_paused_when_all_its_tasks_are_stopped() {
+        assert!(stacks_are_stopped(&[OTHER, STOPPED, STOPPED].join("\n")));
+        assert!(!stacks_are_stopped(&[OTHER, STOPPED, BLOCKED].join("\n")));
+        assert!(!stacks_are_stopped(OTHER));
+    }
+}

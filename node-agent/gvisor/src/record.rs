@@ -1,0 +1,540 @@
+//! What is known of the pods on this node, under the state directory (a tmpfs: it dies with the node's uptime).
+//!
+//! ```text
+//! pods/<sandbox id>/pod.json        the pod, written once
+//! pods/<sandbox id>/state.json      what its sandbox is doing now ([`SandboxState`])
+//! pods/<sandbox id>/pause.json      whether it is paused ([`PauseMark`])
+//! pods/<sandbox id>/quotas.json     limits of processor time that are lifted while it wakes
+//! pods/<sandbox id>/wake.json       how long the last wake took
+//! pods/<sandbox id>/lock            held by whoever changes the sandbox
+//! pods/<sandbox id>/sessions        locked (shared) by every process that exec runs in the sandbox
+//! pods/<sandbox id>/called          when an exec or a signal last woke the sandbox: the time of the file
+//! reports/<pod UID>.json            how the last restore of this Pod ended ([`RestoreReport`])
+//! containers/<id>/container.json    the container, written once
+//! containers/<id>/config.json       its OCI spec as runsc gets it: the directory is runsc's bundle
+//! containers/<id>/keeper.sock       its keeper
+//! ```
+//! Files are replaced by rename: a reader sees the old one or the new one.
+
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io::{ErrorKind, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use nix::fcntl::{Flock, FlockArg};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use torpor_core::ids::{ContainerId, ImageId, Namespace, PodUid, SandboxId};
+use torpor_snapshots::Digest;
+
+use crate::cgroup::Quota;
+use crate::config::Config;
+use crate::net::Addresses;
+use crate::pause::PauseMark;
+use crate::spec::{Role, SandboxVolume};
+
+/// No record is larger; the OCI spec of a pod with thousands of mounts is below a megabyte.
+const MAX_RECORD: u64 = 8 << 20;
+
+/// Why a record could not be read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("there is no record {0}: this pod was not started by Torpor, or is gone")]
+    Missing(PathBuf),
+    #[error("cannot read {path}")]
+    Read {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("cannot write {path}")]
+    Write {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("{path} is not understood")]
+    Parse {
+        path: PathBuf,
+        #[source]
+        source: serde_json::Error,
+    },
+    #[error("cannot lock {path}")]
+    Lock {
+        path: PathBuf,
+        #[source]
+        source: nix::Error,
+    },
+}
+
+/// A pod, as its pause container's spec tells it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PodRecord {
+    pub sandbox: SandboxId,
+    pub pod_uid: PodUid,
+    pub namespace: Namespace,
+    pub name: String,
+    /// The runsc that runs this pod, to its end: a newer one would not understand it.
+    pub runsc: PathBuf,
+    pub runsc_digest: String,
+    /// Path of the network namespace; none on the host's network.
+    pub network_namespace: Option<PathBuf>,
+    /// What runsc takes off the pod's interfaces.
+    pub addresses: Addresses,
+    /// The leaf cgroup of the sandbox' processes, below each hierarchy's root.
+    pub cgroup: PathBuf,
+    pub volumes: Vec<SandboxVolume>,
+    /// `torpor.dev/on-restore-failure: ColdStart`.
+    pub cold_start_on_failure: bool,
+}
+
+/// A container, as its spec tells it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ContainerRecord {
+    pub id: ContainerId,
+    pub sandbox: SandboxId,
+    #[serde(with = "role")]
+    pub role: Role,
+    /// Name in the pod; the pause container's is empty.
+    pub name: String,
+    pub terminal: bool,
+    /// The container's own cgroup, below each hierarchy's root.
+    pub cgroup: PathBuf,
+    pub spec_digest: Digest,
+    pub keeper_pid: u32,
+    /// It ran to its end before the image was saved: the keeper ends with this code instead of running it again.
+    pub completed: Option<u8>,
+}
+
+mod role {
+    use super::Role;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(role: &Role, to: S) -> Result<S::Ok, S::Error> {
+        matches!(role, Role::Sandbox).serialize(to)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Role, D::Error> {
+        let sandbox = bool::deserialize(from)?;
+        Ok(if sandbox {
+            Role::Sandbox
+        } else {
+            Role::Container
+        })
+    }
+}
+
+/// What a pod's sandbox is doing, as the last one who changed it left it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "state", deny_unknown_fields)]
+pub enum SandboxState {
+    /// gVisor runs it, or holds it paused; if it does neither, it crashed.
+    Running,
+    /// The image is the sandbox: no process is left but the keepers.
+    Hibernated { image: ImageId },
+    /// A new Pod that continues `image`: nothing runs before every container of the image has been started.
+    Restoring {
+        image: ImageId,
+        started: Vec<ContainerId>,
+    },
+}
+
+/// How the last restore ended, for the agent to report.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "outcome", deny_unknown_fields)]
+pub enum RestoreReport {
+    Restored {
+        image: ImageId,
+    },
+    ColdStarted {
+        image: ImageId,
+        reason: String,
+        message: String,
+    },
+    Failed {
+        image: ImageId,
+        reason: String,
+        message: String,
+    },
+}
+
+/// The lock of one pod, held until dropped. Whoever dies gives it back.
+#[derive(Debug)]
+pub struct PodLock(Flock<File>);
+
+impl AsFd for PodLock {
+    /// A process that inherits this descriptor shares the lock.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// The records of this node.
+#[derive(Debug, Clone)]
+pub struct Records {
+    pods: PathBuf,
+    containers: PathBuf,
+    reports: PathBuf,
+}
+
+impl Records {
+    pub fn new(config: &Config) -> Self {
+        Self {
+            pods: config.pods_dir(),
+            containers: config.containers_dir(),
+            reports: config.state_dir.join("reports"),
+        }
+    }
+
+    /// Directory of a pod.
+    pub fn pod_dir(&self, sandbox: &SandboxId) -> PathBuf {
+        self.pods.join(sandbox.as_str())
+    }
+
+    /// Directory of a container; runsc's bundle.
+    pub fn container_dir(&self, container: &ContainerId) -> PathBuf {
+        self.containers.join(container.as_str())
+    }
+
+    /// Makes a pod's directory.
+    pub fn create_pod_dir(&self, sandbox: &SandboxId) -> Result<(), Error> {
+        make_dir(&self.pod_dir(sandbox))
+    }
+
+    /// Makes a container's directory.
+    pub fn create_container_dir(&self, container: &ContainerId) -> Result<(), Error> {
+        make_dir(&self.container_dir(container))
+    }
+
+    /// Waits for the pod's lock, for changing what its sandbox does.
+    pub fn lock(&self, sandbox: &SandboxId) -> Result<PodLock, Error> {
+        let (path, file) = self.lock_file(sandbox)?;
+        loop {
+            match Flock::lock(
+                file.try_clone().map_err(|e| write_error(&path, e))?,
+                FlockArg::LockExclusive,
+            ) {
+                Ok(lock) => return Ok(PodLock(lock)),
+                Err((_, nix::Error::EINTR)) => {}
+                Err((_, source)) => return Err(Error::Lock { path, source }),
+            }
+        }
+    }
+
+    /// Takes the pod's lock unless somebody holds it.
+    pub fn try_lock(&self, sandbox: &SandboxId) -> Result<Option<PodLock>, Error> {
+        let (path, file) = self.lock_file(sandbox)?;
+        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+            Ok(lock) => Ok(Some(PodLock(lock))),
+            Err((_, nix::Error::EAGAIN)) => Ok(None),
+            Err((_, source)) => Err(Error::Lock { path, source }),
+        }
+    }
+
+    /// Held by a process that somebody runs in the sandbox (exec), for as long as it runs.
+    pub fn join_sessions(&self, sandbox: &SandboxId) -> Result<PodLock, Error> {
+        let (path, file) = self.file_to_lock(sandbox, "sessions")?;
+        let locked = Flock::lock(file, FlockArg::LockSharedNonblock);
+        locked
+            .map(PodLock)
+            .map_err(|(_, source)| Error::Lock { path, source })
+    }
+
+    /// Whether anybody runs a process in the sandbox.
+    pub fn has_sessions(&self, sandbox: &SandboxId) -> Result<bool, Error> {
+        let (path, file) = self.file_to_lock(sandbox, "sessions")?;
+        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+            Ok(_) => Ok(false),
+            Err((_, nix::Error::EAGAIN)) => Ok(true),
+            Err((_, source)) => Err(Error::Lock { path, source }),
+        }
+    }
+
+    fn lock_file(&self, sandbox: &SandboxId) -> Result<(PathBuf, File), Error> {
+        self.file_to_lock(sandbox, "lock")
+    }
+
+    fn file_to_lock(
+        &self,
+        sandbox: &SandboxId,
+        name: &'static str,
+    ) -> Result<(PathBuf, File), Error> {
+        let dir = self.pod_dir(sandbox);
+        if !dir.is_dir() {
+            return Err(Error::Missing(dir));
+        }
+        let path = dir.join(name);
+        let mut options = OpenOptions::new();
+        options.create(true).truncate(false).write(true).mode(0o600);
+        options.custom_flags(nix::libc::O_NOFOLLOW);
+        let file = options
+            .open(&path)
+            .map_err(|source| write_error(&path, source))?;
+        Ok((path, file))
+    }
+
+    pub fn write_pod(&self, pod: &PodRecord) -> Result<(), Error> {
+        write_json(&self.pod_dir(&pod.sandbox).join("pod.json"), pod)
+    }
+
+    pub fn pod(&self, sandbox: &SandboxId) -> Result<PodRecord, Error> {
+        read_json(&self.pod_dir(sandbox).join("pod.json"))
+    }
+
+    pub fn write_state(&self, sandbox: &SandboxId, state: &SandboxState) -> Result<(), Error> {
+        write_json(&self.pod_dir(sandbox).join("state.json"), state)
+    }
+
+    pub fn state(&self, sandbox: &SandboxId) -> Result<SandboxState, Error> {
+        read_json(&self.pod_dir(sandbox).join("state.json"))
+    }
+
+    /// The report outlives the sandbox: one that could not be restored is taken away by the kubelet at once.
+    pub fn write_report(&self, pod: &PodUid, report: &RestoreReport) -> Result<(), Error> {
+        make_dir(&self.reports)?;
+        write_json(&self.report_path(pod), report)
+    }
+
+    /// How the last restore of this Pod ended; none if there was none.
+    pub fn report(&self, pod: &PodUid) -> Result<Option<RestoreReport>, Error> {
+        match read_json(&self.report_path(pod)) {
+            Ok(report) => Ok(Some(report)),
+            Err(Error::Missing(_)) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Forgets the report of a Pod that is gone.
+    pub fn remove_report(&self, pod: &PodUid) -> Result<(), Error> {
+        let path = self.report_path(pod);
+        match std::fs::remove_file(&path) {
+            Err(error) if error.kind() != ErrorKind::NotFound => Err(write_error(&path, error)),
+            _ => Ok(()),
+        }
+    }
+
+    fn report_path(&self, pod: &PodUid) -> PathBuf {
+        self.reports.join(format!("{}.json", pod.as_str()))
+    }
+
+    pub fn write_container(&self, container: &ContainerRecord) -> Result<(), Error> {
+        write_json(
+            &self.container_dir(&container.id).join("container.json"),
+            container,
+        )
+    }
+
+    pub fn container(&self, container: &ContainerId) -> Result<ContainerRecord, Error> {
+        read_json(&self.container_dir(container).join("container.json"))
+    }
+
+    /// Writes the spec that runsc reads from the container's directory.
+    pub fn write_spec(
+        &self,
+        container: &ContainerId,
+        spec: &serde_json::Value,
+    ) -> Result<(), Error> {
+        write_json(&self.container_dir(container).join("config.json"), spec)
+    }
+
+    /// The spec that [`Self::write_spec`] wrote.
+    pub fn spec(&self, container: &ContainerId) -> Result<serde_json::Value, Error> {
+        read_json(&self.container_dir(container).join("config.json"))
+    }
+
+    /// The note of a pause; see [`crate::pause`].
+    pub(crate) fn pause_mark(&self, sandbox: &SandboxId) -> Result<Option<PauseMark>, Error> {
+        match read_json(&self.pod_dir(sandbox).join("pause.json")) {
+            Ok(mark) => Ok(Some(mark)),
+            Err(Error::Missing(_)) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Whether the note says paused, for counting: see [`crate::pause::is_paused`] for certainty.
+    pub fn is_noted_paused(&self, sandbox: &SandboxId) -> bool {
+        matches!(self.pause_mark(sandbox), Ok(Some(PauseMark::Paused)))
+    }
+
+    /// Replaces or removes the note of a pause. A sandbox that was ended or restored is not paused.
+    pub fn write_pause_mark(
+        &self,
+        sandbox: &SandboxId,
+        mark: Option<PauseMark>,
+    ) -> Result<(), Error> {
+        let path = self.pod_dir(sandbox).join("pause.json");
+        match mark {
+            Some(mark) => write_json(&path, &mark),
+            None => match std::fs::remove_file(&path) {
+                Err(error) if error.kind() != ErrorKind::NotFound => Err(write_error(&path, error)),
+                _ => Ok(()),
+            },
+        }
+    }
+
+    /// Notes the limits that are lifted for the time of a wake; what an interrupted wake has noted stays.
+    pub fn note_quotas(&self, sandbox: &SandboxId, quotas: &[Quota]) -> Result<(), Error> {
+        let path = self.pod_dir(sandbox).join("quotas.json");
+        if path.exists() {
+            Ok(())
+        } else {
+            write_json(&path, &quotas)
+        }
+    }
+
+    /// The limits that are lifted, and that are to be put back.
+    pub fn quotas(&self, sandbox: &SandboxId) -> Result<Vec<Quota>, Error> {
+        match read_json(&self.pod_dir(sandbox).join("quotas.json")) {
+            Ok(quotas) => Ok(quotas),
+            Err(Error::Missing(_)) => Ok(Vec::new()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The limits are back.
+    pub fn forget_quotas(&self, sandbox: &SandboxId) -> Result<(), Error> {
+        let path = self.pod_dir(sandbox).join("quotas.json");
+        match std::fs::remove_file(&path) {
+            Err(error) if error.kind() != ErrorKind::NotFound => Err(write_error(&path, error)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Notes that somebody needed the sandbox now.
+    pub fn note_call(&self, sandbox: &SandboxId) -> Result<(), Error> {
+        let path = self.pod_dir(sandbox).join("called");
+        std::fs::write(&path, b"").map_err(|source| write_error(&path, source))
+    }
+
+    /// When somebody last needed the sandbox enough to wake it.
+    pub fn last_call(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
+        std::fs::metadata(self.pod_dir(sandbox).join("called"))
+            .ok()?
+            .modified()
+            .ok()
+    }
+
+    /// Notes how long the last wake took, stage by stage.
+    pub fn write_wake(&self, sandbox: &SandboxId, stages: &serde_json::Value) -> Result<(), Error> {
+        write_json(&self.pod_dir(sandbox).join("wake.json"), stages)
+    }
+
+    /// When the pod's record was written.
+    pub fn made_at(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
+        std::fs::metadata(self.pod_dir(sandbox).join("pod.json"))
+            .ok()?
+            .modified()
+            .ok()
+    }
+
+    /// The pods of this node. Directories that are being made or taken away are passed over.
+    pub fn pods(&self) -> Result<Vec<PodRecord>, Error> {
+        let ids = list(&self.pods)?
+            .into_iter()
+            .filter_map(|name| SandboxId::try_from(name).ok());
+        Ok(ids.filter_map(|id| self.pod(&id).ok()).collect())
+    }
+
+    /// The containers of a pod, the pause container first, then by name.
+    pub fn containers_of(&self, sandbox: &SandboxId) -> Result<Vec<ContainerRecord>, Error> {
+        let mut found: Vec<ContainerRecord> = list(&self.containers)?
+            .into_iter()
+            .filter_map(|name| ContainerId::try_from(name).ok())
+            .filter_map(|id| self.container(&id).ok())
+            .filter(|record| record.sandbox == *sandbox)
+            .collect();
+        found.sort_by(|a, b| {
+            let key = |c: &ContainerRecord| (c.role == Role::Container, c.name.clone());
+            key(a).cmp(&key(b))
+        });
+        Ok(found)
+    }
+
+    /// Forgets a container.
+    pub fn remove_container(&self, container: &ContainerId) -> Result<(), Error> {
+        remove_dir(&self.container_dir(container))
+    }
+
+    /// Forgets a pod.
+    pub fn remove_pod(&self, sandbox: &SandboxId) -> Result<(), Error> {
+        remove_dir(&self.pod_dir(sandbox))
+    }
+}
+
+fn write_error(path: &Path, source: std::io::Error) -> Error {
+    Error::Write {
+        path: path.into(),
+        source,
+    }
+}
+
+fn make_dir(path: &Path) -> Result<(), Error> {
+    let made = DirBuilder::new().recursive(true).mode(0o700).create(path);
+    made.map_err(|source| write_error(path, source))
+}
+
+fn remove_dir(path: &Path) -> Result<(), Error> {
+    match std::fs::remove_dir_all(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(write_error(path, error)),
+        _ => Ok(()),
+    }
+}
+
+fn list(dir: &Path) -> Result<Vec<String>, Error> {
+    match std::fs::read_dir(dir) {
+        Ok(entries) => Ok(entries
+            .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+            .collect()),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
+        Err(source) => Err(Error::Read {
+            path: dir.into(),
+            source,
+        }),
+    }
+}
+
+fn write_json<T: Serialize>(path: &Path, value: &T) -> Result<(), Error> {
+    let bytes = serde_json::to_vec(value).map_err(|source| Error::Parse {
+        path: path.into(),
+        source,
+    })?;
+    let temporary = path.with_extension(format!("tmp{}", std::process::id()));
+    let written = OpenOptions::new()
+        .create(true)
+        .truncate(true)
+        .write(true)
+        .mode(0o600)
+        .open(&temporary)
+        .and_then(|mut file| file.write_all(&bytes))
+        .and_then(|()| std::fs::rename(&temporary, path));
+    written.map_err(|source| write_error(path, source))
+}
+
+fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, Error> {
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            return Err(Error::Missing(path.into()));
+        }
+        Err(source) => {
+            return Err(Error::Read {
+                path: path.into(),
+                source,
+            });
+        }
+    };
+    let mut bytes = Vec::new();
+    file.take(MAX_RECORD)
+        .read_to_end(&mut bytes)
+        .map_err(|source| Error::Read {
+            path: path.into(),
+            source,
+        })?;
+    serde_json::from_slice(&bytes).map_err(|source| Error::Parse {
+        path: path.into(),
+        source,
+    })
+}

@@ -1,0 +1,388 @@
+//! The runsc commands. Each runs with a time limit; one that does not end in time is killed and its effect unknown.
+
+use std::io::{Read, Seek};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::MemfdFlags;
+
+use crate::config::Config;
+
+/// What of a command's log is read for an error message.
+const KEPT_OUTPUT: u64 = 16 << 10;
+/// runsc's record of a sandbox holds the OCI spec.
+const MAX_RECORD: u64 = 16 << 20;
+/// What of a help text is read.
+const PRINTED_OUTPUT: u64 = 256 << 10;
+
+/// Flags that shape a sandbox. An image is restored only by a runsc with the same ones: they are in its fingerprint.
+/// `--ignore-cgroups`: cgroups are ours (see [`crate::cgroup`]). `--allow-connected-on-save`: established TCP survives a
+/// save that leaves the sandbox running.
+pub const SANDBOX_FLAGS: [&str; 3] = [
+    "--ignore-cgroups",
+    "--network=sandbox",
+    "--allow-connected-on-save",
+];
+
+/// Why a runsc command failed.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("cannot run {path}")]
+    Spawn {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("cannot read runsc's record {path}")]
+    Record {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("cannot wait for runsc {command}")]
+    Wait {
+        command: String,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("runsc {command} ended with {status}: {output}")]
+    Failed {
+        command: String,
+        status: ExitStatus,
+        output: String,
+    },
+    /// The effect is unknown: observe again.
+    #[error("runsc {command} did not end within {limit:?} and was stopped")]
+    TimedOut { command: String, limit: Duration },
+}
+
+/// stdin, stdout and stderr of a container, handed to the command that starts it.
+#[derive(Debug)]
+pub struct Stdio3 {
+    pub stdin: OwnedFd,
+    pub stdout: OwnedFd,
+    pub stderr: OwnedFd,
+}
+
+/// What is read of runsc's record of a sandbox.
+#[derive(serde::Deserialize)]
+struct RunscState {
+    sandbox: RunscSandbox,
+}
+
+#[derive(serde::Deserialize)]
+struct RunscSandbox {
+    #[serde(default)]
+    uid: u32,
+    #[serde(default)]
+    gid: u32,
+}
+
+/// The runsc of this node, with its root directory and flags.
+#[derive(Debug, Clone)]
+pub struct Runsc {
+    path: PathBuf,
+    root: PathBuf,
+    platform: String,
+    debug_log_dir: Option<PathBuf>,
+}
+
+impl Runsc {
+    pub fn new(config: &Config) -> Self {
+        Self {
+            path: config.runsc.clone(),
+            root: config.runsc_root(),
+            platform: config.platform.clone(),
+            debug_log_dir: config.debug_log_dir.clone(),
+        }
+    }
+
+    /// The same with the build that runs a given pod.
+    #[must_use]
+    pub fn build(&self, path: &Path) -> Self {
+        Self {
+            path: path.into(),
+            ..self.clone()
+        }
+    }
+
+    /// `runsc --root`.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// runsc writes why it failed to its stderr, which may be the container's own; its log takes the same words.
+    fn command(&self, name: &str, log: &OwnedFd) -> Command {
+        let mut command = Command::new(&self.path);
+        command
+            .arg(format!("--log=/proc/self/fd/{}", log.as_raw_fd()))
+            .arg("--log-format=json");
+        command.arg("--root").arg(&self.root).args(SANDBOX_FLAGS);
+        command.arg(format!("--platform={}", self.platform));
+        if let Some(dir) = &self.debug_log_dir {
+            command
+                .arg("--debug")
+                .arg(format!("--debug-log={}/", dir.display()));
+        }
+        command.arg(name).stdin(Stdio::null());
+        command
+    }
+
+    /// Creates a container from the bundle directory; for a root container this starts the sandbox's processes.
+    pub fn create(
+        &self,
+        id: &str,
+        bundle: &Path,
+        console_socket: Option<&Path>,
+        limit: Duration,
+    ) -> Result<(), Error> {
+        self.run("create", None, limit, |command| {
+            command.arg("--bundle").arg(bundle);
+            if let Some(socket) = console_socket {
+                command.arg("--console-socket").arg(socket);
+            }
+            command.arg(id);
+        })
+    }
+
+    /// Starts a created container with `stdio` as its standard streams.
+    pub fn start(&self, id: &str, stdio: Option<Stdio3>, limit: Duration) -> Result<(), Error> {
+        self.run("start", stdio, limit, |command| {
+            command.arg(id);
+        })
+    }
+
+    /// Restores a created container from the image directory. The last container of an image does the work and returns
+    /// when the sandbox runs; the others return at once.
+    pub fn restore(
+        &self,
+        id: &str,
+        bundle: &Path,
+        image: &Path,
+        stdio: Option<Stdio3>,
+        limit: Duration,
+    ) -> Result<(), Error> {
+        self.run("restore", stdio, limit, |command| {
+            command.arg("--detach").arg("--bundle").arg(bundle);
+            command.arg("--image-path").arg(image).arg(id);
+        })
+    }
+
+    /// Removes a container, killing what is left of it. A container that is not known is a success.
+    pub fn delete(&self, id: &str, limit: Duration) -> Result<(), Error> {
+        self.run("delete", None, limit, |command| {
+            command.arg("--force").arg(id);
+        })
+    }
+
+    /// Whether runsc has a record of the container; reading it is left to runsc.
+    pub fn knows(&self, id: &str, sandbox: &str) -> bool {
+        self.root
+            .join(format!("{id}_sandbox:{sandbox}.state"))
+            .exists()
+    }
+
+    /// User and group that the sandbox' processes run as, from runsc's own record.
+    pub fn sandbox_user(&self, sandbox: &str) -> Result<(u32, u32), Error> {
+        let path = self.root.join(format!("{sandbox}_sandbox:{sandbox}.state"));
+        let record = |source| Error::Record {
+            path: path.clone(),
+            source,
+        };
+        let file = std::fs::File::open(&path).map_err(record)?;
+        let state: RunscState =
+            serde_json::from_reader(file.take(MAX_RECORD)).map_err(|error| record(error.into()))?;
+        Ok((state.sandbox.uid, state.sandbox.gid))
+    }
+
+    /// First line of `runsc --version`, without its prefix.
+    pub fn version(&self, limit: Duration) -> Result<String, Error> {
+        let text = self.capture("--version", &[], limit)?;
+        let line = text.lines().next().unwrap_or_default();
+        Ok(line
+            .strip_prefix("runsc version ")
+            .unwrap_or(line)
+            .trim()
+            .to_owned())
+    }
+
+    /// What a command that only prints text prints, stdout and stderr together.
+    pub fn capture(&self, name: &str, args: &[&str], limit: Duration) -> Result<String, Error> {
+        let output = memory_file(name, MemfdFlags::CLOEXEC)?;
+        let mut command = Command::new(&self.path);
+        command.arg(name).args(args).stdin(Stdio::null());
+        write_to(&mut command, name, &output)?;
+        let status = finish(name, command, limit)?;
+        let text = read_head(output.into(), PRINTED_OUTPUT);
+        if status.success() {
+            Ok(text)
+        } else {
+            Err(Error::Failed {
+                command: name.to_owned(),
+                status,
+                output: text,
+            })
+        }
+    }
+
+    /// Output goes to memory files and not to pipes: runsc's long-lived children inherit it, and a pipe would never end.
+    fn run(
+        &self,
+        name: &str,
+        stdio: Option<Stdio3>,
+        limit: Duration,
+        arguments: impl FnOnce(&mut Command),
+    ) -> Result<(), Error> {
+        // Not close-on-exec: runsc opens its log through /proc/self/fd.
+        let log = memory_file(name, MemfdFlags::empty())?;
+        let mut command = self.command(name, &log);
+        arguments(&mut command);
+        match stdio {
+            Some(stdio) => {
+                command
+                    .stdin(stdio.stdin)
+                    .stdout(stdio.stdout)
+                    .stderr(stdio.stderr);
+            }
+            None => {
+                command.stdout(Stdio::null()).stderr(Stdio::null());
+            }
+        }
+        let status = finish(name, command, limit)?;
+        if status.success() {
+            return Ok(());
+        }
+        let output = last_message(&read_head(log.into(), KEPT_OUTPUT));
+        Err(Error::Failed {
+            command: name.to_owned(),
+            status,
+            output,
+        })
+    }
+}
+
+/// The last JSON line's `msg`: what runsc calls its fatal error, without the stack traces that may follow it. Falls back
+/// to the whole text.
+fn last_message(log: &str) -> String {
+    log.lines()
+        .rev()
+        .find_map(|line| {
+            let value: serde_json::Value = serde_json::from_str(line).ok()?;
+            let message = value.get("msg")?.as_str()?;
+            let words = message.split("\ngoroutine ").next().unwrap_or(message);
+            Some(words.trim().trim_end_matches(':').to_owned())
+        })
+        .unwrap_or_else(|| log.to_owned())
+}
+
+fn memory_file(name: &str, flags: MemfdFlags) -> Result<OwnedFd, Error> {
+    rustix::fs::memfd_create("runsc-output", flags).map_err(|errno| Error::Wait {
+        command: name.to_owned(),
+        source: errno.into(),
+    })
+}
+
+fn write_to(command: &mut Command, name: &str, output: &OwnedFd) -> Result<(), Error> {
+    let duplicate = || {
+        output.try_clone().map_err(|source| Error::Wait {
+            command: name.to_owned(),
+            source,
+        })
+    };
+    command.stdout(duplicate()?).stderr(duplicate()?);
+    Ok(())
+}
+
+fn finish(name: &str, mut command: Command, limit: Duration) -> Result<ExitStatus, Error> {
+    let path = PathBuf::from(command.get_program());
+    let child = command
+        .spawn()
+        .map_err(|source| Error::Spawn { path, source })?;
+    wait_within(child, limit)
+        .map_err(|source| Error::Wait {
+            command: name.to_owned(),
+            source,
+        })?
+        .ok_or_else(|| Error::TimedOut {
+            command: name.to_owned(),
+            limit,
+        })
+}
+
+fn read_head(mut file: std::fs::File, kept: u64) -> String {
+    let mut bytes = Vec::new();
+    // An unreadable message must not hide the failure that it would have explained.
+    if file.rewind().is_err() || file.take(kept).read_to_end(&mut bytes).is_err() {
+        return "(its output could not be read)".to_owned();
+    }
+    String::from_utf8_lossy(&bytes).trim().to_owned()
+}
+
+/// Waits through a pidfd, so that the end is seen at once and no thread is needed.
+fn wait_within(mut child: Child, limit: Duration) -> std::io::Result<Option<ExitStatus>> {
+    let pid = rustix::process::Pid::from_child(&child);
+    let pidfd = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty())?;
+    let deadline = Instant::now() + limit;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let timeout = Timespec {
+            tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: left.subsec_nanos().into(),
+        };
+        let mut fds = [PollFd::new(&pidfd, PollFlags::IN)];
+        match poll(&mut fds, Some(&timeout)) {
+            Ok(0) => {
+                child.kill()?;
+                child.wait()?;
+                return Ok(None);
+            }
+            Ok(_) => return child.wait().map(Some),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn runsc_that_is(program: &str) -> Runsc {
+        Runsc {
+            path: program.into(),
+            root: "/nonexistent".into(),
+            platform: "systrap".into(),
+            debug_log_dir: None,
+        }
+    }
+
+    #[test]
+    fn a_command_that_does_not_end_is_stopped_and_its_effect_unknown() {
+        let limit = Duration::from_millis(50);
+        let error = runsc_that_is("sleep")
+            .capture("60", &[], limit)
+            .expect_err("too slow");
+        assert!(matches!(error, Error::TimedOut { .. }));
+    }
+
+    #[test]
+    fn a_failure_carries_what_the_command_printed() {
+        let limit = Duration::from_secs(5);
+        let error = runsc_that_is("ls")
+            .capture("/does-not-exist", &[], limit)
+            .expect_err("fails");
+        assert!(error.to_string().contains("does-not-exist"), "{error}");
+    }
+
+    #[test]
+    fn the_last_message_of_a_json_log_is_the_reason() {
+        let log = "{\"msg\":\"a warning\"}\n{\"msg\":\"cannot create gofer\\n\"}\n";
+        assert_eq!(last_message(log), "cannot create gofer");
+        assert_eq!(last_message("plain words"), "plain words");
+        let panic = r#"{"msg":"no file:\ngoroutine 3 [running]:\nmain()"}"#;
+        assert_eq!(last_message(panic), "no file");
+    }
+}

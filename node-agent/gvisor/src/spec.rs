@@ -1,0 +1,267 @@
+//! What torpor-oci changes in an OCI spec before runsc sees it. Pure.
+//!
+//! The spec stays raw JSON: fields that this build does not know pass through untouched.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value, json};
+use torpor_snapshots::Digest;
+
+/// containerd's CRI annotations on every spec that it makes.
+pub const CRI_CONTAINER_TYPE: &str = "io.kubernetes.cri.container-type";
+pub const CRI_CONTAINER_NAME: &str = "io.kubernetes.cri.container-name";
+pub const CRI_SANDBOX_ID: &str = "io.kubernetes.cri.sandbox-id";
+pub const CRI_SANDBOX_NAMESPACE: &str = "io.kubernetes.cri.sandbox-namespace";
+pub const CRI_SANDBOX_NAME: &str = "io.kubernetes.cri.sandbox-name";
+pub const CRI_SANDBOX_UID: &str = "io.kubernetes.cri.sandbox-uid";
+pub const CRI_IMAGE_NAME: &str = "io.kubernetes.cri.image-name";
+
+/// gVisor's annotations steer the privileged runsc: only ours get through.
+const GVISOR_PREFIX: &str = "dev.gvisor.";
+const MOUNT_HINT_PREFIX: &str = "dev.gvisor.spec.mount.";
+/// Where the pause container mounts the pod's volumes.
+const PAUSE_VOLUMES: &str = "/torpor-volumes";
+/// The pod's /dev/shm is a volume to gVisor, of this name.
+const SHM_HINT: &str = "devshm";
+
+/// Why a spec cannot be used.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum Error {
+    #[error("the OCI spec has no {0}")]
+    Missing(&'static str),
+    #[error("the OCI spec's annotation {0} is missing: this runtime serves Kubernetes pods only")]
+    NotCri(&'static str),
+    #[error("container type {0:?} is neither sandbox nor container")]
+    ContainerType(String),
+}
+
+/// A container's part in its pod.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// The pause container: the root of the gVisor sandbox.
+    Sandbox,
+    Container,
+}
+
+/// An OCI runtime spec.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Spec(pub Value);
+
+impl Spec {
+    /// An annotation's value.
+    pub fn annotation(&self, key: &str) -> Option<&str> {
+        self.0.get("annotations")?.get(key)?.as_str()
+    }
+
+    fn required(&self, key: &'static str) -> Result<&str, Error> {
+        self.annotation(key).ok_or(Error::NotCri(key))
+    }
+
+    pub fn role(&self) -> Result<Role, Error> {
+        match self.required(CRI_CONTAINER_TYPE)? {
+            "sandbox" => Ok(Role::Sandbox),
+            "container" => Ok(Role::Container),
+            other => Err(Error::ContainerType(other.to_owned())),
+        }
+    }
+
+    /// Id of the pod's sandbox.
+    pub fn sandbox_id(&self) -> Result<&str, Error> {
+        self.required(CRI_SANDBOX_ID)
+    }
+
+    /// The container's name in its pod; the pause container has none.
+    pub fn container_name(&self) -> Option<&str> {
+        self.annotation(CRI_CONTAINER_NAME)
+    }
+
+    pub fn terminal(&self) -> bool {
+        self.0
+            .pointer("/process/terminal")
+            .and_then(Value::as_bool)
+            .unwrap_or(false)
+    }
+
+    pub fn cgroups_path(&self) -> Result<&str, Error> {
+        let path = self.0.pointer("/linux/cgroupsPath").and_then(Value::as_str);
+        path.ok_or(Error::Missing("linux.cgroupsPath"))
+    }
+
+    /// Path of the pod's network namespace; a pod on the host's network has none.
+    pub fn network_namespace(&self) -> Option<PathBuf> {
+        let namespaces = self.0.pointer("/linux/namespaces")?.as_array()?;
+        namespaces
+            .iter()
+            .find(|namespace| namespace.get("type").and_then(Value::as_str) == Some("network"))
+            .and_then(|namespace| namespace.get("path")?.as_str().map(PathBuf::from))
+    }
+
+    fn mounts(&self) -> impl Iterator<Item = &Value> {
+        self.0
+            .get("mounts")
+            .and_then(Value::as_array)
+            .into_iter()
+            .flatten()
+    }
+
+    /// Source of the mount at `destination`.
+    fn mount_source(&self, destination: &str) -> Option<&str> {
+        self.mounts()
+            .find(|mount| mount.get("destination").and_then(Value::as_str) == Some(destination))
+            .and_then(|mount| mount.get("source")?.as_str())
+    }
+}
+
+/// A directory of the host that gVisor keeps inside the sandbox (and so in its images): an emptyDir, or /dev/shm.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SandboxVolume {
+    pub name: String,
+    pub source: PathBuf,
+    /// Whether its files count as memory (medium Memory) or lie in a file in `source`.
+    pub memory: bool,
+}
+
+/// The volumes of a new sandbox: its emptyDirs, as the caller found them on disk, and its /dev/shm.
+pub fn sandbox_volumes(spec: &Spec, empty_dirs: Vec<SandboxVolume>) -> Vec<SandboxVolume> {
+    let mut volumes = empty_dirs;
+    if let Some(source) = spec.mount_source("/dev/shm") {
+        volumes.push(SandboxVolume {
+            name: SHM_HINT.to_owned(),
+            source: source.into(),
+            memory: true,
+        });
+    }
+    volumes
+}
+
+/// The spec that runsc gets: an absolute root path, no gVisor annotation but our volume hints, and the sandbox's own
+/// volumes mounted as such.
+pub fn rewrite(mut spec: Spec, bundle: &Path, volumes: &[SandboxVolume]) -> Result<Spec, Error> {
+    let role = spec.role()?;
+    let root = spec.0.get_mut("root").and_then(Value::as_object_mut);
+    let root = root.ok_or(Error::Missing("root"))?;
+    let path = root
+        .get("path")
+        .and_then(Value::as_str)
+        .ok_or(Error::Missing("root.path"))?;
+    let absolute = bundle.join(path);
+    root.insert("path".to_owned(), json!(absolute));
+
+    // Cgroups are ours: runsc would take the keeper's away when it deletes the container.
+    if let Some(linux) = spec.0.get_mut("linux").and_then(Value::as_object_mut) {
+        linux.remove("cgroupsPath");
+    }
+    if let Some(annotations) = spec.0.get_mut("annotations").and_then(Value::as_object_mut) {
+        annotations.retain(|key, _| !key.starts_with(GVISOR_PREFIX));
+        if role == Role::Sandbox {
+            volumes.iter().for_each(|volume| hint(annotations, volume));
+        }
+    }
+    if let Some(mounts) = spec.0.get_mut("mounts").and_then(Value::as_array_mut) {
+        if role == Role::Sandbox {
+            mounts.extend(volumes.iter().filter_map(held_by_pause));
+        }
+        for mount in mounts {
+            mount_inside(mount, role, volumes);
+        }
+    }
+    Ok(spec)
+}
+
+/// gVisor ties a shared volume to the container that mounts it first, and cannot restore it without that container. The
+/// pause container is there from the beginning to the end, so it mounts every emptyDir; an init container may come first
+/// otherwise.
+fn held_by_pause(volume: &SandboxVolume) -> Option<Value> {
+    if volume.name == SHM_HINT {
+        // The pause container has this mount of its own.
+        return None;
+    }
+    Some(json!({
+        "destination": format!("{PAUSE_VOLUMES}/{}", volume.name),
+        "type": "bind",
+        "source": volume.source,
+        "options": ["rw"],
+    }))
+}
+
+fn hint(annotations: &mut Map<String, Value>, volume: &SandboxVolume) {
+    let source = volume.source.display().to_string();
+    for (field, value) in [
+        ("source", source.as_str()),
+        ("type", "tmpfs"),
+        ("share", "pod"),
+        ("options", "rw"),
+    ] {
+        annotations.insert(
+            format!("{MOUNT_HINT_PREFIX}{}.{field}", volume.name),
+            json!(value),
+        );
+    }
+}
+
+/// A volume's files belong to the one mount that gVisor takes for a bind mount, and an image can only be restored when
+/// there is exactly one such: the pause container's, for a volume that is backed by a file in its source. Every other
+/// mount of it, and all mounts of a volume in memory, are tmpfs to gVisor, which finds the volume by its source.
+fn mount_inside(mount: &mut Value, role: Role, volumes: &[SandboxVolume]) {
+    let Some(source) = mount
+        .get("source")
+        .and_then(Value::as_str)
+        .map(PathBuf::from)
+    else {
+        return;
+    };
+    let Some(volume) = volumes.iter().find(|volume| volume.source == source) else {
+        return;
+    };
+    if role == Role::Sandbox && !volume.memory {
+        return;
+    }
+    let Some(mount) = mount.as_object_mut() else {
+        return;
+    };
+    mount.insert("type".to_owned(), json!("tmpfs"));
+    if let Some(options) = mount.get_mut("options").and_then(Value::as_array_mut) {
+        options.retain(|option| !option.as_str().is_some_and(makes_a_bind_mount));
+    }
+}
+
+fn makes_a_bind_mount(option: &str) -> bool {
+    matches!(
+        option,
+        "bind" | "rbind" | "private" | "rprivate" | "slave" | "rslave" | "shared" | "rshared"
+    )
+}
+
+/// Digest over what must be the same when the container is restored: what gVisor checks, and nothing that another Pod
+/// of the same template has differently (ids, environment, host paths, host name, limits).
+pub fn digest(spec: &Spec) -> Digest {
+    let process = |field: &str| spec.0.pointer(&format!("/process/{field}")).cloned();
+    let mounts: Vec<Value> = spec
+        .mounts()
+        .map(|mount| {
+            let options = mount.get("options").and_then(Value::as_array);
+            let options = options.map(|options| {
+                let kept = |option: &&Value| !option.as_str().is_some_and(makes_a_bind_mount);
+                options.iter().filter(kept).cloned().collect::<Vec<Value>>()
+            });
+            json!([mount.get("destination"), options])
+        })
+        .collect();
+    let distilled = json!({
+        "args": process("args"),
+        "cwd": process("cwd"),
+        "user": process("user"),
+        "capabilities": process("capabilities"),
+        "rlimits": process("rlimits"),
+        "terminal": spec.terminal(),
+        "noNewPrivileges": process("noNewPrivileges"),
+        "readonly": spec.0.pointer("/root/readonly"),
+        "sysctl": spec.0.pointer("/linux/sysctl"),
+        "mounts": mounts,
+    });
+    Digest::of(distilled.to_string().as_bytes())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,169 @@
+use super::*;
+
+fn sandbox() -> Spec {
+    Spec(json!({
+        "root": { "path": "rootfs", "readonly": true },
+        "process": { "args": ["/pause"], "cwd": "/" },
+        "annotations": {
+            CRI_CONTAINER_TYPE: "sandbox",
+            CRI_SANDBOX_ID: "s1",
+            "dev.gvisor.flag.debug": "true",
+            "torpor.dev/restore-image": "u.1",
+        },
+        "mounts": [{ "destination": "/dev/shm", "type": "bind", "source": "/run/s1/shm" }],
+        "linux": {
+            "cgroupsPath": "/kubepods/pod1/s1",
+            "namespaces": [{ "type": "pid" }, { "type": "network", "path": "/run/netns/cni-1" }],
+        },
+        "unknownToUs": { "kept": 1 },
+    }))
+}
+
+fn container() -> Spec {
+    Spec(json!({
+        "root": { "path": "/rootfs/c" },
+        "process": { "args": ["python3"], "cwd": "/", "env": ["A=1"], "terminal": true },
+        "hostname": "one",
+        "annotations": {
+            CRI_CONTAINER_TYPE: "container", CRI_SANDBOX_ID: "s1", CRI_CONTAINER_NAME: "main",
+        },
+        "mounts": [
+            { "destination": "/disk", "type": "bind", "source": "/pods/u/disk", "options": ["rw"] },
+            { "destination": "/mem", "type": "bind", "source": "/pods/u/mem",
+              "options": ["rbind", "rprivate", "rw"] },
+            { "destination": "/dev/shm", "type": "bind", "source": "/run/s1/shm" },
+            { "destination": "/pvc", "type": "bind", "source": "/pods/u/pvc", "options": ["rw"] },
+        ],
+    }))
+}
+
+fn volumes() -> Vec<SandboxVolume> {
+    let empty_dirs = vec![
+        SandboxVolume {
+            name: "disk".into(),
+            source: "/pods/u/disk".into(),
+            memory: false,
+        },
+        SandboxVolume {
+            name: "mem".into(),
+            source: "/pods/u/mem".into(),
+            memory: true,
+        },
+    ];
+    sandbox_volumes(&sandbox(), empty_dirs)
+}
+
+#[test]
+fn annotations_that_steer_gvisor_do_not_get_through() {
+    let spec = rewrite(sandbox(), Path::new("/b"), &volumes()).expect("rewritten");
+    assert_eq!(spec.annotation("dev.gvisor.flag.debug"), None);
+    assert_eq!(spec.annotation("torpor.dev/restore-image"), Some("u.1"));
+}
+
+#[test]
+fn empty_dirs_and_shm_are_hinted_on_the_sandbox_only() {
+    let spec = rewrite(sandbox(), Path::new("/b"), &volumes()).expect("rewritten");
+    for name in ["disk", "mem", "devshm"] {
+        let key = format!("dev.gvisor.spec.mount.{name}.share");
+        assert_eq!(spec.annotation(&key), Some("pod"), "{name}");
+    }
+    let spec = rewrite(container(), Path::new("/b"), &volumes()).expect("rewritten");
+    assert_eq!(spec.annotation("dev.gvisor.spec.mount.disk.share"), None);
+}
+
+#[test]
+fn runsc_is_told_of_no_cgroup() {
+    let spec = rewrite(sandbox(), Path::new("/b"), &[]).expect("rewritten");
+    assert_eq!(
+        spec.cgroups_path(),
+        Err(Error::Missing("linux.cgroupsPath"))
+    );
+}
+
+#[test]
+fn the_pause_container_mounts_every_empty_dir_first() {
+    let spec = rewrite(sandbox(), Path::new("/b"), &volumes()).expect("rewritten");
+    let destinations: Vec<&str> = spec
+        .mounts()
+        .filter_map(|mount| mount.get("destination")?.as_str())
+        .collect();
+    assert_eq!(
+        destinations,
+        ["/dev/shm", "/torpor-volumes/disk", "/torpor-volumes/mem"]
+    );
+}
+
+#[test]
+fn a_volume_on_disk_is_a_bind_mount_of_the_pause_container_only() {
+    let spec = rewrite(sandbox(), Path::new("/b"), &volumes()).expect("rewritten");
+    let types: Vec<&str> = spec
+        .mounts()
+        .filter_map(|mount| mount.get("type")?.as_str())
+        .collect();
+    assert_eq!(types, ["tmpfs", "bind", "tmpfs"], "shm, disk, mem");
+}
+
+#[test]
+fn volumes_are_tmpfs_to_the_containers_and_nothing_else_is() {
+    let spec = rewrite(container(), Path::new("/b"), &volumes()).expect("rewritten");
+    let types: Vec<(&str, &str)> = spec
+        .mounts()
+        .filter_map(|mount| {
+            Some((
+                mount.get("destination")?.as_str()?,
+                mount.get("type")?.as_str()?,
+            ))
+        })
+        .collect();
+    let expected = [
+        ("/disk", "tmpfs"),
+        ("/mem", "tmpfs"),
+        ("/dev/shm", "tmpfs"),
+        ("/pvc", "bind"),
+    ];
+    assert_eq!(types, expected);
+    assert_eq!(spec.0.pointer("/mounts/1/options"), Some(&json!(["rw"])));
+}
+
+#[test]
+fn a_relative_root_is_taken_from_the_bundle_and_unknown_fields_survive() {
+    let spec = rewrite(sandbox(), Path::new("/bundle"), &[]).expect("rewritten");
+    assert_eq!(spec.0.pointer("/root/path"), Some(&json!("/bundle/rootfs")));
+    assert_eq!(spec.0.pointer("/unknownToUs/kept"), Some(&json!(1)));
+    assert_eq!(spec.network_namespace(), Some("/run/netns/cni-1".into()));
+}
+
+#[test]
+fn the_digest_ignores_what_another_pod_of_the_template_has_differently() {
+    let one = container();
+    let mut other = container();
+    other.0["hostname"] = json!("two");
+    other.0["process"]["env"] = json!(["A=2", "B=3"]);
+    other.0["mounts"][0]["source"] = json!("/pods/other/disk");
+    assert_eq!(digest(&one), digest(&other));
+
+    for (pointer, value) in [
+        ("/process/args", json!(["python3", "-i"])),
+        ("/process/cwd", json!("/tmp")),
+        ("/process/terminal", json!(false)),
+        ("/mounts/0/destination", json!("/elsewhere")),
+    ] {
+        let mut changed = container();
+        *changed.0.pointer_mut(pointer).expect("there") = value;
+        assert_ne!(digest(&one), digest(&changed), "{pointer}");
+    }
+}
+
+#[test]
+fn the_digest_of_a_container_is_the_same_before_and_after_the_rewrite() {
+    let rewritten = rewrite(container(), Path::new("/b"), &volumes()).expect("rewritten");
+    assert_eq!(digest(&container()), digest(&rewritten));
+}
+
+#[test]
+fn a_spec_that_no_kubelet_made_is_refused_by_name() {
+    let error = Spec(json!({ "root": { "path": "r" } }))
+        .role()
+        .expect_err("refused");
+    assert_eq!(error, Error::NotCri(CRI_CONTAINER_TYPE));
+}

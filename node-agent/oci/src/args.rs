@@ -1,0 +1,132 @@
+//! The command line that go-runc, the shim's library, uses.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+use torpor_core::ids::{ContainerId, ImageId, SandboxId};
+
+/// OCI runtime that runs a Kubernetes pod in one gVisor sandbox and can hibernate it.
+#[derive(Debug, Parser)]
+#[command(name = "torpor-oci", version, about)]
+pub(crate) struct Cli {
+    /// Accepted and not used: state lies in the state directory of torpor-oci.json.
+    #[arg(long)]
+    root: Option<PathBuf>,
+    /// File for the reason of a failure, in JSON lines.
+    #[arg(long)]
+    pub(crate) log: Option<PathBuf>,
+    /// Accepted: the log is JSON.
+    #[arg(long)]
+    log_format: Option<String>,
+    /// Accepted: both forms of cgroup paths are understood without it.
+    #[arg(long)]
+    systemd_cgroup: bool,
+    /// Accepted and not used.
+    #[arg(long)]
+    debug: bool,
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Create a container
+    Create(CreateArgs),
+    /// Start a created container
+    Start { id: ContainerId },
+    /// Print the state of a container
+    State { id: ContainerId },
+    /// Send a signal to a container
+    Kill {
+        id: ContainerId,
+        #[arg(default_value = "TERM")]
+        signal: String,
+        /// To all of the container's processes
+        #[arg(long, short)]
+        all: bool,
+    },
+    /// Remove a container
+    Delete {
+        id: ContainerId,
+        /// Kill it first; a container that is not known is a success
+        #[arg(long, short)]
+        force: bool,
+    },
+    /// Run a process in a container; wakes a hibernated one
+    Exec(ExecArgs),
+    /// Pause the pod's sandbox
+    Pause { id: ContainerId },
+    /// Resume the pod's sandbox
+    Resume { id: ContainerId },
+    /// List the processes that stand for a container on the host
+    Ps {
+        #[arg(long, short)]
+        format: Option<String>,
+        id: ContainerId,
+    },
+    /// Accept new limits
+    Update {
+        #[arg(long, short)]
+        resources: Option<PathBuf>,
+        id: ContainerId,
+    },
+    /// Print what this runtime supports
+    Features,
+    /// Wake a hibernated sandbox and print a JSON answer (run by a keeper; standard input holds the pod's lock)
+    #[command(hide = true)]
+    Wake { sandbox: SandboxId, image: ImageId },
+    /// End the processes of a sandbox whose image is committed, and print a JSON answer (run by a keeper; standard input holds the pod's lock)
+    #[command(hide = true)]
+    End { sandbox: SandboxId, image: ImageId },
+    /// Be the process that stands for one that exec started (run by exec)
+    #[command(hide = true)]
+    ExecWaiter {
+        sandbox: SandboxId,
+        id: ContainerId,
+        /// In the sandbox
+        pid: i32,
+        /// Standard input is its terminal
+        #[arg(long)]
+        terminal: bool,
+    },
+    /// Be the process that stands for a container (run by create)
+    #[command(hide = true)]
+    Keeper {
+        id: ContainerId,
+        /// The listening socket, inherited
+        #[arg(long)]
+        socket: i32,
+    },
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CreateArgs {
+    #[arg(long, short)]
+    pub(crate) bundle: PathBuf,
+    #[arg(long)]
+    pub(crate) pid_file: Option<PathBuf>,
+    #[arg(long)]
+    pub(crate) console_socket: Option<PathBuf>,
+    /// Accepted and not used: gVisor does not pivot.
+    #[arg(long)]
+    pub(crate) no_pivot: bool,
+    /// Accepted and not used.
+    #[arg(long)]
+    pub(crate) no_new_keyring: bool,
+    pub(crate) id: ContainerId,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ExecArgs {
+    /// The OCI process to run
+    #[arg(long, short)]
+    pub(crate) process: PathBuf,
+    #[arg(long)]
+    pub(crate) pid_file: Option<PathBuf>,
+    #[arg(long)]
+    pub(crate) console_socket: Option<PathBuf>,
+    /// Return when the process runs. The shim always asks for it.
+    #[arg(long, short)]
+    pub(crate) detach: bool,
+    pub(crate) id: ContainerId,
+}

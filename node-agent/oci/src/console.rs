@@ -1,0 +1,62 @@
+//! Terminals. The shim gets the master of a terminal that the keeper holds, because gVisor's own dies with each
+//! hibernation; the keeper carries bytes between the two.
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+
+use anyhow::Context;
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+use torpor_gvisor::runsc::Runsc;
+
+use crate::node::COMMAND_LIMIT;
+
+/// A terminal: what the shim gets, and what the keeper holds.
+pub(crate) struct Terminal {
+    pub(crate) master: OwnedFd,
+    pub(crate) slave: OwnedFd,
+}
+
+impl Terminal {
+    pub(crate) fn open() -> anyhow::Result<Self> {
+        let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
+        let master = openpt(flags).context("cannot open a terminal")?;
+        grantpt(&master).context("cannot grant the terminal")?;
+        unlockpt(&master).context("cannot unlock the terminal")?;
+        let name = ptsname(&master, Vec::new()).context("cannot name the terminal")?;
+        let flags =
+            rustix::fs::OFlags::RDWR | rustix::fs::OFlags::NOCTTY | rustix::fs::OFlags::CLOEXEC;
+        let slave = rustix::fs::open(name, flags, rustix::fs::Mode::empty())
+            .context("cannot open the terminal's other side")?;
+        Ok(Self { master, slave })
+    }
+}
+
+/// Sends the master to the shim, as the OCI runtime's console socket expects it.
+pub(crate) fn hand_over(socket: &Path, master: &OwnedFd) -> anyhow::Result<()> {
+    use std::os::fd::AsFd;
+    let peer = UnixStream::connect(socket)
+        .with_context(|| format!("cannot connect to the console socket {}", socket.display()))?;
+    torpor_gvisor::keeper::send(&peer.into(), b"/dev/ptmx", &[master.as_fd()])
+        .context("cannot send the terminal to the shim")
+}
+
+/// `runsc create` for a container with a terminal: answers the master of gVisor's terminal.
+pub(crate) fn create_with_console(
+    runsc: &Runsc,
+    id: &str,
+    bundle: &Path,
+) -> anyhow::Result<OwnedFd> {
+    let path = bundle.join("console.sock");
+    // Left over from an earlier try.
+    let _ = std::fs::remove_file(&path);
+    let listener = UnixListener::bind(&path)
+        .with_context(|| format!("cannot listen on {}", path.display()))?;
+    runsc.create(id, bundle, Some(&path), COMMAND_LIMIT)?;
+    listener.set_nonblocking(true)?;
+    // runsc connected and sent before it returned: what has not arrived does not come.
+    let (peer, _) = listener.accept().context("runsc sent no console")?;
+    let (_, fds) = torpor_gvisor::keeper::receive(&peer.into()).context("runsc sent no console")?;
+    std::fs::remove_file(&path)?;
+    fds.into_iter().next().context("runsc sent no console")
+}

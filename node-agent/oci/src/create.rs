@@ -1,0 +1,237 @@
+//! `create`: a container's record, cgroup and keeper, and, unless it is part of an image that will be restored, its
+//! gVisor container.
+
+use std::fs::File;
+use std::io::Read;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, bail};
+use nix::sys::socket::{
+    AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket,
+};
+use torpor_core::ids::{Namespace, PodUid, SandboxId};
+use torpor_gvisor::keeper::{self, Request};
+use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState};
+use torpor_gvisor::spec::{
+    CRI_SANDBOX_NAME, CRI_SANDBOX_NAMESPACE, CRI_SANDBOX_UID, Role, SandboxVolume, Spec, digest,
+    rewrite, sandbox_volumes,
+};
+use torpor_gvisor::{cgroup, net};
+
+use crate::args::CreateArgs;
+use crate::console::{Terminal, create_with_console, hand_over};
+use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
+use crate::restore;
+
+/// The OCI spec of a pod with thousands of mounts is below a megabyte.
+const MAX_SPEC: u64 = 8 << 20;
+
+const ON_RESTORE_FAILURE: &str = "torpor.dev/on-restore-failure";
+
+pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<()> {
+    let spec = read_spec(&args.bundle)?;
+    let sandbox = SandboxId::try_from(spec.sandbox_id()?.to_owned())?;
+    let role = spec.role()?;
+    if role == Role::Sandbox {
+        record_pod(node, &spec, &sandbox)?;
+    }
+    let _lock = node.records.lock(&sandbox)?;
+    let pod = node.records.pod(&sandbox)?;
+
+    let state = match role {
+        Role::Sandbox => restore::begin(node, &pod, &spec)?,
+        Role::Container => restore::join(node, &sandbox)?,
+    };
+    let mut record = record_of(args, &spec, sandbox, role)?;
+    if let SandboxState::Restoring { image, .. } = &state {
+        record.completed = restore::completed(node, &pod, image, &record)?;
+    }
+    node.records.create_container_dir(&record.id)?;
+    let dir = node.records.container_dir(&record.id);
+    let rewritten = rewrite(spec, &args.bundle, &pod.volumes)?;
+    node.records.write_spec(&record.id, &rewritten.0)?;
+    node.cgroups.create(&record.cgroup)?;
+
+    let console = if state == SandboxState::Running {
+        node.cgroups.place(&pod.cgroup, std::process::id())?;
+        create_in_sandbox(node, &record, &dir)?
+    } else {
+        None
+    };
+    record.keeper_pid = start_keeper(node, &record, &dir, args.console_socket.as_deref())?;
+    node.records.write_container(&record)?;
+    if let Some(console) = console {
+        keeper::ask(&dir, &Request::Console, &[console.as_fd()], CALL_LIMIT)?;
+    }
+    if let Some(path) = &args.pid_file {
+        std::fs::write(path, record.keeper_pid.to_string())
+            .with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(())
+}
+
+fn read_spec(bundle: &Path) -> anyhow::Result<Spec> {
+    let path = bundle.join("config.json");
+    let read = || -> anyhow::Result<Spec> {
+        let mut bytes = Vec::new();
+        File::open(&path)?.take(MAX_SPEC).read_to_end(&mut bytes)?;
+        Ok(Spec(serde_json::from_slice(&bytes)?))
+    };
+    read().with_context(|| format!("cannot read the OCI spec {}", path.display()))
+}
+
+/// What must be known of the pod before runsc takes the addresses off its interfaces.
+fn record_pod(node: &Node, spec: &Spec, sandbox: &SandboxId) -> anyhow::Result<()> {
+    let annotation = |key: &'static str| {
+        spec.annotation(key)
+            .map(str::to_owned)
+            .with_context(|| format!("annotation {key} is missing: is this containerd's CRI?"))
+    };
+    let pod_uid = PodUid::try_from(annotation(CRI_SANDBOX_UID)?)?;
+    let network_namespace = spec.network_namespace();
+    let Some(namespace_path) = &network_namespace else {
+        bail!(
+            "hostNetwork: true is not possible with the RuntimeClass torpor: gVisor keeps the network to itself; \
+             remove hostNetwork or the RuntimeClass"
+        );
+    };
+    let pod = PodRecord {
+        sandbox: sandbox.clone(),
+        namespace: Namespace::try_from(annotation(CRI_SANDBOX_NAMESPACE)?)?,
+        name: annotation(CRI_SANDBOX_NAME)?,
+        addresses: net::read(namespace_path)?,
+        cgroup: cgroup::sandbox_path(spec.cgroups_path()?, sandbox.as_str())?,
+        volumes: sandbox_volumes(spec, empty_dirs(node, &pod_uid)?),
+        cold_start_on_failure: spec.annotation(ON_RESTORE_FAILURE) == Some("ColdStart"),
+        runsc: node.config.runsc.clone(),
+        runsc_digest: node.config.runsc_digest.clone(),
+        network_namespace,
+        pod_uid,
+    };
+    node.records.create_pod_dir(sandbox)?;
+    node.cgroups.create(&pod.cgroup)?;
+    node.records.write_pod(&pod)?;
+    Ok(())
+}
+
+/// The kubelet makes a pod's emptyDirs before its sandbox.
+fn empty_dirs(node: &Node, pod_uid: &PodUid) -> anyhow::Result<Vec<SandboxVolume>> {
+    let dir = node
+        .config
+        .kubelet_root
+        .join("pods")
+        .join(pod_uid.as_str())
+        .join("volumes/kubernetes.io~empty-dir");
+    let entries = match std::fs::read_dir(&dir) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(error).with_context(|| format!("cannot read {}", dir.display())),
+    };
+    let mut volumes = Vec::new();
+    for entry in entries {
+        let entry = entry?;
+        let Ok(name) = entry.file_name().into_string() else {
+            continue;
+        };
+        let source = entry.path();
+        let file_system = nix::sys::statfs::statfs(&source)
+            .with_context(|| format!("cannot read the file system of {}", source.display()))?;
+        let memory = file_system.filesystem_type() == nix::sys::statfs::TMPFS_MAGIC;
+        volumes.push(SandboxVolume {
+            name,
+            source,
+            memory,
+        });
+    }
+    volumes.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(volumes)
+}
+
+fn record_of(
+    args: &CreateArgs,
+    spec: &Spec,
+    sandbox: SandboxId,
+    role: Role,
+) -> anyhow::Result<ContainerRecord> {
+    let name = match role {
+        Role::Sandbox => String::new(),
+        Role::Container => spec
+            .container_name()
+            .context("the container has no name")?
+            .to_owned(),
+    };
+    Ok(ContainerRecord {
+        id: args.id.clone(),
+        sandbox,
+        role,
+        name,
+        terminal: spec.terminal(),
+        cgroup: cgroup::relative_path(spec.cgroups_path()?)?,
+        spec_digest: digest(spec),
+        keeper_pid: 0,
+        completed: None,
+    })
+}
+
+/// Answers the console of a container that has a terminal.
+pub(crate) fn create_in_sandbox(
+    node: &Node,
+    record: &ContainerRecord,
+    dir: &Path,
+) -> anyhow::Result<Option<OwnedFd>> {
+    let runsc = node.runsc_of(&record.sandbox);
+    if record.terminal {
+        return create_with_console(&runsc, record.id.as_str(), dir).map(Some);
+    }
+    runsc.create(record.id.as_str(), dir, None, COMMAND_LIMIT)?;
+    Ok(None)
+}
+
+/// The socket listens before the keeper runs, so nobody has to wait for it.
+fn start_keeper(
+    node: &Node,
+    record: &ContainerRecord,
+    dir: &Path,
+    console_socket: Option<&Path>,
+) -> anyhow::Result<u32> {
+    // The keeper reads its record when it starts.
+    node.records.write_container(record)?;
+    let socket = listening_socket(&dir.join(keeper::SOCKET))?;
+    let mut command = Command::new("/proc/self/exe");
+    command
+        .arg0("torpor-keeper")
+        .arg("keeper")
+        .arg(record.id.as_str());
+    command
+        .arg("--socket")
+        .arg(socket.as_raw_fd().to_string())
+        .current_dir("/");
+    if record.terminal {
+        let path = console_socket.context("a container with a terminal, but no console socket")?;
+        let terminal = Terminal::open()?;
+        hand_over(path, &terminal.master)?;
+        command.stdin(terminal.slave.try_clone()?);
+        command.stdout(terminal.slave.try_clone()?);
+        command.stderr(Stdio::from(terminal.slave));
+    }
+    let child = command.spawn().context("cannot start the keeper")?;
+    node.cgroups.place(&record.cgroup, child.id())?;
+    Ok(child.id())
+}
+
+fn listening_socket(path: &PathBuf) -> anyhow::Result<OwnedFd> {
+    // Not close-on-exec: the keeper inherits it.
+    let listener = socket(
+        AddressFamily::Unix,
+        SockType::SeqPacket,
+        SockFlag::empty(),
+        None,
+    )?;
+    bind(listener.as_raw_fd(), &UnixAddr::new(path)?)
+        .with_context(|| format!("cannot listen on {}", path.display()))?;
+    listen(&listener, Backlog::new(16)?)?;
+    Ok(listener)
+}

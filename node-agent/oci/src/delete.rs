@@ -1,0 +1,124 @@
+//! `delete`: nothing of the container is left afterwards: no process, no cgroup, no socket, no file. Images and ledgers
+//! stay: they belong to the Pod, and the agent removes them when the Pod is gone.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use torpor_core::ids::ContainerId;
+use torpor_gvisor::cgroup;
+use torpor_gvisor::keeper::{self, Request};
+use torpor_gvisor::record::{ContainerRecord, SandboxState};
+use torpor_gvisor::spec::Role;
+
+use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
+use crate::restore::{end_processes, kill_processes};
+
+/// A killed process leaves its cgroup within milliseconds, unless it is stuck in the kernel.
+const CGROUP_EMPTY_LIMIT: Duration = Duration::from_secs(10);
+
+pub(crate) fn delete(node: &Node, id: &ContainerId, force: bool) -> anyhow::Result<()> {
+    let record = match node.records.container(id) {
+        Ok(record) => record,
+        // A create that failed half-way leaves a directory without a record.
+        Err(_) if force => return forget_half_made(node, id),
+        Err(_) => bail!("container {} does not exist", id.as_str()),
+    };
+    let lock = node.records.lock(&record.sandbox).ok();
+    if force && is_orphan(&record) {
+        // The pod's shim is dead, and containerd gives the removal of each of its containers five seconds. `runsc delete`
+        // waits for every process to be reaped, by whoever inherited it: so all of them end now, and are waited for once.
+        let processes = cgroup::beside(&record.cgroup, record.sandbox.as_str());
+        kill_processes(node, &processes)?;
+    }
+    match record.role {
+        Role::Container => delete_container(node, &record)?,
+        Role::Sandbox => delete_sandbox(node, &record)?,
+    }
+    drop(lock);
+    Ok(())
+}
+
+/// Whether the keeper's parent is no longer the pod's shim, which has the sandbox' id on its command line.
+fn is_orphan(record: &ContainerRecord) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", record.keeper_pid));
+    let Ok(stat) = stat else { return false };
+    // The name in brackets may hold anything: the fields are counted from its end.
+    let parent = stat
+        .rsplit(')')
+        .next()
+        .and_then(|rest| rest.split_whitespace().nth(1));
+    let line = parent.and_then(|pid| std::fs::read_to_string(format!("/proc/{pid}/cmdline")).ok());
+    line.is_some_and(|line| !line.contains(record.sandbox.as_str()))
+}
+
+fn delete_container(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
+    let state = node.records.state(&record.sandbox);
+    if matches!(state, Ok(SandboxState::Running)) {
+        node.runsc_of(&record.sandbox)
+            .delete(record.id.as_str(), COMMAND_LIMIT)?;
+    }
+    end_keeper(node, record)?;
+    remove_cgroup(node, &record.cgroup)?;
+    node.records.remove_container(&record.id)?;
+    Ok(())
+}
+
+fn delete_sandbox(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
+    for container in node.records.containers_of(&record.sandbox)? {
+        // Sub-containers first, while their sandbox can still be asked.
+        if container.role == Role::Container {
+            delete_container(node, &container)?;
+        }
+    }
+    node.runsc_of(&record.sandbox)
+        .delete(record.sandbox.as_str(), COMMAND_LIMIT)?;
+    // Not from the pod's record: what is to go must go also when that cannot be read.
+    remove_cgroup(
+        node,
+        &cgroup::beside(&record.cgroup, record.sandbox.as_str()),
+    )?;
+    end_keeper(node, record)?;
+    remove_cgroup(node, &record.cgroup)?;
+    node.records.remove_container(&record.id)?;
+    node.records.remove_pod(&record.sandbox)?;
+    Ok(())
+}
+
+/// `create` failed before there was a record of the container.
+fn forget_half_made(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
+    node.runsc.delete(id.as_str(), COMMAND_LIMIT)?;
+    node.records.remove_container(id)?;
+    let Ok(sandbox) = torpor_core::ids::SandboxId::try_from(id.as_str().to_owned()) else {
+        return Ok(());
+    };
+    if let Ok(pod) = node.records.pod(&sandbox) {
+        kill_processes(node, &pod.cgroup)?;
+        remove_cgroup(node, &pod.cgroup)?;
+    }
+    node.records.remove_pod(&sandbox)?;
+    Ok(())
+}
+
+/// It has usually ended: delete comes after the end. One that hangs on is killed with its cgroup.
+fn end_keeper(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
+    let dir = node.records.container_dir(&record.id);
+    match keeper::ask(&dir, &Request::Exit { code: 137 }, &[], CALL_LIMIT) {
+        Ok(_) | Err(keeper::Error::Gone { .. }) => {}
+        Err(_) => kill_processes(node, &record.cgroup)?,
+    }
+    Ok(())
+}
+
+fn remove_cgroup(node: &Node, path: &Path) -> anyhow::Result<()> {
+    end_processes(node, path)?;
+    let deadline = Instant::now() + CGROUP_EMPTY_LIMIT;
+    loop {
+        match node.cgroups.remove(path) {
+            Ok(()) => return Ok(()),
+            // The kernel takes an ended process out of its cgroup a moment after its end, and tells nobody on v1.
+            Err(_) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(2)),
+            Err(error) => return Err(error).context("the cgroup does not become empty"),
+        }
+    }
+}

@@ -1,0 +1,187 @@
+//! `exec`: run a process in a container. A hibernated sandbox is woken first.
+//!
+//! The process is started over the sandbox' control socket, which costs less than a tenth of the runsc command. The shim
+//! wants a pid to watch: a waiter, which ends as the process in the sandbox ends.
+
+use std::fs::File;
+use std::io::Read;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, ExitCode, Stdio};
+
+use anyhow::{Context, bail, ensure};
+use nix::errno::Errno;
+use nix::sys::signal::SigSet;
+use nix::unistd::{Gid, Uid, fchown};
+use serde_json::Value;
+use torpor_core::ids::{ContainerId, SandboxId};
+use torpor_gvisor::control::{Control, SignalScope};
+use torpor_gvisor::exec::exec_args;
+use torpor_gvisor::record::{PodLock, SandboxState};
+
+use crate::args::ExecArgs;
+use crate::console::{Terminal, hand_over};
+use crate::node::{CALL_LIMIT, Node};
+use crate::restore;
+use crate::state::refuse_frozen;
+
+/// The command line of a process has at most two megabytes.
+const MAX_PROCESS: u64 = 8 << 20;
+/// What the shim is told when the sandbox died under the process: as if it had been killed.
+const KILLED: u8 = 137;
+
+pub(crate) fn exec(node: &Node, args: &ExecArgs) -> anyhow::Result<()> {
+    ensure!(
+        args.detach,
+        "exec without --detach is not supported: the shim always asks for it"
+    );
+    let process = read_process(&args.process)?;
+    let record = node.container(&args.id)?;
+    // Held until the process runs: a save that begins now would otherwise take the sandbox away under it.
+    let _lock = awake(node, &record.sandbox)?;
+    let spec = node.records.spec(&args.id)?;
+    let request = exec_args(&process, &spec, args.id.as_str())?;
+    let terminal = match &args.console_socket {
+        Some(socket) => {
+            let terminal = Terminal::open()?;
+            hand_over(socket, &terminal.master)?;
+            Some(terminal.slave)
+        }
+        None => None,
+    };
+    let pid = start(node, &record.sandbox, &request, terminal.as_ref())?;
+    let waiter = start_waiter(&record.sandbox, &args.id, pid, terminal)?;
+    node.cgroups.place(&record.cgroup, waiter)?;
+    if let Some(path) = &args.pid_file {
+        std::fs::write(path, waiter.to_string())
+            .with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(())
+}
+
+fn read_process(path: &Path) -> anyhow::Result<Value> {
+    let read = || -> anyhow::Result<Value> {
+        let mut bytes = Vec::new();
+        File::open(path)?
+            .take(MAX_PROCESS)
+            .read_to_end(&mut bytes)?;
+        Ok(serde_json::from_slice(&bytes)?)
+    };
+    read().with_context(|| format!("cannot read the OCI process {}", path.display()))
+}
+
+/// The pod's lock, with the sandbox running.
+fn awake(node: &Node, sandbox: &SandboxId) -> anyhow::Result<PodLock> {
+    let lock = node.records.lock(sandbox)?;
+    match node.records.state(sandbox)? {
+        SandboxState::Running => {
+            refuse_frozen(node, sandbox)?;
+            Ok(lock)
+        }
+        SandboxState::Hibernated { .. } => {
+            restore::wake_locked(node, sandbox)?;
+            Ok(lock)
+        }
+        SandboxState::Restoring { .. } => {
+            bail!("the sandbox is being restored: not all of its containers are there yet")
+        }
+    }
+}
+
+/// Answers the pid in the sandbox. The sandbox gets copies of the standard streams, as their owner.
+fn start(
+    node: &Node,
+    sandbox: &SandboxId,
+    request: &Value,
+    terminal: Option<&OwnedFd>,
+) -> anyhow::Result<i32> {
+    let (stdin, stdout, stderr) = (std::io::stdin(), std::io::stdout(), std::io::stderr());
+    let files: [BorrowedFd<'_>; 3] = match terminal {
+        Some(terminal) => [terminal.as_fd(); 3],
+        None => [stdin.as_fd(), stdout.as_fd(), stderr.as_fd()],
+    };
+    let (uid, gid) = node.runsc.sandbox_user(sandbox.as_str())?;
+    for file in files {
+        match fchown(file, Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid))) {
+            // What has no owner (or one that cannot be changed) is used as it is.
+            Ok(()) | Err(Errno::EINVAL | Errno::EPERM | Errno::EROFS) => {}
+            Err(error) => return Err(error).context("cannot give the streams to the sandbox"),
+        }
+    }
+    let mut control = Control::connect(node.runsc.root(), sandbox.as_str())?;
+    Ok(control.execute(request, &files, CALL_LIMIT)?)
+}
+
+/// A waiter for a terminal has it as its controlling terminal, so that the kernel tells it of new window sizes and of keys
+/// that mean signals.
+fn start_waiter(
+    sandbox: &SandboxId,
+    container: &ContainerId,
+    pid: i32,
+    terminal: Option<OwnedFd>,
+) -> anyhow::Result<u32> {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("torpor-exec").arg("exec-waiter");
+    command
+        .arg(sandbox.as_str())
+        .arg(container.as_str())
+        .arg(pid.to_string());
+    command
+        .current_dir("/")
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
+    match terminal {
+        Some(terminal) => command.arg("--terminal").stdin(terminal),
+        None => command.stdin(Stdio::null()),
+    };
+    Ok(command.spawn().context("cannot start the waiter")?.id())
+}
+
+/// Waits for the process and ends as it ended; passes on what its terminal signals.
+pub(crate) fn wait(
+    node: &Node,
+    sandbox: &SandboxId,
+    container: &ContainerId,
+    pid: i32,
+    terminal: bool,
+) -> anyhow::Result<ExitCode> {
+    // The agent does not put the sandbox to sleep under a session. Without the lock it might, which ends only the session.
+    let _session = node.records.join_sessions(sandbox).ok();
+    let mut control = Control::connect(node.runsc.root(), sandbox.as_str())?;
+    control.begin_wait_pid(container.as_str(), pid)?;
+    if terminal {
+        nix::unistd::setsid().context("cannot begin a session")?;
+        rustix::process::ioctl_tiocsctty(std::io::stdin()).context("cannot take the terminal")?;
+        let (root, sandbox) = (node.runsc.root().to_path_buf(), sandbox.clone());
+        let container = container.clone();
+        let signals = terminal_signals();
+        signals.thread_block().context("cannot block signals")?;
+        // Ends with the process.
+        std::thread::spawn(move || {
+            while let Ok(signal) = signals.wait() {
+                let scope = SignalScope::Foreground;
+                // A process that has just ended needs no signal.
+                let _ = Control::connect(&root, sandbox.as_str()).and_then(|mut control| {
+                    control.signal(container.as_str(), pid, signal as i32, scope, CALL_LIMIT)
+                });
+            }
+        });
+    }
+    let code = control
+        .wait_result()
+        .map_or(KILLED, |status| status.exit_code());
+    Ok(ExitCode::from(code))
+}
+
+fn terminal_signals() -> SigSet {
+    use nix::sys::signal::Signal;
+    SigSet::from_iter([
+        Signal::SIGWINCH,
+        Signal::SIGINT,
+        Signal::SIGQUIT,
+        Signal::SIGTSTP,
+        Signal::SIGHUP,
+        Signal::SIGTERM,
+    ])
+}

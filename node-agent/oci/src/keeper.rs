@@ -1,0 +1,280 @@
+//! The keeper: the process whose pid the shim watches in place of the container's first process.
+//!
+//! It holds the container's standard streams, sits in the container's cgroup, waits for the container's end over the
+//! sandbox' control socket and ends with the same code. When the sandbox is hibernated, its end is no end: the keeper
+//! goes on listening until it is told that the sandbox runs again. It is one thread that sleeps in poll.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::process::{Command, ExitCode, Stdio};
+
+use anyhow::Context;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{SockFlag, accept4};
+use nix::sys::wait::{WaitPidFlag, waitpid};
+use torpor_core::ids::{ContainerId, ImageId};
+use torpor_gvisor::control::Control;
+use torpor_gvisor::keeper::{Answer, Request, Verb, receive, send};
+use torpor_gvisor::record::{ContainerRecord, SandboxState};
+
+use crate::node::Node;
+
+mod relay;
+
+use relay::Relay;
+
+/// What the shim is told when the sandbox died under its container: as if it had been killed.
+const KILLED: u8 = 137;
+
+/// Requests that wait for an answer of a program that the keeper started are answered by that program.
+enum Handled {
+    Answered,
+    Exit(u8),
+}
+
+struct Keeper<'a> {
+    node: &'a Node,
+    record: ContainerRecord,
+    listener: OwnedFd,
+    /// The pending wait for the container's end.
+    waiting: Option<Control>,
+    relay: Option<Relay>,
+}
+
+/// Runs until the container has ended.
+pub(crate) fn run(node: &Node, id: &ContainerId, socket: i32) -> anyhow::Result<ExitCode> {
+    let mut keeper = Keeper {
+        node,
+        record: node.container(id)?,
+        listener: inherited(socket)?,
+        waiting: None,
+        relay: None,
+    };
+    if keeper.record.terminal {
+        relay::own_terminal()?;
+    }
+    loop {
+        if let Some(code) = keeper.turn()? {
+            return Ok(ExitCode::from(code));
+        }
+    }
+}
+
+#[allow(unsafe_code)]
+fn inherited(socket: i32) -> anyhow::Result<OwnedFd> {
+    anyhow::ensure!(
+        socket > 2,
+        "the keeper's socket may not be a standard stream"
+    );
+    // SAFETY: create passes this descriptor to the keeper alone, and nothing here has opened one by that number.
+    let socket = unsafe { OwnedFd::from_raw_fd(socket) };
+    rustix::io::fcntl_setfd(&socket, rustix::io::FdFlags::CLOEXEC)?;
+    Ok(socket)
+}
+
+impl Keeper<'_> {
+    /// Waits for one event and handles it; a code when the container has ended.
+    fn turn(&mut self) -> anyhow::Result<Option<u8>> {
+        let ready = self.poll()?;
+        // Programs that were run for the agent: their answers are their own, only the process table is cleaned here.
+        while let Ok(status) = waitpid(None, Some(WaitPidFlag::WNOHANG)) {
+            if status.pid().is_none() {
+                break;
+            }
+        }
+        if ready.relay
+            && let Some(relay) = &mut self.relay
+            && !relay.turn()?
+        {
+            self.relay = None;
+        }
+        if ready.request
+            && let Handled::Exit(code) = self.serve()?
+        {
+            return Ok(Some(code));
+        }
+        if ready.ended {
+            return Ok(self.container_ended());
+        }
+        Ok(None)
+    }
+
+    fn poll(&mut self) -> anyhow::Result<Ready> {
+        let mut fds = vec![PollFd::new(self.listener.as_fd(), PollFlags::POLLIN)];
+        if let Some(control) = &self.waiting {
+            fds.push(PollFd::new(borrow(control), PollFlags::POLLIN));
+        }
+        let first_of_relay = fds.len();
+        if let Some(relay) = &self.relay {
+            fds.extend(relay.interests());
+        }
+        match poll(&mut fds, PollTimeout::NONE) {
+            Ok(_) | Err(nix::Error::EINTR) => {}
+            Err(error) => return Err(error).context("cannot poll"),
+        }
+        let happened = |fd: &PollFd<'_>| fd.any().unwrap_or(false);
+        Ok(Ready {
+            request: happened(&fds[0]),
+            ended: self.waiting.is_some() && happened(&fds[1]),
+            relay: fds[first_of_relay..].iter().any(happened),
+        })
+    }
+
+    /// The wait on the control socket is over: with the container's status, or because the sandbox is gone.
+    fn container_ended(&mut self) -> Option<u8> {
+        let mut control = self.waiting.take()?;
+        match control.wait_result() {
+            Ok(status) => Some(self.last_words(status.exit_code())),
+            Err(_) => self.sandbox_gone(),
+        }
+    }
+
+    /// What the container wrote last may still be in its terminal.
+    fn last_words(&mut self, code: u8) -> u8 {
+        if let Some(relay) = &mut self.relay {
+            relay.drain();
+        }
+        code
+    }
+
+    /// A sandbox that is asleep is not dead. Whoever puts it to sleep says so before its processes end.
+    fn sandbox_gone(&self) -> Option<u8> {
+        match self.node.records.state(&self.record.sandbox) {
+            Ok(SandboxState::Hibernated { .. } | SandboxState::Restoring { .. }) => None,
+            Ok(SandboxState::Running) | Err(_) => Some(KILLED),
+        }
+    }
+
+    fn serve(&mut self) -> anyhow::Result<Handled> {
+        let peer = match accept4(self.listener.as_raw_fd(), SockFlag::SOCK_CLOEXEC) {
+            Ok(raw) => own(raw),
+            // The one who asked has given up.
+            Err(_) => return Ok(Handled::Answered),
+        };
+        let Ok((bytes, files)) = receive(&peer) else {
+            return Ok(Handled::Answered);
+        };
+        let request = match serde_json::from_slice::<Request>(&bytes) {
+            Ok(request) => request,
+            Err(error) => {
+                answer(
+                    &peer,
+                    &Answer::refused("BadRequest", error.to_string()),
+                    &[],
+                );
+                return Ok(Handled::Answered);
+            }
+        };
+        Ok(self.handle(&request, files.into(), peer))
+    }
+
+    fn handle(
+        &mut self,
+        request: &Request,
+        mut files: VecDeque<OwnedFd>,
+        peer: OwnedFd,
+    ) -> Handled {
+        let done = Answer::ok(serde_json::Value::Null);
+        match request {
+            Request::Stdio => {
+                let (stdin, stdout, stderr) =
+                    (std::io::stdin(), std::io::stdout(), std::io::stderr());
+                answer(
+                    &peer,
+                    &done,
+                    &[stdin.as_fd(), stdout.as_fd(), stderr.as_fd()],
+                );
+            }
+            Request::Console => match files.pop_front().map(Relay::new) {
+                Some(Ok(relay)) => {
+                    self.relay = Some(relay);
+                    answer(&peer, &done, &[]);
+                }
+                Some(Err(error)) => {
+                    answer(
+                        &peer,
+                        &Answer::refused("ConsoleFailed", format!("{error:#}")),
+                        &[],
+                    );
+                }
+                None => answer(
+                    &peer,
+                    &Answer::refused("BadRequest", "no console".into()),
+                    &[],
+                ),
+            },
+            Request::Attach => {
+                if self.waiting.is_none() {
+                    match self.attach() {
+                        Ok(control) => self.waiting = Some(control),
+                        Err(_) => {
+                            if let Some(code) = self.sandbox_gone() {
+                                answer(&peer, &done, &[]);
+                                return Handled::Exit(code);
+                            }
+                        }
+                    }
+                }
+                answer(&peer, &done, &[]);
+            }
+            Request::Exit { code } => {
+                answer(&peer, &done, &[]);
+                return Handled::Exit(*code);
+            }
+            Request::Run { verb, image } => match files.pop_front() {
+                Some(lock) => self.run(*verb, image, lock, peer),
+                None => answer(&peer, &Answer::refused("BadRequest", "no lock".into()), &[]),
+            },
+        }
+        Handled::Answered
+    }
+
+    fn attach(&self) -> Result<Control, torpor_gvisor::control::Error> {
+        let sandbox = self.record.sandbox.as_str();
+        let mut control = Control::connect(self.node.runsc.root(), sandbox)?;
+        control.begin_wait(self.record.id.as_str())?;
+        Ok(control)
+    }
+
+    /// The program's standard output is the connection: its answer is the answer.
+    fn run(&self, verb: Verb, image: &ImageId, lock: OwnedFd, peer: OwnedFd) {
+        let Ok(copy) = peer.try_clone() else { return };
+        let spawned = Command::new("/proc/self/exe")
+            .arg(verb.as_str())
+            .arg(self.record.sandbox.as_str())
+            .arg(image.to_string())
+            .stdin(lock)
+            .stdout(peer)
+            .stderr(Stdio::null())
+            .spawn();
+        if let Err(error) = spawned {
+            let message = format!("cannot run torpor-oci {}: {error}", verb.as_str());
+            answer(&copy, &Answer::refused("SpawnFailed", message), &[]);
+        }
+    }
+}
+
+struct Ready {
+    request: bool,
+    ended: bool,
+    relay: bool,
+}
+
+/// Nobody is harmed when the one who asked no longer listens.
+fn answer(peer: &OwnedFd, answer: &Answer, files: &[BorrowedFd<'_>]) {
+    if let Ok(bytes) = serde_json::to_vec(answer) {
+        let _ = send(peer, &bytes, files);
+    }
+}
+
+#[allow(unsafe_code)]
+fn own(raw: i32) -> OwnedFd {
+    // SAFETY: accept has just made this descriptor; nobody else owns it.
+    unsafe { OwnedFd::from_raw_fd(raw) }
+}
+
+#[allow(unsafe_code)]
+fn borrow(control: &Control) -> BorrowedFd<'_> {
+    // SAFETY: the descriptor lives as long as the control connection that is borrowed here.
+    unsafe { BorrowedFd::borrow_raw(control.as_raw_fd()) }
+}

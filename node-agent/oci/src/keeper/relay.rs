@@ -1,0 +1,150 @@
+//! Carries bytes between the terminal that the shim holds and the one that gVisor made for the container.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use anyhow::Context;
+use nix::poll::{PollFd, PollFlags};
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+use rustix::termios::{OptionalActions, tcgetattr, tcgetwinsize, tcsetattr, tcsetwinsize};
+
+const CHUNK: usize = 4096;
+
+/// Makes the keeper's standard input its controlling terminal, so that the kernel tells it of new window sizes.
+pub(super) fn own_terminal() -> anyhow::Result<()> {
+    // Only the leader of a session may have one.
+    rustix::process::setsid().context("cannot begin a session")?;
+    rustix::process::ioctl_tiocsctty(std::io::stdin()).context("cannot take the terminal")
+}
+
+/// One pair of terminals: the shim's (the keeper's standard input) and gVisor's.
+pub(super) struct Relay {
+    console: OwnedFd,
+    resized: SignalFd,
+    /// Read from one side and not yet taken by the other.
+    to_container: Vec<u8>,
+    to_shim: Vec<u8>,
+}
+
+impl Relay {
+    pub(super) fn new(console: OwnedFd) -> anyhow::Result<Self> {
+        let stdin = std::io::stdin();
+        // Line discipline is the inner terminal's business: this one only passes bytes.
+        let mut raw = tcgetattr(&stdin).context("cannot read the terminal's mode")?;
+        raw.make_raw();
+        tcsetattr(&stdin, OptionalActions::Now, &raw).context("cannot make the terminal raw")?;
+        for fd in [stdin.as_fd(), console.as_fd()] {
+            let flags = rustix::fs::fcntl_getfl(fd)?;
+            rustix::fs::fcntl_setfl(fd, flags | rustix::fs::OFlags::NONBLOCK)?;
+        }
+        let mut mask = SigSet::empty();
+        mask.add(Signal::SIGWINCH);
+        mask.thread_block().context("cannot block SIGWINCH")?;
+        let flags = SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK;
+        let resized = SignalFd::with_flags(&mask, flags).context("cannot watch for SIGWINCH")?;
+        let relay = Self {
+            console,
+            resized,
+            to_container: Vec::new(),
+            to_shim: Vec::new(),
+        };
+        relay.copy_size();
+        Ok(relay)
+    }
+
+    pub(super) fn interests(&self) -> Vec<PollFd<'_>> {
+        let stdin = borrow_stdin();
+        let wanted = |can_read: bool, has_output: bool| {
+            let mut flags = PollFlags::empty();
+            flags.set(PollFlags::POLLIN, can_read);
+            flags.set(PollFlags::POLLOUT, has_output);
+            flags
+        };
+        vec![
+            PollFd::new(
+                stdin,
+                wanted(self.to_container.is_empty(), !self.to_shim.is_empty()),
+            ),
+            PollFd::new(
+                self.console.as_fd(),
+                wanted(self.to_shim.is_empty(), !self.to_container.is_empty()),
+            ),
+            PollFd::new(self.resized.as_fd(), PollFlags::POLLIN),
+        ]
+    }
+
+    /// Carries what is there; false when gVisor's terminal is gone (the sandbox sleeps or has ended).
+    pub(super) fn turn(&mut self) -> anyhow::Result<bool> {
+        while self
+            .resized
+            .read_signal()
+            .context("cannot read a signal")?
+            .is_some()
+        {
+            self.copy_size();
+        }
+        let stdin = borrow_stdin();
+        // The shim's side ends only with the shim; a client that detaches leaves it open.
+        if self.to_container.is_empty() && !fill(stdin, &mut self.to_container) {
+            return Ok(false);
+        }
+        if self.to_shim.is_empty() && !fill(self.console.as_fd(), &mut self.to_shim) {
+            flush(stdin, &mut self.to_shim);
+            return Ok(false);
+        }
+        flush(self.console.as_fd(), &mut self.to_container);
+        flush(stdin, &mut self.to_shim);
+        Ok(true)
+    }
+
+    /// What the container wrote before it ended.
+    pub(super) fn drain(&mut self) {
+        let stdin = borrow_stdin();
+        loop {
+            flush(stdin, &mut self.to_shim);
+            if !self.to_shim.is_empty() {
+                return;
+            }
+            if !fill(self.console.as_fd(), &mut self.to_shim) || self.to_shim.is_empty() {
+                return;
+            }
+        }
+    }
+
+    fn copy_size(&self) {
+        if let Ok(size) = tcgetwinsize(std::io::stdin()) {
+            // A terminal that has just gone needs no size.
+            let _ = tcsetwinsize(&self.console, size);
+        }
+    }
+}
+
+#[allow(unsafe_code)]
+fn borrow_stdin() -> std::os::fd::BorrowedFd<'static> {
+    // SAFETY: descriptor 0 is open for the whole life of the keeper.
+    unsafe { std::os::fd::BorrowedFd::borrow_raw(0) }
+}
+
+/// Reads one chunk; false at the end of the file or on an error other than "nothing there".
+fn fill(from: std::os::fd::BorrowedFd<'_>, into: &mut Vec<u8>) -> bool {
+    let mut chunk = [0; CHUNK];
+    match rustix::io::read(from, &mut chunk) {
+        Ok(0) => false,
+        Ok(count) => {
+            into.extend_from_slice(&chunk[..count]);
+            true
+        }
+        Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => true,
+        Err(_) => false,
+    }
+}
+
+fn flush(to: std::os::fd::BorrowedFd<'_>, from: &mut Vec<u8>) {
+    while !from.is_empty() {
+        match rustix::io::write(to, from) {
+            Ok(count) => drop(from.drain(..count)),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(_) => return,
+        }
+    }
+}

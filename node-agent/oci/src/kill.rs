@@ -1,0 +1,138 @@
+//! `kill`: a signal to a container. One that ends a hibernated container needs no wake.
+
+use std::str::FromStr;
+
+use anyhow::{Context, bail};
+use nix::sys::signal::Signal;
+use torpor_core::ids::ContainerId;
+use torpor_gvisor::control::{self, Control, SignalScope};
+use torpor_gvisor::keeper::{self, Request};
+use torpor_gvisor::pause;
+use torpor_gvisor::record::{ContainerRecord, SandboxState};
+
+use crate::node::{CALL_LIMIT, Node};
+use crate::restore;
+
+/// The shim knows by these words that there is nothing left to kill.
+const FINISHED: &str = "container not running";
+
+pub(crate) fn kill(node: &Node, id: &ContainerId, signal: &str, all: bool) -> anyhow::Result<()> {
+    let signal = parse(signal)?;
+    let record = node.container(id)?;
+    let _lock = node.records.lock(&record.sandbox)?;
+    let state = node.records.state(&record.sandbox)?;
+    match state {
+        SandboxState::Hibernated { .. } | SandboxState::Restoring { .. } if ends(signal) => {
+            end_keeper(node, id, signal)
+        }
+        SandboxState::Hibernated { .. } => {
+            restore::wake_locked(node, &record.sandbox)?;
+            deliver(node, &record, signal, all)
+        }
+        SandboxState::Restoring { .. } => bail!("the sandbox is being restored: nothing runs yet"),
+        SandboxState::Running if ends(signal) && is_saved_and_paused(node, &record)? => {
+            end_keeper(node, id, signal)
+        }
+        SandboxState::Running => {
+            // A paused container handles no signal, and who ends one wants it to run its handlers.
+            if is_paused(node, &record)? {
+                restore::about_to_run(node, &record.sandbox)?;
+                let mut control = Control::connect(node.runsc.root(), record.sandbox.as_str())?;
+                pause::resume(&node.records, &mut control, &record.sandbox, CALL_LIMIT)?;
+            }
+            deliver(node, &record, signal, all)
+        }
+    }
+}
+
+/// Ends a container whose program does not run: `delete` removes the rest.
+fn end_keeper(node: &Node, id: &ContainerId, signal: Signal) -> anyhow::Result<()> {
+    let code = 128 + u8::try_from(signal as i32).unwrap_or(0);
+    let dir = node.records.container_dir(id);
+    match keeper::ask(&dir, &Request::Exit { code }, &[], CALL_LIMIT) {
+        Err(keeper::Error::Gone { .. }) => bail!(FINISHED),
+        other => other.map(drop).context("cannot end the container's keeper"),
+    }
+}
+
+/// A save was cut off between the commit and the end of the processes: the image is the sandbox already, and one that
+/// ran on would make it stale for nothing.
+fn is_saved_and_paused(node: &Node, record: &ContainerRecord) -> anyhow::Result<bool> {
+    Ok(is_paused(node, record)? && restore::is_in_image(node, &record.sandbox)?)
+}
+
+fn is_paused(node: &Node, record: &ContainerRecord) -> anyhow::Result<bool> {
+    let connected = Control::connect(node.runsc.root(), record.sandbox.as_str());
+    let Ok(mut control) = connected else {
+        return Ok(false);
+    };
+    Ok(pause::is_paused(
+        &node.records,
+        &mut control,
+        &record.sandbox,
+        CALL_LIMIT,
+    )?)
+}
+
+fn deliver(node: &Node, record: &ContainerRecord, signal: Signal, all: bool) -> anyhow::Result<()> {
+    let scope = if all {
+        SignalScope::All
+    } else {
+        SignalScope::Process
+    };
+    let sent =
+        Control::connect(node.runsc.root(), record.sandbox.as_str()).and_then(|mut control| {
+            control.signal(record.id.as_str(), 0, signal as i32, scope, CALL_LIMIT)
+        });
+    match sent {
+        Ok(()) => Ok(()),
+        Err(control::Error::NotRunning { .. }) => bail!(FINISHED),
+        Err(control::Error::Refused { message, .. })
+            if message.contains("no such process") || message.contains("not found") =>
+        {
+            bail!(FINISHED)
+        }
+        // A sandbox that does not answer is ended as a whole: the kubelet has decided that it must go.
+        Err(_) if signal == Signal::SIGKILL => {
+            let pod = node.records.pod(&record.sandbox)?;
+            restore::kill_processes(node, &pod.cgroup)
+        }
+        Err(error) => Err(error).context("cannot signal the container"),
+    }
+}
+
+/// Whether the signal, unhandled, ends a process: the program of a hibernated container cannot handle it any more.
+fn ends(signal: Signal) -> bool {
+    matches!(
+        signal,
+        Signal::SIGTERM | Signal::SIGKILL | Signal::SIGINT | Signal::SIGQUIT | Signal::SIGHUP
+    )
+}
+
+/// A number, or a name with or without SIG.
+fn parse(signal: &str) -> anyhow::Result<Signal> {
+    if let Ok(number) = signal.parse::<i32>() {
+        return Signal::try_from(number).with_context(|| format!("unknown signal {signal}"));
+    }
+    let upper = signal.to_ascii_uppercase();
+    let name = if upper.starts_with("SIG") {
+        upper
+    } else {
+        format!("SIG{upper}")
+    };
+    Signal::from_str(&name).with_context(|| format!("unknown signal {signal}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signals_are_understood_by_number_and_by_name() {
+        for text in ["15", "TERM", "SIGTERM", "term"] {
+            assert_eq!(parse(text).expect("a signal"), Signal::SIGTERM, "{text}");
+        }
+        parse("SIGNONE").unwrap_err();
+        parse("0").unwrap_err();
+    }
+}

@@ -1,0 +1,87 @@
+//! torpor-oci: the OCI runtime that containerd's stock `io.containerd.runc.v2` shim runs for pods of the RuntimeClass
+//! `torpor`. It puts the pause container and all containers of a pod into one gVisor sandbox and leaves a keeper for
+//! each, so that the sandbox can be hibernated while the shim, the kubelet and the user see a running Pod.
+
+mod args;
+mod console;
+mod create;
+mod delete;
+mod exec;
+mod keeper;
+mod kill;
+mod node;
+mod restore;
+mod start;
+mod state;
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::args::{Cli, Command};
+use crate::node::Node;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    match run(&cli) {
+        Ok(code) => code,
+        Err(error) => {
+            report(&cli, &error);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
+    if let Command::Features = cli.command {
+        println!("{}", state::features());
+        return Ok(ExitCode::SUCCESS);
+    }
+    let node = Node::here()?;
+    match &cli.command {
+        Command::Create(args) => create::create(&node, args)?,
+        Command::Start { id } => start::start(&node, id)?,
+        Command::State { id } => println!("{}", state::state(&node, id)?),
+        Command::Kill { id, signal, all } => kill::kill(&node, id, signal, *all)?,
+        Command::Delete { id, force } => delete::delete(&node, id, *force)?,
+        Command::Exec(args) => exec::exec(&node, args)?,
+        Command::Pause { id } => state::pause(&node, id)?,
+        Command::Resume { id } => state::resume(&node, id)?,
+        Command::Ps { id, .. } => println!("{}", state::processes(&node, id)?),
+        // Pods' limits are the kubelet's, set on the pod's cgroup; see docs/architecture.md "Cgroups".
+        Command::Update { id, .. } => node.container(id).map(drop)?,
+        Command::Wake { sandbox, image } => {
+            return Ok(restore::answer(restore::wake(&node, sandbox, image)));
+        }
+        Command::End { sandbox, image } => {
+            return Ok(restore::answer(restore::end(&node, sandbox, image)));
+        }
+        Command::ExecWaiter {
+            sandbox,
+            id,
+            pid,
+            terminal,
+        } => {
+            return exec::wait(&node, sandbox, id, *pid, *terminal);
+        }
+        Command::Keeper { id, socket } => return keeper::run(&node, id, *socket),
+        Command::Features => {}
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The shim reads the reason of a failure from the log file, and the kubelet shows it in `kubectl describe pod`.
+fn report(cli: &Cli, error: &anyhow::Error) {
+    let message = format!("torpor-oci: {error:#}");
+    if let Some(path) = &cli.log {
+        let line = serde_json::json!({ "level": "error", "msg": message }).to_string();
+        let file = std::fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(path);
+        // The words go to stderr in any case.
+        let _ = file.and_then(|mut file| writeln!(file, "{line}"));
+    }
+    eprintln!("{message}");
+}

@@ -1,0 +1,52 @@
+//! What every command needs: configuration, runsc, records, cgroups, images.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::Context;
+use torpor_core::ids::{ContainerId, SandboxId};
+use torpor_gvisor::cgroup::Hierarchies;
+use torpor_gvisor::config::Config;
+use torpor_gvisor::record::{ContainerRecord, Records};
+use torpor_gvisor::runsc::Runsc;
+
+/// A runsc command that takes longer hangs: the slowest, a restore, loads a gigabyte per second or so. The kubelet's own
+/// limit for a call is two minutes.
+pub(crate) const COMMAND_LIMIT: Duration = Duration::from_secs(100);
+/// Calls on the control socket and to keepers that do no work.
+pub(crate) const CALL_LIMIT: Duration = Duration::from_secs(10);
+
+const CGROUP_ROOT: &str = "/sys/fs/cgroup";
+
+pub(crate) struct Node {
+    pub(crate) config: Config,
+    pub(crate) runsc: Runsc,
+    pub(crate) records: Records,
+    pub(crate) cgroups: Hierarchies,
+}
+
+impl Node {
+    pub(crate) fn here() -> anyhow::Result<Self> {
+        let config = Config::beside_own_binary()?;
+        Ok(Self {
+            runsc: Runsc::new(&config),
+            records: Records::new(&config),
+            cgroups: Hierarchies::find(Path::new(CGROUP_ROOT))?,
+            config,
+        })
+    }
+
+    /// The runsc of a pod; of one that is not known, the node's.
+    pub(crate) fn runsc_of(&self, sandbox: &SandboxId) -> Runsc {
+        match self.records.pod(sandbox) {
+            Ok(pod) => self.runsc.build(&pod.runsc),
+            Err(_) => self.runsc.clone(),
+        }
+    }
+
+    /// go-runc knows a container that is gone by the words "does not exist".
+    pub(crate) fn container(&self, id: &ContainerId) -> anyhow::Result<ContainerRecord> {
+        let record = self.records.container(id);
+        record.with_context(|| format!("container {} does not exist", id.as_str()))
+    }
+}

@@ -1,0 +1,514 @@
+//! Bringing a pod back from an image: in place (a wake), in a new Pod (a resume), after a reboot.
+//!
+//! A restored gVisor sandbox starts when its last container is there, and the kubelet brings containers one after the
+//! other. So a pod that continues an image collects them: its containers get keepers and records, and nothing of gVisor,
+//! until the last one is started. Then everything is done at once, by the same code as a wake in place.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, bail};
+use torpor_core::ids::{ContainerName, ImageId, SandboxId};
+use torpor_core::ledger::Memory;
+use torpor_core::{Entry, LedgerState};
+use torpor_gvisor::keeper::{self, Answer, Request};
+use torpor_gvisor::probe;
+use torpor_gvisor::record::{ContainerRecord, PodRecord, RestoreReport, SandboxState};
+use torpor_gvisor::spec::{Role, Spec};
+use torpor_snapshots::{Image, LedgerFile, Manifest, Mismatch, SavedName, Store};
+
+use crate::node::{CALL_LIMIT, Node};
+
+mod sandbox;
+
+pub(crate) use sandbox::{end_processes, kill_processes};
+
+/// Annotations of the Pod, set by the controller.
+const RESTORE_IMAGE: &str = "torpor.dev/restore-image";
+const RESTORE_COPY: &str = "torpor.dev/restore-copy";
+
+/// Why an image was not restored: a reason for conditions, and words.
+#[derive(Debug, thiserror::Error)]
+#[error("{message}")]
+pub(crate) struct Refusal {
+    pub(crate) reason: &'static str,
+    pub(crate) message: String,
+}
+
+impl From<torpor_snapshots::ImageError> for Refusal {
+    fn from(error: torpor_snapshots::ImageError) -> Self {
+        let reason = error.reason();
+        Self {
+            reason,
+            message: format!("{:#}", anyhow::Error::new(error)),
+        }
+    }
+}
+
+impl From<Mismatch> for Refusal {
+    fn from(mismatch: Mismatch) -> Self {
+        Self {
+            reason: mismatch.reason(),
+            message: mismatch.to_string(),
+        }
+    }
+}
+
+fn store(node: &Node) -> anyhow::Result<Store> {
+    Ok(Store::open(&node.config.store_dir)?)
+}
+
+/// Where a new sandbox of this Pod gets its memory from.
+#[derive(Debug, PartialEq, Eq)]
+enum Source {
+    /// From its program, as Kubernetes starts it.
+    Cold,
+    /// From an image: its own, because its sandbox was taken away while it slept (reboot, killed shim), or the one that
+    /// its Sandbox left. `copy`: the user asked for the image by name, so it may be stale and may be used again.
+    Image { image: ImageId, copy: bool },
+}
+
+/// A Pod that has run goes on from the image that it sleeps in or not at all: after a crash while awake it starts as
+/// Kubernetes would start it, never from an image that it has left behind.
+fn source(
+    ledger: &LedgerState,
+    held: impl Fn(&ImageId) -> bool,
+    given: Option<ImageId>,
+    copy: bool,
+) -> Source {
+    match (&ledger.memory, given) {
+        // A save that was not finished when the sandbox died: there is nothing to go on from.
+        (Memory::Saving { image }, _) if !held(image) => Source::Cold,
+        (Memory::Live, Some(image)) if ledger.seq == 0 => Source::Image { image, copy },
+        (Memory::Live, _) => Source::Cold,
+        (memory, given) => match memory.image() {
+            Some(image) => Source::Image {
+                image: image.clone(),
+                copy: copy && given.as_ref() == Some(image),
+            },
+            None => Source::Cold,
+        },
+    }
+}
+
+/// Decides how a new sandbox begins and records it. Verifies the image, so that what can be known to fail fails before
+/// anything was done.
+pub(crate) fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result<SandboxState> {
+    let given = spec
+        .annotation(RESTORE_IMAGE)
+        .map(ImageId::parse)
+        .transpose()?;
+    let copy = spec.annotation(RESTORE_COPY) == Some("true");
+    let store = store(node)?;
+    let ledger = store.ledger(&pod.pod_uid)?;
+    let held = |image: &ImageId| store.image(&pod.namespace, image).is_ok();
+    let state = match source(&ledger.read()?, held, given, copy) {
+        Source::Cold => SandboxState::Running,
+        Source::Image { image, copy } => match admit(node, &store, pod, &image, copy) {
+            Ok(build) => {
+                node.records.write_pod(&build.of(pod))?;
+                SandboxState::Restoring {
+                    image,
+                    started: Vec::new(),
+                }
+            }
+            Err(refusal) if pod.cold_start_on_failure => {
+                give_up(node, pod, &ledger, &image, refusal)?;
+                SandboxState::Running
+            }
+            Err(refusal) => {
+                report_failure(node, pod, &image, &refusal)?;
+                return Err(refusal.into());
+            }
+        },
+    };
+    node.records.write_state(&pod.sandbox, &state)?;
+    Ok(state)
+}
+
+/// A build of runsc.
+struct Build {
+    path: PathBuf,
+    digest: String,
+}
+
+impl Build {
+    /// The pod, run by this build.
+    fn of(self, pod: &PodRecord) -> PodRecord {
+        PodRecord {
+            runsc: self.path,
+            runsc_digest: self.digest,
+            ..pod.clone()
+        }
+    }
+}
+
+/// Whether the image may and can be restored here; answers the build of runsc that it takes.
+fn admit(
+    node: &Node,
+    store: &Store,
+    pod: &PodRecord,
+    image_id: &ImageId,
+    copy: bool,
+) -> Result<Build, Refusal> {
+    let image = store.image(&pod.namespace, image_id)?;
+    if !copy
+        && let Some(other) = image.consumed_by()?
+        && other != pod.pod_uid
+    {
+        return Err(Refusal {
+            reason: "ImageStale",
+            message: format!(
+                "image {image_id} was resumed by Pod {other} before, and a sandbox does not go back in time by itself; \
+                 annotate the Sandbox with torpor.dev/restore-from to start from it all the same"
+            ),
+        });
+    }
+    refuse_outdated(store, pod, image_id, copy)?;
+    let mut here = probe::fingerprint(&node.config, String::new()).map_err(|error| Refusal {
+        reason: "RestoreFailed",
+        message: format!("{:#}", anyhow::Error::new(error)),
+    })?;
+    let made_by = &image.manifest().fingerprint.runsc_digest;
+    let build = node.config.runsc_build(made_by);
+    if build.is_some() {
+        here.runsc_digest.clone_from(made_by);
+    }
+    image.manifest().fingerprint.fits(&here)?;
+    image.verify()?;
+    let path = build.unwrap_or_else(|| node.config.runsc.clone());
+    Ok(Build {
+        path,
+        digest: here.runsc_digest,
+    })
+}
+
+/// The Pod that was saved may have run on since: its ledger, as long as it is there, says so.
+fn refuse_outdated(
+    store: &Store,
+    pod: &PodRecord,
+    image: &ImageId,
+    copy: bool,
+) -> Result<(), Refusal> {
+    if copy || image.pod() == &pod.pod_uid {
+        return Ok(());
+    }
+    let state = store.ledger(image.pod()).and_then(|ledger| ledger.read());
+    let state = state.map_err(|error| Refusal {
+        reason: error.reason(),
+        message: format!("{:#}", anyhow::Error::new(error)),
+    })?;
+    if state.seq > 0 && state.is_stale(image) {
+        return Err(Refusal {
+            reason: "ImageStale",
+            message: format!(
+                "Pod {} ran on after image {image} was made, and a sandbox does not go back in time by itself; \
+                 annotate the Sandbox with torpor.dev/restore-from to start from it all the same",
+                image.pod()
+            ),
+        });
+    }
+    Ok(())
+}
+
+/// From now on this Pod starts cold, and says why.
+fn give_up(
+    node: &Node,
+    pod: &PodRecord,
+    ledger: &LedgerFile,
+    image: &ImageId,
+    refusal: Refusal,
+) -> anyhow::Result<()> {
+    ledger.append(&Entry::Awake)?;
+    let report = RestoreReport::ColdStarted {
+        image: image.clone(),
+        reason: refusal.reason.to_owned(),
+        message: refusal.message,
+    };
+    Ok(node.records.write_report(&pod.pod_uid, &report)?)
+}
+
+fn report_failure(
+    node: &Node,
+    pod: &PodRecord,
+    image: &ImageId,
+    refusal: &Refusal,
+) -> anyhow::Result<()> {
+    let report = RestoreReport::Failed {
+        image: image.clone(),
+        reason: refusal.reason.to_owned(),
+        message: refusal.message.clone(),
+    };
+    Ok(node.records.write_report(&pod.pod_uid, &report)?)
+}
+
+/// A container joins its pod: the pod's state, where a hibernated pod that gets a container back becomes one that is
+/// being restored (the kubelet brings a container back whose keeper was killed).
+pub(crate) fn join(node: &Node, sandbox: &SandboxId) -> anyhow::Result<SandboxState> {
+    let state = node.records.state(sandbox)?;
+    let SandboxState::Hibernated { image } = state else {
+        return Ok(state);
+    };
+    let started = node
+        .records
+        .containers_of(sandbox)?
+        .into_iter()
+        .filter(|container| container.role == Role::Container && container.completed.is_none())
+        .map(|container| container.id)
+        .collect();
+    let state = SandboxState::Restoring { image, started };
+    node.records.write_state(sandbox, &state)?;
+    Ok(state)
+}
+
+/// The exit code of a container that had ended when the image was saved; none for one that is part of the image.
+pub(crate) fn completed(
+    node: &Node,
+    pod: &PodRecord,
+    image: &ImageId,
+    record: &ContainerRecord,
+) -> anyhow::Result<Option<u8>> {
+    let opened = store(node)?
+        .image(&pod.namespace, image)
+        .map_err(Refusal::from)?;
+    match place_in(opened.manifest(), record) {
+        Ok(code) => Ok(code),
+        Err(mismatch) => Err(fail(node, pod, image, mismatch.into())?),
+    }
+}
+
+fn saved_name(record: &ContainerRecord) -> Result<SavedName, Mismatch> {
+    match record.role {
+        Role::Sandbox => Ok(SavedName::Root),
+        Role::Container => ContainerName::new(record.name.clone())
+            .map(SavedName::Named)
+            .map_err(|_| Mismatch::ContainerMissing {
+                name: SavedName::Root,
+            }),
+    }
+}
+
+fn place_in(manifest: &Manifest, record: &ContainerRecord) -> Result<Option<u8>, Mismatch> {
+    let name = saved_name(record)?;
+    if let SavedName::Named(own) = &name
+        && let Some(done) = manifest.completed.iter().find(|done| done.name == *own)
+    {
+        return Ok(Some(u8::try_from(done.exit_code).unwrap_or(255)));
+    }
+    let saved = manifest.containers.iter().find(|saved| saved.name == name);
+    match saved {
+        None => Err(Mismatch::ContainerAdded { name }),
+        Some(saved) if saved.spec_digest != record.spec_digest => Err(Mismatch::Spec { name }),
+        Some(_) => Ok(None),
+    }
+}
+
+/// A restore has failed. With policy ColdStart the pod's sandbox is ended, so that the kubelet makes a new one, which
+/// starts cold from its first init container on. Answers the error for this call in any case.
+fn fail(
+    node: &Node,
+    pod: &PodRecord,
+    image: &ImageId,
+    refusal: Refusal,
+) -> anyhow::Result<anyhow::Error> {
+    if !pod.cold_start_on_failure {
+        report_failure(node, pod, image, &refusal)?;
+        return Ok(refusal.into());
+    }
+    let message = refusal.message.clone();
+    give_up(
+        node,
+        pod,
+        &store(node)?.ledger(&pod.pod_uid)?,
+        image,
+        refusal,
+    )?;
+    let pause = node.records.container_dir(&pod.sandbox.clone().into());
+    // A keeper that is gone has ended the sandbox already.
+    let _ = keeper::ask(&pause, &Request::Exit { code: 137 }, &[], CALL_LIMIT);
+    Ok(anyhow::anyhow!(
+        "the Pod starts cold, its memory could not be restored: {message}"
+    ))
+}
+
+/// A container of the image is there. Restores the pod when it is the last one.
+pub(crate) fn arrive(
+    node: &Node,
+    pod: &PodRecord,
+    image: &ImageId,
+    mut started: Vec<torpor_core::ids::ContainerId>,
+    record: &ContainerRecord,
+) -> anyhow::Result<()> {
+    if record.role == Role::Container && !started.contains(&record.id) {
+        started.push(record.id.clone());
+    }
+    let store = store(node)?;
+    let opened = store.image(&pod.namespace, image).map_err(Refusal::from)?;
+    let parts: Vec<ContainerRecord> = node
+        .records
+        .containers_of(&pod.sandbox)?
+        .into_iter()
+        .filter(|part| part.role == Role::Sandbox || started.contains(&part.id))
+        .collect();
+    if !is_complete(opened.manifest(), &parts) {
+        let state = SandboxState::Restoring {
+            image: image.clone(),
+            started,
+        };
+        return Ok(node.records.write_state(&pod.sandbox, &state)?);
+    }
+    let ledger = store.ledger(&pod.pod_uid)?;
+    if image.pod() != &pod.pod_uid && !is_copy(node, pod)? {
+        opened.mark_consumed(&pod.pod_uid).map_err(Refusal::from)?;
+    }
+    match wake_recorded(node, pod, &opened, image, &parts, &ledger) {
+        Ok(_) => {
+            let report = RestoreReport::Restored {
+                image: image.clone(),
+            };
+            Ok(node.records.write_report(&pod.pod_uid, &report)?)
+        }
+        Err(error) => {
+            let refusal = Refusal {
+                reason: "RestoreFailed",
+                message: format!("{error:#}; it is tried again"),
+            };
+            Err(fail(node, pod, image, refusal)?)
+        }
+    }
+}
+
+/// Whether the user asked for the image by name; the pause container's spec says so.
+fn is_copy(node: &Node, pod: &PodRecord) -> anyhow::Result<bool> {
+    let spec = node.records.spec(&pod.sandbox.clone().into())?;
+    Ok(Spec(spec).annotation(RESTORE_COPY) == Some("true"))
+}
+
+fn is_complete(manifest: &Manifest, parts: &[ContainerRecord]) -> bool {
+    manifest.containers.iter().all(|saved| {
+        parts
+            .iter()
+            .any(|part| saved_name(part).is_ok_and(|name| name == saved.name))
+    })
+}
+
+/// Restores with the ledger's entries around it. The caller holds the lock.
+fn wake_recorded(
+    node: &Node,
+    pod: &PodRecord,
+    image: &Image,
+    id: &ImageId,
+    parts: &[ContainerRecord],
+    ledger: &LedgerFile,
+) -> anyhow::Result<sandbox::Stages> {
+    ledger.append(&Entry::Waking { image: id.clone() })?;
+    match sandbox::restore(node, pod, image, parts) {
+        Ok(stages) => {
+            ledger.append(&Entry::Awake)?;
+            Ok(stages)
+        }
+        Err(error) => {
+            let reason = "RestoreFailed".to_owned();
+            ledger.append(&Entry::WakeFailed {
+                image: id.clone(),
+                reason,
+            })?;
+            Err(error)
+        }
+    }
+}
+
+/// Whether the ledger says that the sandbox' memory lies in an image that is there.
+pub(crate) fn is_in_image(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
+    let pod = node.records.pod(sandbox)?;
+    let store = store(node)?;
+    let held = |image: &ImageId| store.image(&pod.namespace, image).is_ok();
+    Ok(store
+        .ledger(&pod.pod_uid)?
+        .read()?
+        .restorable(held)
+        .is_some())
+}
+
+/// Before a paused sandbox is resumed: from now on no image is its memory.
+pub(crate) fn about_to_run(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
+    if is_in_image(node, sandbox)? {
+        let pod = node.records.pod(sandbox)?;
+        store(node)?.ledger(&pod.pod_uid)?.append(&Entry::Awake)?;
+    }
+    Ok(())
+}
+
+/// Wakes a hibernated sandbox for an exec or a signal: the agent is not needed. The caller holds the lock.
+pub(crate) fn wake_locked(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
+    let SandboxState::Hibernated { image: id } = node.records.state(sandbox)? else {
+        bail!("the sandbox is not hibernated");
+    };
+    let pod = node.records.pod(sandbox)?;
+    let store = store(node)?;
+    let image = store.image(&pod.namespace, &id)?;
+    let parts = parts_of(node, sandbox, &image)?;
+    let ledger = store.ledger(&pod.pod_uid)?;
+    let stages = wake_recorded(node, &pod, &image, &id, &parts, &ledger)
+        .context("cannot wake the hibernated sandbox")?;
+    node.records.note_call(sandbox)?;
+    node.records.write_wake(sandbox, &stages.to_json())?;
+    Ok(())
+}
+
+fn parts_of(
+    node: &Node,
+    sandbox: &SandboxId,
+    image: &Image,
+) -> anyhow::Result<Vec<ContainerRecord>> {
+    let mut parts = node.records.containers_of(sandbox)?;
+    parts.retain(|part| part.completed.is_none());
+    if !is_complete(image.manifest(), &parts) {
+        bail!("not all containers of the image are there; the kubelet is bringing them back");
+    }
+    Ok(parts)
+}
+
+/// Verb of the agent: restore in place. The agent keeps the ledger; standard input holds the lock.
+pub(crate) fn wake(node: &Node, sandbox: &SandboxId, id: &ImageId) -> anyhow::Result<Answer> {
+    let pod = node.records.pod(sandbox)?;
+    let image = store(node)?.image(&pod.namespace, id)?;
+    let parts = parts_of(node, sandbox, &image)?;
+    let stages = sandbox::restore(node, &pod, &image, &parts)?;
+    node.records.write_wake(sandbox, &stages.to_json())?;
+    Ok(Answer::ok(stages.to_json()))
+}
+
+/// Verb of the agent: the image is committed, end the sandbox' processes. Twice does no harm.
+pub(crate) fn end(node: &Node, sandbox: &SandboxId, id: &ImageId) -> anyhow::Result<Answer> {
+    let pod = node.records.pod(sandbox)?;
+    // Before the first process ends: the keepers read it to tell sleep from death.
+    node.records
+        .write_state(sandbox, &SandboxState::Hibernated { image: id.clone() })?;
+    sandbox::end(node, &pod)?;
+    node.records.write_pause_mark(sandbox, None)?;
+    Ok(Answer::ok(serde_json::Value::Null))
+}
+
+/// Prints the answer of a verb: standard output is the connection to who asked.
+pub(crate) fn answer(result: anyhow::Result<Answer>) -> ExitCode {
+    let answer = result.unwrap_or_else(|error| {
+        let reason = error
+            .downcast_ref::<Refusal>()
+            .map_or("WakeFailed", |refusal| refusal.reason);
+        Answer::refused(reason, format!("{error:#}"))
+    });
+    let code = if answer.ok {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    };
+    match serde_json::to_string(&answer) {
+        Ok(text) => print!("{text}"),
+        Err(_) => return ExitCode::FAILURE,
+    }
+    code
+}
+
+#[cfg(test)]
+mod tests;

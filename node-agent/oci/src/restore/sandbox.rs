@@ -1,0 +1,337 @@
+//! The mechanics of a restore: which commands, in which order, what side by side.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use nix::errno::Errno;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::json;
+use std::os::fd::{AsFd, OwnedFd};
+use torpor_gvisor::expedite::{self, Expedited};
+use torpor_gvisor::keeper::{self, Request};
+use torpor_gvisor::net;
+use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState};
+use torpor_gvisor::spec::Role;
+use torpor_snapshots::Image;
+
+use crate::create::create_in_sandbox;
+use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
+use crate::start::stdio_of;
+
+/// A killed process is gone within milliseconds, unless it is stuck in the kernel.
+const KILL_LIMIT: Duration = Duration::from_secs(10);
+/// The shim, parent of the sandbox' processes, asks for their status at once; where it died, the machine's first process
+/// inherits them, and some ask every two seconds only.
+const REAP_LIMIT: Duration = Duration::from_secs(3);
+
+/// Where the time of a restore went: names of stages and when each was over, since the beginning.
+#[derive(Debug)]
+pub(crate) struct Stages {
+    began: Instant,
+    ends: Vec<(&'static str, Duration)>,
+}
+
+impl Stages {
+    fn new() -> Self {
+        Self {
+            began: Instant::now(),
+            ends: Vec::new(),
+        }
+    }
+
+    fn over(&mut self, stage: &'static str) {
+        self.ends.push((stage, self.began.elapsed()));
+    }
+
+    /// Milliseconds since the beginning, stage by stage.
+    pub(super) fn to_json(&self) -> serde_json::Value {
+        let ends = self.ends.iter().map(|(stage, end)| {
+            let micros = u64::try_from(end.as_micros()).unwrap_or(u64::MAX);
+            ((*stage).to_owned(), json!(micros))
+        });
+        json!({ "stagesEndMicros": ends.collect::<serde_json::Map<_, _>>() })
+    }
+}
+
+/// Restores the pod from the image. On success the sandbox runs, its state says so, and its keepers wait for its
+/// containers' ends. On failure nothing of it runs.
+pub(super) fn restore(
+    node: &Node,
+    pod: &PodRecord,
+    image: &Image,
+    parts: &[ContainerRecord],
+) -> anyhow::Result<Stages> {
+    let mut stages = Stages::new();
+    let expedited = node
+        .config
+        .expedite_wakes
+        .then(|| Expedited::begin(&node.config.state_dir, Path::new(expedite::SWITCH)));
+    lift_quotas(node, pod)?;
+    let result = attempt(node, pod, image, parts, &mut stages);
+    put_quotas_back(node, pod)?;
+    drop(expedited);
+    if let Err(error) = result {
+        // What ended it badly is the news; that the remains could not be removed will be seen by the next try.
+        let _ = remove_remains(node, pod, parts);
+        return Err(error);
+    }
+    Ok(stages)
+}
+
+/// A sandbox with a fifth of a processor would take six times as long to load its memory: for the moment of a wake the pod
+/// has no limit.
+fn lift_quotas(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
+    let Some(cgroup) = pod.cgroup.parent() else {
+        return Ok(());
+    };
+    let quotas = node.cgroups.quotas(cgroup);
+    if !quotas.is_empty() {
+        node.records.note_quotas(&pod.sandbox, &quotas)?;
+    }
+    for quota in &quotas {
+        quota.lift()?;
+    }
+    Ok(())
+}
+
+fn put_quotas_back(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
+    for quota in node.records.quotas(&pod.sandbox)? {
+        quota.put_back()?;
+    }
+    Ok(node.records.forget_quotas(&pod.sandbox)?)
+}
+
+fn attempt(
+    node: &Node,
+    pod: &PodRecord,
+    image: &Image,
+    parts: &[ContainerRecord],
+    stages: &mut Stages,
+) -> anyhow::Result<()> {
+    let Some((root, subs)) = parts
+        .split_first()
+        .filter(|(root, _)| root.role == Role::Sandbox)
+    else {
+        bail!("the pod has no pause container");
+    };
+    remove_remains(node, pod, parts)?;
+    node.cgroups.create(&pod.cgroup)?;
+    // runsc's children, the sentry and the gofers, inherit the place.
+    node.cgroups.place(&pod.cgroup, std::process::id())?;
+    stages.over("prepared");
+
+    let path = image.path();
+    let consoles = std::thread::scope(|scope| -> anyhow::Result<Vec<Option<OwnedFd>>> {
+        let verified = scope.spawn(|| image.verify());
+        let root_dir = node.records.container_dir(&root.id);
+        node.runsc_of(&pod.sandbox)
+            .create(root.id.as_str(), &root_dir, None, COMMAND_LIMIT)?;
+        stages.over("sandboxCreated");
+        // Nothing of the image runs before all of it has been verified.
+        join(verified)??;
+        stages.over("verified");
+        // A console must be known to the sandbox before the image is.
+        let consoles = subs
+            .iter()
+            .map(|sub| console_of(node, sub))
+            .collect::<anyhow::Result<Vec<_>>>()?;
+        // Not earlier: until runsc takes the addresses away again, the kernel answers for them, and resets connections.
+        if let Some(namespace) = &pod.network_namespace {
+            net::put_back(namespace, &pod.addresses)?;
+        }
+
+        // The root container's restore only hands the image over; the last of them all does the work. What each of them
+        // needs before that (a process, a gofer) is made side by side.
+        let restored_root = scope.spawn(|| restore_container(node, root, path));
+        let (terminals, others): (Vec<_>, Vec<_>) = subs.iter().partition(|sub| sub.terminal);
+        let restored_others: Vec<_> = others
+            .into_iter()
+            .map(|sub| {
+                let restored = scope.spawn(move || restore_container(node, sub, path));
+                (sub, restored)
+            })
+            .collect();
+        join(restored_root)??;
+        stages.over("imageHandedOver");
+        for (sub, restored) in restored_others {
+            match join(restored)? {
+                Err(error) if came_too_early(&error) => {
+                    let runsc = node.runsc_of(&pod.sandbox);
+                    runsc.delete(sub.id.as_str(), COMMAND_LIMIT)?;
+                    remove_filestores(node, pod, std::slice::from_ref(sub))?;
+                    restore_container(node, sub, path)?;
+                }
+                other => other?,
+            }
+        }
+        for sub in terminals {
+            restore_container(node, sub, path)?;
+        }
+        stages.over("restored");
+        Ok(consoles)
+    })?;
+
+    // The order: whoever reads the state after this may use the sandbox, and a keeper that finds it dead ends.
+    node.records
+        .write_state(&pod.sandbox, &SandboxState::Running)?;
+    for (sub, console) in subs.iter().zip(consoles) {
+        let dir = node.records.container_dir(&sub.id);
+        if let Some(console) = console {
+            keeper::ask(&dir, &Request::Console, &[console.as_fd()], CALL_LIMIT)?;
+        }
+        keeper::ask(&dir, &Request::Attach, &[], CALL_LIMIT)?;
+    }
+    keeper::ask(
+        &node.records.container_dir(&root.id),
+        &Request::Attach,
+        &[],
+        CALL_LIMIT,
+    )?;
+    stages.over("attached");
+    Ok(())
+}
+
+/// Creates a container that has a terminal, and answers gVisor's side of it; `runsc restore` creates the others itself.
+fn console_of(node: &Node, record: &ContainerRecord) -> anyhow::Result<Option<OwnedFd>> {
+    if !record.terminal {
+        return Ok(None);
+    }
+    let dir = node.records.container_dir(&record.id);
+    create_in_sandbox(node, record, &dir)
+}
+
+/// gVisor takes a container only after it has been handed the image (runsc/boot/controller.go, RestoreSubcontainer), and
+/// changes nothing when one comes before.
+fn came_too_early(error: &anyhow::Error) -> bool {
+    format!("{error:#}").contains("sandbox is not being restored")
+}
+
+fn restore_container(node: &Node, record: &ContainerRecord, image: &Path) -> anyhow::Result<()> {
+    let dir = node.records.container_dir(&record.id);
+    let stdio = if record.terminal {
+        None
+    } else {
+        Some(stdio_of(&dir)?)
+    };
+    let runsc = node.runsc_of(&record.sandbox);
+    let restored = runsc.restore(record.id.as_str(), &dir, image, stdio, COMMAND_LIMIT);
+    restored.with_context(|| match record.role {
+        Role::Sandbox => "cannot restore the sandbox".to_owned(),
+        Role::Container => format!("cannot restore container {}", record.name),
+    })
+}
+
+fn join<T>(handle: std::thread::ScopedJoinHandle<'_, T>) -> anyhow::Result<T> {
+    handle
+        .join()
+        .map_err(|_| anyhow::anyhow!("a thread of the restore panicked"))
+}
+
+/// Ends the processes of a pod and removes what runsc keeps of it.
+pub(super) fn end(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
+    let parts = node.records.containers_of(&pod.sandbox)?;
+    remove_remains(node, pod, &parts)
+}
+
+fn remove_remains(node: &Node, pod: &PodRecord, parts: &[ContainerRecord]) -> anyhow::Result<()> {
+    kill_processes(node, &pod.cgroup)?;
+    // The root container last: the others' records name it.
+    for part in parts.iter().rev() {
+        if node.runsc.knows(part.id.as_str(), pod.sandbox.as_str()) {
+            node.runsc_of(&pod.sandbox)
+                .delete(part.id.as_str(), COMMAND_LIMIT)?;
+        }
+    }
+    remove_filestores(node, pod, parts)?;
+    remove_volume_filestores(pod)
+}
+
+/// gVisor keeps what a container writes in a file of this name in its root file system, and in each emptyDir. A restore
+/// that failed leaves some, and the next one finds them in its way.
+fn filestore(pod: &PodRecord) -> String {
+    format!(".gvisor.filestore.{}", pod.sandbox)
+}
+
+fn remove_filestores(
+    node: &Node,
+    pod: &PodRecord,
+    parts: &[ContainerRecord],
+) -> anyhow::Result<()> {
+    for part in parts {
+        let Ok(spec) = node.records.spec(&part.id) else {
+            continue;
+        };
+        let root = spec.pointer("/root/path").and_then(|path| path.as_str());
+        if let Some(root) = root {
+            remove_file(&Path::new(root).join(filestore(pod)))?;
+        }
+    }
+    Ok(())
+}
+
+fn remove_volume_filestores(pod: &PodRecord) -> anyhow::Result<()> {
+    let name = filestore(pod);
+    let mut files = pod.volumes.iter().map(|volume| volume.source.join(&name));
+    files.try_for_each(|path| remove_file(&path))
+}
+
+fn remove_file(path: &Path) -> anyhow::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("cannot remove {}", path.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Kills every process of a cgroup but this one and waits until each has been reaped, because runsc takes one that has not
+/// for a running one; not for ever: a parent that never asks is not ours to mend.
+pub(crate) fn kill_processes(node: &Node, cgroup: &Path) -> anyhow::Result<()> {
+    let killed = end_processes(node, cgroup)?;
+    let began = Instant::now();
+    // Newer kernels take an ended process out of its cgroup's list before it is reaped.
+    while killed.iter().any(|pid| is_zombie(*pid)) && began.elapsed() < REAP_LIMIT {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
+/// Kills every process of a cgroup but this one and waits until they have ended; answers which they were.
+pub(crate) fn end_processes(node: &Node, cgroup: &Path) -> anyhow::Result<BTreeSet<i32>> {
+    let own = i32::try_from(std::process::id()).unwrap_or(0);
+    let began = Instant::now();
+    let mut killed = BTreeSet::new();
+    loop {
+        let mut pids = node.cgroups.pids(cgroup)?;
+        // 0 stands for a process of another pid namespace, which cannot be signalled from here.
+        pids.retain(|pid| *pid != own && *pid > 0 && !is_zombie(*pid));
+        if pids.is_empty() {
+            return Ok(killed);
+        }
+        if began.elapsed() > KILL_LIMIT {
+            bail!(
+                "processes {pids:?} in cgroup {} do not end",
+                cgroup.display()
+            );
+        }
+        for pid in pids {
+            match kill(Pid::from_raw(pid), Signal::SIGKILL) {
+                Ok(()) | Err(Errno::ESRCH) => killed.insert(pid),
+                Err(error) => return Err(error).context("cannot kill a process of the sandbox"),
+            };
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Whether the process has ended and its parent has not asked for its status yet.
+fn is_zombie(pid: i32) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| {
+        stat.rsplit(')')
+            .next()
+            .is_some_and(|rest| rest.starts_with(" Z"))
+    })
+}

@@ -1,0 +1,102 @@
+//! Commands that ask: state, ps, features; and pause and resume of a whole sandbox.
+
+use anyhow::bail;
+use serde_json::{Value, json};
+use torpor_core::ids::{ContainerId, SandboxId};
+use torpor_gvisor::control::Control;
+use torpor_gvisor::pause;
+use torpor_gvisor::record::{ContainerRecord, SandboxState};
+
+use crate::node::{CALL_LIMIT, Node};
+use crate::restore;
+
+/// The OCI runtime spec version of the state that is printed.
+const OCI_VERSION: &str = "1.2.0";
+
+fn keeper_lives(record: &ContainerRecord) -> bool {
+    // A pid that was given to another process is no keeper of ours.
+    std::fs::read(format!("/proc/{}/cmdline", record.keeper_pid)).is_ok_and(|line| {
+        line.split(|byte| *byte == 0)
+            .any(|part| part == record.id.as_str().as_bytes())
+    })
+}
+
+pub(crate) fn state(node: &Node, id: &ContainerId) -> anyhow::Result<Value> {
+    let record = node.container(id)?;
+    let lives = keeper_lives(&record);
+    let status = match node.records.state(&record.sandbox)? {
+        _ if !lives => "stopped",
+        SandboxState::Running if paused(node, &record.sandbox) => "paused",
+        _ => "running",
+    };
+    Ok(json!({
+        "ociVersion": OCI_VERSION,
+        "id": id.as_str(),
+        "status": status,
+        "pid": if lives { record.keeper_pid } else { 0 },
+        "bundle": node.records.container_dir(id),
+    }))
+}
+
+pub(crate) fn processes(node: &Node, id: &ContainerId) -> anyhow::Result<Value> {
+    let record = node.container(id)?;
+    Ok(if keeper_lives(&record) {
+        json!([record.keeper_pid])
+    } else {
+        json!([])
+    })
+}
+
+pub(crate) fn pause(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
+    let record = node.container(id)?;
+    let _lock = node.records.lock(&record.sandbox)?;
+    if node.records.state(&record.sandbox)? != SandboxState::Running {
+        bail!("the sandbox is not running");
+    }
+    let mut control = Control::connect(node.runsc.root(), record.sandbox.as_str())?;
+    pause::pause(&node.records, &mut control, &record.sandbox, CALL_LIMIT)?;
+    Ok(())
+}
+
+pub(crate) fn resume(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
+    let record = node.container(id)?;
+    let _lock = node.records.lock(&record.sandbox)?;
+    let mut control = Control::connect(node.runsc.root(), record.sandbox.as_str())?;
+    restore::about_to_run(node, &record.sandbox)?;
+    if !pause::resume(&node.records, &mut control, &record.sandbox, CALL_LIMIT)? {
+        bail!("the sandbox is not paused");
+    }
+    Ok(())
+}
+
+/// An exec into a paused sandbox would wait for as long as the pause lasts.
+pub(crate) fn refuse_frozen(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
+    if paused(node, sandbox) {
+        bail!(
+            "the sandbox is frozen (suspension-strategy Freeze, or a pause by hand): set operatingMode to Running first"
+        );
+    }
+    Ok(())
+}
+
+fn paused(node: &Node, sandbox: &SandboxId) -> bool {
+    Control::connect(node.runsc.root(), sandbox.as_str()).is_ok_and(|mut control| {
+        pause::is_paused(&node.records, &mut control, sandbox, CALL_LIMIT).unwrap_or(false)
+    })
+}
+
+/// OCI runtime-spec features document.
+pub(crate) fn features() -> Value {
+    json!({
+        "ociVersionMin": "1.0.0",
+        "ociVersionMax": OCI_VERSION,
+        "mountOptions": ["bind", "rbind", "ro", "rw", "nosuid", "nodev", "noexec", "private", "rprivate", "rslave"],
+        "linux": {
+            "namespaces": ["cgroup", "ipc", "mount", "network", "pid", "user", "uts"],
+            "cgroup": { "v1": true, "v2": true, "systemd": false, "systemdUser": false },
+            "seccomp": { "enabled": false },
+            "apparmor": { "enabled": false },
+            "selinux": { "enabled": false }
+        }
+    })
+}

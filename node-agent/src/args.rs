@@ -1,0 +1,263 @@
+//! The command line. Each option has a fallback in the environment.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::time::Duration;
+
+use clap::{Parser, Subcommand, ValueEnum};
+
+/// Torpor's agent on a node: hibernates and wakes the pods of the runtime handler it installs.
+#[derive(Debug, Parser)]
+#[command(name = "torpor-agent", version, about)]
+pub(crate) struct Args {
+    /// Form of the log on standard error
+    #[arg(
+        long,
+        global = true,
+        value_enum,
+        default_value_t,
+        env = "TORPOR_LOG_FORMAT"
+    )]
+    pub(crate) log_format: LogFormat,
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Serve this node until SIGTERM
+    Run(RunArgs),
+    /// Put the runtime's binaries on the node and tell containerd of its handler
+    Install(InstallArgs),
+    /// Take back what `install` did
+    Uninstall(UninstallArgs),
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum LogFormat {
+    #[default]
+    Text,
+    Json,
+}
+
+/// Where Torpor's files lie, in the host's paths.
+#[derive(Debug, Clone, clap::Args)]
+pub(crate) struct NodePaths {
+    /// Binaries and their configuration, on persistent storage that allows execution
+    #[arg(long, default_value = "/opt/torpor", value_parser = absolute, env = "TORPOR_INSTALL_DIR")]
+    pub(crate) install_dir: PathBuf,
+    /// Records of running pods, on a tmpfs
+    #[arg(long, default_value = "/run/torpor", value_parser = absolute, env = "TORPOR_STATE_DIR")]
+    pub(crate) state_dir: PathBuf,
+    /// Images and ledgers, on persistent storage
+    #[arg(long, default_value = "/var/lib/torpor", value_parser = absolute, env = "TORPOR_STORE_DIR")]
+    pub(crate) store_dir: PathBuf,
+    /// The kubelet's --root-dir
+    #[arg(long, default_value = "/var/lib/kubelet", value_parser = absolute, env = "TORPOR_KUBELET_ROOT")]
+    pub(crate) kubelet_root: PathBuf,
+}
+
+impl NodePaths {
+    /// Directory of `torpor-oci`, its configuration and the builds of runsc.
+    pub(crate) fn bin_dir(&self) -> PathBuf {
+        self.install_dir.join("bin")
+    }
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct RunArgs {
+    #[command(flatten)]
+    pub(crate) paths: NodePaths,
+    /// Name of this node's Node object
+    #[arg(long, env = "NODE_NAME")]
+    pub(crate) node_name: String,
+    /// containerd's runtime handler that is Torpor's, as `install` wrote it
+    #[arg(long, default_value = "torpor", value_parser = handler, env = "TORPOR_RUNTIME_HANDLER")]
+    pub(crate) runtime_handler: String,
+    /// Address of /metrics
+    #[arg(
+        long,
+        default_value = "0.0.0.0:9644",
+        env = "TORPOR_METRICS_BIND_ADDRESS"
+    )]
+    pub(crate) metrics_bind_address: SocketAddr,
+    /// Address of /healthz and /readyz
+    #[arg(
+        long,
+        default_value = "0.0.0.0:9645",
+        env = "TORPOR_HEALTH_BIND_ADDRESS"
+    )]
+    pub(crate) health_bind_address: SocketAddr,
+}
+
+#[derive(Debug, Clone, clap::Args)]
+pub(crate) struct InstallArgs {
+    #[command(flatten)]
+    pub(crate) paths: NodePaths,
+    #[command(flatten)]
+    pub(crate) containerd: ContainerdArgs,
+    /// Where the host's root directory is mounted
+    #[arg(long, default_value = "/host", value_parser = absolute, env = "TORPOR_HOST_ROOT")]
+    pub(crate) host_root: PathBuf,
+    /// Directory that holds the torpor-oci and runsc to install
+    #[arg(long, default_value = "/", value_parser = absolute, env = "TORPOR_PAYLOAD_DIR")]
+    pub(crate) payload_dir: PathBuf,
+    /// gVisor's platform
+    #[arg(long, default_value = "systrap", env = "TORPOR_RUNSC_PLATFORM")]
+    pub(crate) runsc_platform: String,
+    /// Whether the kernel's RCU grace periods are expedited (for the whole node) for the moment of a wake, which halves it
+    #[arg(long, default_value_t = true, action = clap::ArgAction::Set)]
+    pub(crate) expedite_wakes: bool,
+    /// Directory on the host for runsc's debug logs; without it there are none
+    #[arg(long, value_parser = absolute, env = "TORPOR_RUNSC_DEBUG_DIR")]
+    pub(crate) runsc_debug_dir: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, clap::Args)]
+pub(crate) struct UninstallArgs {
+    #[command(flatten)]
+    pub(crate) paths: NodePaths,
+    #[command(flatten)]
+    pub(crate) containerd: ContainerdArgs,
+    /// Where the host's root directory is mounted
+    #[arg(long, default_value = "/host", value_parser = absolute, env = "TORPOR_HOST_ROOT")]
+    pub(crate) host_root: PathBuf,
+    /// Remove images and ledgers too
+    #[arg(long, env = "TORPOR_PURGE")]
+    pub(crate) purge: bool,
+    /// Go on although pods of this runtime still run here; they can no longer be stopped cleanly
+    #[arg(long, env = "TORPOR_FORCE")]
+    pub(crate) force: bool,
+}
+
+/// The node's containerd, in the host's paths.
+#[derive(Debug, Clone, clap::Args)]
+pub(crate) struct ContainerdArgs {
+    /// containerd's main configuration file
+    #[arg(long, default_value = "/etc/containerd/config.toml", value_parser = absolute, env = "TORPOR_CONTAINERD_CONFIG")]
+    pub(crate) containerd_config: PathBuf,
+    /// Directory for the file that is added to that configuration
+    #[arg(long, default_value = "/etc/containerd/conf.d", value_parser = absolute, env = "TORPOR_CONTAINERD_CONF_DIR")]
+    pub(crate) containerd_conf_dir: PathBuf,
+    /// How containerd is restarted: systemd:<unit>, pidfile:<path> (its supervisor starts it again) or none
+    #[arg(
+        long,
+        default_value = "systemd:containerd",
+        env = "TORPOR_CONTAINERD_RESTART"
+    )]
+    pub(crate) containerd_restart: ContainerdRestart,
+    /// containerd's socket, which must answer after a restart
+    #[arg(long, default_value = "/run/containerd/containerd.sock", value_parser = absolute, env = "TORPOR_CONTAINERD_SOCKET")]
+    pub(crate) containerd_socket: PathBuf,
+    /// Most seconds for a restart
+    #[arg(long, default_value = "90", value_parser = seconds, env = "TORPOR_CONTAINERD_RESTART_TIMEOUT")]
+    pub(crate) containerd_restart_timeout: Duration,
+    /// Name of the runtime handler, as in the RuntimeClass
+    #[arg(long, default_value = "torpor", value_parser = handler, env = "TORPOR_RUNTIME_HANDLER")]
+    pub(crate) runtime_handler: String,
+}
+
+/// How containerd is made to read its configuration again.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum ContainerdRestart {
+    /// `systemctl restart <unit>` on the host.
+    Systemd(String),
+    /// SIGTERM to the process that this file names; whoever watches over it starts it again and rewrites the file.
+    Pidfile(PathBuf),
+    /// Somebody else does it.
+    None,
+}
+
+impl FromStr for ContainerdRestart {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once(':') {
+            None if text == "none" => Ok(Self::None),
+            Some(("systemd", unit)) if !unit.is_empty() && !unit.starts_with('-') => {
+                Ok(Self::Systemd(unit.to_owned()))
+            }
+            Some(("pidfile", path)) => absolute(path).map(Self::Pidfile),
+            _ => Err("allowed are systemd:<unit>, pidfile:<absolute path> and none".to_owned()),
+        }
+    }
+}
+
+fn absolute(text: &str) -> Result<PathBuf, String> {
+    let path = Path::new(text);
+    if path.is_absolute() {
+        Ok(path.to_owned())
+    } else {
+        Err("not an absolute path".to_owned())
+    }
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let count: u64 = text
+        .parse()
+        .map_err(|_| "not a number of seconds".to_owned())?;
+    Ok(Duration::from_secs(count))
+}
+
+/// The name stands as a bare key in containerd's configuration.
+fn handler(text: &str) -> Result<String, String> {
+    let allowed = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+    if text.is_empty() || text.len() > 63 || !text.chars().all(allowed) {
+        return Err("a handler has 1 to 63 of a-z, 0-9 and -".to_owned());
+    }
+    Ok(text.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn install_needs_no_option_on_an_ordinary_node() {
+        let args = Args::try_parse_from(["torpor-agent", "install"]).expect("parses");
+        let Command::Install(install) = args.command else {
+            panic!("{args:?}")
+        };
+        assert_eq!(install.host_root, Path::new("/host"));
+        assert_eq!(
+            install.containerd.containerd_restart,
+            ContainerdRestart::Systemd("containerd".into())
+        );
+    }
+
+    #[test]
+    fn ways_to_restart_are_read_and_others_refused() {
+        let read = ContainerdRestart::from_str;
+        assert_eq!(read("none"), Ok(ContainerdRestart::None));
+        assert_eq!(
+            read("pidfile:/run/c.pid"),
+            Ok(ContainerdRestart::Pidfile("/run/c.pid".into()))
+        );
+        for wrong in [
+            "",
+            "systemd",
+            "systemd:",
+            "systemd:--now",
+            "pidfile:c.pid",
+            "none:x",
+        ] {
+            assert!(read(wrong).is_err(), "{wrong:?} was read");
+        }
+    }
+
+    #[test]
+    fn a_handler_that_would_break_the_configuration_is_refused() {
+        for wrong in ["", "a.b", "a]", "A", "a\n"] {
+            assert!(handler(wrong).is_err(), "{wrong:?} was read");
+        }
+        assert_eq!(handler("torpor-2"), Ok("torpor-2".to_owned()));
+    }
+}

@@ -1,0 +1,423 @@
+//! One task per Pod UID: observe, plan, tell, do, and again.
+//!
+//! Nothing else on this node changes a sandbox but this task and torpor-oci, and they take turns by the sandbox' lock.
+//! What the API wants arrives through the caches; a task is woken when something about its Pod changed, when its plan
+//! asked for it, and now and then in any case, because the node itself sends no events.
+
+use std::cell::RefCell;
+use std::collections::{BTreeSet, HashMap};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
+use kube::runtime::reflector::Store as Cache;
+use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use torpor_api::snapshot::SandboxSnapshot;
+use torpor_core::ids::{Namespace, PodUid};
+use torpor_core::state::{Desired, Failures, PodPresence, Policy};
+use torpor_core::status::SnapshotState;
+use torpor_core::steps::{Outcome, Plan};
+use torpor_gvisor::record::{PodLock, PodRecord};
+
+use crate::desired::{desired, has_finalizer, pod_of_snapshot};
+use crate::execute::{Context, execute};
+use crate::metrics::Metrics;
+use crate::node::Node;
+use crate::observe::observe;
+use crate::publish::{Publisher, SavedImage};
+
+mod draft;
+
+/// How often a task looks although nobody said that something changed.
+const LOOK: Duration = Duration::from_secs(5);
+/// After a write to the API failed.
+const RETRY: Duration = Duration::from_secs(2);
+
+/// What every task shares.
+pub(crate) struct Shared {
+    pub(crate) node: Arc<Node>,
+    pub(crate) pods: Cache<Pod>,
+    pub(crate) snapshots: Cache<SandboxSnapshot>,
+    pub(crate) publisher: Publisher,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) policy: Policy,
+}
+
+/// Starts tasks and wakes them.
+#[derive(Clone)]
+pub(crate) struct Driver {
+    shared: Arc<Shared>,
+    tasks: Arc<Mutex<HashMap<PodUid, Arc<Notify>>>>,
+    tracker: TaskTracker,
+    stop: CancellationToken,
+    begun: Arc<AtomicBool>,
+}
+
+impl Driver {
+    pub(crate) fn new(shared: Arc<Shared>, stop: CancellationToken) -> Self {
+        Self {
+            shared,
+            tasks: Arc::default(),
+            tracker: TaskTracker::new(),
+            stop,
+            begun: Arc::default(),
+        }
+    }
+
+    /// The caches are full: from now on a Pod that is not in them is gone.
+    pub(crate) fn begin(&self) {
+        self.begun.store(true, Ordering::Release);
+        self.poke_all();
+    }
+
+    /// The API says that something about the Pod changed.
+    pub(crate) fn poke_if_kept(&self, pod: &PodUid) {
+        if self.begun.load(Ordering::Acquire) && self.is_ours(pod) {
+            self.poke(pod);
+        }
+    }
+
+    /// Something about the Pod may have changed.
+    fn poke(&self, pod: &PodUid) {
+        let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(task) = tasks.get(pod) {
+            task.notify_one();
+            return;
+        }
+        let notify = Arc::new(Notify::new());
+        tasks.insert(pod.clone(), notify.clone());
+        let driver = self.clone();
+        let pod = pod.clone();
+        self.tracker
+            .spawn(async move { driver.drive(pod, notify).await });
+    }
+
+    /// Every Pod that this node knows of, from the API or from its own disk.
+    pub(crate) fn poke_all(&self) {
+        for pod in self.known() {
+            self.poke(&pod);
+        }
+    }
+
+    fn known(&self) -> BTreeSet<PodUid> {
+        let shared = &self.shared;
+        let pods = shared.pods.state();
+        let of_api = pods.iter().filter_map(|pod| PodUid::new(pod.uid()?).ok());
+        let references: Vec<&Pod> = pods.iter().map(AsRef::as_ref).collect();
+        let snapshots = shared.snapshots.state();
+        let of_snapshots = snapshots
+            .iter()
+            .filter_map(|s| pod_of_snapshot(s, &references));
+        let records = shared.node.records.pods().unwrap_or_default();
+        let of_node = records.into_iter().map(|record| record.pod_uid);
+        let images = shared.node.store.list().unwrap_or_default();
+        let of_images = images.into_iter().map(|image| image.id.pod().clone());
+        let of_ledgers = shared.node.store.ledgers().unwrap_or_default();
+        let mut known: BTreeSet<PodUid> = of_api.chain(of_node).chain(of_images).collect();
+        known.extend(of_ledgers);
+        // Snapshots of other nodes' Pods are other agents' business.
+        known.extend(of_snapshots.filter(|pod| self.is_ours(pod)));
+        known
+    }
+
+    /// A Pod that runs here, or bytes of which lie here.
+    fn is_ours(&self, pod: &PodUid) -> bool {
+        let node = &self.shared.node;
+        pod_of(&self.shared, pod).is_some()
+            || node.sandbox_of(pod).is_some()
+            || self.shared.snapshots.state().iter().any(|snapshot| {
+                let name = snapshot
+                    .status
+                    .as_ref()
+                    .and_then(|status| status.node_name.as_deref());
+                name == Some(self.shared.publisher.node_name())
+                    && pod_of_snapshot(snapshot, &[]).as_ref() == Some(pod)
+            })
+    }
+
+    /// Waits until no task is in the middle of something.
+    pub(crate) async fn stopped(&self) {
+        self.tracker.close();
+        self.tracker.wait().await;
+    }
+
+    async fn drive(&self, pod: PodUid, notify: Arc<Notify>) {
+        let mut failures = Failures::default();
+        loop {
+            let wait = match self.turn(&pod, &mut failures).await {
+                Turn::Again => continue,
+                Turn::Wait(wait) => wait,
+                Turn::Nothing => {
+                    let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
+                    tasks.remove(&pod);
+                    return;
+                }
+            };
+            // All three arms only wait: nothing is lost when one of them wins.
+            tokio::select! {
+                () = notify.notified() => {}
+                () = tokio::time::sleep(wait.min(LOOK)) => {}
+                () = self.stop.cancelled() => return,
+            }
+        }
+    }
+
+    /// Observe, plan, tell, do.
+    async fn turn(&self, pod_uid: &PodUid, failures: &mut Failures) -> Turn {
+        if self.stop.is_cancelled() {
+            return Turn::Wait(Duration::ZERO);
+        }
+        let shared = &self.shared;
+        let pod = pod_of(shared, pod_uid);
+        let snapshots = self.snapshots_of(pod_uid);
+        if let Err(wait) = self.adopt(&snapshots, pod.as_deref()).await {
+            return Turn::Wait(wait);
+        }
+        let references: Vec<&SandboxSnapshot> = snapshots.iter().map(AsRef::as_ref).collect();
+        let desired = desired(pod_uid, pod.as_deref(), &references);
+        let Ok(look) = self.look(desired, failures.clone()).await else {
+            return Turn::Wait(RETRY);
+        };
+        if look.nothing {
+            return Turn::Nothing;
+        }
+        self.shared.metrics.planned();
+        if let Err(error) = self.tell(pod.as_deref(), &snapshots, &look).await {
+            tracing::warn!(%pod_uid, error = crate::observe::words(&error), "status not written");
+            if look.plan.steps.is_empty() {
+                return Turn::Wait(RETRY);
+            }
+        }
+        if look.plan.steps.is_empty() {
+            return Turn::Wait(until(look.plan.wake_at));
+        }
+        self.act(look, pod, failures).await;
+        Turn::Again
+    }
+
+    fn snapshots_of(&self, pod: &PodUid) -> Vec<Arc<SandboxSnapshot>> {
+        let pods = self.shared.pods.state();
+        let references: Vec<&Pod> = pods.iter().map(AsRef::as_ref).collect();
+        let mut snapshots = self.shared.snapshots.state();
+        snapshots.retain(|snapshot| pod_of_snapshot(snapshot, &references).as_ref() == Some(pod));
+        snapshots
+    }
+
+    /// Our finalizer goes on a snapshot before a byte is written for it; the cache then shows it to the next turn.
+    async fn adopt(
+        &self,
+        snapshots: &[Arc<SandboxSnapshot>],
+        pod: Option<&Pod>,
+    ) -> Result<(), Duration> {
+        let fresh = snapshots.iter().filter(|snapshot| {
+            !has_finalizer(snapshot) && snapshot.metadata.deletion_timestamp.is_none()
+        });
+        let mut result = Ok(());
+        for snapshot in fresh.filter(|_| pod.is_some()) {
+            match self.shared.publisher.adopt(snapshot).await {
+                Ok(()) => result = Err(LOOK),
+                Err(error) => {
+                    let error = crate::observe::words(&error);
+                    tracing::warn!(
+                        snapshot = snapshot.name_any(),
+                        error,
+                        "finalizer not written"
+                    );
+                    result = Err(RETRY);
+                }
+            }
+        }
+        result
+    }
+
+    async fn look(
+        &self,
+        desired: Desired,
+        failures: Failures,
+    ) -> Result<Look, tokio::task::JoinError> {
+        let shared = self.shared.clone();
+        tokio::task::spawn_blocking(move || look(&shared, &desired, &failures)).await
+    }
+
+    async fn tell(
+        &self,
+        pod: Option<&Pod>,
+        snapshots: &[Arc<SandboxSnapshot>],
+        look: &Look,
+    ) -> Result<(), crate::publish::Error> {
+        if let Some(pod) = pod {
+            self.shared.publisher.pod(pod, &look.plan.status).await?;
+        }
+        for draft in &look.plan.status.snapshots {
+            let of_draft =
+                |s: &&Arc<SandboxSnapshot>| s.uid().as_deref() == Some(draft.uid.as_str());
+            let Some(snapshot) = snapshots.iter().find(of_draft) else {
+                continue;
+            };
+            let image = match &draft.state {
+                SnapshotState::Committed { image, .. } => look
+                    .saved
+                    .iter()
+                    .find(|saved| saved.manifest.image_id == *image),
+                _ => None,
+            };
+            self.shared
+                .publisher
+                .snapshot(snapshot, draft, image)
+                .await?;
+        }
+        Ok(())
+    }
+
+    /// Runs the plan's steps until one does not succeed, on a thread that may block.
+    async fn act(&self, look: Look, pod: Option<Arc<Pod>>, failures: &mut Failures) {
+        let shared = self.shared.clone();
+        let mut noted = failures.clone();
+        let done = tokio::task::spawn_blocking(move || {
+            run_steps(&shared, &look, pod.as_deref(), &mut noted);
+            noted
+        });
+        match done.await {
+            Ok(noted) => *failures = noted,
+            Err(error) => tracing::error!(%error, "a step panicked"),
+        }
+    }
+}
+
+enum Turn {
+    Again,
+    Wait(Duration),
+    /// Neither the API nor the node knows anything of the Pod any more.
+    Nothing,
+}
+
+fn until(wake_at: Option<Timestamp>) -> Duration {
+    let wait = wake_at.map(|at| at.duration_since(Timestamp::now()));
+    wait.map_or(LOOK, |wait| {
+        Duration::try_from(wait).unwrap_or(Duration::ZERO)
+    })
+}
+
+fn pod_of(shared: &Shared, uid: &PodUid) -> Option<Arc<Pod>> {
+    shared
+        .pods
+        .find(|pod| pod.uid().as_deref() == Some(uid.as_str()))
+}
+
+/// What was seen and what follows; holds the sandbox' lock for the steps.
+struct Look {
+    pod_uid: PodUid,
+    plan: Plan,
+    record: Option<PodRecord>,
+    lock: Option<PodLock>,
+    namespace: Option<Namespace>,
+    saved: Vec<SavedImage>,
+    nothing: bool,
+}
+
+fn look(shared: &Shared, desired: &Desired, failures: &Failures) -> Look {
+    let node = &shared.node;
+    let pod_uid = desired.pod_uid.clone();
+    let record = node.sandbox_of(&pod_uid);
+    let lock = record
+        .as_ref()
+        .and_then(|record| node.records.try_lock(&record.sandbox).ok().flatten());
+    let busy = record.is_some() && lock.is_none();
+    let observed = observe(node, &pod_uid, record.as_ref(), failures, busy);
+    let plan = torpor_core::plan(desired, &observed, &shared.policy, Timestamp::now());
+    let nothing = desired.pod == PodPresence::Gone
+        && desired.snapshots.is_empty()
+        && record.is_none()
+        && observed.images.is_empty()
+        && observed.ledger.as_ref().is_ok_and(|ledger| ledger.seq == 0)
+        && plan.steps.is_empty();
+    if nothing {
+        // The last that is left of a Pod; it is written again if anything should fail.
+        let _ = node.records.remove_report(&pod_uid);
+    }
+    let listed = node.store.list().unwrap_or_default();
+    let of_image = listed.into_iter().find(|image| image.id.pod() == &pod_uid);
+    let namespace = record
+        .as_ref()
+        .map(|record| record.namespace.clone())
+        .or_else(|| of_image.map(|i| i.namespace));
+    let saved = namespace
+        .iter()
+        .flat_map(|namespace| draft::saved(node, namespace, &plan))
+        .collect();
+    Look {
+        pod_uid,
+        plan,
+        record,
+        lock,
+        namespace,
+        saved,
+        nothing,
+    }
+}
+
+fn run_steps(shared: &Shared, look: &Look, pod: Option<&Pod>, failures: &mut Failures) {
+    let Some(namespace) = &look.namespace else {
+        // A ledger alone is removed with no image to name a namespace by.
+        return remove_ledger_alone(shared, look, failures);
+    };
+    run_in(shared, look, namespace, pod, failures);
+}
+
+fn remove_ledger_alone(shared: &Shared, look: &Look, failures: &mut Failures) {
+    match Namespace::new("none") {
+        Ok(namespace) => run_in(shared, look, &namespace, None, failures),
+        Err(error) => tracing::error!(%error, "a constant name is not a name"),
+    }
+}
+
+fn run_in(
+    shared: &Shared,
+    look: &Look,
+    namespace: &Namespace,
+    pod: Option<&Pod>,
+    failures: &mut Failures,
+) {
+    let draft = || draft::manifest(&shared.node, look.record.as_ref(), pod);
+    let context = Context {
+        node: &shared.node,
+        pod: &look.pod_uid,
+        namespace,
+        sandbox: look.record.as_ref().zip(look.lock.as_ref()),
+        draft: &draft,
+        partial: RefCell::new(None),
+    };
+    for step in &look.plan.steps {
+        let began = std::time::Instant::now();
+        let outcome = execute(&context, step);
+        let took = began.elapsed();
+        shared.metrics.stepped(step.action.kind(), &outcome, took);
+        log(&look.pod_uid, step, &outcome, took);
+        failures.note(&step.action, &outcome, Timestamp::now());
+        if !matches!(outcome, Outcome::Done | Outcome::Already) {
+            return;
+        }
+    }
+}
+
+fn log(pod: &PodUid, step: &torpor_core::Step, outcome: &Outcome, took: Duration) {
+    let took = took.as_millis();
+    let kind = step.action.kind();
+    match outcome {
+        Outcome::Done | Outcome::Already => {
+            tracing::info!(%pod, ?kind, took_ms = took, seq = step.fence.ledger_seq, "step done");
+        }
+        Outcome::Stale => tracing::info!(%pod, ?kind, "step was planned for another state"),
+        Outcome::Failed { reason, message } => {
+            tracing::error!(%pod, ?kind, reason, message, took_ms = took, "step failed");
+        }
+        Outcome::Unknown { message } => {
+            tracing::warn!(%pod, ?kind, message, took_ms = took, "step has no known outcome");
+        }
+    }
+}

@@ -1,0 +1,225 @@
+//! Steps, done. One arm per action, one call per arm, no choices: what is to happen was decided in `torpor-core`.
+
+use std::cell::RefCell;
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use torpor_core::ids::{ImageId, Namespace, PodUid};
+use torpor_core::steps::{Action, Outcome, Step};
+use torpor_gvisor::control::Control;
+use torpor_gvisor::keeper::{self, Request, Verb};
+use torpor_gvisor::record::{PodLock, PodRecord};
+use torpor_gvisor::{pause, save};
+use torpor_snapshots::{LedgerFile, ManifestDraft, Partial, Removed, SaveError};
+
+use crate::node::{CALL_LIMIT, Node};
+use crate::observe::words;
+
+/// The memory of one sandbox is written at some hundred megabytes a second even on a slow disk.
+const SAVE_LIMIT: Duration = Duration::from_secs(300);
+/// The kubelet gives an exec two minutes.
+const WAKE_LIMIT: Duration = Duration::from_secs(110);
+
+/// One step's surroundings.
+pub(crate) struct Context<'a> {
+    pub(crate) node: &'a Node,
+    pub(crate) pod: &'a PodUid,
+    pub(crate) namespace: &'a Namespace,
+    /// The sandbox, with its lock; none when the Pod has none.
+    pub(crate) sandbox: Option<(&'a PodRecord, &'a PodLock)>,
+    /// What a commit writes into the manifest.
+    pub(crate) draft: &'a dyn Fn() -> ManifestDraft,
+    /// The image that a checkpoint of this plan wrote and that waits for its commit.
+    pub(crate) partial: RefCell<Option<Partial>>,
+}
+
+/// Does one step: fence, ledger, act, ledger.
+pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
+    let opened = context.node.store.ledger(context.pod).and_then(|ledger| {
+        let state = ledger.read()?;
+        Ok((ledger, state))
+    });
+    let (ledger, state) = match opened {
+        Ok(opened) => opened,
+        Err(error) => return failed(error.reason(), &error),
+    };
+    let current = context.sandbox.map(|(record, _)| record.sandbox.clone());
+    if step.fence.pod_uid != *context.pod
+        || step.fence.sandbox_id != current
+        || step.fence.ledger_seq != state.seq
+    {
+        return Outcome::Stale;
+    }
+    if let Some(entry) = &step.before
+        && let Err(error) = ledger.append(entry)
+    {
+        return failed(error.reason(), &error);
+    }
+    let outcome = act(context, &step.action, &ledger);
+    let entry = match (&outcome, &step.action) {
+        (Outcome::Done | Outcome::Already, Action::DiscardLedger) => None,
+        (Outcome::Done | Outcome::Already, _) => step.after.clone(),
+        (Outcome::Failed { reason, .. }, Action::Wake { image }) => {
+            Some(torpor_core::Entry::WakeFailed {
+                image: image.clone(),
+                reason: reason.clone(),
+            })
+        }
+        _ => None,
+    };
+    if let Some(entry) = entry
+        && let Err(error) = ledger.append(&entry)
+    {
+        return Outcome::Unknown {
+            message: words(&error),
+        };
+    }
+    outcome
+}
+
+fn act(context: &Context<'_>, action: &Action, ledger: &LedgerFile) -> Outcome {
+    let node = context.node;
+    match action {
+        Action::Pause => with_control(context, |control, record| {
+            pause::pause(&node.records, control, &record.sandbox, CALL_LIMIT)
+        }),
+        Action::Resume => with_control(context, |control, record| {
+            pause::resume(&node.records, control, &record.sandbox, CALL_LIMIT)
+        }),
+        Action::Checkpoint { image } => checkpoint(context, image),
+        Action::Commit { image } => commit(context, image),
+        Action::End { image } => ask_keeper(context, Verb::End, image),
+        Action::Wake { image } => ask_keeper(context, Verb::Wake, image),
+        Action::Record => Outcome::Done,
+        Action::ForgetSleep => forget_sleep(context),
+        Action::DiscardPartial { image } => {
+            // The directory that a step before made and did not commit.
+            context.partial.replace(None);
+            removed(node.store.remove_partial(context.namespace, image))
+        }
+        Action::DiscardImage { image } => {
+            removed(node.store.remove_image(context.namespace, image))
+        }
+        Action::DiscardLedger => match ledger.remove() {
+            Ok(Removed::Done) => Outcome::Done,
+            Ok(Removed::Already) => Outcome::Already,
+            Err(error) => failed(error.reason(), &error),
+        },
+    }
+}
+
+fn removed(result: Result<Removed, SaveError>) -> Outcome {
+    match result {
+        Ok(Removed::Done) => Outcome::Done,
+        Ok(Removed::Already) => Outcome::Already,
+        Err(error) => failed(error.reason(), &error),
+    }
+}
+
+fn failed(reason: &str, error: &(dyn std::error::Error + 'static)) -> Outcome {
+    Outcome::Failed {
+        reason: reason.to_owned(),
+        message: words(error),
+    }
+}
+
+fn no_sandbox() -> Outcome {
+    Outcome::Failed {
+        reason: "SandboxGone".to_owned(),
+        message: "the Pod has no sandbox on this node".to_owned(),
+    }
+}
+
+fn with_control(
+    context: &Context<'_>,
+    call: impl FnOnce(&mut Control, &PodRecord) -> Result<bool, pause::Error>,
+) -> Outcome {
+    let Some((record, _)) = context.sandbox else {
+        return no_sandbox();
+    };
+    let connected = Control::connect(context.node.runsc.root(), record.sandbox.as_str());
+    match connected
+        .map_err(pause::Error::from)
+        .and_then(|mut control| call(&mut control, record))
+    {
+        Ok(true) => Outcome::Done,
+        Ok(false) => Outcome::Already,
+        Err(pause::Error::Control(error)) if error.is_unknown() => Outcome::Unknown {
+            message: words(&error),
+        },
+        Err(error) => failed("ControlFailed", &error),
+    }
+}
+
+fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
+    let Some((record, _)) = context.sandbox else {
+        return no_sandbox();
+    };
+    let partial = match context.node.store.begin(context.namespace, image) {
+        Ok(partial) => partial,
+        Err(error) => return failed(error.reason(), &error),
+    };
+    let root = context.node.runsc.root();
+    match save::checkpoint(root, &record.sandbox, &partial, SAVE_LIMIT) {
+        Ok(()) => {
+            context.partial.replace(Some(partial));
+            Outcome::Done
+        }
+        Err(error) if error.is_unknown() => Outcome::Unknown {
+            message: words(&error),
+        },
+        Err(error) => failed(error.reason(), &error),
+    }
+}
+
+fn commit(context: &Context<'_>, image: &ImageId) -> Outcome {
+    match context.partial.take() {
+        Some(partial) if partial.image() == image => match partial.commit((context.draft)()) {
+            Ok(_) => Outcome::Done,
+            Err(error) => failed(error.reason(), &error),
+        },
+        // Nothing was written by this plan: what lies in place was committed before a crash, or there is nothing.
+        _ => match context.node.store.recommit(context.namespace, image) {
+            Ok(_) => Outcome::Already,
+            Err(error) => failed(error.reason(), &error),
+        },
+    }
+}
+
+/// The keeper's program holds the lock for as long as it works, whatever becomes of the agent.
+fn ask_keeper(context: &Context<'_>, verb: Verb, image: &ImageId) -> Outcome {
+    let Some((record, lock)) = context.sandbox else {
+        return no_sandbox();
+    };
+    let dir = context.node.pause_dir(&record.sandbox);
+    let request = Request::Run {
+        verb,
+        image: image.clone(),
+    };
+    match keeper::ask(&dir, &request, &[lock.as_fd()], WAKE_LIMIT) {
+        Ok(_) => Outcome::Done,
+        Err(keeper::Error::Refused { reason, message }) => Outcome::Failed { reason, message },
+        Err(error @ keeper::Error::Gone { .. }) => failed("KeeperGone", &error),
+        Err(error) => Outcome::Unknown {
+            message: words(&error),
+        },
+    }
+}
+
+fn forget_sleep(context: &Context<'_>) -> Outcome {
+    let Some((record, _)) = context.sandbox else {
+        return no_sandbox();
+    };
+    let records = &context.node.records;
+    let state = torpor_gvisor::record::SandboxState::Running;
+    if let Err(error) = records.write_state(&record.sandbox, &state) {
+        return failed("RecordFailed", &error);
+    }
+    let containers = records.containers_of(&record.sandbox).unwrap_or_default();
+    for container in containers {
+        // A keeper that cannot be reached has ended, which is what it is asked to find out.
+        let dir = records.container_dir(&container.id);
+        let _ = keeper::ask(&dir, &Request::Attach, &[], CALL_LIMIT);
+    }
+    Outcome::Done
+}

@@ -1,0 +1,399 @@
+//! Carries out an installation and its removal on the host's files.
+//!
+//! ```text
+//! <install dir>/bin/torpor-oci, torpor-oci.json, runsc-<12 hex digits of its digest>
+//! <install dir>/installed.json      what is to be undone: written before anything else is changed
+//! <install dir>/restart-pending     containerd's configuration changed, and no restart was observed since
+//! <install dir>/lock                held by a running install or uninstall
+//! ```
+
+use std::fs::{self, File};
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
+
+use nix::fcntl::{Flock, FlockArg};
+use serde::{Deserialize, Serialize};
+use torpor_gvisor::config::{self, Config};
+use tracing::{info, warn};
+
+use super::containerd::Handler;
+use super::error::Error;
+use super::host::{self, HostRoot, Mode};
+use super::plan::{self, Change, Current, MainEdit, Plan, Restart, Wanted};
+use super::restart;
+use crate::args::{ContainerdArgs, InstallArgs, NodePaths, UninstallArgs};
+
+const OCI: &str = "torpor-oci";
+const RUNSC: &str = "runsc";
+const DROP_IN: &str = "torpor.toml";
+const EXECUTABLE: Mode = Mode::New(0o755);
+
+/// What an installation or its removal changed.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Outcome {
+    /// A binary or torpor-oci's configuration was written or removed.
+    pub(crate) binaries: bool,
+    /// containerd's configuration was written.
+    pub(crate) containerd: bool,
+    /// containerd was seen to come back.
+    pub(crate) restarted: bool,
+}
+
+/// What is needed to undo the installation; paths as this process sees them, below the host's root.
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Record {
+    /// Directories that were not there, the outermost first.
+    created: Vec<PathBuf>,
+    main: Option<MainEdit>,
+}
+
+/// The places of one node, below its root.
+struct Node {
+    root: HostRoot,
+    install: PathBuf,
+    bin: PathBuf,
+    main: PathBuf,
+    drop_in: PathBuf,
+    wanted: Wanted,
+}
+
+impl Node {
+    fn new(root: &Path, paths: &NodePaths, containerd: &ContainerdArgs) -> Result<Self, Error> {
+        let root = HostRoot::new(root);
+        let drop_in = containerd.containerd_conf_dir.join(DROP_IN);
+        Ok(Self {
+            install: root.path(&paths.install_dir)?,
+            bin: root.path(&paths.bin_dir())?,
+            main: root.path(&containerd.containerd_config)?,
+            drop_in: root.path(&drop_in)?,
+            wanted: Wanted {
+                main: containerd.containerd_config.clone(),
+                drop_in,
+                handler: Handler {
+                    name: containerd.runtime_handler.clone(),
+                    binary: paths.bin_dir().join(OCI),
+                },
+            },
+            root,
+        })
+    }
+
+    fn record_file(&self) -> PathBuf {
+        self.install.join("installed.json")
+    }
+
+    fn pending_file(&self) -> PathBuf {
+        self.install.join("restart-pending")
+    }
+
+    fn lock_file(&self) -> PathBuf {
+        self.install.join("lock")
+    }
+
+    fn lock(&self) -> Result<Flock<File>, Error> {
+        let path = self.lock_file();
+        let file = File::create(&path).map_err(|source| Error::Write {
+            path: path.clone(),
+            source,
+        })?;
+        Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|_| Error::Busy { path })
+    }
+
+    fn record(&self) -> Result<Record, Error> {
+        let path = self.record_file();
+        match host::read(&path)? {
+            None => Ok(Record::default()),
+            Some(bytes) => {
+                serde_json::from_slice(&bytes).map_err(|source| Error::Record { path, source })
+            }
+        }
+    }
+
+    fn write_record(&self, record: &Record) -> Result<(), Error> {
+        let path = self.record_file();
+        write_json(&path, record, Mode::New(0o600)).map(|_| ())
+    }
+
+    fn current(&self, record: &Record) -> Result<Current, Error> {
+        Ok(Current {
+            main: host::read_text(&self.main)?,
+            drop_in: host::read_text(&self.drop_in)?,
+            edit: record.main.clone(),
+            restart_pending: self.pending_file().exists(),
+        })
+    }
+
+    /// Writes containerd's files. The mark comes first: a crash after it leads to a restart next time.
+    fn change_containerd(&self, plan: &Plan) -> Result<(), Error> {
+        if plan.restart == Some(Restart::Changed) {
+            host::replace(&self.pending_file(), Mode::New(0o600), &mut io::empty())?;
+        }
+        for (path, change) in [(&self.drop_in, &plan.drop_in), (&self.main, &plan.main)] {
+            match change {
+                Change::Keep => {}
+                Change::Remove => {
+                    host::remove_file(path)?;
+                    info!(path = %path.display(), "removed from containerd's configuration");
+                }
+                Change::Write(text) => {
+                    host::replace(path, Mode::Kept(0o644), &mut text.as_bytes())?;
+                    info!(path = %path.display(), "wrote containerd's configuration");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Restarts containerd if the plan says so. Returns whether it was seen to come back.
+    fn restart(&self, plan: &Plan, containerd: &ContainerdArgs) -> Result<bool, Error> {
+        let Some(why) = plan.restart else {
+            info!("containerd's configuration is as it should be: no restart");
+            return Ok(false);
+        };
+        let why = match why {
+            Restart::Changed => "its configuration changed",
+            Restart::Pending => "its configuration changed earlier and no restart was seen since",
+        };
+        info!(why, "restarting containerd");
+        if !restart::restart(&self.root, containerd)? {
+            warn!("containerd must be restarted by hand (--containerd-restart=none)");
+            return Ok(false);
+        }
+        host::remove_file(&self.pending_file())?;
+        info!("containerd is back");
+        Ok(true)
+    }
+}
+
+/// Installs. What is there and right is left alone.
+pub(super) fn install(args: &InstallArgs) -> Result<Outcome, Error> {
+    let node = Node::new(&args.host_root, &args.paths, &args.containerd)?;
+    let state = node.root.path(&args.paths.state_dir)?;
+    let store = node.root.path(&args.paths.store_dir)?;
+    let conf_dir = node.root.path(&args.containerd.containerd_conf_dir)?;
+    let containerd_dir = node.main.parent().unwrap_or_else(|| Path::new("/"));
+    if !containerd_dir.is_dir() {
+        return Err(Error::NoContainerd {
+            path: containerd_dir.into(),
+        });
+    }
+    let created = [&node.bin, &state, &store]
+        .into_iter()
+        .flat_map(|dir| host::missing(dir));
+    let created: Vec<PathBuf> = created.collect();
+    host::make_dir(&node.install, 0o755)?;
+    let _lock = node.lock()?;
+
+    let mut record = node.record()?;
+    let plan = plan::install(&node.wanted, &node.current(&record)?)?;
+    let conf_dirs = if plan.drop_in == Change::Keep {
+        Vec::new()
+    } else {
+        host::missing(&conf_dir)
+    };
+    let known = record.created.clone();
+    record.created.extend(
+        created
+            .into_iter()
+            .chain(conf_dirs)
+            .filter(|dir| !known.contains(dir)),
+    );
+    record.main.clone_from(&plan.edit);
+    node.write_record(&record)?;
+
+    host::make_dir(&node.bin, 0o755)?;
+    host::make_dir(&state, 0o700)?;
+    host::make_dir(&store, 0o700)?;
+    let binaries = place_binaries(&node, args)?;
+    if matches!(plan.drop_in, Change::Write(_)) && !conf_dir.is_dir() {
+        host::make_dir(&conf_dir, 0o755)?;
+    }
+    node.change_containerd(&plan)?;
+    let restarted = node.restart(&plan, &args.containerd)?;
+    Ok(Outcome {
+        binaries,
+        containerd: plan.restart == Some(Restart::Changed),
+        restarted,
+    })
+}
+
+/// Places runsc first and what uses it last. Returns whether anything was written.
+fn place_binaries(node: &Node, args: &InstallArgs) -> Result<bool, Error> {
+    let payload = args.payload_dir.join(RUNSC);
+    let digest = digest(&payload).map_err(|source| Error::Payload {
+        path: payload.clone(),
+        source,
+    })?;
+    let runsc = format!("{RUNSC}-{}", &digest.to_hex()[..12]);
+    let mut changed = place(&payload, &node.bin.join(&runsc))?;
+    let config = Config {
+        runsc: args.paths.bin_dir().join(&runsc),
+        runsc_digest: format!("blake3:{}", digest.to_hex()),
+        state_dir: args.paths.state_dir.clone(),
+        store_dir: args.paths.store_dir.clone(),
+        kubelet_root: args.paths.kubelet_root.clone(),
+        platform: args.runsc_platform.clone(),
+        expedite_wakes: args.expedite_wakes,
+        debug_log_dir: args.runsc_debug_dir.clone(),
+    };
+    changed |= write_json(&node.bin.join(config::FILE_NAME), &config, Mode::New(0o644))?;
+    changed |= place(&args.payload_dir.join(OCI), &node.bin.join(OCI))?;
+    Ok(changed)
+}
+
+/// Copies a binary, unless the same one is there. Returns whether it was copied.
+fn place(from: &Path, to: &Path) -> Result<bool, Error> {
+    let payload = |source| Error::Payload {
+        path: from.into(),
+        source,
+    };
+    let wanted = digest(from).map_err(payload)?;
+    match digest(to) {
+        Ok(found) if found == wanted => return host::set_mode(to, 0o755).map(|()| false),
+        Ok(_) => {}
+        Err(source) if source.kind() == ErrorKind::NotFound => {}
+        Err(source) => {
+            return Err(Error::Read {
+                path: to.into(),
+                source,
+            });
+        }
+    }
+    let mut source = File::open(from).map_err(payload)?;
+    host::replace(to, EXECUTABLE, &mut source)?;
+    info!(path = %to.display(), "placed");
+    Ok(true)
+}
+
+fn digest(path: &Path) -> io::Result<blake3::Hash> {
+    Ok(blake3::Hasher::new()
+        .update_reader(File::open(path)?)?
+        .finalize())
+}
+
+/// Writes a record, unless it is there. Returns whether it was written.
+fn write_json(path: &Path, value: &impl Serialize, mode: Mode) -> Result<bool, Error> {
+    let mut bytes = serde_json::to_vec_pretty(value).map_err(|source| Error::Write {
+        path: path.into(),
+        source: source.into(),
+    })?;
+    bytes.push(b'\n');
+    if host::read(path)?.is_some_and(|found| found == bytes) {
+        return Ok(false);
+    }
+    host::replace(path, mode, &mut bytes.as_slice())?;
+    Ok(true)
+}
+
+/// Removes what [`install`] placed. Images and ledgers stay, unless they are to be purged.
+pub(super) fn uninstall(args: &UninstallArgs) -> Result<Outcome, Error> {
+    let node = Node::new(&args.host_root, &args.paths, &args.containerd)?;
+    let state = node.root.path(&args.paths.state_dir)?;
+    let store = node.root.path(&args.paths.store_dir)?;
+    refuse_while_pods_run(&state.join("pods"), args.force)?;
+    // The lock and the mark need a place, also where the directory was lost and only containerd still knows the handler.
+    let made = host::missing(&node.install);
+    host::make_dir(&node.install, 0o755)?;
+    let _lock = node.lock()?;
+
+    let mut record = node.record()?;
+    record.created.extend(made);
+    let plan = plan::uninstall(&node.wanted, &node.current(&record)?)?;
+    node.change_containerd(&plan)?;
+    let restarted = node.restart(&plan, &args.containerd)?;
+
+    let binaries = remove_binaries(&node.bin)?;
+    host::remove_tree(&state)?;
+    if args.purge {
+        host::remove_tree(&store)?;
+    }
+    // Last, when there is nothing left to undo.
+    for file in [node.pending_file(), node.record_file(), node.lock_file()] {
+        host::remove_file(&file)?;
+    }
+    host::remove_empty_dir(&node.install)?;
+    for dir in record.created.iter().rev() {
+        host::remove_empty_dir(dir)?;
+    }
+    Ok(Outcome {
+        binaries,
+        containerd: plan.restart == Some(Restart::Changed),
+        restarted,
+    })
+}
+
+fn refuse_while_pods_run(pods: &Path, force: bool) -> Result<(), Error> {
+    let running = running_pods(pods)?;
+    if running.is_empty() {
+        return Ok(());
+    }
+    let pods = running.join(", ");
+    if !force {
+        return Err(Error::PodsRunning { pods });
+    }
+    warn!(pods, "uninstalling although pods run (--force)");
+    Ok(())
+}
+
+/// Names of the pods that have a record; the sandbox id of one whose record is not understood.
+fn running_pods(pods: &Path) -> Result<Vec<String>, Error> {
+    let read = |source| Error::Read {
+        path: pods.into(),
+        source,
+    };
+    let entries = match fs::read_dir(pods) {
+        Err(source) if source.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(read)?,
+    };
+    let mut names = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(read)?;
+        let id = entry.file_name().to_string_lossy().into_owned();
+        names.push(
+            pod_name(&entry.path().join("pod.json")).unwrap_or_else(|| format!("sandbox {id}")),
+        );
+    }
+    names.sort();
+    Ok(names)
+}
+
+fn pod_name(record: &Path) -> Option<String> {
+    let pod: serde_json::Value = serde_json::from_slice(&fs::read(record).ok()?).ok()?;
+    Some(format!(
+        "{}/{}",
+        pod.get("namespace")?.as_str()?,
+        pod.get("name")?.as_str()?
+    ))
+}
+
+/// Returns whether there were any.
+fn remove_binaries(bin: &Path) -> Result<bool, Error> {
+    let read = |source| Error::Read {
+        path: bin.into(),
+        source,
+    };
+    let entries = match fs::read_dir(bin) {
+        Err(source) if source.kind() == ErrorKind::NotFound => return Ok(false),
+        entries => entries.map_err(read)?,
+    };
+    let mut found = false;
+    for entry in entries {
+        let entry = entry.map_err(read)?;
+        if is_ours(&entry.file_name().to_string_lossy()) {
+            host::remove_file(&entry.path())?;
+            found = true;
+        }
+    }
+    host::remove_empty_dir(bin)?;
+    Ok(found)
+}
+
+fn is_ours(name: &str) -> bool {
+    let is_build =
+        |digits: &str| digits.len() == 12 && digits.bytes().all(|c| c.is_ascii_hexdigit());
+    name == OCI || name == config::FILE_NAME || name.strip_prefix("runsc-").is_some_and(is_build)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,426 @@
+use std::collections::BTreeMap;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::net::UnixListener;
+use std::process::{Child, Command};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use tempfile::TempDir;
+
+use super::*;
+use crate::args::ContainerdRestart;
+
+/// The paths of a host that are not Torpor's.
+const MAIN: &str = "etc/containerd/config.toml";
+const PIDFILE: &str = "run/containerd.pid";
+
+/// A host: a directory as its root, a payload, and a containerd that comes back when it is ended.
+struct Host {
+    dir: TempDir,
+    stop: Arc<AtomicBool>,
+    starts: Arc<AtomicUsize>,
+    supervisor: Option<JoinHandle<()>>,
+    _socket: UnixListener,
+}
+
+impl Host {
+    fn new(main: &str) -> Self {
+        let dir = tempfile::tempdir().expect("directory");
+        let root = dir.path().join("root");
+        for made in ["etc/containerd", "run/containerd", "opt", "var/lib"] {
+            fs::create_dir_all(root.join(made)).expect("directory");
+        }
+        fs::write(root.join(MAIN), main).expect("main file");
+        fs::create_dir(dir.path().join("payload")).expect("directory");
+        // A process is known by its name.
+        fs::copy("/bin/sleep", dir.path().join("containerd")).expect("sleep");
+        let _socket =
+            UnixListener::bind(root.join("run/containerd/containerd.sock")).expect("socket");
+        let host = Self {
+            dir,
+            stop: Arc::default(),
+            starts: Arc::default(),
+            supervisor: None,
+            _socket,
+        };
+        host.ship("runsc", "runsc 1");
+        host.ship("torpor-oci", "oci 1");
+        host
+    }
+
+    /// Starts containerd and keeps it running.
+    fn supervised(mut self) -> Self {
+        let (stop, starts) = (self.stop.clone(), self.starts.clone());
+        let (program, pidfile) = (
+            self.dir.path().join("containerd"),
+            self.root().join(PIDFILE),
+        );
+        self.supervisor = Some(std::thread::spawn(move || {
+            while !stop.load(Ordering::SeqCst) {
+                let mut child = Command::new(&program)
+                    .arg("600")
+                    .spawn()
+                    .expect("containerd");
+                fs::write(&pidfile, format!("{}\n", child.id())).expect("pidfile");
+                starts.fetch_add(1, Ordering::SeqCst);
+                wait_or_stop(&mut child, &stop);
+                fs::remove_file(&pidfile).expect("pidfile");
+            }
+        }));
+        while self.starts() == 0 {
+            std::thread::yield_now();
+        }
+        self
+    }
+
+    fn root(&self) -> PathBuf {
+        self.dir.path().join("root")
+    }
+
+    fn starts(&self) -> usize {
+        self.starts.load(Ordering::SeqCst)
+    }
+
+    fn ship(&self, name: &str, content: &str) {
+        fs::write(self.dir.path().join("payload").join(name), content).expect("payload");
+    }
+
+    fn containerd(&self) -> ContainerdArgs {
+        ContainerdArgs {
+            containerd_config: Path::new("/").join(MAIN),
+            containerd_conf_dir: "/etc/containerd/conf.d".into(),
+            containerd_restart: ContainerdRestart::Pidfile(Path::new("/").join(PIDFILE)),
+            containerd_socket: "/run/containerd/containerd.sock".into(),
+            containerd_restart_timeout: Duration::from_secs(20),
+            runtime_handler: "torpor".into(),
+        }
+    }
+
+    fn paths(&self) -> NodePaths {
+        NodePaths {
+            install_dir: "/opt/torpor".into(),
+            state_dir: "/run/torpor".into(),
+            store_dir: "/var/lib/torpor".into(),
+            kubelet_root: "/var/lib/kubelet".into(),
+        }
+    }
+
+    fn install_args(&self) -> InstallArgs {
+        InstallArgs {
+            expedite_wakes: true,
+            paths: self.paths(),
+            containerd: self.containerd(),
+            host_root: self.root(),
+            payload_dir: self.dir.path().join("payload"),
+            runsc_platform: "systrap".into(),
+            runsc_debug_dir: None,
+        }
+    }
+
+    fn install(&self) -> Outcome {
+        install(&self.install_args()).expect("installed")
+    }
+
+    fn uninstall_args(&self) -> UninstallArgs {
+        UninstallArgs {
+            paths: self.paths(),
+            containerd: self.containerd(),
+            host_root: self.root(),
+            purge: true,
+            force: false,
+        }
+    }
+
+    fn config(&self) -> Config {
+        Config::read(&self.root().join("opt/torpor/bin/torpor-oci.json")).expect("configuration")
+    }
+
+    /// Every path with its mode and content, but for what the supervisor writes.
+    fn tree(&self) -> BTreeMap<PathBuf, (u32, Vec<u8>)> {
+        let mut tree = BTreeMap::new();
+        let mut left = vec![self.root()];
+        while let Some(dir) = left.pop() {
+            for entry in fs::read_dir(dir).expect("list") {
+                let path = entry.expect("entry").path();
+                let metadata = path.symlink_metadata().expect("metadata");
+                if path.ends_with(PIDFILE) {
+                    continue;
+                }
+                let content = match metadata.is_file() {
+                    true => fs::read(&path).expect("read"),
+                    false => Vec::new(),
+                };
+                if metadata.is_dir() {
+                    left.push(path.clone());
+                }
+                tree.insert(path, (metadata.permissions().mode(), content));
+            }
+        }
+        tree
+    }
+}
+
+/// Waits for the end of the process, and ends it when the test does.
+fn wait_or_stop(child: &mut Child, stop: &AtomicBool) {
+    while child.try_wait().expect("wait").is_none() {
+        if stop.load(Ordering::SeqCst) {
+            child.kill().expect("kill");
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::SeqCst);
+        if let Some(supervisor) = self.supervisor.take() {
+            let ended = supervisor.join();
+            assert!(
+                ended.is_ok() || std::thread::panicking(),
+                "the supervisor failed"
+            );
+        }
+    }
+}
+
+const CHANGED: Outcome = Outcome {
+    binaries: true,
+    containerd: true,
+    restarted: true,
+};
+
+#[test]
+fn an_installation_places_everything_and_restarts_containerd_once() {
+    let host = Host::new("version = 3\n").supervised();
+    assert_eq!(host.install(), CHANGED);
+    assert_eq!(host.starts(), 2);
+    let config = host.config();
+    let runsc = host
+        .root()
+        .join(config.runsc.strip_prefix("/").expect("absolute"));
+    assert_eq!(fs::read(&runsc).expect("runsc"), b"runsc 1");
+    assert_eq!(
+        config.runsc_digest,
+        format!("blake3:{}", blake3::hash(b"runsc 1").to_hex())
+    );
+    assert!(
+        config.runsc_digest["blake3:".len()..].starts_with(
+            config
+                .runsc
+                .to_string_lossy()
+                .strip_prefix("/opt/torpor/bin/runsc-")
+                .expect("its name")
+        )
+    );
+    let tree = host.tree();
+    let mode = |path: &str| tree[&host.root().join(path)].0 & 0o7777;
+    assert_eq!(mode("opt/torpor/bin/torpor-oci"), 0o755);
+    assert_eq!((mode("run/torpor"), mode("var/lib/torpor")), (0o700, 0o700));
+    assert!(!host.root().join("opt/torpor/restart-pending").exists());
+}
+
+#[test]
+fn a_second_installation_leaves_every_file_and_containerd_alone() {
+    let host = Host::new("version = 2\n").supervised();
+    host.install();
+    let before = host.tree();
+    assert_eq!(host.install(), Outcome::default());
+    assert_eq!(host.tree(), before);
+    assert_eq!(host.starts(), 2);
+}
+
+#[test]
+fn new_binaries_need_no_restart_and_keep_the_old_runsc() {
+    let host = Host::new("version = 3\n").supervised();
+    host.install();
+    let old = host.config().runsc;
+    host.ship("runsc", "runsc 2");
+    host.ship("torpor-oci", "oci 2");
+    assert_eq!(
+        host.install(),
+        Outcome {
+            binaries: true,
+            ..Outcome::default()
+        }
+    );
+    assert_eq!(host.starts(), 2);
+    assert_ne!(host.config().runsc, old);
+    let bin = host.root().join("opt/torpor/bin");
+    assert_eq!(
+        fs::read(bin.join("torpor-oci")).expect("torpor-oci"),
+        b"oci 2"
+    );
+    assert!(
+        host.root()
+            .join(old.strip_prefix("/").expect("absolute"))
+            .exists()
+    );
+}
+
+#[test]
+fn a_restart_that_was_not_seen_is_made_up_for_next_time() {
+    let host = Host::new("version = 3\n");
+    let mut args = host.install_args();
+    args.containerd.containerd_restart_timeout = Duration::from_millis(50);
+    let error = install(&args).expect_err("nobody starts containerd");
+    assert_eq!(error.reason(), "RestartUnknown");
+    let host = host.supervised();
+    let expected = Outcome {
+        restarted: true,
+        ..Outcome::default()
+    };
+    assert_eq!(host.install(), expected);
+    assert_eq!(host.starts(), 2);
+    assert_eq!(host.install(), Outcome::default());
+}
+
+#[test]
+fn a_containerd_that_does_not_answer_after_its_restart_is_named() {
+    let host = Host::new("version = 3\n").supervised();
+    let mut args = host.install_args();
+    args.containerd.containerd_socket = "/run/other.sock".into();
+    args.containerd.containerd_restart_timeout = Duration::from_millis(300);
+    let error = install(&args).expect_err("no socket");
+    assert!(error.to_string().contains("run/other.sock"), "{error}");
+    assert!(host.root().join("opt/torpor/restart-pending").exists());
+}
+
+#[test]
+fn a_removal_leaves_the_host_as_it_was() {
+    for main in [
+        "version = 3\n",
+        "version = 2\n# end",
+        "version = 3\nimports = [\"/x/*.toml\"]\n",
+    ] {
+        let host = Host::new(main).supervised();
+        let before = host.tree();
+        host.install();
+        host.ship("runsc", "runsc 2");
+        host.install();
+        fs::create_dir_all(host.root().join("run/torpor/pods")).expect("directory");
+        fs::create_dir_all(host.root().join("var/lib/torpor/images/ns/x.1")).expect("directory");
+        assert_eq!(uninstall(&host.uninstall_args()).expect("removed"), CHANGED);
+        assert_eq!(host.tree(), before);
+        assert_eq!(host.starts(), 3);
+        assert_eq!(
+            uninstall(&host.uninstall_args()).expect("again"),
+            Outcome::default()
+        );
+        assert_eq!(host.tree(), before);
+    }
+}
+
+#[test]
+fn a_removal_without_purge_keeps_images() {
+    let host = Host::new("version = 3\n").supervised();
+    host.install();
+    let image = host.root().join("var/lib/torpor/images/ns/x.1/pages.img");
+    fs::create_dir_all(image.parent().expect("parent")).expect("directory");
+    fs::write(&image, "memory").expect("image");
+    uninstall(&UninstallArgs {
+        purge: false,
+        ..host.uninstall_args()
+    })
+    .expect("removed");
+    assert_eq!(fs::read(&image).expect("image"), b"memory");
+}
+
+#[test]
+fn a_removal_is_refused_while_pods_run_and_names_them() {
+    let host = Host::new("version = 3\n").supervised();
+    host.install();
+    let pods = host.root().join("run/torpor/pods");
+    for (id, record) in [
+        ("abc", r#"{"namespace":"prod","name":"web-0"}"#),
+        ("def", "{"),
+    ] {
+        fs::create_dir_all(pods.join(id)).expect("directory");
+        fs::write(pods.join(id).join("pod.json"), record).expect("record");
+    }
+    let before = host.tree();
+    let error = uninstall(&host.uninstall_args()).expect_err("pods run");
+    assert_eq!(error.reason(), "PodsRunning");
+    assert!(
+        error.to_string().contains("prod/web-0, sandbox def"),
+        "{error}"
+    );
+    assert_eq!(host.tree(), before);
+    let forced = UninstallArgs {
+        force: true,
+        ..host.uninstall_args()
+    };
+    assert_eq!(uninstall(&forced).expect("forced"), CHANGED);
+}
+
+#[test]
+fn a_lost_installation_directory_does_not_leave_containerd_with_our_handler() {
+    let host = Host::new("version = 3\n").supervised();
+    let before = host.tree();
+    host.install();
+    fs::remove_dir_all(host.root().join("opt/torpor")).expect("lost");
+    uninstall(&host.uninstall_args()).expect("removed");
+    let after = host.tree();
+    assert!(
+        !after
+            .keys()
+            .any(|path| path.to_string_lossy().contains("torpor")),
+        "{after:?}"
+    );
+    assert_eq!(
+        after[&host.root().join(MAIN)].1,
+        b"version = 3\nimports = []\n"
+    );
+    assert_eq!(
+        after.len(),
+        before.len() + 1,
+        "conf.d was ours, which only the record knew"
+    );
+}
+
+#[test]
+fn a_linked_main_file_is_changed_where_it_lies() {
+    let host = Host::new("version = 3\n").supervised();
+    let (link, target) = (host.root().join(MAIN), host.root().join("etc/real.toml"));
+    fs::rename(&link, &target).expect("moved");
+    symlink("/etc/real.toml", &link).expect("link");
+    host.install();
+    assert!(
+        fs::read_to_string(&target)
+            .expect("main file")
+            .contains("imports")
+    );
+    assert!(link.symlink_metadata().expect("link").is_symlink());
+}
+
+#[test]
+fn a_refused_configuration_leaves_containerd_and_its_files_alone() {
+    let host = Host::new("version = \n").supervised();
+    let error = install(&host.install_args()).expect_err("not TOML");
+    assert_eq!(error.reason(), "ContainerdConfigInvalid");
+    assert_eq!(
+        fs::read_to_string(host.root().join(MAIN)).expect("main file"),
+        "version = \n"
+    );
+    assert_eq!(host.starts(), 1);
+}
+
+#[test]
+fn a_host_without_containerd_is_refused() {
+    let host = Host::new("");
+    fs::remove_dir_all(host.root().join("etc")).expect("removed");
+    let error = install(&host.install_args()).expect_err("no containerd");
+    assert!(error.to_string().contains("--containerd-config"), "{error}");
+}
+
+#[test]
+fn two_installers_do_not_work_at_once() {
+    let host = Host::new("version = 3\n");
+    let args = host.install_args();
+    fs::create_dir_all(host.root().join("opt/torpor")).expect("directory");
+    let node = Node::new(&args.host_root, &args.paths, &args.containerd).expect("node");
+    let lock = node.lock().expect("the first");
+    assert_eq!(install(&args).expect_err("the second").reason(), "Busy");
+    drop(lock);
+}

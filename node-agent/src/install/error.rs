@@ -1,0 +1,119 @@
+//! Why an installation or its removal stopped.
+
+use std::io;
+use std::path::PathBuf;
+
+/// Every message names the file concerned and, where there is one, the remedy. Paths are as this process sees them.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error("cannot read {path}")]
+    Read {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("cannot write {path}: is the host's root mounted read-write at --host-root?")]
+    Write {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("cannot remove {path}")]
+    Remove {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error(
+        "cannot read {path}, which is to be installed: does --payload-dir name the right directory?"
+    )]
+    Payload {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("{path} leads through too many symbolic links")]
+    SymlinkLoop { path: PathBuf },
+    #[error(
+        "another torpor-agent install or uninstall works on this node (it holds {path}); try again when it is done"
+    )]
+    Busy { path: PathBuf },
+    #[error(
+        "{path} is not the record that torpor-agent install wrote; move it away to go on without it"
+    )]
+    Record {
+        path: PathBuf,
+        #[source]
+        source: serde_json::Error,
+    },
+    #[error(
+        "the directory {path} does not exist: name this node's containerd configuration with --containerd-config"
+    )]
+    NoContainerd { path: PathBuf },
+    #[error(
+        "{path} line {line} is not TOML ({message}); correct it, then try again: nothing was changed"
+    )]
+    Syntax {
+        path: PathBuf,
+        line: usize,
+        message: String,
+    },
+    #[error("{path}: {key} is not {expected}; correct it, then try again: nothing was changed")]
+    Shape {
+        path: PathBuf,
+        key: &'static str,
+        expected: &'static str,
+    },
+    #[error(
+        "{path} leaves no room for the runtime handler {handler} ({message}): it is defined there already, or its parents are \
+         inline tables; remove it or rewrite them as [sections], then try again: nothing was changed"
+    )]
+    NoRoom {
+        path: PathBuf,
+        handler: String,
+        message: String,
+    },
+    #[error("pods of this runtime still run on the node: {pods}; delete them, or use --force")]
+    PodsRunning { pods: String },
+    #[error(
+        "cannot enter the host's mount namespace: the container must be privileged and have hostPID"
+    )]
+    EnterHost(#[source] io::Error),
+    #[error(
+        "cannot run systemctl on the host: without systemd use --containerd-restart=pidfile:<path> or none"
+    )]
+    NoSystemctl(#[source] io::Error),
+    #[error("systemctl could not restart {unit} ({message}); see its log on the host")]
+    Systemctl { unit: String, message: String },
+    #[error("cannot signal containerd (process {pid})")]
+    Signal {
+        pid: i32,
+        #[source]
+        source: io::Error,
+    },
+    #[error("{what} within {seconds} s; the restart may still come, and is tried again next time")]
+    RestartUnknown { what: String, seconds: u64 },
+}
+
+impl Error {
+    /// Stable name of the kind of failure, for logs.
+    pub(crate) fn reason(&self) -> &'static str {
+        match self {
+            Self::Read { .. } => "ReadFailed",
+            Self::Write { .. } => "WriteFailed",
+            Self::Remove { .. } => "RemoveFailed",
+            Self::Payload { .. } => "PayloadMissing",
+            Self::SymlinkLoop { .. } => "SymlinkLoop",
+            Self::Busy { .. } => "Busy",
+            Self::Record { .. } => "RecordCorrupt",
+            Self::NoContainerd { .. } => "ContainerdNotFound",
+            Self::Syntax { .. } | Self::Shape { .. } => "ContainerdConfigInvalid",
+            Self::NoRoom { .. } => "RuntimeHandlerTaken",
+            Self::PodsRunning { .. } => "PodsRunning",
+            Self::EnterHost(_) => "HostNotReachable",
+            Self::NoSystemctl(_) => "NoSystemd",
+            Self::Systemctl { .. } | Self::Signal { .. } => "RestartFailed",
+            Self::RestartUnknown { .. } => "RestartUnknown",
+        }
+    }
+}

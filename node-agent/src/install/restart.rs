@@ -1,0 +1,236 @@
+//! Restarts containerd and waits until it serves again.
+
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::sched::{CloneFlags, setns, unshare};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use super::error::Error;
+use super::host::HostRoot;
+use crate::args::{ContainerdArgs, ContainerdRestart};
+
+/// Between two looks at something that gives no notice.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
+
+/// The time by which a restart must be done.
+#[derive(Debug, Clone, Copy)]
+struct Deadline {
+    at: Instant,
+    limit: Duration,
+}
+
+impl Deadline {
+    fn new(limit: Duration) -> Self {
+        Self {
+            at: Instant::now() + limit,
+            limit,
+        }
+    }
+
+    /// Looks until there is an answer.
+    fn wait<T>(
+        self,
+        what: impl FnOnce() -> String,
+        mut look: impl FnMut() -> io::Result<Option<T>>,
+    ) -> Result<T, Error> {
+        let mut seen = None;
+        loop {
+            match look() {
+                Ok(Some(answer)) => return Ok(answer),
+                Ok(None) => {}
+                Err(error) => seen = Some(error),
+            }
+            if Instant::now() >= self.at {
+                let cause = seen.map(|error| format!(" ({error})")).unwrap_or_default();
+                let what = what() + &cause;
+                return Err(Error::RestartUnknown {
+                    what,
+                    seconds: self.limit.as_secs(),
+                });
+            }
+            std::thread::sleep(LOOK_AGAIN);
+        }
+    }
+}
+
+/// Restarts containerd. Returns whether a restart was observed; it was not if somebody else is to do it.
+pub(super) fn restart(host: &HostRoot, containerd: &ContainerdArgs) -> Result<bool, Error> {
+    let deadline = Deadline::new(containerd.containerd_restart_timeout);
+    match &containerd.containerd_restart {
+        ContainerdRestart::None => return Ok(false),
+        ContainerdRestart::Systemd(unit) => systemd(unit, deadline)?,
+        ContainerdRestart::Pidfile(path) => pidfile(&host.path(path)?, deadline)?,
+    }
+    let socket = host.path(&containerd.containerd_socket)?;
+    deadline.wait(
+        || format!("containerd did not answer at {}", socket.display()),
+        || UnixStream::connect(&socket).map(Some),
+    )?;
+    Ok(true)
+}
+
+/// One run of a process: its id can come again, but not with the same time of start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Run {
+    pid: Pid,
+    /// In clock ticks since the machine started.
+    started: u64,
+}
+
+/// The containerd that a pidfile names, if it lives. A file left by a crash may name a process of somebody else.
+fn named_run(pidfile: &Path) -> io::Result<Option<Run>> {
+    let text = match fs::read_to_string(pidfile) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        text => text?,
+    };
+    // An empty file is about to be filled.
+    let Ok(pid) = text.trim().parse::<i32>() else {
+        return Ok(None);
+    };
+    let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else {
+        return Ok(None);
+    };
+    Ok(living(&stat, "containerd").map(|started| Run {
+        pid: Pid::from_raw(pid),
+        started,
+    }))
+}
+
+/// When the process was started, from `/proc/<pid>/stat`; nothing if it has ended or has another name.
+fn living(stat: &str, name: &str) -> Option<u64> {
+    let (head, fields) = stat.rsplit_once(") ")?;
+    let (_, found) = head.split_once(" (")?;
+    let fields: Vec<&str> = fields.split_ascii_whitespace().collect();
+    let ended = matches!(*fields.first()?, "Z" | "X");
+    // Field 22 of the file, 3 being the first here.
+    let started = fields.get(19)?.parse().ok()?;
+    (found == name && !ended).then_some(started)
+}
+
+fn pidfile(path: &Path, deadline: Deadline) -> Result<(), Error> {
+    let before = named_run(path).map_err(|source| Error::Read {
+        path: path.into(),
+        source,
+    })?;
+    if let Some(run) = before {
+        match kill(run.pid, Signal::SIGTERM) {
+            // It ended by itself since: all that counts is that another one comes.
+            Ok(()) | Err(Errno::ESRCH) => {}
+            Err(errno) => {
+                return Err(Error::Signal {
+                    pid: run.pid.as_raw(),
+                    source: errno.into(),
+                });
+            }
+        }
+    }
+    deadline.wait(
+        || format!("{} did not name a new containerd process", path.display()),
+        || named_run(path).map(|run| run.filter(|run| Some(*run) != before)),
+    )?;
+    Ok(())
+}
+
+/// Only a thread that shares neither its root nor its working directory may change its mount namespace.
+fn systemd(unit: &str, deadline: Deadline) -> Result<(), Error> {
+    let unit = unit.to_owned();
+    let thread = std::thread::Builder::new()
+        .name("host-systemctl".to_owned())
+        .spawn(move || {
+            enter_host().map_err(Error::EnterHost)?;
+            systemctl(&unit, deadline)
+        })
+        .map_err(Error::EnterHost)?;
+    match thread.join() {
+        Ok(result) => result,
+        Err(panic) => std::panic::resume_unwind(panic),
+    }
+}
+
+fn enter_host() -> io::Result<()> {
+    unshare(CloneFlags::CLONE_FS)?;
+    let mounts = File::open("/proc/1/ns/mnt")?;
+    setns(mounts, CloneFlags::CLONE_NEWNS)?;
+    Ok(())
+}
+
+fn systemctl(unit: &str, deadline: Deadline) -> Result<(), Error> {
+    let mut child = Command::new("systemctl")
+        .args(["restart", "--", unit])
+        .env(
+            "PATH",
+            "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        )
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(Error::NoSystemctl)?;
+    let what = || format!("systemctl did not restart {unit}");
+    let status = match deadline.wait(what, || child.try_wait()) {
+        Ok(status) => status,
+        Err(error) => {
+            end(&mut child);
+            return Err(error);
+        }
+    };
+    if status.success() {
+        return Ok(());
+    }
+    let mut message = String::new();
+    if let Some(stderr) = child.stderr.take() {
+        // What it said is only for people: half of it is better than none.
+        let _ = stderr.take(4096).read_to_string(&mut message);
+    }
+    let message = format!("{status}: {}", message.trim().replace('\n', "; "));
+    Err(Error::Systemctl {
+        unit: unit.to_owned(),
+        message,
+    })
+}
+
+/// Ends the command; the job that it asked systemd for goes on.
+fn end(child: &mut Child) {
+    // Fails only for a process that has ended.
+    let _ = child.kill();
+    let _ = child.wait();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stat(name: &str, state: char) -> String {
+        format!("42 ({name}) {state} 1 42 42 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 9 0 123456 99 1")
+    }
+
+    #[test]
+    fn a_process_is_containerd_only_by_name_and_while_it_lives() {
+        assert_eq!(
+            living(&stat("containerd", 'S'), "containerd"),
+            Some(123_456)
+        );
+        assert_eq!(living(&stat("containerd", 'Z'), "containerd"), None);
+        assert_eq!(living(&stat("sshd", 'S'), "containerd"), None);
+        assert_eq!(living(&stat("a) S (containerd", 'S'), "containerd"), None);
+        assert_eq!(living("", "containerd"), None);
+    }
+
+    #[test]
+    fn a_pidfile_of_a_dead_or_unknown_process_names_nobody() {
+        let dir = tempfile::tempdir().expect("directory");
+        let path = dir.path().join("containerd.pid");
+        assert_eq!(named_run(&path).expect("looked"), None);
+        for content in ["", "x", "2147483646\n", &std::process::id().to_string()] {
+            fs::write(&path, content).expect("write");
+            assert_eq!(named_run(&path).expect("looked"), None, "{content:?}");
+        }
+    }
+}

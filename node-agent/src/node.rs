@@ -1,0 +1,66 @@
+//! What the agent has of its node: paths, runsc, records, images. Synchronous: called from blocking threads.
+
+use std::time::Duration;
+
+use torpor_core::ids::{PodUid, SandboxId};
+use torpor_gvisor::config::Config;
+use torpor_gvisor::record::{PodRecord, Records};
+use torpor_gvisor::runsc::Runsc;
+use torpor_snapshots::{Fingerprint, SaveError, Store};
+
+/// Calls on a control socket that do no work. A sandbox that is busy with its pages answers late.
+pub(crate) const CALL_LIMIT: Duration = Duration::from_secs(10);
+
+/// What this node's runsc can do, or why it is not known.
+#[derive(Debug, Clone)]
+pub(crate) struct Ability {
+    pub(crate) capabilities: torpor_gvisor::probe::Capabilities,
+    pub(crate) fingerprint: Fingerprint,
+}
+
+#[derive(Debug)]
+pub(crate) struct Node {
+    pub(crate) runsc: Runsc,
+    pub(crate) records: Records,
+    pub(crate) store: Store,
+    pub(crate) ability: Result<Ability, String>,
+}
+
+impl Node {
+    pub(crate) fn new(config: Config) -> Result<Self, SaveError> {
+        let runsc = Runsc::new(&config);
+        Ok(Self {
+            ability: probe(&config, &runsc),
+            records: Records::new(&config),
+            store: Store::open(&config.store_dir)?,
+            runsc,
+        })
+    }
+
+    /// The newest sandbox of a Pod: the kubelet may have made another one after a crash, and the old one's record is
+    /// there until it is deleted.
+    pub(crate) fn sandbox_of(&self, pod: &PodUid) -> Option<PodRecord> {
+        let pods = self.records.pods().ok()?;
+        pods.into_iter()
+            .filter(|record| record.pod_uid == *pod)
+            .max_by_key(|record| self.records.made_at(&record.sandbox))
+    }
+
+    /// Directory of the pod sandbox' keeper.
+    pub(crate) fn pause_dir(&self, sandbox: &SandboxId) -> std::path::PathBuf {
+        self.records.container_dir(&sandbox.clone().into())
+    }
+}
+
+fn probe(config: &Config, runsc: &Runsc) -> Result<Ability, String> {
+    let asked = || -> Result<Ability, torpor_gvisor::probe::Error> {
+        let capabilities = torpor_gvisor::probe::capabilities(runsc)?;
+        let version = runsc.version(CALL_LIMIT)?;
+        let fingerprint = torpor_gvisor::probe::fingerprint(config, version)?;
+        Ok(Ability {
+            capabilities,
+            fingerprint,
+        })
+    };
+    asked().map_err(|error| format!("{:#}", anyhow::Error::new(error)))
+}

@@ -1,0 +1,208 @@
+//! `torpor-agent run`: starts the tasks and ends them in order.
+//!
+//! | task | reads | writes |
+//! |---|---|---|
+//! | two watches | Pods of this node, SandboxSnapshots | caches; pokes the driver |
+//! | driver, one task per Pod | caches, node | node, Pod conditions, snapshot statuses |
+//! | node report | node | SandboxNode |
+//! | servers | metrics, readiness | – |
+//!
+//! Ending the agent ends no sandbox: a step that runs is waited for, and what it left is taken up at the next start.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::Context;
+use futures::{Stream, StreamExt};
+use k8s_openapi::api::core::v1::Pod;
+use kube::runtime::reflector::{self, Store};
+use kube::runtime::{WatchStreamExt, watcher};
+use kube::{Api, Client, ResourceExt};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+use torpor_api::snapshot::SandboxSnapshot;
+use torpor_core::ids::PodUid;
+use torpor_core::state::Policy;
+use torpor_gvisor::config::{Config, FILE_NAME};
+
+use crate::args::RunArgs;
+use crate::desired::pod_of_snapshot;
+use crate::driver::{Driver, Shared};
+use crate::metrics::Metrics;
+use crate::node::Node;
+use crate::publish::Publisher;
+use crate::{sandbox_node, server};
+
+/// How often every Pod is looked at in any case: what the node's disk says comes with no event.
+const SWEEP: Duration = Duration::from_secs(10);
+
+/// Runs until SIGTERM or SIGINT.
+pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
+    let config = Config::read(&args.paths.install_dir.join("bin").join(FILE_NAME))?;
+    let node = Arc::new(tokio::task::spawn_blocking(move || Node::new(config)).await??);
+    if let Err(why) = &node.ability {
+        tracing::error!(
+            why,
+            "runsc could not be probed: nothing will be hibernated on this node"
+        );
+    }
+    let client = Client::try_default()
+        .await
+        .context("cannot reach the apiserver")?;
+    let stop = CancellationToken::new();
+    let metrics = Arc::new(Metrics::new());
+    let ready = Arc::new(AtomicBool::new(false));
+    let mut tasks = tokio::task::JoinSet::new();
+
+    tasks.spawn(server::health(
+        args.health_bind_address,
+        ready.clone(),
+        stop.clone(),
+    ));
+    tasks.spawn(server::metrics(
+        args.metrics_bind_address,
+        metrics.clone(),
+        stop.clone(),
+    ));
+    let report = sandbox_node::report(
+        client.clone(),
+        node.clone(),
+        args.node_name.clone(),
+        args.runtime_handler.clone(),
+        metrics.clone(),
+        stop.clone(),
+    );
+    tasks.spawn(async move {
+        report.await;
+        Ok(())
+    });
+    let driver = watch(client, node, &args.node_name, metrics, &stop, &mut tasks).await?;
+    ready.store(true, Ordering::Relaxed);
+    tracing::info!(node = args.node_name, "watching");
+
+    let ended = until_told(&driver, &mut tasks).await;
+    stop.cancel();
+    driver.stopped().await;
+    while let Some(task) = tasks.join_next().await {
+        task??;
+    }
+    ended
+}
+
+/// Sweeps until a signal comes, or until a task ends that should not.
+async fn until_told(
+    driver: &Driver,
+    tasks: &mut tokio::task::JoinSet<anyhow::Result<()>>,
+) -> anyhow::Result<()> {
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut sweep = tokio::time::interval(SWEEP);
+    loop {
+        // Each arm only waits.
+        tokio::select! {
+            _ = sweep.tick() => driver.poke_all(),
+            _ = terminate.recv() => return Ok(()),
+            _ = interrupt.recv() => return Ok(()),
+            Some(task) = tasks.join_next() => {
+                task??;
+                anyhow::bail!("a task of the agent ended by itself");
+            }
+        }
+    }
+}
+
+/// Fills the caches and lets every change of them poke the driver.
+async fn watch(
+    client: Client,
+    node: Arc<Node>,
+    node_name: &str,
+    metrics: Arc<Metrics>,
+    stop: &CancellationToken,
+    tasks: &mut tokio::task::JoinSet<anyhow::Result<()>>,
+) -> anyhow::Result<Driver> {
+    let (pods, pod_events) = reflect(
+        Api::<Pod>::all(client.clone()),
+        watcher::Config::default().fields(&format!("spec.nodeName={node_name}")),
+    );
+    let (snapshots, snapshot_events) = reflect(
+        Api::<SandboxSnapshot>::all(client.clone()),
+        watcher::Config::default(),
+    );
+    let shared = Arc::new(Shared {
+        node,
+        pods: pods.clone(),
+        snapshots: snapshots.clone(),
+        publisher: Publisher::new(client, node_name.to_owned()),
+        metrics,
+        policy: Policy::default(),
+    });
+    let driver = Driver::new(shared, stop.clone());
+    let for_pods = driver.clone();
+    tasks.spawn(pump(pod_events, stop.clone(), move |pod: &Pod| {
+        if let Some(uid) = pod.uid().and_then(|uid| PodUid::new(uid).ok()) {
+            for_pods.poke_if_kept(&uid);
+        }
+    }));
+    let (for_snapshots, known) = (driver.clone(), pods.clone());
+    tasks.spawn(pump(
+        snapshot_events,
+        stop.clone(),
+        move |snapshot: &SandboxSnapshot| {
+            let pods = known.state();
+            let references: Vec<&Pod> = pods.iter().map(AsRef::as_ref).collect();
+            if let Some(uid) = pod_of_snapshot(snapshot, &references) {
+                for_snapshots.poke_if_kept(&uid);
+            }
+        },
+    ));
+    // Before the caches are full, a Pod that is merely not there yet would look gone.
+    pods.wait_until_ready()
+        .await
+        .context("the watch of Pods ended")?;
+    snapshots
+        .wait_until_ready()
+        .await
+        .context("the watch of SandboxSnapshots ended")?;
+    driver.begin();
+    Ok(driver)
+}
+
+type Events<K> = std::pin::Pin<Box<dyn Stream<Item = Result<K, watcher::Error>> + Send>>;
+
+fn reflect<K>(api: Api<K>, config: watcher::Config) -> (Store<K>, Events<K>)
+where
+    K: kube::Resource<DynamicType = ()>
+        + Clone
+        + std::fmt::Debug
+        + serde::de::DeserializeOwned
+        + Send
+        + Sync
+        + 'static,
+{
+    let (store, writer) = reflector::store();
+    let events = watcher(api, config)
+        .modify(|object| object.meta_mut().managed_fields = None)
+        .default_backoff()
+        .reflect(writer)
+        .touched_objects();
+    (store, events.boxed())
+}
+
+async fn pump<K>(
+    mut events: Events<K>,
+    stop: CancellationToken,
+    mut changed: impl FnMut(&K),
+) -> anyhow::Result<()> {
+    loop {
+        // Both arms only wait: an event that was not taken stays in the stream.
+        tokio::select! {
+            event = events.next() => match event {
+                Some(Ok(object)) => changed(&object),
+                Some(Err(error)) => tracing::warn!(%error, "a watch was interrupted"),
+                None => anyhow::bail!("a watch ended"),
+            },
+            () = stop.cancelled() => return Ok(()),
+        }
+    }
+}

@@ -1,0 +1,208 @@
+//! The SandboxNode object: what this node can do and holds.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use jiff::Timestamp;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use kube::api::{Api, Patch, PatchParams, PostParams};
+use kube::{Client, ResourceExt};
+use serde_json::json;
+use tokio_util::sync::CancellationToken;
+use torpor_api::conditions::{self, Draft};
+use torpor_api::node::{
+    ImageStorage, NodeRuntime, RuntimeCapabilities, RuntimeKind, SandboxCounts, SandboxNode,
+    SandboxNodeSpec, SandboxNodeStatus,
+};
+use torpor_core::state::ImageState;
+use torpor_gvisor::control::Control;
+use torpor_gvisor::record::SandboxState;
+
+use crate::metrics::Metrics;
+use crate::node::Node;
+use crate::publish::{API_LIMIT, fingerprint};
+
+/// A node whose heartbeat is older than three of these has no agent.
+const HEARTBEAT: Duration = Duration::from_secs(30);
+/// How often what the node holds is looked at.
+const LOOK: Duration = Duration::from_secs(5);
+
+/// Reports until told to stop.
+pub(crate) async fn report(
+    client: Client,
+    node: Arc<Node>,
+    node_name: String,
+    handler: String,
+    metrics: Arc<Metrics>,
+    stop: CancellationToken,
+) {
+    let api: Api<SandboxNode> = Api::all(client);
+    let mut written: Option<(SandboxNodeStatus, std::time::Instant)> = None;
+    loop {
+        let counted = {
+            let (node, handler) = (node.clone(), handler.clone());
+            tokio::task::spawn_blocking(move || status(&node, &handler)).await
+        };
+        if let Ok(status) = counted {
+            record(&metrics, &status);
+            let due = written
+                .as_ref()
+                .is_none_or(|(old, at)| at.elapsed() >= HEARTBEAT || changed(old, &status));
+            if due {
+                match tokio::time::timeout(API_LIMIT, write(&api, &node_name, &status)).await {
+                    Ok(Ok(())) => written = Some((status, std::time::Instant::now())),
+                    Ok(Err(error)) => tracing::warn!(%error, "cannot write the SandboxNode"),
+                    Err(_) => tracing::warn!("the apiserver did not answer to the SandboxNode"),
+                }
+            }
+        }
+        // Both arms only wait.
+        tokio::select! {
+            () = tokio::time::sleep(LOOK) => {}
+            () = stop.cancelled() => return,
+        }
+    }
+}
+
+/// Time and disk space move always; they alone are not news.
+fn changed(old: &SandboxNodeStatus, new: &SandboxNodeStatus) -> bool {
+    let news = |status: &SandboxNodeStatus| {
+        let SandboxNodeStatus {
+            agent_version,
+            conditions,
+            counts,
+            fingerprint,
+            heartbeat_time: _,
+            runtimes,
+            storage,
+        } = status.clone();
+        let conditions: Vec<(String, String)> = conditions
+            .into_iter()
+            .map(|c| (c.status, c.message))
+            .collect();
+        let images = storage.map(|storage| storage.images);
+        (
+            agent_version,
+            conditions,
+            counts,
+            fingerprint,
+            runtimes,
+            images,
+        )
+    };
+    news(old) != news(new)
+}
+
+async fn write(
+    api: &Api<SandboxNode>,
+    name: &str,
+    status: &SandboxNodeStatus,
+) -> Result<(), kube::Error> {
+    let patch = Patch::Merge(json!({ "status": status }));
+    match api
+        .patch_status(name, &PatchParams::default(), &patch)
+        .await
+    {
+        Err(kube::Error::Api(answer)) if answer.is_not_found() => {}
+        other => return other.map(drop),
+    }
+    let fresh = SandboxNode::new(name, SandboxNodeSpec::default());
+    match api.create(&PostParams::default(), &fresh).await {
+        Err(kube::Error::Api(answer)) if answer.is_already_exists() => {}
+        Err(error) => return Err(error),
+        Ok(created) => tracing::info!(name = created.name_any(), "SandboxNode created"),
+    }
+    api.patch_status(name, &PatchParams::default(), &patch)
+        .await
+        .map(drop)
+}
+
+fn record(metrics: &Metrics, status: &SandboxNodeStatus) {
+    if let Some(counts) = &status.counts {
+        metrics.running.set(counts.running.into());
+        metrics.hibernated.set(counts.hibernated.into());
+        metrics.paused.set(counts.paused.into());
+    }
+    if let Some(storage) = &status.storage {
+        metrics.image_bytes.set(storage.bytes);
+    }
+}
+
+fn status(node: &Node, handler: &str) -> SandboxNodeStatus {
+    let now = Timestamp::now();
+    let mut conditions = Vec::new();
+    let (truth, reason, message) = match &node.ability {
+        Ok(_) => (conditions::Status::True, "AgentRunning", String::new()),
+        Err(why) => (conditions::Status::False, "ProbeFailed", why.clone()),
+    };
+    conditions::set(
+        &mut conditions,
+        Draft::new(conditions::READY, truth, reason, message),
+        None,
+        now,
+    );
+    SandboxNodeStatus {
+        agent_version: Some(env!("CARGO_PKG_VERSION").to_owned()),
+        conditions,
+        counts: Some(counts(node)),
+        fingerprint: node
+            .ability
+            .as_ref()
+            .ok()
+            .map(|ability| fingerprint(&ability.fingerprint)),
+        heartbeat_time: Some(Time(now)),
+        runtimes: vec![runtime(node, handler)],
+        storage: storage(node),
+    }
+}
+
+fn runtime(node: &Node, handler: &str) -> NodeRuntime {
+    let capabilities = node.ability.as_ref().map_or_else(
+        |_| RuntimeCapabilities::default(),
+        |ability| RuntimeCapabilities {
+            background_restore: ability.capabilities.background_restore,
+            freeze: ability.capabilities.freeze,
+            hibernate: ability.capabilities.hibernate,
+            restore: ability.capabilities.restore,
+        },
+    );
+    NodeRuntime {
+        capabilities,
+        handler: handler.to_owned(),
+        kind: RuntimeKind::GVisor,
+        message: node.ability.as_ref().err().cloned().unwrap_or_default(),
+    }
+}
+
+fn counts(node: &Node) -> SandboxCounts {
+    let mut counts = SandboxCounts::default();
+    for pod in node.records.pods().unwrap_or_default() {
+        match node.records.state(&pod.sandbox) {
+            Ok(SandboxState::Hibernated { .. }) => counts.hibernated += 1,
+            Ok(SandboxState::Running) => {
+                let lives = Control::connect(node.runsc.root(), pod.sandbox.as_str()).is_ok();
+                let paused = node.records.is_noted_paused(&pod.sandbox);
+                counts.paused += i32::from(lives && paused);
+                counts.running += i32::from(lives && !paused);
+            }
+            Ok(SandboxState::Restoring { .. }) | Err(_) => {}
+        }
+    }
+    counts
+}
+
+fn storage(node: &Node) -> Option<ImageStorage> {
+    let signed = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
+    let images = node.store.list().ok()?;
+    let committed: Vec<_> = images
+        .iter()
+        .filter(|image| image.state == ImageState::Committed)
+        .collect();
+    let capacity = node.store.capacity().ok()?;
+    Some(ImageStorage {
+        available_bytes: signed(capacity.available),
+        bytes: signed(committed.iter().map(|image| image.size).sum()),
+        capacity_bytes: signed(capacity.total),
+        images: i32::try_from(committed.len()).unwrap_or(i32::MAX),
+    })
+}

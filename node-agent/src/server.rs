@@ -1,0 +1,69 @@
+//! Health and metrics over HTTP.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::Context;
+use axum::Router;
+use axum::http::StatusCode;
+use axum::routing::get;
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+
+use crate::metrics::Metrics;
+
+/// Serves `/healthz` and `/readyz`.
+pub(crate) async fn health(
+    address: SocketAddr,
+    ready: Arc<AtomicBool>,
+    stop: CancellationToken,
+) -> anyhow::Result<()> {
+    let answer = move || {
+        let ready = ready.clone();
+        async move {
+            if ready.load(Ordering::Relaxed) {
+                (StatusCode::OK, "ok")
+            } else {
+                (
+                    StatusCode::SERVICE_UNAVAILABLE,
+                    "the watch caches are not filled yet",
+                )
+            }
+        }
+    };
+    let router = Router::new()
+        .route("/healthz", get(|| async { "ok" }))
+        .route("/readyz", get(answer));
+    serve(address, router, stop).await
+}
+
+/// Serves `/metrics` in the OpenMetrics text format.
+pub(crate) async fn metrics(
+    address: SocketAddr,
+    metrics: Arc<Metrics>,
+    stop: CancellationToken,
+) -> anyhow::Result<()> {
+    let answer = move || {
+        let metrics = metrics.clone();
+        async move {
+            let mut text = String::new();
+            match prometheus_client::encoding::text::encode(&mut text, &metrics.registry) {
+                Ok(()) => (StatusCode::OK, text),
+                Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
+            }
+        }
+    };
+    serve(address, Router::new().route("/metrics", get(answer)), stop).await
+}
+
+async fn serve(address: SocketAddr, router: Router, stop: CancellationToken) -> anyhow::Result<()> {
+    let listener = TcpListener::bind(address)
+        .await
+        .with_context(|| format!("cannot listen on {address}"))?;
+    let served = axum::serve(listener, router);
+    served
+        .with_graceful_shutdown(async move { stop.cancelled().await })
+        .await?;
+    Ok(())
+}
