@@ -1,0 +1,186 @@
+#!/usr/bin/env bash
+# The demo: a Sandbox is suspended with its memory and comes back, then hibernates in place and wakes by itself.
+# Installs what is missing, builds, starts the development cluster, installs Torpor. KEEP=0 takes it all down at the end.
+# With KUBECONFIG set it runs on that cluster, which must have Torpor and the image torpor.dev/demo-python:dev.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+NAMESPACE=torpor-demo
+FAILED=0
+
+if [ -n "${KUBECONFIG:-}" ]; then
+	kubectl() { command kubectl "$@"; }
+	own_cluster=no
+else
+	kubectl() { "$REPO_ROOT/hack/cluster" kubectl "$@"; }
+	own_cluster=yes
+fi
+
+# now: seconds since the epoch, with milliseconds.
+now() { date +%s.%3N; }
+since() { awk -v a="$1" -v b="$(now)" 'BEGIN { printf "%.2f", b - a }'; }
+
+# check WORDS COMMAND…: one line that says whether it holds.
+check() {
+	local words=$1
+	shift
+	if "$@" >/dev/null 2>&1; then
+		printf '    ok    %s\n' "$words"
+	else
+		printf '    WRONG %s\n' "$words"
+		FAILED=1
+	fi
+}
+
+# wait_until SECONDS WORDS COMMAND…: polls the condition; a condition that does not come ends the demo with what is known.
+wait_until() {
+	local deadline=$((SECONDS + $1)) words=$2
+	shift 2
+	until "$@" >/dev/null 2>&1; do
+		if [ "$SECONDS" -ge "$deadline" ]; then
+			printf '\nnot seen in time: %s\n' "$words" >&2
+			explain
+			exit 1
+		fi
+		sleep 0.1
+	done
+}
+
+explain() {
+	kubectl -n "$NAMESPACE" get sandboxes,pods,sandboxsnapshots -o wide >&2 || true
+	kubectl -n "$NAMESPACE" describe sandbox demo >&2 || true
+	kubectl -n "$NAMESPACE" describe pod demo >&2 || true
+	kubectl -n agent-sandbox-system logs daemonset/torpor-agent --tail=40 >&2 || true
+	kubectl -n agent-sandbox-system logs deployment/agent-sandbox-controller --tail=40 >&2 || true
+}
+
+condition() {
+	kubectl -n "$NAMESPACE" get "$1" -o jsonpath="{.status.conditions[?(@.type=='$2')].status}"
+}
+is() { [ "$(condition "$1" "$2")" = "$3" ]; }
+pod_field() { kubectl -n "$NAMESPACE" get pod demo -o jsonpath="{$1}"; }
+gone() { ! kubectl -n "$NAMESPACE" get "$1" >/dev/null 2>&1; }
+state() { kubectl -n "$NAMESPACE" exec demo -c python -- python3 /demo/state.py; }
+ask() { state >"$TMP/$1"; }
+value() { awk -v name="$2" '$1 == name { print $2 }' "$TMP/$1"; }
+same() { [ "$(value before "$1")" = "$(value after "$1")" ]; }
+at_least() { [ "$(value after "$1")" -ge "$(value before "$1")" ]; }
+
+# pod_memory UID: the pod's working set in MiB, as the kubelet counts it: what its cgroup is charged for, less the page
+# cache that the kernel may drop at any time (the image that was just written is such).
+pod_memory() {
+	local root cgroup
+	for root in /sys/fs/cgroup/memory /sys/fs/cgroup; do
+		cgroup=$(find "$root" -maxdepth 8 -type d -name "*pod*${1//-/?}*" 2>/dev/null | head -n 1)
+		[ -n "$cgroup" ] || continue
+		cat "$cgroup/memory.usage_in_bytes" "$cgroup/memory.current" "$cgroup/memory.stat" 2>/dev/null | awk '
+			NF == 1 { used = $1 }
+			$1 == "total_inactive_file" || ($1 == "inactive_file" && !cache) { cache = $2 }
+			END { printf "%d", (used - cache) / 1048576 }'
+		return
+	done
+}
+
+prepare() {
+	if [ "$own_cluster" = yes ]; then
+		"$REPO_ROOT/hack/cluster" up
+		"$REPO_ROOT/hack/image" dev
+		"$REPO_ROOT/hack/cluster" install-torpor
+	fi
+	kubectl delete namespace "$NAMESPACE" --ignore-not-found --wait=true --timeout=120s
+	kubectl create namespace "$NAMESPACE"
+	kubectl -n "$NAMESPACE" create configmap demo-program --from-file="$REPO_ROOT/hack/demo/holder.py" \
+		--from-file="$REPO_ROOT/hack/demo/state.py"
+}
+
+start() {
+	kubectl apply -f "$REPO_ROOT/hack/demo/sandbox.yaml"
+	wait_until 120 "Sandbox Ready" is sandbox/demo Ready True
+	wait_until 60 "the program answers" ask before
+	uid=$(pod_field .metadata.uid)
+	printf '    a Python program holds %s MiB in a dict; its pod uses %s MiB of memory\n' \
+		"$(value before memory_mib)" "$(pod_memory "$uid")"
+}
+
+verify() {
+	check "the dict is the same, block for block (sha256 $(value after memory_sha256 | cut -c 1-12)…)" same memory_sha256
+	check "the counter went on: $(value before counter) → $(value after counter)" at_least counter
+	check "same process since $(value after born), secret $(value after secret)" same secret
+	check "the child process runs ($(value after child))" same child
+	check "files on the PVC, the root file system and the emptyDir" files_there
+	check "the file that was open is still open" open_file_there
+	check "same hostname: $(value after hostname)" same hostname
+}
+files_there() {
+	local file
+	for file in pvc root empty_dir; do [ "$(value after files.$file)" = True ] || return 1; done
+}
+open_file_there() { [ "$(value after open_file)" = True ]; }
+
+suspend() {
+	local begin
+	begin=$(now)
+	old_uid=$(pod_field .metadata.uid)
+	kubectl -n "$NAMESPACE" patch sandbox demo --type=merge -p '{"spec":{"operatingMode":"Suspended"}}'
+	wait_until 60 "Sandbox Suspended" is sandbox/demo Suspended True
+	printf '    suspended after %s s\n' "$(since "$begin")"
+	check "the Pod is gone" gone pod/demo
+	check "no process of it is left on the node" no_process "$old_uid"
+	kubectl -n "$NAMESPACE" get sandboxsnapshots
+}
+no_process() { [ -z "$(pod_memory "$1")" ]; }
+
+resume() {
+	local begin
+	begin=$(now)
+	kubectl -n "$NAMESPACE" patch sandbox demo --type=merge -p '{"spec":{"operatingMode":"Running"}}'
+	wait_until 60 "Sandbox Ready" is sandbox/demo Ready True
+	wait_until 60 "the program answers" ask after
+	printf '    answered again after %s s\n' "$(since "$begin")"
+	check "it is a new Pod" [ "$(pod_field .metadata.uid)" != "$old_uid" ]
+	verify
+}
+
+hibernate() {
+	local begin uid
+	uid=$(pod_field .metadata.uid)
+	ip=$(pod_field .status.podIP)
+	ask before
+	begin=$(now)
+	kubectl -n "$NAMESPACE" annotate sandbox demo torpor.dev/hibernate=true
+	wait_until 60 "Sandbox Hibernated" is sandbox/demo Hibernated True
+	printf '    hibernated after %s s; its pod uses %s MiB of memory\n' "$(since "$begin")" "$(pod_memory "$uid")"
+	check "the Pod is still there and Running" [ "$(pod_field .status.phase)" = Running ]
+	check "it never restarted" [ "$(pod_field .status.containerStatuses[0].restartCount)" = 0 ]
+}
+
+wake() {
+	local begin
+	begin=$(now)
+	kubectl -n "$NAMESPACE" exec demo -c python -- true
+	printf '    an exec woke it: kubectl exec took %s s in all\n' "$(since "$begin")"
+	ask after
+	verify
+	check "same Pod address: $ip" [ "$(pod_field .status.podIP)" = "$ip" ]
+	check "it never restarted" [ "$(pod_field .status.containerStatuses[0].restartCount)" = 0 ]
+	kubectl -n "$NAMESPACE" annotate sandbox demo torpor.dev/hibernate-
+}
+
+TMP=$(mktemp -d)
+trap 'rm -rf "$TMP"' EXIT
+step "prepare: cluster, images, Torpor" prepare
+step "start a Sandbox" start
+step "suspend it: its memory is saved, its Pod deleted" suspend
+step "resume it: a new Pod continues" resume
+step "hibernate it in place" hibernate
+step "wake it by kubectl exec" wake
+echo
+print_steps
+if [ "${KEEP:-1}" = 0 ]; then
+	step "take everything down" "$REPO_ROOT/hack/cluster" down
+fi
+if [ "$FAILED" != 0 ]; then
+	echo "the demo FAILED: see the lines marked WRONG" >&2
+	exit 1
+fi
+echo "everything held. The cluster is still up: hack/cluster kubectl -n $NAMESPACE get sandboxes; hack/cluster down ends it" >&2

@@ -1,0 +1,136 @@
+package main
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"time"
+)
+
+// apiClient asks the apiserver as the cluster's administrator. It is for the few questions of `up` and
+// `status`; everything else goes through kubectl.
+func apiClient() (*http.Client, error) {
+	pair, err := tls.LoadX509KeyPair(pkiPath("admin.crt"), pkiPath("admin.key"))
+	if err != nil {
+		return nil, err
+	}
+	ca, err := os.ReadFile(pkiPath("ca.crt"))
+	if err != nil {
+		return nil, err
+	}
+	pool := x509.NewCertPool()
+	pool.AppendCertsFromPEM(ca)
+	return &http.Client{
+		Timeout:   10 * time.Second,
+		Transport: &http.Transport{Proxy: nil, TLSClientConfig: &tls.Config{RootCAs: pool, Certificates: []tls.Certificate{pair}}},
+	}, nil
+}
+
+// get decodes the object at an API path into v, or only checks for status 200 if v is nil.
+func get(ctx context.Context, path string, v any) error {
+	client, err := apiClient()
+	if err != nil {
+		return err
+	}
+	defer client.CloseIdleConnections()
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, apiserverURL()+path, nil)
+	if err != nil {
+		return err
+	}
+	response, err := client.Do(request)
+	if err != nil {
+		return err
+	}
+	defer response.Body.Close()
+	if response.StatusCode != http.StatusOK {
+		said, _ := io.ReadAll(io.LimitReader(response.Body, 300))
+		return fmt.Errorf("%s: %s: %s", path, response.Status, said)
+	}
+	if v == nil {
+		return nil
+	}
+	return json.NewDecoder(response.Body).Decode(v)
+}
+
+type condition struct {
+	Type    string `json:"type"`
+	Status  string `json:"status"`
+	Message string `json:"message"`
+}
+
+type conditioned struct {
+	Status struct {
+		Conditions []condition `json:"conditions"`
+	} `json:"status"`
+}
+
+// hasCondition is a check for waitFor: the object's condition must be True.
+func hasCondition(path, kind string) func(context.Context) error {
+	return func(ctx context.Context) error {
+		var object conditioned
+		if err := get(ctx, path, &object); err != nil {
+			return err
+		}
+		for _, c := range object.Status.Conditions {
+			if c.Type != kind {
+				continue
+			}
+			if c.Status == "True" {
+				return nil
+			}
+			return fmt.Errorf("%s is %s: %s", kind, c.Status, c.Message)
+		}
+		return errors.New("no condition " + kind + " yet")
+	}
+}
+
+func exists(path string) func(context.Context) error {
+	return func(ctx context.Context) error { return get(ctx, path, nil) }
+}
+
+// deploymentReady is a check for waitFor: all replicas of the newest template must be ready. The condition
+// Available would be True with one of one missing.
+func deploymentReady(namespace, name string) func(context.Context) error {
+	return func(ctx context.Context) error {
+		var object struct {
+			Metadata struct{ Generation int64 }
+			Spec     struct{ Replicas int }
+			Status   struct {
+				ObservedGeneration             int64
+				UpdatedReplicas, ReadyReplicas int
+			}
+		}
+		if err := get(ctx, "/apis/apps/v1/namespaces/"+namespace+"/deployments/"+name, &object); err != nil {
+			return err
+		}
+		if object.Status.ObservedGeneration < object.Metadata.Generation || object.Status.UpdatedReplicas < object.Spec.Replicas || object.Status.ReadyReplicas < object.Spec.Replicas {
+			return fmt.Errorf("%d of %d replicas are ready", object.Status.ReadyReplicas, object.Spec.Replicas)
+		}
+		return nil
+	}
+}
+
+// healthy is a check for waitFor: a plain HTTP health address must answer 200.
+func healthy(url string) func(context.Context) error {
+	return func(ctx context.Context) error {
+		request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+		if err != nil {
+			return err
+		}
+		response, err := (&http.Client{Transport: &http.Transport{DisableKeepAlives: true}}).Do(request)
+		if err != nil {
+			return err
+		}
+		defer response.Body.Close()
+		if response.StatusCode != http.StatusOK {
+			return fmt.Errorf("%s: %s", url, response.Status)
+		}
+		return nil
+	}
+}

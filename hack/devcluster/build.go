@@ -1,0 +1,297 @@
+package main
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// runscVersion is what `runsc --version` says; the tail tells our build from Google's of the same day.
+const runscVersion = "release-20260701.0-torpor"
+
+// artifact is one thing that is built once and kept in the cache below a hash of what built it.
+type artifact struct {
+	name  string
+	files []string // what must be there afterwards
+	// One of: Go packages at a version, a Go module of this repository, or a C file of it.
+	packages []string
+	module   string
+	cSource  string
+	// Further settings of the Go build.
+	cgo     bool
+	tags    string
+	ldflags string
+	links   []string // further names of files[0]
+	about   string   // cold build time on two cores, told before it starts
+}
+
+var artifacts = []artifact{
+	{
+		name: "containerd", about: "80 s",
+		packages: []string{
+			"github.com/containerd/containerd/v2/cmd/containerd@v2.4.2",
+			"github.com/containerd/containerd/v2/cmd/containerd-shim-runc-v2@v2.4.2",
+			"github.com/containerd/containerd/v2/cmd/ctr@v2.4.2",
+		},
+		ldflags: "-X github.com/containerd/containerd/v2/version.Version=v2.4.2",
+		files:   []string{"containerd", "containerd-shim-runc-v2", "ctr"},
+	},
+	{
+		name: "runc", about: "12 s", cgo: true, tags: "seccomp",
+		packages: []string{"github.com/opencontainers/runc@v1.4.3"},
+		files:    []string{"runc"},
+	},
+	{
+		name: "cni", about: "5 s",
+		packages: []string{
+			"github.com/containernetworking/plugins/plugins/main/bridge@v1.9.1",
+			"github.com/containernetworking/plugins/plugins/main/loopback@v1.9.1",
+			"github.com/containernetworking/plugins/plugins/ipam/host-local@v1.9.1",
+			"github.com/containernetworking/plugins/plugins/meta/portmap@v1.9.1",
+		},
+		files: []string{"bridge", "loopback", "host-local", "portmap"},
+	},
+	{name: "pause", about: "1 s", cSource: "hack/devcluster/pause/pause.c", files: []string{"pause"}},
+	{
+		name: "runsc", about: "50 s",
+		packages: []string{"gvisor.dev/gvisor/runsc@v0.0.0-20260701204157-69c2d17aea96"},
+		ldflags:  "-X gvisor.dev/gvisor/runsc/version.version=" + runscVersion,
+		files:    []string{"runsc"},
+	},
+	{
+		name: "kubernetes", about: "5 min", module: "hack/devcluster/kubernetes",
+		files: []string{"kubernetes"},
+		// The apiserver refuses to start on a version that it cannot parse, and clients show it.
+		ldflags: "-X k8s.io/component-base/version.gitVersion=v1.36.3 -X k8s.io/component-base/version.gitMajor=1 -X k8s.io/component-base/version.gitMinor=36",
+		links:   []string{"cri-execsync", "etcd", "kube-apiserver", "kube-controller-manager", "kube-proxy", "kube-scheduler", "kubectl", "kubelet"},
+	},
+	{
+		name: "coredns", about: "2 min",
+		packages: []string{"github.com/coredns/coredns@v1.15.0"},
+		files:    []string{"coredns"},
+	},
+}
+
+// key is the hash of all that decides what the build makes.
+func (a artifact) key(goVersion string) (string, error) {
+	h := sha256.New()
+	fmt.Fprintf(h, "%q %q %q %v %q %q %q %s %s", a.packages, a.files, a.links, a.cgo, a.tags, a.ldflags, buildFlags, goVersion, runtime.GOARCH)
+	var sources []string
+	switch {
+	case a.cSource != "":
+		sources = []string{filepath.Join(repoRoot, a.cSource)}
+	case a.module != "":
+		entries, err := os.ReadDir(filepath.Join(repoRoot, a.module))
+		if err != nil {
+			return "", err
+		}
+		for _, e := range entries {
+			sources = append(sources, filepath.Join(repoRoot, a.module, e.Name()))
+		}
+	}
+	for _, path := range sources {
+		content, err := os.ReadFile(path)
+		if err != nil {
+			return "", err
+		}
+		fmt.Fprintf(h, "%s %x", filepath.Base(path), sha256.Sum256(content))
+	}
+	return hex.EncodeToString(h.Sum(nil))[:16], nil
+}
+
+var buildFlags = []string{"-trimpath"}
+
+// goEnvironment is what every Go build here runs with: the caller's own flags must not decide what is cached.
+func goEnvironment(cgo bool) []string {
+	flag := "CGO_ENABLED=0"
+	if cgo {
+		flag = "CGO_ENABLED=1"
+	}
+	return []string{flag, "GOFLAGS=-buildvcs=false", "GOWORK=off", "GOOS=", "GOARCH="}
+}
+
+// toolset says where each built file is.
+type toolset map[string]string
+
+// builtTools returns the files of all artifacts; those that are missing are built first if build is true,
+// otherwise their absence is an error.
+func builtTools(build bool) (toolset, error) {
+	cache, err := cacheRoot()
+	if err != nil {
+		return nil, err
+	}
+	root := filepath.Join(cache, "bin")
+	if err := os.MkdirAll(root, 0o755); err != nil {
+		return nil, err
+	}
+	goVersion, err := output(time.Minute, "go", "env", "GOVERSION")
+	if err != nil {
+		return nil, fmt.Errorf("cannot ask Go for its version: %w", err)
+	}
+	tools := toolset{}
+	var missing []artifact
+	places := map[string]string{}
+	for _, a := range artifacts {
+		key, err := a.key(strings.TrimSpace(goVersion))
+		if err != nil {
+			return nil, fmt.Errorf("%s: cannot hash its sources: %w", a.name, err)
+		}
+		place := filepath.Join(root, a.name+"-"+key)
+		places[a.name] = place
+		for _, f := range slices.Concat(a.files, a.links) {
+			tools[f] = filepath.Join(place, f)
+		}
+		if !a.present(place) {
+			missing = append(missing, a)
+		}
+	}
+	if len(missing) == 0 {
+		return tools, markUsed(root, places)
+	}
+	if !build {
+		return nil, fmt.Errorf("%s is not built; run `hack/cluster build`", missing[0].name)
+	}
+	if err := buildMissing(cache, missing, places); err != nil {
+		return nil, err
+	}
+	return tools, markUsed(root, places)
+}
+
+// markUsed notes when each artifact was last asked for and removes those that nobody asked for in a
+// month, and the folders of builds that were killed a day ago or more.
+func markUsed(root string, places map[string]string) error {
+	now := time.Now()
+	for _, place := range places {
+		if err := os.Chtimes(place, now, now); err != nil {
+			return err
+		}
+	}
+	entries, err := os.ReadDir(root)
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		info, err := e.Info()
+		if err != nil {
+			continue // another run removed it
+		}
+		limit := 30 * 24 * time.Hour
+		if strings.HasPrefix(e.Name(), ".building-") {
+			limit = 24 * time.Hour
+		}
+		if now.Sub(info.ModTime()) > limit {
+			if err := os.RemoveAll(filepath.Join(root, e.Name())); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func buildMissing(cache string, missing []artifact, places map[string]string) error {
+	unlock, err := lockFile(filepath.Join(cache, "build.lock"), "another build of the cluster's programs")
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if err := ensurePackages(buildPackages); err != nil {
+		return err
+	}
+	for i, a := range missing {
+		if a.present(places[a.name]) { // the run that held the lock before us made it
+			continue
+		}
+		say("build %s (%d of %d missing; takes about %s when nothing is cached)", a.name, i+1, len(missing), a.about)
+		begin := time.Now()
+		if err := during("build "+a.name, func() error { return a.build(places[a.name]) }); err != nil {
+			return fmt.Errorf("build of %s failed: %w", a.name, err)
+		}
+		say("built %s in %.0f s", a.name, time.Since(begin).Seconds())
+	}
+	return nil
+}
+
+func (a artifact) present(place string) bool {
+	for _, f := range slices.Concat(a.files, a.links) {
+		if info, err := os.Stat(filepath.Join(place, f)); err != nil || info.Size() == 0 {
+			return false
+		}
+	}
+	return true
+}
+
+// build makes everything in a folder beside the final one and renames it: a half build never counts.
+func (a artifact) build(place string) error {
+	work, err := os.MkdirTemp(filepath.Dir(place), ".building-"+a.name+"-")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(work)
+	if err := a.compile(work); err != nil {
+		return err
+	}
+	for _, name := range a.links {
+		if err := os.Symlink(a.files[0], filepath.Join(work, name)); err != nil {
+			return err
+		}
+	}
+	if !a.present(work) {
+		return fmt.Errorf("the build ended well but did not make all of %s", strings.Join(a.files, ", "))
+	}
+	if err := os.Chmod(work, 0o755); err != nil {
+		return err
+	}
+	if err := os.RemoveAll(place); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return os.Rename(work, place)
+}
+
+func (a artifact) compile(work string) error {
+	const limit = 40 * time.Minute
+	if a.cSource != "" {
+		_, err := output(limit, "cc", "-Os", "-static", "-s", "-o", filepath.Join(work, a.files[0]), filepath.Join(repoRoot, a.cSource))
+		return err
+	}
+	args := append([]string{}, buildFlags...)
+	args = append(args, "-ldflags", strings.TrimSpace("-s -w "+a.ldflags))
+	if a.tags != "" {
+		args = append(args, "-tags", a.tags)
+	}
+	if a.module != "" {
+		args = append(append([]string{"build", "-mod=readonly"}, args...), "-o", filepath.Join(work, a.files[0]), ".")
+		_, err := outputIn(limit, filepath.Join(repoRoot, a.module), goEnvironment(a.cgo), nil, "go", args...)
+		return err
+	}
+	args = append(append([]string{"install"}, args...), a.packages...)
+	_, err := outputIn(limit, work, append(goEnvironment(a.cgo), "GOBIN="+work), nil, "go", args...)
+	return err
+}
+
+// lockFile takes an exclusive lock, telling once what it waits for. The lock ends with the process.
+func lockFile(path, heldBy string) (unlock func(), err error) {
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return nil, err
+	}
+	f, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	if err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
+		say("%s is running; waiting for it to end (lock %s)", heldBy, path)
+		if err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX); err != nil {
+			f.Close()
+			return nil, fmt.Errorf("lock %s: %w", path, err)
+		}
+	}
+	return func() { f.Close() }, nil
+}

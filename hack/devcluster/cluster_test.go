@@ -1,0 +1,138 @@
+package main
+
+import (
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+)
+
+func TestANodesPathsPortsAndRangesDifferFromAnothers(t *testing.T) {
+	a, b := node{0}, node{1}
+	pairs := [][2]any{
+		{a.state(), b.state()}, {a.containerdSocket(), b.containerdSocket()}, {a.podCIDR(), b.podCIDR()},
+		{a.podBridge(), b.podBridge()}, {a.address(), b.address()}, {a.kubeletPort(), b.kubeletPort()}, {a.cgroup(), b.cgroup()},
+	}
+	for _, p := range pairs {
+		if p[0] == p[1] {
+			t.Errorf("both nodes have %v", p[0])
+		}
+	}
+	if len(a.podBridge()) > 15 {
+		t.Errorf("%s is too long for the name of a link", a.podBridge())
+	}
+}
+
+func TestAKeyChangesWithWhatBuildsTheArtifact(t *testing.T) {
+	one := artifact{name: "x", packages: []string{"example.org/x@v1"}, files: []string{"x"}}
+	two := one
+	two.ldflags = "-X a=b"
+	keys := map[string]bool{}
+	for _, a := range []artifact{one, two} {
+		for _, version := range []string{"go1.26.0", "go1.26.1"} {
+			key, err := a.key(version)
+			if err != nil {
+				t.Fatal(err)
+			}
+			keys[key] = true
+		}
+	}
+	if len(keys) != 4 {
+		t.Fatalf("%d keys for 4 different builds", len(keys))
+	}
+}
+
+func TestAHalfBuildDoesNotCount(t *testing.T) {
+	place := t.TempDir()
+	a := artifact{name: "x", files: []string{"one", "two"}}
+	if err := os.WriteFile(filepath.Join(place, "one"), []byte("x"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if a.present(place) {
+		t.Fatal("present although a file is missing")
+	}
+	if err := os.WriteFile(filepath.Join(place, "two"), nil, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if a.present(place) {
+		t.Fatal("present although a file is empty")
+	}
+}
+
+func TestOnlyWhatDidNotExistBeforeIsUnmountedAndRemoved(t *testing.T) {
+	record := &machineRecord{Absent: []string{"/run/containerd", "/opt/torpor", hostPathProvisionerDir}}
+	roots := ownedRoots(record)
+	for _, want := range []string{stateRoot, runRoot, "/opt/torpor", hostPathProvisionerDir} {
+		if !slices.Contains(roots, want) {
+			t.Errorf("%s is not ours", want)
+		}
+	}
+	for _, foreign := range []string{"/run/containerd", "/var/lib/torpor"} {
+		if slices.Contains(roots, foreign) {
+			t.Errorf("%s is taken for ours", foreign)
+		}
+	}
+}
+
+func TestAPathIsBelowAFolderAndNotBelowOneThatOnlySharesItsBeginning(t *testing.T) {
+	if !below("/run/torpor-dev/x", "/run/torpor-dev") || below("/run/torpor-devil", "/run/torpor-dev") {
+		t.Fatal("wrong")
+	}
+}
+
+func TestObjectsOfARenderedKustomizationAreRecognised(t *testing.T) {
+	text := "apiVersion: apps/v1\nkind: Deployment\nmetadata:\n  labels:\n    name: wrong\n  name: right\n  namespace: there\nspec:\n  template:\n    metadata:\n      name: other\n"
+	if first(kindLine, text) != "Deployment" || first(nameLine, text) != "right" || first(namespaceLine, text) != "there" {
+		t.Fatalf("%q %q %q", first(kindLine, text), first(nameLine, text), first(namespaceLine, text))
+	}
+}
+
+func TestTheOwnListOfImagesKeepsTheNewest(t *testing.T) {
+	folder := t.TempDir()
+	for _, name := range []string{"a", "b", "c"} {
+		if err := os.WriteFile(filepath.Join(folder, name+".tar"), nil, 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := keepNewest(folder, 2); err != nil {
+		t.Fatal(err)
+	}
+	left, _ := filepath.Glob(filepath.Join(folder, "*.tar"))
+	if len(left) != 2 {
+		t.Fatalf("%q are left", left)
+	}
+}
+
+func TestAVolumesFolderMountedFromARemovedFolderIsMountedAnew(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("mounting needs root")
+	}
+	from, to := filepath.Join(t.TempDir(), "volumes"), filepath.Join(t.TempDir(), "provisioner")
+	t.Cleanup(func() { unmountBelow(to) })
+	usable := func() {
+		t.Helper()
+		if err := ensureBindMount(from, to); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Mkdir(filepath.Join(to, "claim"), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if !fileExists(filepath.Join(from, "claim")) {
+			t.Fatal("what is made in the provisioner's folder is not in ours")
+		}
+	}
+	usable()
+	if err := os.RemoveAll(from); err != nil { // as a `down` that was interrupted before it unmounted
+		t.Fatal(err)
+	}
+	usable()
+	if err := os.RemoveAll(from); err != nil {
+		t.Fatal(err)
+	}
+	if err := dropStaleMount(from, to); err != nil {
+		t.Fatal(err)
+	}
+	if fileExists(to) {
+		t.Fatal("the stale mount was left")
+	}
+}

@@ -1,0 +1,3 @@
+module torpor.dev/hack/devcluster
+
+go 1.26

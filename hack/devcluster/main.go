@@ -1,0 +1,102 @@
+// Command dev drives the development cluster: it builds the programs, starts and ends them, and makes and
+// loads images. It is run by the script hack/cluster.
+package main
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+)
+
+// repoRoot is the work tree this program was built for; hack/cluster sets it.
+var repoRoot = ""
+
+const usage = `usage: hack/cluster COMMAND
+
+  up                    start the cluster, or repair it; builds what is missing
+  down                  end it and put the machine back as it was
+  status                what runs
+  kubeconfig            print the path of the administrator's kubeconfig
+  kubectl ARGS…         kubectl on this cluster
+  logs [NAME] [-f]      the log of one program; without NAME, which there are
+  load-image FILE.tar…  import OCI archives into the nodes
+  image …               make an image (see hack/image)
+  build-torpor          compile Torpor, make its images, load them if the cluster runs
+  install-torpor        build-torpor, apply hack/overlays/dev, wait until it runs
+  uninstall-torpor      take Torpor off the cluster and its nodes
+  build                 build what is missing, start nothing
+  help                  this text
+`
+
+func main() {
+	if len(os.Args) < 2 {
+		fmt.Fprint(os.Stderr, usage)
+		os.Exit(2)
+	}
+	if err := run(os.Args[1], os.Args[2:]); err != nil {
+		if errors.Is(err, flag.ErrHelp) {
+			os.Exit(2)
+		}
+		fmt.Fprintf(os.Stderr, "hack/cluster %s: %v\n", os.Args[1], err)
+		os.Exit(1)
+	}
+}
+
+func run(command string, args []string) error {
+	switch command {
+	case "up":
+		return up()
+	case "down":
+		return down()
+	case "status":
+		return status()
+	case "kubeconfig":
+		fmt.Println(adminKubeconfig())
+		return nil
+	case "kubectl":
+		return kubectl(args)
+	case "logs":
+		return logsCommand(args)
+	case "load-image":
+		if len(args) == 0 {
+			return errors.New("which archives? usage: load-image FILE.tar…")
+		}
+		return loadImages(args...)
+	case "image":
+		return imageCommand(args)
+	case "build-torpor":
+		_, err := buildTorpor()
+		return err
+	case "install-torpor":
+		return installTorpor()
+	case "uninstall-torpor":
+		return uninstallTorpor()
+	case "build":
+		_, err := builtTools(true)
+		return err
+	case "supervise":
+		return supervise(args[0])
+	case "help", "-h", "--help":
+		fmt.Print(usage)
+		return nil
+	}
+	return fmt.Errorf("no such command; `hack/cluster help` lists them")
+}
+
+func logsCommand(args []string) error {
+	flags := flag.NewFlagSet("logs", flag.ContinueOnError)
+	follow := flags.Bool("f", false, "go on as it grows")
+	lines := flags.Int("n", 200, "how many lines")
+	name := ""
+	if len(args) > 0 && args[0][0] != '-' {
+		name, args = args[0], args[1:]
+	}
+	if err := flags.Parse(args); err != nil {
+		return flag.ErrHelp
+	}
+	if name == "" {
+		name = flags.Arg(0)
+	}
+	return showLogs(name, *follow, *lines)
+}

@@ -1,0 +1,196 @@
+package main
+
+import (
+	"fmt"
+	"os"
+	"strings"
+)
+
+// group is containerd, the kubelet and kube-proxy of one node.
+func (n node) group() group {
+	return group{Name: n.name(), Components: []component{
+		{Name: "containerd", Args: []string{binDir("containerd"), "--config", n.containerdConfig()}},
+		{
+			Name: "kubelet", After: []string{"unix:" + n.containerdSocket()},
+			Args: []string{
+				binDir("kubelet"),
+				"--config=" + n.state("kubelet.yaml"),
+				"--kubeconfig=" + n.state("kubelet.kubeconfig"),
+				"--hostname-override=" + n.name(),
+				"--node-ip=" + n.address(),
+				"--root-dir=" + n.state("kubelet"),
+			},
+		},
+		{
+			Name: "kube-proxy", After: []string{apiserverAddress()},
+			Args: []string{binDir("kube-proxy"), "--config=" + n.state("kube-proxy.yaml")},
+		},
+	}}
+}
+
+// write puts the files that the node's programs read.
+func (n node) write() error {
+	for _, dir := range []string{n.state("containerd", "conf.d"), n.state("kubelet"), n.state("pod-logs"), n.run()} {
+		if err := os.MkdirAll(dir, 0o755); err != nil {
+			return err
+		}
+	}
+	if err := writeKubeconfig(n.state("kubelet.kubeconfig"), n.name()); err != nil {
+		return err
+	}
+	if err := writeKubeconfig(n.state("kube-proxy.kubeconfig"), "kube-proxy"); err != nil {
+		return err
+	}
+	files := map[string]string{
+		n.containerdConfig():                       n.containerdTOML(),
+		n.state("cni", "net.d", "10-dev.conflist"): n.cniConfig(),
+		n.state("kubelet.yaml"):                    n.kubeletYAML(),
+		n.state("kube-proxy.yaml"):                 n.proxyYAML(),
+		// Pods with dnsPolicy Default get this; there is nothing outside the cluster to ask.
+		n.state("resolv.conf"): "nameserver " + dnsServiceIP + "\n",
+	}
+	for path, content := range files {
+		if err := writeFile(path, []byte(content), 0o644); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// containerdTOML keeps containerd within our folders. Handlers are added by files in conf.d, which the
+// product's installer writes.
+func (n node) containerdTOML() string {
+	return fmt.Sprintf(`version = 3
+root = "%[1]s"
+state = "%[2]s"
+imports = ["%[3]s/*.toml"]
+oom_score = 0
+# No plugin of ours runs here, and NRI's socket would lie outside our folders.
+disabled_plugins = ["io.containerd.nri.v1.nri", "io.containerd.snapshotter.v1.btrfs", "io.containerd.snapshotter.v1.zfs", "io.containerd.snapshotter.v1.devmapper", "io.containerd.snapshotter.v1.blockfile", "io.containerd.snapshotter.v1.erofs", "io.containerd.tracing.processor.v1.otlp", "io.containerd.internal.v1.tracing"]
+
+[grpc]
+  address = "%[4]s"
+[ttrpc]
+  address = "%[4]s.ttrpc"
+
+[plugins."io.containerd.internal.v1.opt"]
+  path = "%[1]s/opt"
+[plugins."io.containerd.cri.v1.images"]
+  snapshotter = "overlayfs"
+[plugins."io.containerd.cri.v1.images".pinned_images]
+  sandbox = "%[5]s"
+
+[plugins."io.containerd.cri.v1.runtime"]
+  # Without CAP_SYS_RESOURCE no process may be given a lower score than its parent's.
+  restrict_oom_score_adj = %[6]t
+  # Below our own folder, so that a network namespace left by a crash is known to be ours.
+  netns_mounts_under_state_dir = true
+  cdi_spec_dirs = []
+  [plugins."io.containerd.cri.v1.runtime".cni]
+    bin_dirs = ["%[7]s"]
+    conf_dir = "%[8]s"
+  [plugins."io.containerd.cri.v1.runtime".containerd]
+    default_runtime_name = "runc"
+    [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]
+      runtime_type = "io.containerd.runc.v2"
+      [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc.options]
+        BinaryName = "%[7]s/runc"
+        Root = "%[9]s"
+        SystemdCgroup = false
+`, n.state("containerd", "root"), n.run("containerd"), n.state("containerd", "conf.d"), n.containerdSocket(),
+		pauseImage, !hasResourceCapability(), binDir(), n.state("cni", "net.d"), n.run("runc"))
+}
+
+// cniConfig is a bridge with addresses of the node's own range. Pods are not masqueraded: nothing outside
+// the machine is to be reached.
+func (n node) cniConfig() string {
+	return fmt.Sprintf(`{
+  "cniVersion": "1.0.0",
+  "name": "torpor-dev-%d",
+  "plugins": [
+    {
+      "type": "bridge", "bridge": "%s", "isGateway": true, "hairpinMode": true, "ipMasq": false,
+      "ipam": {
+        "type": "host-local", "dataDir": "%s",
+        "ranges": [[{"subnet": "%s"}]], "routes": [{"dst": "0.0.0.0/0"}]
+      }
+    },
+    {"type": "portmap", "capabilities": {"portMappings": true}, "backend": "nftables"}
+  ]
+}
+`, n.index, n.podBridge(), n.state("cni", "addresses"), n.podCIDR())
+}
+
+func (n node) kubeletYAML() string {
+	return fmt.Sprintf(`apiVersion: kubelet.config.k8s.io/v1beta1
+kind: KubeletConfiguration
+authentication: {anonymous: {enabled: false}, webhook: {enabled: true}, x509: {clientCAFile: %[1]s}}
+authorization: {mode: Webhook}
+tlsCertFile: %[2]s
+tlsPrivateKeyFile: %[3]s
+address: %[4]s
+port: %[5]d
+healthzBindAddress: 127.0.0.1
+healthzPort: %[6]d
+clusterDNS: [%[7]s]
+clusterDomain: %[8]s
+resolvConf: %[9]s
+containerRuntimeEndpoint: unix://%[10]s
+cgroupDriver: cgroupfs
+cgroupRoot: /%[11]s
+failCgroupV1: false
+failSwapOn: false
+# The kubelet's own iptables chains are of no use beside kube-proxy in nftables mode.
+makeIPTablesUtilChains: false
+podLogsDir: %[12]s
+volumePluginDir: %[13]s
+evictionHard: {nodefs.available: 1Mi, imagefs.available: 1Mi, memory.available: 50Mi}
+imageGCHighThresholdPercent: 100
+maxPods: 500
+serializeImagePulls: false
+kubeAPIQPS: 500
+kubeAPIBurst: 1000
+registryPullQPS: 0
+eventRecordQPS: 0
+`, pkiPath("ca.crt"), pkiPath(n.name()+"-server.crt"), pkiPath(n.name()+"-server.key"), n.address(), n.kubeletPort(),
+		n.kubeletHealthPort(), dnsServiceIP, clusterDomain, n.state("resolv.conf"), n.containerdSocket(), n.cgroup(),
+		n.state("pod-logs"), n.state("kubelet", "flexvolume"))
+}
+
+// proxyYAML leaves the machine's conntrack limits alone. Where bridged packets do not pass the packet
+// filter, replies between Pods of one bridge would bypass the translation, so Service traffic is masqueraded.
+func (n node) proxyYAML() string {
+	return fmt.Sprintf(`apiVersion: kubeproxy.config.k8s.io/v1alpha1
+kind: KubeProxyConfiguration
+mode: nftables
+clientConnection: {kubeconfig: %s, qps: 500, burst: 1000}
+hostnameOverride: %s
+clusterCIDR: %s
+bindAddress: %s
+healthzBindAddress: 127.0.0.1:%d
+metricsBindAddress: 127.0.0.1:%d
+nodePortAddresses: [primary]
+nftables: {masqueradeAll: %t, minSyncPeriod: 100ms}
+conntrack: {maxPerCore: 0, min: 0, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 0s}
+`, n.state("kube-proxy.kubeconfig"), n.name(), podNetwork, n.address(), n.proxyHealthPort(), n.proxyMetricsPort(), !fileExists(bridgeFilter))
+}
+
+// bridgeFilter exists where the kernel can pass bridged packets to the packet filter.
+const bridgeFilter = "/proc/sys/net/bridge/bridge-nf-call-iptables"
+
+// hasResourceCapability tells whether this process has CAP_SYS_RESOURCE (bit 24).
+func hasResourceCapability() bool {
+	status, err := os.ReadFile("/proc/self/status")
+	if err != nil {
+		return false
+	}
+	for line := range strings.Lines(string(status)) {
+		if value, found := strings.CutPrefix(line, "CapEff:"); found {
+			var bits uint64
+			if _, err := fmt.Sscanf(strings.TrimSpace(value), "%x", &bits); err == nil {
+				return bits&(1<<24) != 0
+			}
+		}
+	}
+	return false
+}

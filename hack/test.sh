@@ -1,0 +1,126 @@
+#!/usr/bin/env bash
+# All checks of the repository, from formatting to the end-to-end tests in a development cluster.
+#
+#   hack/test.sh            everything; the cluster is taken down at the end
+#   KEEP=1 hack/test.sh     leave the cluster as it is at the end
+#   KUBECONFIG=… hack/test.sh   the end-to-end tests use that cluster, where Torpor must be installed
+#   SKIP_E2E=1 hack/test.sh     only what needs no cluster
+#
+# A development cluster that is there already is used and left as it is (in CI it is replaced).
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+cd "$REPO_ROOT"
+cluster=$REPO_ROOT/hack/cluster
+foreign_cluster=${KUBECONFIG:-}
+cluster_started=
+
+finish() {
+	local status=$?
+	if [ "$status" != 0 ] && [ -n "$cluster_started" ]; then
+		explain >&2 || true
+	fi
+	if [ -n "$cluster_started" ] && [ -z "${KEEP:-}" ]; then
+		"$cluster" down || status=1
+	fi
+	print_steps
+	if [ "$status" = 0 ]; then
+		say "all checks passed"
+	else
+		say "FAILED in: ${STEP_NOW:-taking the cluster down} (exit code $status)"
+	fi
+	exit "$status"
+}
+trap finish EXIT
+trap 'exit 130' INT TERM
+
+# explain: what a person would ask the cluster for after a failure.
+explain() {
+	echo "=== the cluster at the time of the failure"
+	timeout 30 "$cluster" status || true
+	timeout 30 "$cluster" kubectl get nodes,pods,sandboxes,sandboxsnapshots,sandboxnodes -A -o wide || true
+	timeout 30 "$cluster" kubectl get events -A --sort-by=.lastTimestamp | tail -n 60 || true
+	local pod
+	for pod in $(timeout 30 "$cluster" kubectl get pods -n agent-sandbox-system -o name 2>/dev/null); do
+		echo "--- $pod"
+		timeout 30 "$cluster" kubectl logs -n agent-sandbox-system "$pod" --all-containers --tail=100 || true
+	done
+	local log
+	for log in containerd kubelet kube-controller-manager; do
+		echo "--- the end of $log's log"
+		"$cluster" logs "$log" -n 40 || true
+	done
+}
+
+toolchains() {
+	if command -v rustup >/dev/null; then
+		rustup component add rustfmt clippy
+	fi
+	need go rust
+	# A linker for Rust, and network namespaces for the unit tests; hack/cluster installs what the cluster needs.
+	if ! command -v cc >/dev/null || ! command -v ip >/dev/null; then
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev iproute2
+	fi
+	cargo fmt --version >/dev/null && cargo clippy --version >/dev/null ||
+		die "cargo fmt or clippy is missing: rustup component add rustfmt clippy"
+	say "$(go version | cut -d ' ' -f 3), $(rustc --version)"
+}
+
+go_checks() {
+	local unformatted
+	unformatted=$(gofmt -l hack/devcluster)
+	[ -z "$unformatted" ] || die "not formatted as gofmt would: $unformatted"
+	(cd hack/devcluster && GOFLAGS=-buildvcs=false GOWORK=off go vet ./... && GOFLAGS=-buildvcs=false GOWORK=off go test ./...)
+}
+
+# The end-to-end tests need a cluster and are a test target of their own crate.
+unit_tests() {
+	cargo test --locked --workspace --exclude torpor-tests
+	cargo test --locked -p torpor-tests --lib
+}
+
+definitions_current() {
+	local folder name
+	folder=$(mktemp -d)
+	cargo run --locked -q -p torpor-api --bin torpor-crds -- "$folder"
+	for name in "$folder"/*.yaml; do
+		diff -u "deploy/crds/${name##*/}" "$name" ||
+			die "deploy/crds/${name##*/} is not what the types say: cargo run -p torpor-api --bin torpor-crds -- deploy/crds"
+	done
+	rm -rf "$folder"
+}
+
+cluster_up() {
+	cluster_started=1
+	"$cluster" up
+	"$REPO_ROOT/hack/image" dev
+}
+
+end_to_end() {
+	cargo test --locked -p torpor-tests --test e2e -- --test-threads="${E2E_THREADS:-2}"
+}
+
+step "toolchains" toolchains
+step "cargo fmt" cargo fmt --all --check
+step "layers" hack/check-layers
+step "development cluster: format, vet, tests" go_checks
+step "clippy" cargo clippy --locked --workspace --all-targets -- -D warnings
+step "unit tests" unit_tests
+step "definitions up to date" definitions_current
+[ -z "${SKIP_E2E:-}" ] || exit 0
+if [ -n "$foreign_cluster" ]; then
+	say "the end-to-end tests use the cluster of KUBECONFIG=$foreign_cluster"
+	step "end-to-end tests" end_to_end
+	exit 0
+fi
+if [ -n "${CI:-}" ] || [ ! -e /var/lib/torpor-dev/machine.json ]; then
+	step "development cluster: selftest" hack/selftest --replace
+else
+	say "a development cluster is there: it is used, and left at the end"
+	KEEP=1
+fi
+step "cluster up" cluster_up
+KUBECONFIG=$("$cluster" kubeconfig)
+TORPOR_DEV=$cluster
+export KUBECONFIG TORPOR_DEV
+step "install Torpor" "$cluster" install-torpor
+step "end-to-end tests" end_to_end
