@@ -1,0 +1,143 @@
+//! The agent as a process that can die.
+
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use anyhow::Context;
+
+use crate::kubectl::Kubectl;
+use crate::machine::{self, Process};
+use crate::wait;
+
+/// Where the agent's DaemonSet is.
+pub const NAMESPACE: &str = "agent-sandbox-system";
+const COMEBACK_LIMIT: Duration = Duration::from_secs(60);
+
+/// The agent that runs on this machine.
+#[derive(Debug)]
+pub struct Agent {
+    pub process: Process,
+}
+
+impl Agent {
+    /// Finds it among the processes, in its container or beside it.
+    pub fn find() -> anyhow::Result<Self> {
+        let process = machine::processes().into_iter().find(|process| {
+            let mut words = process.command.split(' ');
+            words
+                .next()
+                .is_some_and(|program| program.ends_with("torpor-agent"))
+                && words.next() == Some("run")
+        });
+        Ok(Self {
+            process: process.context("torpor-agent does not run on this machine")?,
+        })
+    }
+
+    /// UID of the Pod that it runs in, when it is not a developer who runs it by hand.
+    fn pod(&self) -> Option<String> {
+        let cgroups = std::fs::read_to_string(format!("/proc/{}/cgroup", self.process.pid)).ok()?;
+        let (_, rest) = cgroups.split_once("/pod")?;
+        rest.split(['/', '.']).next().map(str::to_owned)
+    }
+
+    /// Kills it with SIGKILL and sees that another one is there: the DaemonSet's next Pod (the kubelet would wait longer
+    /// and longer before it started the same Pod's container again), or, where a developer runs it by hand, the same
+    /// command.
+    pub async fn kill_and_replace(self, kubectl: &Kubectl) -> anyhow::Result<Self> {
+        let pod = self.pod();
+        if pod.is_some() {
+            self.process.kill()?;
+            let kubectl = Kubectl {
+                namespace: NAMESPACE.to_owned(),
+                ..kubectl.clone()
+            };
+            let delete = ["delete", "pod", "-l", "app.kubernetes.io/name=torpor-agent"];
+            let at_once = ["--force", "--grace-period=0", "--wait=false"];
+            kubectl.ok(&[&delete[..], &at_once].concat()).await?;
+        } else {
+            let again = Again::read(&self.process)?;
+            self.process.kill()?;
+            again.run()?;
+        }
+        let old = self.process;
+        wait::until("another agent", COMEBACK_LIMIT, async || {
+            Ok(match Self::find() {
+                // The kubelet may start the old Pod's container once more before it hears of the deletion.
+                Ok(agent) if pod.is_some() && agent.pod() == pod => Err("the old Pod's".to_owned()),
+                Ok(agent) if agent.process.pid == old.pid => Err("the old one".to_owned()),
+                Ok(agent) => Ok(agent),
+                Err(error) => Err(error.to_string()),
+            })
+        })
+        .await
+    }
+
+    /// The end of its log, when it runs by hand and logs to a file.
+    pub fn log_file(&self) -> Option<PathBuf> {
+        let path = std::fs::read_link(format!("/proc/{}/fd/2", self.process.pid)).ok()?;
+        path.is_file().then_some(path)
+    }
+}
+
+/// What it takes to start a process once more.
+struct Again {
+    program: PathBuf,
+    arguments: Vec<String>,
+    environment: Vec<(String, String)>,
+    log: Option<PathBuf>,
+}
+
+impl Again {
+    fn read(process: &Process) -> anyhow::Result<Self> {
+        let proc = PathBuf::from(format!("/proc/{}", process.pid));
+        let environment = std::fs::read_to_string(proc.join("environ"))?;
+        let pairs = environment
+            .split('\0')
+            .filter_map(|pair| pair.split_once('='));
+        // The binary may have been replaced since; then the new one is started.
+        let program = std::fs::read_link(proc.join("exe"))?
+            .to_string_lossy()
+            .replace(" (deleted)", "");
+        Ok(Self {
+            program: program.into(),
+            arguments: process
+                .command
+                .split(' ')
+                .skip(1)
+                .map(str::to_owned)
+                .collect(),
+            environment: pairs
+                .map(|(key, value)| (key.to_owned(), value.to_owned()))
+                .collect(),
+            log: std::fs::read_link(proc.join("fd/2"))
+                .ok()
+                .filter(|path| path.is_file()),
+        })
+    }
+
+    fn run(self) -> anyhow::Result<()> {
+        use std::os::unix::process::CommandExt;
+        let log = match &self.log {
+            Some(path) => Stdio::from(std::fs::OpenOptions::new().append(true).open(path)?),
+            None => Stdio::null(),
+        };
+        let mut command = Command::new(&self.program);
+        command
+            .args(&self.arguments)
+            .env_clear()
+            .envs(self.environment)
+            .current_dir("/");
+        // It outlives the test; an interrupt of the test is not meant for it.
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .process_group(0);
+        command
+            .spawn()
+            .with_context(|| format!("cannot start {} again", self.program.display()))?;
+        Ok(())
+    }
+}

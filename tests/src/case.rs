@@ -1,0 +1,291 @@
+//! One test: a namespace of its own, a time limit, an explanation when it fails, and nothing left afterwards.
+
+use std::panic::AssertUnwindSafe;
+use std::time::Duration;
+
+use anyhow::Context;
+use futures::FutureExt;
+use k8s_openapi::api::core::v1::{Namespace, Pod};
+use kube::api::{Api, DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams};
+use kube::core::GroupVersionKind;
+use kube::discovery::ApiResource;
+use kube::{Client, ResourceExt};
+use serde_json::{Value, json};
+use tokio::sync::RwLock;
+use torpor_api::Sandbox;
+use torpor_api::snapshot::SandboxSnapshot;
+
+use crate::cluster::Cluster;
+use crate::kubectl::Kubectl;
+use crate::node::Node;
+use crate::{explain, wait};
+
+/// No test may take longer.
+const LIMIT: Duration = Duration::from_secs(150);
+/// Pods of the tests have grace periods of a few seconds.
+const REMOVAL_LIMIT: Duration = Duration::from_secs(60);
+/// A Pod needs a second or two; on a machine where four tests start theirs, longer.
+pub const START_LIMIT: Duration = Duration::from_secs(60);
+
+/// Tests that kill what others stand on (the agent, containerd) have the machine to themselves.
+static MACHINE: RwLock<()> = RwLock::const_new(());
+
+/// What a test works with.
+#[derive(Debug)]
+pub struct Case {
+    pub cluster: Cluster,
+    pub node: Node,
+    pub namespace: String,
+    pub kubectl: Kubectl,
+}
+
+/// Runs a test beside others.
+pub async fn case(
+    name: &str,
+    body: impl AsyncFnOnce(&Case) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    let _turn = MACHINE.read().await;
+    run(name, body).await
+}
+
+/// Runs a test that disturbs the node: alone.
+pub async fn case_alone(
+    name: &str,
+    body: impl AsyncFnOnce(&Case) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    let _turn = MACHINE.write().await;
+    run(name, body).await
+}
+
+async fn run(
+    name: &str,
+    body: impl AsyncFnOnce(&Case) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    let case = Case::begin(name).await?;
+    let guarded = AssertUnwindSafe(body(&case)).catch_unwind();
+    let outcome = tokio::time::timeout(LIMIT, guarded).await;
+    let failed = !matches!(outcome, Ok(Ok(Ok(()))));
+    if failed {
+        eprintln!("{}", explain::explain(&case).await);
+    }
+    let removed = case.end().await;
+    match outcome {
+        Ok(Ok(result)) => result.and(removed),
+        Ok(Err(panic)) => std::panic::resume_unwind(panic),
+        Err(_) => anyhow::bail!("the test did not end within {LIMIT:?}"),
+    }
+}
+
+impl Case {
+    async fn begin(name: &str) -> anyhow::Result<Self> {
+        let cluster = Cluster::from_env().await?;
+        let node = Node::here()?;
+        let namespaces: Api<Namespace> = Api::all(cluster.client.clone());
+        let wanted: Namespace = serde_json::from_value(json!({
+            "metadata": { "generateName": format!("e2e-{name}-"), "labels": { "torpor.dev/e2e": "true" } },
+        }))?;
+        let made = namespaces
+            .create(&PostParams::default(), &wanted)
+            .await
+            .context("no namespace")?;
+        let namespace = made.name_any();
+        let kubectl = Kubectl {
+            program: cluster.kubectl.clone(),
+            namespace: namespace.clone(),
+        };
+        let case = Self {
+            cluster,
+            node,
+            namespace,
+            kubectl,
+        };
+        case.default_service_account().await?;
+        Ok(case)
+    }
+
+    /// A Pod is refused before its namespace has this.
+    async fn default_service_account(&self) -> anyhow::Result<()> {
+        let accounts: Api<k8s_openapi::api::core::v1::ServiceAccount> = self.api();
+        wait::until("the namespace's ServiceAccount", START_LIMIT, async || {
+            let found = accounts.get_opt("default").await?;
+            wait::holds(found.is_some(), || "none yet".to_owned())
+        })
+        .await
+    }
+
+    /// The namespace goes in the background; that its Pods can be deleted belongs to every test.
+    async fn end(&self) -> anyhow::Result<()> {
+        let namespaces: Api<Namespace> = Api::all(self.client());
+        namespaces
+            .delete(&self.namespace, &DeleteParams::background())
+            .await?;
+        let pods: Api<Pod> = self.api();
+        wait::until("the end of the test's Pods", REMOVAL_LIMIT, async || {
+            let left = pods.list(&ListParams::default()).await?.items;
+            let names: Vec<String> = left.iter().map(ResourceExt::name_any).collect();
+            wait::holds(left.is_empty(), || format!("still there: {names:?}"))
+        })
+        .await
+    }
+
+    pub fn client(&self) -> Client {
+        self.cluster.client.clone()
+    }
+
+    /// Objects of one kind in the test's namespace.
+    pub fn api<K>(&self) -> Api<K>
+    where
+        K: kube::Resource<Scope = kube::core::NamespaceResourceScope>,
+        K::DynamicType: Default,
+    {
+        Api::namespaced(self.client(), &self.namespace)
+    }
+
+    pub fn pods(&self) -> Api<Pod> {
+        self.api()
+    }
+
+    pub fn sandboxes(&self) -> Api<Sandbox> {
+        self.api()
+    }
+
+    pub fn snapshots(&self) -> Api<SandboxSnapshot> {
+        self.api()
+    }
+
+    /// Creates an object of any kind, written as a manifest would have it.
+    pub async fn create(&self, manifest: Value) -> anyhow::Result<()> {
+        let text = |key: &str| {
+            manifest
+                .get(key)
+                .and_then(Value::as_str)
+                .unwrap_or_default()
+        };
+        let (group, version) = text("apiVersion")
+            .split_once('/')
+            .unwrap_or_else(|| ("", text("apiVersion")));
+        let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(group, version, text("kind")));
+        let api: Api<DynamicObject> =
+            Api::namespaced_with(self.client(), &self.namespace, &resource);
+        let object = serde_json::from_value(manifest.clone())?;
+        api.create(&PostParams::default(), &object)
+            .await
+            .with_context(|| format!("cannot create {}", manifest))?;
+        Ok(())
+    }
+
+    /// Creates a Pod and waits until it is ready.
+    pub async fn start(&self, pod: Value) -> anyhow::Result<Pod> {
+        let name = pod
+            .pointer("/metadata/name")
+            .and_then(Value::as_str)
+            .unwrap_or_default()
+            .to_owned();
+        self.create(pod).await?;
+        self.ready(&name).await
+    }
+
+    /// The Pod, once all its containers are ready.
+    pub async fn ready(&self, pod: &str) -> anyhow::Result<Pod> {
+        self.pod_until(pod, "it is ready", START_LIMIT, |pod| {
+            condition(pod, "Ready").0 == "True"
+        })
+        .await
+    }
+
+    /// The Pod, once the predicate holds for it.
+    pub async fn pod_until(
+        &self,
+        pod: &str,
+        words: &str,
+        limit: Duration,
+        predicate: impl Fn(&Pod) -> bool,
+    ) -> anyhow::Result<Pod> {
+        let pods = self.pods();
+        wait::until(&format!("Pod {pod}: {words}"), limit, async || {
+            Ok(match pods.get_opt(pod).await? {
+                Some(pod) if predicate(&pod) => Ok(pod),
+                Some(pod) => Err(summary(&pod)),
+                None => Err("there is no such Pod".to_owned()),
+            })
+        })
+        .await
+    }
+
+    /// Writes an annotation on a Pod; `None` takes it away.
+    pub async fn annotate(&self, pod: &str, key: &str, value: Option<&str>) -> anyhow::Result<()> {
+        let patch = Patch::Merge(json!({ "metadata": { "annotations": { key: value } } }));
+        self.pods()
+            .patch(pod, &PatchParams::default(), &patch)
+            .await?;
+        Ok(())
+    }
+
+    /// Asks for the Pod's deletion and waits until it is gone.
+    pub async fn delete_pod(&self, pod: &str, limit: Duration) -> anyhow::Result<()> {
+        let pods = self.pods();
+        pods.delete(pod, &DeleteParams::default()).await?;
+        wait::until(&format!("the end of Pod {pod}"), limit, async || {
+            let left = pods.get_opt(pod).await?;
+            wait::holds(left.is_none(), || {
+                left.as_ref().map_or_else(String::new, summary)
+            })
+        })
+        .await
+    }
+    /// Asks for the Pod's deletion and waits for nothing.
+    pub async fn delete_pod_at_once(&self, pod: &str) -> anyhow::Result<()> {
+        self.pods().delete(pod, &DeleteParams::default()).await?;
+        Ok(())
+    }
+}
+
+/// Status, reason and message of a Pod's condition; empty where there is none.
+pub fn condition<'a>(pod: &'a Pod, kind: &str) -> (&'a str, &'a str, &'a str) {
+    let conditions = pod
+        .status
+        .as_ref()
+        .and_then(|status| status.conditions.as_deref());
+    let found = conditions
+        .unwrap_or_default()
+        .iter()
+        .find(|condition| condition.type_ == kind);
+    found.map_or(("", "", ""), |condition| {
+        let text = |field: &'a Option<String>| field.as_deref().unwrap_or_default();
+        (
+            &condition.status,
+            text(&condition.reason),
+            text(&condition.message),
+        )
+    })
+}
+
+/// Phase, conditions and containers of a Pod in a line.
+fn summary(pod: &Pod) -> String {
+    let status = pod.status.clone().unwrap_or_default();
+    let conditions = status
+        .conditions
+        .unwrap_or_default()
+        .into_iter()
+        .map(|condition| {
+            let reason = condition.reason.unwrap_or_default();
+            format!("{}={} {reason}", condition.type_, condition.status)
+        });
+    let conditions: Vec<String> = conditions.collect();
+    let init = status.init_container_statuses.unwrap_or_default();
+    let containers = status.container_statuses.unwrap_or_default();
+    let containers = init.into_iter().chain(containers).map(|status| {
+        let state = serde_json::to_string(&status.state).unwrap_or_default();
+        format!("{} restarts={} {state}", status.name, status.restart_count)
+    });
+    let containers: Vec<String> = containers.collect();
+    format!(
+        "{} {conditions:?} {containers:?}",
+        status.phase.unwrap_or_default()
+    )
+}
+
+/// UID of an object that the API has.
+pub fn uid(object: &impl ResourceExt) -> String {
+    object.uid().unwrap_or_default()
+}

@@ -1,0 +1,130 @@
+//! What a person would look up after a test failed.
+
+use std::fmt::Write;
+use std::time::Duration;
+
+use tokio::process::Command;
+
+use crate::agent::{self, Agent};
+use crate::case::Case;
+use crate::kubectl::Kubectl;
+
+const LINES: usize = 60;
+
+/// Objects, Events, logs, records and ledgers of the test's namespace.
+pub async fn explain(case: &Case) -> String {
+    let mut text = format!(
+        "=== namespace {} at the time of the failure\n",
+        case.namespace
+    );
+    let queries: [&[&str]; 3] = [
+        &["get", "pods,sandboxes,sandboxsnapshots", "-o", "wide"],
+        &["describe", "pods"],
+        &["describe", "sandboxes,sandboxsnapshots"],
+    ];
+    for query in queries {
+        section(&mut text, &case.kubectl, query).await;
+    }
+    let system = Kubectl {
+        namespace: agent::NAMESPACE.to_owned(),
+        ..case.kubectl.clone()
+    };
+    let tail = format!("--tail={LINES}");
+    section(
+        &mut text,
+        &system,
+        &["logs", "daemonset/torpor-agent", &tail],
+    )
+    .await;
+    section(
+        &mut text,
+        &system,
+        &["logs", "deployment/agent-sandbox-controller", &tail],
+    )
+    .await;
+    let log = Agent::find()
+        .ok()
+        .and_then(|agent| std::fs::read_to_string(agent.log_file()?).ok());
+    if let Some(log) = log {
+        add(&mut text, "the agent's log", &last(log.lines()));
+    }
+    node(&mut text, case);
+    for program in ["kubelet", "containerd"] {
+        program_log(&mut text, case, program).await;
+    }
+    text
+}
+
+fn add(text: &mut String, title: &str, body: &str) {
+    // Writing into a String cannot fail.
+    let _ = writeln!(text, "--- {title}\n{}", body.trim_end());
+}
+
+fn last<'a>(lines: impl Iterator<Item = &'a str>) -> String {
+    let all: Vec<&str> = lines.collect();
+    all[all.len().saturating_sub(LINES)..].join("\n")
+}
+
+async fn section(text: &mut String, kubectl: &Kubectl, args: &[&str]) {
+    let body = match kubectl.run(args).await {
+        Ok(ran) => ran.out + &ran.err,
+        Err(error) => format!("{error:#}"),
+    };
+    add(text, &format!("kubectl {}", args.join(" ")), &body);
+}
+
+/// Records, ledgers and images of the namespace's Pods on this node.
+fn node(text: &mut String, case: &Case) {
+    for pod in case.node.records.pods().unwrap_or_default() {
+        if pod.namespace.as_str() != case.namespace {
+            continue;
+        }
+        let uid = pod.pod_uid.as_str();
+        let containers = case
+            .node
+            .records
+            .containers_of(&pod.sandbox)
+            .unwrap_or_default();
+        let mut body = format!("state {:?}\n", case.node.records.state(&pod.sandbox));
+        for container in containers {
+            let _ = writeln!(body, "container {container:?}");
+        }
+        let _ = writeln!(body, "ledger {}", case.node.ledger_words(uid));
+        let _ = writeln!(
+            body,
+            "images {:?}",
+            case.node.images_of(&case.namespace, uid)
+        );
+        for process in case.node.sandbox_processes(uid).unwrap_or_default() {
+            let _ = writeln!(body, "process {} {:.120}", process.pid, process.command);
+        }
+        add(
+            text,
+            &format!(
+                "records of Pod {} ({uid}), sandbox {}",
+                pod.name, pod.sandbox
+            ),
+            &body,
+        );
+    }
+}
+
+/// Lines about the namespace in a program's log.
+async fn program_log(text: &mut String, case: &Case, program: &str) {
+    let Some(driver) = &case.cluster.driver else {
+        return;
+    };
+    let asked = Command::new(driver)
+        .args(["logs", program, "-n", "3000"])
+        .output();
+    let Ok(Ok(output)) = tokio::time::timeout(Duration::from_secs(20), asked).await else {
+        return;
+    };
+    let log = String::from_utf8_lossy(&output.stdout).into_owned();
+    let lines = log.lines().filter(|line| line.contains(&case.namespace));
+    add(
+        text,
+        &format!("{program}, about this namespace"),
+        &last(lines),
+    );
+}

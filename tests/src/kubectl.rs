@@ -1,0 +1,108 @@
+//! kubectl, with a time limit for every call: an exec or a delete that hangs is a finding, not a reason to hang with it.
+
+use std::path::PathBuf;
+use std::process::Stdio;
+use std::time::Duration;
+
+use anyhow::Context;
+use tokio::io::AsyncWriteExt;
+use tokio::process::{Child, Command};
+
+/// An exec that wakes a sandbox takes a second on a loaded machine.
+const LIMIT: Duration = Duration::from_secs(40);
+
+/// kubectl in one namespace.
+#[derive(Debug, Clone)]
+pub struct Kubectl {
+    pub program: PathBuf,
+    pub namespace: String,
+}
+
+/// What a command left behind.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ran {
+    /// Exit code; -1 when a signal ended it.
+    pub code: i32,
+    pub out: String,
+    pub err: String,
+}
+
+impl Ran {
+    /// Standard output without the white space around it; an error unless the command succeeded.
+    pub fn ok(self) -> anyhow::Result<String> {
+        anyhow::ensure!(
+            self.code == 0,
+            "exit code {}: {}{}",
+            self.code,
+            self.err,
+            self.out
+        );
+        Ok(self.out.trim().to_owned())
+    }
+}
+
+impl Kubectl {
+    /// Runs to the end, whatever the exit code.
+    pub async fn run(&self, args: &[&str]) -> anyhow::Result<Ran> {
+        self.run_with(args, None).await
+    }
+
+    /// Runs to the end with `input` as standard input.
+    pub async fn run_with(&self, args: &[&str], input: Option<&[u8]>) -> anyhow::Result<Ran> {
+        let words = || format!("kubectl {}", args.join(" "));
+        let mut child = self.spawn(args, input.is_some())?;
+        let fed = child.stdin.take().zip(input);
+        let finished = async {
+            if let Some((mut stdin, input)) = fed {
+                // Who does not read to the end has ended: its exit code says why.
+                let _ = stdin.write_all(input).await;
+                drop(stdin);
+            }
+            child.wait_with_output().await
+        };
+        let output = tokio::time::timeout(LIMIT, finished)
+            .await
+            .with_context(|| format!("{} did not end within {LIMIT:?}", words()))?
+            .with_context(words)?;
+        Ok(Ran {
+            code: output.status.code().unwrap_or(-1),
+            out: String::from_utf8_lossy(&output.stdout).into_owned(),
+            err: String::from_utf8_lossy(&output.stderr).into_owned(),
+        })
+    }
+
+    /// Standard output of a command that must succeed.
+    pub async fn ok(&self, args: &[&str]) -> anyhow::Result<String> {
+        let ran = self.run(args).await?;
+        ran.ok()
+            .with_context(|| format!("kubectl {}", args.join(" ")))
+    }
+
+    /// Starts it; it is killed when the answer is dropped.
+    pub fn spawn(&self, args: &[&str], input: bool) -> anyhow::Result<Child> {
+        Command::new(&self.program)
+            .arg("--namespace")
+            .arg(&self.namespace)
+            .args(args)
+            .stdin(if input { Stdio::piped() } else { Stdio::null() })
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()
+            .with_context(|| format!("cannot run {}", self.program.display()))
+    }
+
+    /// `kubectl exec` in a container, whatever the exit code.
+    pub async fn exec(&self, pod: &str, container: &str, command: &[&str]) -> anyhow::Result<Ran> {
+        let mut args = vec!["exec", pod, "-c", container, "--"];
+        args.extend(command);
+        self.run(&args).await
+    }
+
+    /// `kubectl exec` of a shell line that must succeed; answers what it printed.
+    pub async fn sh(&self, pod: &str, container: &str, line: &str) -> anyhow::Result<String> {
+        let ran = self.exec(pod, container, &["sh", "-c", line]).await?;
+        ran.ok()
+            .with_context(|| format!("in {pod}/{container}: {line}"))
+    }
+}

@@ -1,0 +1,22 @@
+//! What the end-to-end tests and the benchmark stand on: a cluster, a namespace for each test, kubectl, and a look at the
+//! node itself.
+//!
+//! The tests run on the machine that is the cluster's node (`hack/cluster up` makes such a one): what Torpor promises
+//! about processes, cgroups, mounts and files is looked up there and not asked for through the API.
+
+pub mod agent;
+pub mod case;
+pub mod cluster;
+pub mod explain;
+pub mod fullness;
+pub mod kubectl;
+pub mod machine;
+pub mod node;
+pub mod pods;
+pub mod remains;
+pub mod retag;
+pub mod sandboxes;
+pub mod sleep;
+pub mod terminal;
+pub mod wait;
+pub mod witness;

@@ -1,0 +1,161 @@
+//! Processes, cgroups and mounts of this machine.
+
+use std::path::{Path, PathBuf};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+const CGROUP_ROOT: &str = "/sys/fs/cgroup";
+
+/// A process that runs. One that has ended and waits for its parent is none.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Process {
+    pub pid: i32,
+    pub parent: i32,
+    /// The command line, its words separated by blanks.
+    pub command: String,
+}
+
+impl Process {
+    fn read(pid: i32) -> Option<Self> {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        // The name in brackets may hold anything: the fields are counted from its end.
+        let mut fields = stat.rsplit(')').next()?.split_whitespace();
+        let state = fields.next()?;
+        let parent = fields.next()?.parse().ok()?;
+        let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+        let words: Vec<_> = line
+            .split(|byte| *byte == 0)
+            .map(String::from_utf8_lossy)
+            .collect();
+        (state != "Z").then(|| Self {
+            pid,
+            parent,
+            command: words.join(" ").trim().to_owned(),
+        })
+    }
+
+    /// Ends it as nobody expects: no handler runs.
+    pub fn kill(&self) -> anyhow::Result<()> {
+        Ok(kill(Pid::from_raw(self.pid), Signal::SIGKILL)?)
+    }
+
+    /// Whether the same process still runs.
+    pub fn lives(&self) -> bool {
+        Self::read(self.pid).is_some_and(|now| now == *self)
+    }
+
+    /// Proportional set size in KiB: its own memory and its part of what it shares.
+    pub fn pss_kib(&self) -> Option<u64> {
+        let text = std::fs::read_to_string(format!("/proc/{}/smaps_rollup", self.pid)).ok()?;
+        let line = text.lines().find(|line| line.starts_with("Pss:"))?;
+        line.split_whitespace().nth(1)?.parse().ok()
+    }
+
+    /// User and system time so far, in clock ticks.
+    pub fn cpu_ticks(&self) -> Option<u64> {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid)).ok()?;
+        let fields: Vec<&str> = stat.rsplit(')').next()?.split_whitespace().collect();
+        Some(fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?)
+    }
+}
+
+/// All processes of the machine.
+pub fn processes() -> Vec<Process> {
+    let Ok(entries) = std::fs::read_dir("/proc") else {
+        return Vec::new();
+    };
+    let pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    pids.filter_map(Process::read).collect()
+}
+
+/// Processes whose command line names one of `words`.
+pub fn processes_naming(words: &[String]) -> Vec<Process> {
+    let mut found = processes();
+    found.retain(|process| {
+        words
+            .iter()
+            .any(|word| process.command.contains(word.as_str()))
+    });
+    found
+}
+
+/// The mounted hierarchies: one on cgroup v2, several on v1.
+fn hierarchies() -> Vec<PathBuf> {
+    let root = Path::new(CGROUP_ROOT);
+    if root.join("cgroup.controllers").exists() {
+        return vec![root.into()];
+    }
+    let Ok(entries) = std::fs::read_dir(root) else {
+        return Vec::new();
+    };
+    let dirs = entries.filter_map(Result::ok).filter(|entry| {
+        entry.file_type().is_ok_and(|kind| kind.is_dir())
+            && entry.path().join("cgroup.procs").exists()
+    });
+    dirs.map(|entry| entry.path()).collect()
+}
+
+/// Processes in the cgroup, over all hierarchies.
+pub fn processes_in(cgroup: &Path) -> Vec<Process> {
+    let mut pids: Vec<i32> = hierarchies()
+        .iter()
+        .filter_map(|root| std::fs::read_to_string(root.join(cgroup).join("cgroup.procs")).ok())
+        .flat_map(|text| {
+            text.lines()
+                .filter_map(|pid| pid.parse().ok())
+                .collect::<Vec<_>>()
+        })
+        .collect();
+    pids.sort_unstable();
+    pids.dedup();
+    pids.into_iter().filter_map(Process::read).collect()
+}
+
+/// The lines of a file of the cgroup, of all hierarchies that have it (`cpu.stat` is in more than one).
+pub fn cgroup_file(cgroup: &Path, name: &str) -> Vec<String> {
+    let paths = hierarchies()
+        .into_iter()
+        .map(|root| root.join(cgroup).join(name));
+    let texts = paths.filter_map(|path| std::fs::read_to_string(path).ok());
+    texts
+        .flat_map(|text| text.lines().map(str::to_owned).collect::<Vec<_>>())
+        .collect()
+}
+
+/// Directories of cgroups whose path names `word`.
+pub fn cgroups_naming(word: &str) -> Vec<PathBuf> {
+    // The kubelet's systemd driver writes a UID with underscores.
+    let words = [word.to_owned(), word.replace('-', "_")];
+    let mut found = Vec::new();
+    let mut left = hierarchies();
+    while let Some(dir) = left.pop() {
+        let Ok(entries) = std::fs::read_dir(&dir) else {
+            continue;
+        };
+        for entry in entries.filter_map(Result::ok) {
+            if !entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                continue;
+            }
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if words.iter().any(|word| name.contains(word.as_str())) {
+                found.push(entry.path());
+            } else {
+                left.push(entry.path());
+            }
+        }
+    }
+    found
+}
+
+/// Mount points of this mount namespace whose line in mountinfo names one of `words`.
+pub fn mounts_naming(words: &[String]) -> Vec<String> {
+    let text = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let lines = text
+        .lines()
+        .filter(|line| words.iter().any(|word| line.contains(word.as_str())));
+    lines
+        .filter_map(|line| line.split(' ').nth(4))
+        .map(str::to_owned)
+        .collect()
+}

@@ -1,0 +1,165 @@
+//! What Torpor keeps of its pods on this node, and the processes that stand for them.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use torpor_core::ids::PodUid;
+use torpor_gvisor::config::{Config, FILE_NAME};
+use torpor_gvisor::record::{ContainerRecord, PodRecord, Records, SandboxState};
+use torpor_gvisor::spec::Role;
+use torpor_snapshots::Store;
+
+use crate::machine::{self, Process};
+
+/// Environment: where Torpor is installed on the node.
+const INSTALL_DIR: &str = "TORPOR_INSTALL_DIR";
+const DEFAULT_INSTALL_DIR: &str = "/opt/torpor";
+/// What names the pause container in calls here; its record has no name.
+pub const PAUSE: &str = "";
+
+/// This machine as a node of the cluster.
+#[derive(Debug)]
+pub struct Node {
+    pub config: Config,
+    pub records: Records,
+    pub store: Store,
+}
+
+impl Node {
+    /// Reads the configuration that the installer wrote.
+    pub fn here() -> anyhow::Result<Self> {
+        let dir = std::env::var(INSTALL_DIR).unwrap_or_else(|_| DEFAULT_INSTALL_DIR.to_owned());
+        let path = Path::new(&dir).join("bin").join(FILE_NAME);
+        let config = Config::read(&path).context(
+            "the end-to-end tests look at the node itself: run them, as root, on a node where Torpor is installed",
+        )?;
+        let (records, store) = (Records::new(&config), Store::open(&config.store_dir)?);
+        Ok(Self {
+            config,
+            records,
+            store,
+        })
+    }
+
+    /// Every sandbox that is recorded for the Pod, the newest last.
+    pub fn sandboxes_of(&self, uid: &str) -> anyhow::Result<Vec<PodRecord>> {
+        let mut found = self.records.pods()?;
+        found.retain(|pod| pod.pod_uid.as_str() == uid);
+        found.sort_by_key(|pod| self.records.made_at(&pod.sandbox));
+        Ok(found)
+    }
+
+    /// The Pod's sandbox.
+    pub fn sandbox_of(&self, uid: &str) -> anyhow::Result<PodRecord> {
+        self.sandboxes_of(uid)?
+            .pop()
+            .with_context(|| format!("no sandbox is recorded for Pod {uid}"))
+    }
+
+    /// What the Pod's sandbox is doing, by its record.
+    pub fn state_of(&self, uid: &str) -> anyhow::Result<SandboxState> {
+        Ok(self.records.state(&self.sandbox_of(uid)?.sandbox)?)
+    }
+
+    /// The record of a container by its name in the Pod ([`PAUSE`] for the pause container).
+    pub fn container(&self, uid: &str, name: &str) -> anyhow::Result<ContainerRecord> {
+        let sandbox = self.sandbox_of(uid)?.sandbox;
+        let found = self
+            .records
+            .containers_of(&sandbox)?
+            .into_iter()
+            .find(|container| {
+                container.name == name && (container.role == Role::Sandbox) == (name == PAUSE)
+            });
+        found.with_context(|| format!("container {name:?} of Pod {uid} is not recorded"))
+    }
+
+    /// The process that stands for a container.
+    pub fn keeper(&self, uid: &str, name: &str) -> anyhow::Result<Process> {
+        let record = self.container(uid, name)?;
+        machine::processes_naming(&[record.id.to_string()])
+            .into_iter()
+            .find(|process| u32::try_from(process.pid).is_ok_and(|pid| pid == record.keeper_pid))
+            .with_context(|| format!("the keeper of container {name:?} does not run"))
+    }
+
+    /// containerd's shim of the Pod.
+    pub fn shim(&self, uid: &str) -> anyhow::Result<Process> {
+        let sandbox = self.sandbox_of(uid)?.sandbox;
+        let found = machine::processes_naming(&[format!("-id {sandbox}")]);
+        let mut shims = found
+            .into_iter()
+            .filter(|process| process.command.contains("containerd-shim"));
+        shims
+            .next()
+            .with_context(|| format!("no shim runs for sandbox {sandbox}"))
+    }
+
+    /// The sandbox' own processes: sentry, gofers, and the stubs that hold the programs' memory.
+    pub fn sandbox_processes(&self, uid: &str) -> anyhow::Result<Vec<Process>> {
+        Ok(machine::processes_in(&self.sandbox_of(uid)?.cgroup))
+    }
+
+    /// gVisor's kernel of the Pod.
+    pub fn sentry(&self, uid: &str) -> anyhow::Result<Process> {
+        self.of_runsc(uid, "runsc-sandbox")
+    }
+
+    /// A file server of the Pod.
+    pub fn gofer(&self, uid: &str) -> anyhow::Result<Process> {
+        self.of_runsc(uid, "runsc-gofer")
+    }
+
+    fn of_runsc(&self, uid: &str, name: &str) -> anyhow::Result<Process> {
+        let found = self
+            .sandbox_processes(uid)?
+            .into_iter()
+            .find(|p| p.command.starts_with(name));
+        found.with_context(|| format!("no {name} runs for Pod {uid}"))
+    }
+
+    /// Directory of a namespace's images.
+    pub fn images_dir(&self, namespace: &str) -> PathBuf {
+        self.config.store_dir.join("images").join(namespace)
+    }
+
+    /// Everything in the store's folder of the namespace that is named after the Pod: images, partial ones, rubbish.
+    pub fn images_of(&self, namespace: &str, uid: &str) -> Vec<PathBuf> {
+        let Ok(entries) = std::fs::read_dir(self.images_dir(namespace)) else {
+            return Vec::new();
+        };
+        let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
+        let mut found: Vec<PathBuf> = paths
+            .filter(|path| {
+                path.file_name()
+                    .is_some_and(|name| name.to_string_lossy().contains(uid))
+            })
+            .collect();
+        found.sort();
+        found
+    }
+
+    /// The one image of the Pod that is in the store.
+    pub fn image_of(&self, namespace: &str, uid: &str) -> anyhow::Result<PathBuf> {
+        let mut images = self.images_of(namespace, uid);
+        anyhow::ensure!(
+            images.len() == 1,
+            "Pod {uid} has not one image but {images:?}"
+        );
+        images.pop().context("no image")
+    }
+
+    /// The Pod's ledger file.
+    pub fn ledger_path(&self, uid: &str) -> PathBuf {
+        self.config.store_dir.join("ledger").join(uid)
+    }
+
+    /// What the Pod's ledger says, for people.
+    pub fn ledger_words(&self, uid: &str) -> String {
+        let read = || -> anyhow::Result<String> {
+            let ledger = self.store.ledger(&PodUid::new(uid)?)?;
+            Ok(format!("{:?}", ledger.read()?))
+        };
+        read().unwrap_or_else(|error| format!("{error:#}"))
+    }
+}

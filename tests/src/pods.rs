@@ -1,0 +1,69 @@
+//! Pods for tests, as manifests.
+
+use serde_json::{Value, json};
+
+pub const BUSYBOX: &str = "torpor.dev/busybox:dev";
+pub const PYTHON: &str = "torpor.dev/demo-python:dev";
+
+/// A container that runs a shell line.
+pub fn shell(name: &str, line: &str) -> Value {
+    container(name, BUSYBOX, json!(["sh", "-c", line]))
+}
+
+/// A container that runs a Python program.
+pub fn python(name: &str, program: &str) -> Value {
+    container(name, PYTHON, json!(["python3", "-u", "-c", program]))
+}
+
+fn container(name: &str, image: &str, command: Value) -> Value {
+    json!({ "name": name, "image": image, "imagePullPolicy": "Never", "command": command })
+}
+
+/// `over`, laid over `base`: objects key by key, everything else replaced.
+pub fn with(mut base: Value, over: Value) -> Value {
+    merge(&mut base, over);
+    base
+}
+
+fn merge(base: &mut Value, over: Value) {
+    match (base, over) {
+        (Value::Object(base), Value::Object(over)) => {
+            for (key, value) in over {
+                merge(base.entry(key).or_insert(Value::Null), value);
+            }
+        }
+        (base, over) => *base = over,
+    }
+}
+
+/// What a Pod of the RuntimeClass torpor and a Sandbox' pod template have in common.
+pub fn pod_spec(spec: Value) -> Value {
+    let base = json!({
+        "runtimeClassName": "torpor",
+        "terminationGracePeriodSeconds": 2,
+        "automountServiceAccountToken": false,
+    });
+    with(base, spec)
+}
+
+/// A Pod of the RuntimeClass torpor.
+pub fn pod(name: &str, spec: Value) -> Value {
+    json!({ "apiVersion": "v1", "kind": "Pod", "metadata": { "name": name }, "spec": pod_spec(spec) })
+}
+
+/// A Pod with one container `a` that runs a shell line.
+pub fn shell_pod(name: &str, line: &str) -> Value {
+    pod(name, json!({ "containers": [shell("a", line)] }))
+}
+
+/// A shell line that counts ten times a second in a variable, prints it to its log and writes it to /n.
+pub const COUNT: &str =
+    "n=0; while true; do n=$((n+1)); echo $n >/n.new; mv /n.new /n; echo count $n; sleep 0.1; done";
+
+/// Mounts of volumes: pairs of name and path.
+pub fn mounts(pairs: &[(&str, &str)]) -> Value {
+    pairs
+        .iter()
+        .map(|(name, path)| json!({ "name": name, "mountPath": path }))
+        .collect()
+}

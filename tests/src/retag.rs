@@ -1,0 +1,75 @@
+//! Names of images in the node's containerd.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::Context;
+
+use crate::machine;
+
+/// A name for an image that a test moves about; it is removed when this is dropped. Uses containerd's own `ctr`, which lies
+/// beside the cluster's kubectl.
+#[derive(Debug)]
+pub struct Tag {
+    ctr: PathBuf,
+    address: PathBuf,
+    pub name: String,
+}
+
+impl Tag {
+    /// Makes `name` a name of the image that is called `of`.
+    pub fn new(kubectl: &Path, name: String, of: &str) -> anyhow::Result<Self> {
+        let tag = Self {
+            ctr: kubectl.with_file_name("ctr"),
+            address: address()?,
+            name,
+        };
+        tag.point_to(of)?;
+        Ok(tag)
+    }
+
+    /// From now on it names another image.
+    pub fn point_to(&self, of: &str) -> anyhow::Result<()> {
+        self.images(&["tag", "--force", of, &self.name])
+    }
+
+    fn images(&self, args: &[&str]) -> anyhow::Result<()> {
+        let output = Command::new(&self.ctr)
+            .args(["--timeout", "20s", "--address"])
+            .arg(&self.address)
+            .args(["--namespace", "k8s.io", "images"])
+            .args(args)
+            .stdin(Stdio::null())
+            .output()
+            .with_context(|| format!("cannot run {}", self.ctr.display()))?;
+        let words = String::from_utf8_lossy(&output.stderr);
+        anyhow::ensure!(
+            output.status.success(),
+            "ctr images {}: {words}",
+            args.join(" ")
+        );
+        Ok(())
+    }
+}
+
+impl Drop for Tag {
+    fn drop(&mut self) {
+        // A name that stays is in nobody's way.
+        let _ = self.images(&["rm", &self.name]);
+    }
+}
+
+/// containerd's socket, as every shim's command line names it.
+fn address() -> anyhow::Result<PathBuf> {
+    let shims = machine::processes_naming(&["containerd-shim".to_owned()]);
+    let mut addresses = shims.iter().filter_map(|shim| {
+        let mut words = shim
+            .command
+            .split(' ')
+            .skip_while(|word| *word != "-address");
+        words.nth(1).map(PathBuf::from)
+    });
+    addresses
+        .next()
+        .context("no shim of containerd runs on this machine")
+}

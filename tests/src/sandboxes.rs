@@ -1,0 +1,98 @@
+//! Sandboxes for tests, and waiting for what they say of themselves.
+
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
+use kube::api::{Patch, PatchParams};
+use serde_json::{Value, json};
+use torpor_api::Sandbox;
+use torpor_api::conditions::find;
+
+use crate::case::Case;
+use crate::pods::pod_spec;
+use crate::wait;
+
+/// A save, a deletion with its grace period, a start: seconds, on a busy machine more.
+pub const LIMIT: Duration = Duration::from_secs(60);
+
+/// A Sandbox of the RuntimeClass torpor.
+pub fn sandbox(name: &str, spec: Value) -> Value {
+    json!({
+        "apiVersion": "agents.x-k8s.io/v1beta1",
+        "kind": "Sandbox",
+        "metadata": { "name": name },
+        "spec": { "podTemplate": { "spec": pod_spec(spec) } },
+    })
+}
+
+/// The Sandbox' conditions, none before its first status.
+pub fn conditions(sandbox: &Sandbox) -> &[Condition] {
+    sandbox
+        .status
+        .as_ref()
+        .map_or(&[], |status| &status.conditions)
+}
+
+/// Status, reason and message of a condition; empty where there is none.
+pub fn said<'a>(sandbox: &'a Sandbox, kind: &str) -> (&'a str, &'a str, &'a str) {
+    find(conditions(sandbox), kind).map_or(("", "", ""), |condition| {
+        (&condition.status, &condition.reason, &condition.message)
+    })
+}
+
+impl Case {
+    /// Sets `operatingMode`.
+    pub async fn set_mode(&self, sandbox: &str, mode: &str) -> anyhow::Result<()> {
+        self.patch(sandbox, json!({ "spec": { "operatingMode": mode } }))
+            .await
+    }
+
+    /// Changes a Sandbox by a merge patch.
+    pub async fn patch(&self, sandbox: &str, change: Value) -> anyhow::Result<()> {
+        let (parameters, patch) = (PatchParams::default(), Patch::Merge(change));
+        self.sandboxes().patch(sandbox, &parameters, &patch).await?;
+        Ok(())
+    }
+
+    /// The Sandbox, once a condition has this status and reason.
+    pub async fn sandbox_says(
+        &self,
+        sandbox: &str,
+        kind: &str,
+        status: &str,
+        reason: &str,
+    ) -> anyhow::Result<Sandbox> {
+        let words = format!("Sandbox {sandbox}: {kind}={status}/{reason}");
+        wait::until(&words, LIMIT, async || {
+            let found = self.sandboxes().get(sandbox).await?;
+            let (has_status, has_reason, _) = said(&found, kind);
+            Ok(if (has_status, has_reason) == (status, reason) {
+                Ok(found)
+            } else {
+                Err(format!("{:?}", conditions(&found)))
+            })
+        })
+        .await
+    }
+
+    /// The Pod of a Sandbox that is ready.
+    pub async fn sandbox_ready(&self, sandbox: &str) -> anyhow::Result<Pod> {
+        self.sandbox_says(sandbox, "Ready", "True", "DependenciesReady")
+            .await?;
+        self.ready(sandbox).await
+    }
+
+    /// Suspends and waits until the Pod is gone.
+    pub async fn suspend(&self, sandbox: &str) -> anyhow::Result<Sandbox> {
+        self.set_mode(sandbox, "Suspended").await?;
+        self.sandbox_says(sandbox, "Suspended", "True", "PodTerminated")
+            .await
+    }
+
+    /// Resumes and waits for the new Pod.
+    pub async fn resume(&self, sandbox: &str) -> anyhow::Result<Pod> {
+        self.set_mode(sandbox, "Running").await?;
+        self.sandbox_ready(sandbox).await
+    }
+}

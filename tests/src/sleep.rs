@@ -1,0 +1,51 @@
+//! Putting a Pod to sleep and waking it through its annotation, and waiting for what it says of itself.
+
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod;
+use torpor_api::annotations::HIBERNATE;
+use torpor_api::conditions::POD_HIBERNATED;
+use torpor_api::reasons::hibernated::AWAKE;
+
+use crate::case::{Case, condition};
+
+/// A save of a small sandbox takes a tenth of a second; four of them on two busy cores, longer.
+pub const SLEEP_LIMIT: Duration = Duration::from_secs(40);
+
+impl Case {
+    /// Asks for hibernation and waits until the Pod says that it sleeps.
+    pub async fn hibernate(&self, pod: &str) -> anyhow::Result<Pod> {
+        self.annotate(pod, HIBERNATE, Some("true")).await?;
+        self.asleep(pod).await
+    }
+
+    /// Takes the wish for hibernation away and waits until the Pod says that it is awake.
+    pub async fn wake(&self, pod: &str) -> anyhow::Result<Pod> {
+        self.annotate(pod, HIBERNATE, None).await?;
+        let awake = |pod: &Pod| condition(pod, POD_HIBERNATED).1 == AWAKE && is_ready(pod);
+        self.pod_until(pod, "it is awake", SLEEP_LIMIT, awake).await
+    }
+
+    /// The Pod, once it says that it sleeps.
+    pub async fn asleep(&self, pod: &str) -> anyhow::Result<Pod> {
+        let asleep = |pod: &Pod| condition(pod, POD_HIBERNATED).0 == "True";
+        self.pod_until(pod, "it sleeps", SLEEP_LIMIT, asleep).await
+    }
+}
+
+/// Whether all containers of the Pod are ready.
+pub fn is_ready(pod: &Pod) -> bool {
+    condition(pod, "Ready").0 == "True"
+}
+
+/// How often the Pod's containers were restarted, all together.
+pub fn restarts(pod: &Pod) -> i32 {
+    let status = pod.status.as_ref();
+    let containers = status
+        .and_then(|status| status.container_statuses.as_deref())
+        .unwrap_or_default();
+    containers
+        .iter()
+        .map(|container| container.restart_count)
+        .sum()
+}

@@ -1,0 +1,84 @@
+"""A program that can tell whether it is still the same: it holds memory, counts, has a child and open files.
+
+It answers each line on port 8080 with a line of JSON, on as many connections as there are. Environment: MEGABYTES of random
+bytes to hold, FILES to write its secret into and to hold open (separated by colons).
+"""
+
+import hashlib
+import json
+import os
+import random
+import socket
+import socketserver
+import subprocess
+import threading
+import time
+
+PATHS = [path for path in os.environ.get("FILES", "").split(":") if path]
+
+counter = 0
+secret = os.urandom(8).hex()
+source = random.Random(secret)
+memory = {f"block-{n}": source.randbytes(1 << 20) for n in range(int(os.environ.get("MEGABYTES", "1")))}
+for path in PATHS:
+    with open(path, "a") as file:
+        file.write(secret + "\n")
+held = {path: open(path) for path in PATHS}
+child = subprocess.Popen(["sleep", "1000000"])
+
+
+def count():
+    global counter
+    while True:
+        counter += 1
+        if counter % 10 == 0:
+            print("count", counter, flush=True)
+        time.sleep(0.05)
+
+
+def on_disk(path):
+    try:
+        with open(path) as file:
+            return secret in file.read().split()
+    except OSError:
+        return False
+
+
+def still_open(file):
+    file.seek(0)
+    return secret in file.read().split()
+
+
+def digest():
+    total = hashlib.sha256()
+    for name in sorted(memory):
+        total.update(memory[name])
+    return total.hexdigest()
+
+
+def state():
+    return {
+        "secret": secret,
+        "counter": counter,
+        "digest": digest(),
+        "pid": os.getpid(),
+        "child": child.pid if child.poll() is None else None,
+        "hostname": socket.gethostname(),
+        "files": {path: on_disk(path) for path in PATHS},
+        "open": {path: still_open(file) for path, file in held.items()},
+    }
+
+
+class Lines(socketserver.StreamRequestHandler):
+    def handle(self):
+        for line in self.rfile:
+            self.wfile.write(json.dumps(state()).encode() + b"\n")
+
+
+class Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+
+
+threading.Thread(target=count, daemon=True).start()
+Server(("", 8080), Lines).serve_forever()

@@ -1,0 +1,138 @@
+//! Talking to `witness.py`, the program in a sandbox that can tell whether it is still the same.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use anyhow::Context;
+use k8s_openapi::api::core::v1::Pod;
+use serde::Deserialize;
+use serde_json::{Value, json};
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+use tokio::net::TcpStream;
+
+use crate::pods::{python, with};
+use crate::wait;
+
+const PORT: u16 = 8080;
+/// Hashing a hundred megabytes in gVisor on a busy machine takes a second.
+const ANSWER_LIMIT: Duration = Duration::from_secs(20);
+const START_LIMIT: Duration = Duration::from_secs(60);
+
+/// The program's container `witness`, holding `megabytes` and the files.
+pub fn container(megabytes: u32, files: &[&str]) -> Value {
+    let env = json!([
+        { "name": "MEGABYTES", "value": megabytes.to_string() },
+        { "name": "FILES", "value": files.join(":") },
+    ]);
+    with(
+        python("witness", include_str!("witness.py")),
+        json!({ "env": env }),
+    )
+}
+
+/// What it says of itself.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct State {
+    /// Random, drawn at its start: another secret is another life.
+    pub secret: String,
+    /// Goes up twenty times a second.
+    pub counter: u64,
+    /// SHA-256 of the memory that it holds.
+    pub digest: String,
+    pub pid: u32,
+    /// Its child, while that runs.
+    pub child: Option<u32>,
+    pub hostname: String,
+    /// Whether each file holds the secret when it is opened by name.
+    pub files: BTreeMap<String, bool>,
+    /// Whether each file that was opened at the start can still be read.
+    pub open: BTreeMap<String, bool>,
+}
+
+impl State {
+    /// Whether `self` is what became of `before`: the same life, gone on.
+    pub fn goes_on_from(&self, before: &Self) -> anyhow::Result<()> {
+        let differences = self.differences(before);
+        anyhow::ensure!(
+            differences.is_empty(),
+            "{differences:?}: before {before:?}, now {self:?}"
+        );
+        Ok(())
+    }
+
+    fn differences(&self, before: &Self) -> Vec<&'static str> {
+        let checks = [
+            ("secret", self.secret == before.secret),
+            ("memory", self.digest == before.digest),
+            ("counter", self.counter >= before.counter),
+            ("process", self.pid == before.pid),
+            ("child", self.child.is_some() && self.child == before.child),
+            ("hostname", self.hostname == before.hostname),
+            ("files", self.files.values().all(|there| *there)),
+            ("open files", self.open.values().all(|there| *there)),
+        ];
+        checks
+            .into_iter()
+            .filter(|(_, same)| !same)
+            .map(|(name, _)| name)
+            .collect()
+    }
+}
+
+/// One connection to the program.
+#[derive(Debug)]
+pub struct Connection(BufReader<TcpStream>);
+
+impl Connection {
+    /// Connects to the Pod's address from the node.
+    pub async fn open(pod: &Pod) -> anyhow::Result<Self> {
+        let address = address(pod)?;
+        let stream =
+            tokio::time::timeout(ANSWER_LIMIT, TcpStream::connect((address.as_str(), PORT)));
+        let stream = stream.await.context("no connection in time")?;
+        Ok(Self(BufReader::new(
+            stream.with_context(|| format!("no connection to {address}"))?,
+        )))
+    }
+
+    /// Sends a question whose answer is read later.
+    pub async fn send(&mut self) -> anyhow::Result<()> {
+        Ok(self.0.write_all(b"?\n").await?)
+    }
+
+    /// Asks on this connection.
+    pub async fn ask(&mut self) -> anyhow::Result<State> {
+        self.send().await?;
+        self.answer().await
+    }
+
+    /// Reads the answer to a question that was sent.
+    pub async fn answer(&mut self) -> anyhow::Result<State> {
+        let asked = async {
+            let mut line = String::new();
+            self.0.read_line(&mut line).await?;
+            anyhow::ensure!(!line.is_empty(), "the connection was closed");
+            Ok(serde_json::from_str(&line)?)
+        };
+        tokio::time::timeout(ANSWER_LIMIT, asked)
+            .await
+            .context("no answer in time")?
+    }
+}
+
+/// The Pod's address.
+pub fn address(pod: &Pod) -> anyhow::Result<String> {
+    let status = pod.status.as_ref().and_then(|status| status.pod_ip.clone());
+    status.context("the Pod has no address")
+}
+
+/// Asks the program as soon as it answers.
+pub async fn ask(pod: &Pod) -> anyhow::Result<State> {
+    wait::until("the witness answers", START_LIMIT, async || {
+        let answer = async { Connection::open(pod).await?.ask().await };
+        Ok(answer
+            .await
+            .map_err(|error: anyhow::Error| format!("{error:#}")))
+    })
+    .await
+}

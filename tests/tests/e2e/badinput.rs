@@ -1,0 +1,210 @@
+//! Damaged images and ledgers, and disks that are full: refused in words, nothing lost, and well again once mended.
+
+use std::fs;
+use std::os::unix::fs::{DirBuilderExt, symlink};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod;
+use torpor_api::annotations::HIBERNATE;
+use torpor_api::conditions::POD_HIBERNATED;
+use torpor_tests::case::{Case, case, condition, uid};
+use torpor_tests::fullness::FullDisk;
+use torpor_tests::pods::{COUNT, shell_pod};
+use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
+
+/// A counting Pod that sleeps, the number that it had reached, and its image.
+async fn sleeper(case: &Case) -> anyhow::Result<(Pod, u64, PathBuf)> {
+    let pod = case.start(shell_pod("p", COUNT)).await?;
+    let counted = case.kubectl.sh("p", "a", "cat /n").await?.parse()?;
+    case.hibernate("p").await?;
+    let image = case.node.image_of(&case.namespace, &uid(&pod))?;
+    Ok((pod, counted, image))
+}
+
+/// An exec is refused with all of `words`, and the image is still there.
+async fn exec_is_refused(case: &Case, image: &Path, words: &[&str]) -> anyhow::Result<()> {
+    let ran = case.kubectl.exec("p", "a", &["cat", "/n"]).await?;
+    anyhow::ensure!(ran.code != 0, "the exec was not refused: {ran:?}");
+    for word in words {
+        anyhow::ensure!(ran.err.contains(word), "{word:?} is not in: {}", ran.err);
+    }
+    anyhow::ensure!(
+        fs::symlink_metadata(image).is_ok(),
+        "{} is gone",
+        image.display()
+    );
+    Ok(())
+}
+
+/// Wakes the mended Pod: it is the one that went to sleep.
+async fn wakes_as_it_was(case: &Case, counted: u64) -> anyhow::Result<()> {
+    let awake = case.wake("p").await?;
+    let now: u64 = case.kubectl.sh("p", "a", "cat /n").await?.parse()?;
+    anyhow::ensure!(
+        now >= counted && restarts(&awake) == 0,
+        "{counted} → {now}, restarted"
+    );
+    Ok(())
+}
+
+fn flip_a_byte(path: &Path) -> anyhow::Result<()> {
+    let mut bytes = fs::read(path)?;
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    Ok(fs::write(path, bytes)?)
+}
+
+#[tokio::test]
+async fn damage_to_any_file_of_an_image_is_named_and_mending_it_is_enough() -> anyhow::Result<()> {
+    case("damage", async |case| {
+        let (_, counted, image) = sleeper(case).await?;
+        let id = image
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
+        for name in [
+            "pages.img",
+            "pages_meta.img",
+            "checkpoint.img",
+            "manifest.json",
+        ] {
+            let path = image.join(name);
+            let whole = fs::read(&path)?;
+            let part = if name == "manifest.json" {
+                "manifest"
+            } else {
+                name
+            };
+            let words = [id.as_str(), part, "start cold"];
+
+            flip_a_byte(&path)?;
+            exec_is_refused(case, &image, &words).await?;
+            fs::write(&path, &whole[..whole.len() / 2])?;
+            exec_is_refused(case, &image, &words).await?;
+            fs::remove_file(&path)?;
+            exec_is_refused(case, &image, &[&id]).await?;
+
+            fs::write(&path, &whole)?;
+            fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
+        }
+        wakes_as_it_was(case, counted).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn an_image_that_others_could_have_put_there_is_refused() -> anyhow::Result<()> {
+    case("foreign", async |case| {
+        let (_, counted, image) = sleeper(case).await?;
+        let aside = image.with_file_name("aside");
+
+        // A link in place of the directory, and in place of a file.
+        fs::rename(&image, &aside)?;
+        symlink(&aside, &image)?;
+        exec_is_refused(case, &image, &["symbolic link"]).await?;
+        fs::remove_file(&image)?;
+        fs::rename(&aside, &image)?;
+        let pages = image.join("pages.img");
+        fs::rename(&pages, &aside)?;
+        symlink(&aside, &pages)?;
+        exec_is_refused(case, &image, &["pages.img"]).await?;
+        fs::remove_file(&pages)?;
+        fs::rename(&aside, &pages)?;
+
+        // A file that does not belong there, and one that everybody may write.
+        fs::write(image.join("more"), "x")?;
+        exec_is_refused(case, &image, &["more"]).await?;
+        fs::remove_file(image.join("more"))?;
+        fs::set_permissions(&pages, std::os::unix::fs::PermissionsExt::from_mode(0o666))?;
+        exec_is_refused(case, &image, &["pages.img"]).await?;
+        fs::set_permissions(&pages, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
+        wakes_as_it_was(case, counted).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_wake_that_fails_is_told_on_the_pod_and_tried_again() -> anyhow::Result<()> {
+    case("wakefails", async |case| {
+        let (_, counted, image) = sleeper(case).await?;
+        let pages = image.join("pages.img");
+        let whole = fs::read(&pages)?;
+        flip_a_byte(&pages)?;
+        case.annotate("p", HIBERNATE, None).await?;
+        let told = |pod: &Pod| {
+            let (status, _, message) = condition(pod, POD_HIBERNATED);
+            status == "True" && message.contains("pages.img") && message.contains("start cold")
+        };
+        case.pod_until("p", "its condition names the file", SLEEP_LIMIT, told)
+            .await?;
+        fs::write(&pages, &whole)?;
+        wakes_as_it_was(case, counted).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_ledger_that_cannot_be_trusted_stops_saves_and_wakes_and_is_named() -> anyhow::Result<()>
+{
+    case("ledger", async |case| {
+        let (pod, counted, image) = sleeper(case).await?;
+        let ledger = case.node.ledger_path(&uid(&pod));
+        let whole = fs::read(&ledger)?;
+        // In the first record: a torn last one would be a crash, which is no damage.
+        let mut damaged = whole.clone();
+        damaged[whole.len() / 4] ^= 1;
+        fs::write(&ledger, &damaged)?;
+        exec_is_refused(case, &image, &[&ledger.display().to_string()]).await?;
+        let told = |pod: &Pod| condition(pod, POD_HIBERNATED).2.contains("ledger");
+        case.pod_until("p", "its condition names the ledger", SLEEP_LIMIT, told)
+            .await?;
+        fs::write(&ledger, &whole)?;
+        wakes_as_it_was(case, counted).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_full_disk_fails_the_save_and_the_sandbox_runs_on() -> anyhow::Result<()> {
+    case("full", async |case| {
+        let pod = case.start(shell_pod("p", COUNT)).await?;
+        let dir = case.node.images_dir(&case.namespace);
+        fs::DirBuilder::new().mode(0o700).create(&dir)?;
+        let disk = FullDisk::over(dir, 256 << 10)?;
+        case.annotate("p", HIBERNATE, Some("true")).await?;
+        let told = |pod: &Pod| {
+            let (status, reason, message) = condition(pod, POD_HIBERNATED);
+            status == "False" && reason == "SaveFailed" && message.contains("DiskFull")
+        };
+        case.pod_until(
+            "p",
+            "its condition says that the disk is full",
+            SLEEP_LIMIT,
+            told,
+        )
+        .await?;
+        let first: u64 = case.kubectl.sh("p", "a", "cat /n").await?.parse()?;
+        let runs_on = async || {
+            let now: u64 = case.kubectl.sh("p", "a", "cat /n").await?.parse()?;
+            torpor_tests::wait::holds(now > first, || format!("{first} → {now}"))
+        };
+        torpor_tests::wait::until("the sandbox runs on", Duration::from_secs(20), runs_on).await?;
+        torpor_tests::wait::until(
+            "the partial image is removed",
+            Duration::from_secs(20),
+            async || {
+                let left = disk.content()?;
+                torpor_tests::wait::holds(left.is_empty(), || format!("{left:?}"))
+            },
+        )
+        .await?;
+        // With room again the next attempt succeeds.
+        drop(disk);
+        case.asleep("p").await?;
+        case.node.image_of(&case.namespace, &uid(&pod))?;
+        wakes_as_it_was(case, first).await
+    })
+    .await
+}

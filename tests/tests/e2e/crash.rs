@@ -1,0 +1,71 @@
+//! The agent is killed at any moment of a save or a wake: nothing is lost, nothing half-made stays.
+
+use std::time::Duration;
+
+use torpor_api::annotations::HIBERNATE;
+use torpor_tests::agent::Agent;
+use torpor_tests::case::{Case, case_alone, uid};
+use torpor_tests::pods::{COUNT, shell_pod};
+use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
+use torpor_tests::wait;
+
+const PODS: [&str; 4] = ["p0", "p1", "p2", "p3"];
+/// A save of a small sandbox takes about 100 ms, a wake about 200: with the Pods' different starts these delays fall into
+/// every stage of both.
+const DELAYS_MS: [u64; 8] = [0, 20, 45, 75, 110, 150, 200, 270];
+const BETWEEN_PODS: Duration = Duration::from_millis(15);
+
+async fn counted(case: &Case, pod: &str) -> anyhow::Result<u64> {
+    // An agent that dies while it wakes leaves the lock to its program: the exec waits for that one or tries again.
+    wait::until("the Pod answers", SLEEP_LIMIT, async || {
+        let ran = case.kubectl.exec(pod, "a", &["cat", "/n"]).await?;
+        Ok(if ran.code == 0 {
+            Ok(ran.ok()?.parse()?)
+        } else {
+            Err(ran.err)
+        })
+    })
+    .await
+}
+
+#[tokio::test]
+async fn nothing_is_lost_when_the_agent_is_killed_at_any_moment() -> anyhow::Result<()> {
+    case_alone("crash", async |case| {
+        let mut before = [0; PODS.len()];
+        for name in PODS {
+            case.create(shell_pod(name, COUNT)).await?;
+        }
+        for name in PODS {
+            case.ready(name).await?;
+        }
+        for (round, delay) in DELAYS_MS.iter().enumerate() {
+            // In even rounds the Pods fall asleep, in odd ones they wake.
+            let wish = (round % 2 == 0).then_some("true");
+            for name in PODS {
+                case.annotate(name, HIBERNATE, wish).await?;
+                tokio::time::sleep(BETWEEN_PODS).await;
+            }
+            tokio::time::sleep(Duration::from_millis(*delay)).await;
+            Agent::find()?.kill_and_replace(&case.kubectl).await?;
+            if wish.is_none() {
+                for (name, before) in PODS.iter().zip(&mut before) {
+                    let now = counted(case, name).await?;
+                    anyhow::ensure!(now >= *before, "{name} after {delay} ms: {before} → {now}");
+                    *before = now;
+                }
+            }
+        }
+        for name in PODS {
+            let awake = case.wake(name).await?;
+            anyhow::ensure!(restarts(&awake) == 0, "{name} was restarted");
+            let uid = uid(&awake);
+            wait::until("nothing half-made is left", SLEEP_LIMIT, async || {
+                let left = case.node.images_of(&case.namespace, &uid);
+                wait::holds(left.is_empty(), || format!("{left:?}"))
+            })
+            .await?;
+        }
+        Ok(())
+    })
+    .await
+}

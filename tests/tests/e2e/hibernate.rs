@@ -1,0 +1,274 @@
+//! Hibernation in place: the Pod stays, its sandbox becomes an image, and the first use brings it back.
+
+use std::os::unix::fs::PermissionsExt;
+use std::time::{Duration, Instant};
+
+use k8s_openapi::api::core::v1::Pod;
+use serde_json::{Value, json};
+use torpor_tests::case::{Case, START_LIMIT, case, condition, uid};
+use torpor_tests::node::PAUSE;
+use torpor_tests::pods::{BUSYBOX, COUNT, mounts, pod, shell, shell_pod, with};
+use torpor_tests::remains::Footprint;
+use torpor_tests::sleep::{is_ready, restarts};
+use torpor_tests::wait;
+use torpor_tests::witness::{self, Connection};
+
+/// Everything at once: a Python program with memory, files and a child, a counting shell, and both kinds of emptyDir.
+fn rich_pod() -> Value {
+    let volumes = json!({ "volumeMounts": mounts(&[("disk", "/disk"), ("memory", "/memory")]) });
+    let witness = witness::container(5, &["/disk/file", "/memory/file", "/root-file"]);
+    pod(
+        "p",
+        json!({
+            "initContainers": [with(shell("init", "echo once >>/disk/init"), volumes.clone())],
+            "containers": [with(witness, volumes.clone()), with(shell("count", COUNT), volumes)],
+            "volumes": [
+                { "name": "disk", "emptyDir": {} },
+                { "name": "memory", "emptyDir": { "medium": "Memory" } },
+            ],
+        }),
+    )
+}
+
+/// The counting shell's log has each number once, in order, from 1 on.
+async fn log_has_no_gap(case: &Case, container: &str) -> anyhow::Result<u64> {
+    let log = case.kubectl.ok(&["logs", "p", "-c", container]).await?;
+    let mut last = 0;
+    for line in log.lines() {
+        let number = line
+            .strip_prefix("count ")
+            .and_then(|number| number.parse::<u64>().ok());
+        anyhow::ensure!(number == Some(last + 1), "{line:?} follows {last}");
+        last += 1;
+    }
+    Ok(last)
+}
+
+/// The number that the counting shell holds.
+async fn counted(case: &Case, container: &str) -> anyhow::Result<u64> {
+    Ok(case.kubectl.sh("p", container, "cat /n").await?.parse()?)
+}
+
+fn address(pod: &Pod) -> Option<&str> {
+    pod.status.as_ref()?.pod_ip.as_deref()
+}
+
+#[tokio::test]
+async fn a_hibernated_pod_is_an_image_and_goes_on_where_it_was() -> anyhow::Result<()> {
+    case("hibernate", async |case| {
+        let pod = case.start(rich_pod()).await?;
+        let (uid, before) = (uid(&pod), witness::ask(&pod).await?);
+
+        let asleep = case.hibernate("p").await?;
+        assert!(is_ready(&asleep), "the Pod stays ready");
+        assert_eq!(
+            case.node.sandbox_processes(&uid)?,
+            [],
+            "no process of the sandbox is left"
+        );
+        let image = case.node.image_of(&case.namespace, &uid)?;
+        assert_eq!(mode(&image)?, 0o700);
+        for entry in std::fs::read_dir(&image)? {
+            let path = entry?.path();
+            assert_eq!(mode(&path)?, 0o600, "{}", path.display());
+        }
+        let logged = log_has_no_gap(case, "count").await?;
+
+        let awake = case.wake("p").await?;
+        witness::ask(&awake).await?.goes_on_from(&before)?;
+        assert_eq!(address(&awake), address(&pod), "same address");
+        assert_eq!(
+            (restarts(&awake), torpor_tests::case::uid(&awake)),
+            (0, uid)
+        );
+        assert_eq!(
+            case.kubectl.sh("p", "count", "cat /disk/init").await?,
+            "once",
+            "init ran once"
+        );
+        wait::until("the log goes on", START_LIMIT, async || {
+            let now = log_has_no_gap(case, "count").await?;
+            wait::holds(now > logged, || format!("{logged} → {now}"))
+        })
+        .await
+    })
+    .await
+}
+
+fn mode(path: &std::path::Path) -> anyhow::Result<u32> {
+    Ok(std::fs::symlink_metadata(path)?.permissions().mode() & 0o7777)
+}
+
+#[tokio::test]
+async fn an_exec_wakes_a_hibernated_pod_and_finds_its_memory() -> anyhow::Result<()> {
+    case("execwake", async |case| {
+        case.start(shell_pod("p", COUNT)).await?;
+        let before = counted(case, "a").await?;
+        case.hibernate("p").await?;
+        let after = counted(case, "a").await?;
+        assert!(after >= before, "{before} → {after}");
+        let pod = case.pods().get("p").await?;
+        assert_eq!(restarts(&pod), 0);
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn an_exec_is_not_cut_off_although_hibernation_is_wanted() -> anyhow::Result<()> {
+    case("execlong", async |case| {
+        case.start(shell_pod("p", COUNT)).await?;
+        case.hibernate("p").await?;
+        let line = "echo begun; for i in 1 2 3 4 5 6 7 8; do sleep 1; done; echo ended";
+        assert_eq!(case.kubectl.sh("p", "a", line).await?, "begun\nended");
+        // And when nobody works in it, it sleeps again.
+        case.asleep("p").await?;
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_pod_hibernates_and_wakes_again_and_again() -> anyhow::Result<()> {
+    case("cycles", async |case| {
+        let pod = case.start(rich_pod()).await?;
+        let mut before = witness::ask(&pod).await?;
+        for _ in 0..3 {
+            case.hibernate("p").await?;
+            let awake = case.wake("p").await?;
+            let after = witness::ask(&awake).await?;
+            after.goes_on_from(&before)?;
+            assert_eq!((address(&awake), restarts(&awake)), (address(&pod), 0));
+            before = after;
+        }
+        log_has_no_gap(case, "count").await?;
+        let uid = uid(&pod);
+        wait::until("stale images are removed", START_LIMIT, async || {
+            let images = case.node.images_of(&case.namespace, &uid);
+            wait::holds(images.len() <= 1, || format!("{images:?}"))
+        })
+        .await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_hibernated_pod_is_deleted_at_once_and_leaves_nothing() -> anyhow::Result<()> {
+    case("deleted", async |case| {
+        let grace = json!({ "spec": { "terminationGracePeriodSeconds": 60 } });
+        let pod = case.start(with(rich_pod(), grace)).await?;
+        case.hibernate("p").await?;
+        let footprint = Footprint::take(&case.node, &case.namespace, &uid(&pod))?;
+        let began = Instant::now();
+        case.delete_pod("p", Duration::from_secs(15)).await?;
+        wait::until(
+            "nothing of the sandbox is left",
+            Duration::from_secs(15),
+            async || {
+                let left = footprint.of_sandbox(&case.node);
+                wait::holds(left.is_empty(), || format!("{left:?}"))
+            },
+        )
+        .await?;
+        wait::until(
+            "image and ledger are gone",
+            Duration::from_secs(30),
+            async || {
+                let left = footprint.of_memory(&case.node);
+                wait::holds(left.is_empty(), || format!("{left:?}"))
+            },
+        )
+        .await?;
+        assert!(began.elapsed() < Duration::from_secs(40));
+        Ok(())
+    })
+    .await
+}
+
+/// Kills something of a hibernated Pod, waits until it sleeps or runs in whatever the kubelet made of it, and sees that
+/// the memory is still there.
+async fn survives(
+    name: &str,
+    kill: impl AsyncFnOnce(&Case, &str) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    case(name, async |case| {
+        let pod = case.start(rich_pod()).await?;
+        let (uid, before) = (uid(&pod), witness::ask(&pod).await?);
+        let counted_before = counted(case, "count").await?;
+        case.hibernate("p").await?;
+        kill(case, &uid).await?;
+        let restarted = |pod: &Pod| restarts(pod) > 0;
+        case.pod_until("p", "the kubelet noticed", START_LIMIT, restarted)
+            .await?;
+        let awake = case.wake("p").await?;
+        witness::ask(&awake).await?.goes_on_from(&before)?;
+        let counted_after = counted(case, "count").await?;
+        assert!(
+            counted_after >= counted_before,
+            "{counted_before} → {counted_after}"
+        );
+        assert_eq!(
+            case.kubectl.sh("p", "count", "cat /disk/init").await?,
+            "once",
+            "init ran once"
+        );
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn memory_survives_the_death_of_the_shim_of_a_hibernated_pod() -> anyhow::Result<()> {
+    survives("shimdies", async |case, uid| case.node.shim(uid)?.kill()).await
+}
+
+#[tokio::test]
+async fn memory_survives_the_death_of_a_keeper_of_a_hibernated_pod() -> anyhow::Result<()> {
+    survives("keeperdies", async |case, uid| {
+        case.node.keeper(uid, "count")?.kill()
+    })
+    .await
+}
+
+#[tokio::test]
+async fn memory_survives_the_death_of_the_pause_keeper_of_a_hibernated_pod() -> anyhow::Result<()> {
+    survives("pausedies", async |case, uid| {
+        case.node.keeper(uid, PAUSE)?.kill()
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_container_with_a_terminal_is_not_hibernated_and_says_so() -> anyhow::Result<()> {
+    case("ttysleep", async |case| {
+        let container = json!({
+            "name": "a", "image": BUSYBOX, "imagePullPolicy": "Never", "command": ["sh"], "stdin": true, "tty": true,
+        });
+        case.start(pod("p", json!({ "containers": [container] }))).await?;
+        case.annotate("p", "torpor.dev/hibernate", Some("true")).await?;
+        let pod = case
+            .pod_until("p", "it says why it is awake", START_LIMIT, |pod| {
+                condition(pod, "torpor.dev/Hibernated").1 == "RuntimeNotCapable"
+            })
+            .await?;
+        let (_, _, words) = condition(&pod, "torpor.dev/Hibernated");
+        assert!(words.contains("tty"), "{words}");
+        assert_eq!(case.kubectl.sh("p", "a", "echo runs").await?, "runs");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn an_established_connection_survives_hibernation() -> anyhow::Result<()> {
+    case("tcp", async |case| {
+        let pod = case.start(rich_pod()).await?;
+        witness::ask(&pod).await?;
+        let mut connection = Connection::open(&pod).await?;
+        let before = connection.ask().await?;
+        case.hibernate("p").await?;
+        case.wake("p").await?;
+        connection.ask().await?.goes_on_from(&before)
+    })
+    .await
+}

@@ -1,0 +1,190 @@
+//! After a Pod is deleted nothing of it is left on the node, whatever was killed before.
+
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod;
+use serde_json::{Value, json};
+use torpor_tests::agent::Agent;
+use torpor_tests::case::{Case, START_LIMIT, case, case_alone, uid};
+use torpor_tests::machine;
+use torpor_tests::node::PAUSE;
+use torpor_tests::pods::{COUNT, mounts, pod, shell, with};
+use torpor_tests::remains::Footprint;
+use torpor_tests::sleep::{is_ready, restarts};
+use torpor_tests::wait;
+
+/// The kubelet looks at its Pods every second or two; a crash costs it a backoff of ten.
+const RECOVERY_LIMIT: Duration = Duration::from_secs(60);
+
+fn two_containers() -> Value {
+    let volumes = json!({ "volumeMounts": mounts(&[("disk", "/disk"), ("memory", "/memory")]) });
+    pod(
+        "p",
+        json!({
+            "containers": [with(shell("a", COUNT), volumes.clone()), with(shell("b", COUNT), volumes)],
+            "volumes": [
+                { "name": "disk", "emptyDir": {} },
+                { "name": "memory", "emptyDir": { "medium": "Memory" } },
+            ],
+        }),
+    )
+}
+
+async fn nothing_is_left(case: &Case, footprint: &Footprint) -> anyhow::Result<()> {
+    case.delete_pod("p", Duration::from_secs(30)).await?;
+    wait::until(
+        "nothing of the Pod is left on the node",
+        Duration::from_secs(30),
+        async || {
+            let left = [
+                footprint.of_sandbox(&case.node),
+                footprint.of_memory(&case.node),
+            ]
+            .concat();
+            wait::holds(left.is_empty(), || format!("{left:#?}"))
+        },
+    )
+    .await
+}
+
+#[tokio::test]
+async fn a_deleted_pod_leaves_nothing() -> anyhow::Result<()> {
+    case("left", async |case| {
+        let pod = case.start(two_containers()).await?;
+        let footprint = Footprint::take(&case.node, &case.namespace, &uid(&pod))?;
+        assert!(
+            footprint.of_sandbox(&case.node).len() > 10,
+            "the check sees what is there"
+        );
+        nothing_is_left(case, &footprint).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_pod_that_never_started_leaves_nothing() -> anyhow::Result<()> {
+    case("leftfailed", async |case| {
+        let container = with(shell("a", ""), json!({ "command": ["/no/such/program"] }));
+        case.create(pod("p", json!({ "containers": [container] })))
+            .await?;
+        let failed = |pod: &Pod| restarts(pod) > 0;
+        let pod = case
+            .pod_until("p", "it fails to start", START_LIMIT, failed)
+            .await?;
+        let footprint = Footprint::take(&case.node, &case.namespace, &uid(&pod))?;
+        nothing_is_left(case, &footprint).await
+    })
+    .await
+}
+
+/// Kills one of the processes that stand for the Pod, sees the kubelet bring it back, deletes it and looks for what is left.
+async fn killed(
+    name: &str,
+    kill: impl AsyncFnOnce(&Case, &str) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    case(name, async |case| {
+        let pod = case.start(two_containers()).await?;
+        let mut footprint = Footprint::take(&case.node, &case.namespace, &uid(&pod))?;
+        kill(case, &uid(&pod)).await?;
+        let back = |pod: &Pod| restarts(pod) > 0 && is_ready(pod);
+        case.pod_until("p", "the kubelet brought it back", RECOVERY_LIMIT, back)
+            .await?;
+        case.kubectl.sh("p", "a", "cat /n").await?;
+        footprint.add(&case.node)?;
+        nothing_is_left(case, &footprint).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn the_kubelet_recovers_a_pod_whose_shim_was_killed() -> anyhow::Result<()> {
+    killed("killshim", async |case, uid| case.node.shim(uid)?.kill()).await
+}
+
+#[tokio::test]
+async fn the_kubelet_recovers_a_pod_whose_keeper_was_killed() -> anyhow::Result<()> {
+    killed("killkeeper", async |case, uid| {
+        case.node.keeper(uid, "a")?.kill()
+    })
+    .await
+}
+
+#[tokio::test]
+async fn the_kubelet_recovers_a_pod_whose_pause_keeper_was_killed() -> anyhow::Result<()> {
+    killed("killpause", async |case, uid| {
+        case.node.keeper(uid, PAUSE)?.kill()
+    })
+    .await
+}
+
+#[tokio::test]
+async fn the_kubelet_recovers_a_pod_whose_sentry_was_killed() -> anyhow::Result<()> {
+    killed("killsentry", async |case, uid| {
+        case.node.sentry(uid)?.kill()
+    })
+    .await
+}
+
+#[tokio::test]
+async fn the_kubelet_recovers_a_pod_whose_gofer_was_killed() -> anyhow::Result<()> {
+    killed("killgofer", async |case, uid| case.node.gofer(uid)?.kill()).await
+}
+
+#[tokio::test]
+async fn a_killed_agent_comes_back_and_harms_no_pod() -> anyhow::Result<()> {
+    case_alone("killagent", async |case| {
+        let pod = case.start(two_containers()).await?;
+        let footprint = Footprint::take(&case.node, &case.namespace, &uid(&pod))?;
+        Agent::find()?.kill_and_replace(&case.kubectl).await?;
+        case.hibernate("p").await?;
+        let agent = Agent::find()?.kill_and_replace(&case.kubectl).await?;
+        let pod = case.wake("p").await?;
+        assert_eq!(restarts(&pod), 0);
+        assert!(agent.process.lives(), "the agent that woke it runs on");
+        nothing_is_left(case, &footprint).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_killed_containerd_comes_back_to_running_and_sleeping_pods() -> anyhow::Result<()> {
+    case_alone("killctrd", async |case| {
+        let awake = case.start(two_containers()).await?;
+        let sleeper = with(
+            two_containers(),
+            json!({ "metadata": { "name": "sleeper" } }),
+        );
+        let sleeper = case.start(sleeper).await?;
+        case.hibernate("sleeper").await?;
+        let footprint = Footprint::take(&case.node, &case.namespace, &uid(&awake))?;
+        let of_sleeper = Footprint::take(&case.node, &case.namespace, &uid(&sleeper))?;
+        let before: u64 = case.kubectl.sh("p", "a", "cat /n").await?.parse()?;
+        containerd()?.kill()?;
+        wait::until("containerd answers again", RECOVERY_LIMIT, async || {
+            let asked = case.kubectl.exec("p", "a", &["cat", "/n"]).await?;
+            wait::holds(asked.code == 0, || asked.err.clone())
+        })
+        .await?;
+        let now: u64 = case.kubectl.sh("p", "a", "cat /n").await?.parse()?;
+        assert!(now >= before, "{before} → {now}");
+        assert_eq!(restarts(&case.wake("sleeper").await?), 0);
+        assert_eq!(restarts(&case.ready("p").await?), 0);
+        case.delete_pod("sleeper", Duration::from_secs(30)).await?;
+        nothing_is_left(case, &footprint).await?;
+        assert_eq!(of_sleeper.of_sandbox(&case.node), Vec::<String>::new());
+        Ok(())
+    })
+    .await
+}
+
+/// The containerd of this node.
+fn containerd() -> anyhow::Result<machine::Process> {
+    let found = machine::processes().into_iter().find(|process| {
+        process
+            .command
+            .split(' ')
+            .next()
+            .is_some_and(|program| program.ends_with("/containerd"))
+    });
+    found.ok_or_else(|| anyhow::anyhow!("containerd does not run on this machine"))
+}

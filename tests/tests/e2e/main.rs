@@ -1,0 +1,15 @@
+//! End-to-end tests: on a real cluster, with a real kubelet, containerd and gVisor.
+//!
+//! `cargo test -p torpor-tests --test e2e -- --test-threads=4`, as root on the node of the cluster that KUBECONFIG names.
+//! TORPOR_DEV=hack/cluster adds the logs of a development cluster's programs to the explanation of a failure.
+
+mod badinput;
+mod crash;
+mod hibernate;
+mod leftovers;
+mod oci;
+mod resources;
+mod sandbox;
+mod streams;
+mod suspend;
+mod volumes;

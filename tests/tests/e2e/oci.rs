@@ -1,0 +1,266 @@
+//! Life of the containers of a Pod: order, ends, restarts, probes, signals, refusals.
+
+use std::time::{Duration, Instant};
+
+use k8s_openapi::api::core::v1::{ContainerState, ContainerStatus, Pod};
+use serde_json::json;
+use torpor_tests::case::{START_LIMIT, case};
+use torpor_tests::pods::{COUNT, pod, shell, shell_pod, with};
+use torpor_tests::wait;
+
+fn phase(pod: &Pod) -> &str {
+    pod.status
+        .as_ref()
+        .and_then(|status| status.phase.as_deref())
+        .unwrap_or_default()
+}
+
+fn status_of(pod: &Pod, container: &str) -> ContainerStatus {
+    let status = pod.status.clone().unwrap_or_default();
+    let init = status.init_container_statuses.unwrap_or_default();
+    let all = status
+        .container_statuses
+        .unwrap_or_default()
+        .into_iter()
+        .chain(init);
+    all.into_iter()
+        .find(|status| status.name == container)
+        .unwrap_or_default()
+}
+
+/// Exit code and reason of a container that has ended.
+fn end_of(pod: &Pod, container: &str) -> Option<(i32, String)> {
+    let ContainerState { terminated, .. } = status_of(pod, container).state?;
+    let terminated = terminated?;
+    Some((terminated.exit_code, terminated.reason.unwrap_or_default()))
+}
+
+#[tokio::test]
+async fn init_containers_run_first_and_sidecars_beside_and_each_has_its_log() -> anyhow::Result<()>
+{
+    case("order", async |case| {
+        let sidecar = with(
+            shell("sidecar", "echo sidecar started; exec sleep 1000000"),
+            json!({ "restartPolicy": "Always" }),
+        );
+        let pod = pod(
+            "p",
+            json!({
+                "initContainers": [shell("first", "echo in the init container"), sidecar],
+                "containers": [
+                    shell("a", "echo hello from a; exec sleep 1000000"),
+                    shell("b", "echo hello from b >&2; exec sleep 1000000"),
+                ],
+            }),
+        );
+        let pod = case.start(pod).await?;
+        assert_eq!(end_of(&pod, "first"), Some((0, "Completed".to_owned())));
+        assert!(
+            status_of(&pod, "sidecar")
+                .state
+                .is_some_and(|state| state.running.is_some())
+        );
+        for (container, log) in [
+            ("first", "in the init container"),
+            ("sidecar", "sidecar started"),
+            ("a", "hello from a"),
+            ("b", "hello from b"),
+        ] {
+            assert_eq!(case.kubectl.ok(&["logs", "p", "-c", container]).await?, log);
+        }
+        // One sandbox for all of them: they see one hostname and can reach one another on localhost.
+        let uid = torpor_tests::case::uid(&pod);
+        assert_eq!(case.node.sandboxes_of(&uid)?.len(), 1);
+        let sentries = case.node.sandbox_processes(&uid)?;
+        let sentries = sentries
+            .iter()
+            .filter(|p| p.command.starts_with("runsc-sandbox"))
+            .count();
+        assert_eq!(sentries, 1, "one gVisor kernel for the Pod");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_pod_of_which_every_container_ends_well_succeeds() -> anyhow::Result<()> {
+    case("succeeds", async |case| {
+        let containers = json!([shell("a", "exit 0"), shell("b", "echo done")]);
+        case.create(pod(
+            "p",
+            json!({ "restartPolicy": "Never", "containers": containers }),
+        ))
+        .await?;
+        let pod = case
+            .pod_until("p", "it ends", START_LIMIT, |p| {
+                phase(p) != "Pending" && phase(p) != "Running"
+            })
+            .await?;
+        assert_eq!(phase(&pod), "Succeeded");
+        assert_eq!(end_of(&pod, "a"), Some((0, "Completed".to_owned())));
+        assert_eq!(case.kubectl.ok(&["logs", "p", "-c", "b"]).await?, "done");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_container_that_exits_with_3_fails_its_pod_with_that_code() -> anyhow::Result<()> {
+    case("fails", async |case| {
+        let containers = json!([shell("a", "echo last words; exit 3")]);
+        case.create(pod(
+            "p",
+            json!({ "restartPolicy": "Never", "containers": containers }),
+        ))
+        .await?;
+        let pod = case
+            .pod_until("p", "it ends", START_LIMIT, |p| phase(p) == "Failed")
+            .await?;
+        assert_eq!(end_of(&pod, "a"), Some((3, "Error".to_owned())));
+        assert_eq!(case.kubectl.ok(&["logs", "p"]).await?, "last words");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn one_container_is_restarted_while_the_other_runs_on() -> anyhow::Result<()> {
+    case("restart", async |case| {
+        // It ends once: the second time the file is there.
+        let line =
+            "if [ -e /shared/once ]; then exec sleep 1000000; fi; touch /shared/once; exit 1";
+        let mount = json!({ "volumeMounts": [{ "name": "shared", "mountPath": "/shared" }] });
+        let pod = pod(
+            "p",
+            json!({
+                "containers": [with(shell("unsteady", line), mount), shell("steady", COUNT)],
+                "volumes": [{ "name": "shared", "emptyDir": {} }],
+            }),
+        );
+        case.create(pod).await?;
+        let pod = case
+            .pod_until("p", "one restart", START_LIMIT, |pod| {
+                let status = status_of(pod, "unsteady");
+                status.restart_count == 1 && status.ready
+            })
+            .await?;
+        assert_eq!(status_of(&pod, "steady").restart_count, 0);
+        let last = status_of(&pod, "unsteady")
+            .last_state
+            .and_then(|state| state.terminated);
+        assert_eq!(last.map(|end| end.exit_code), Some(1));
+        let log = case.kubectl.ok(&["logs", "p", "-c", "steady"]).await?;
+        assert_eq!(
+            log.lines().filter(|line| *line == "count 1").count(),
+            1,
+            "it never began anew"
+        );
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_liveness_probe_by_exec_restarts_a_container_that_fails_it() -> anyhow::Result<()> {
+    case("liveness", async |case| {
+        let probe = json!({ "livenessProbe": {
+            "exec": { "command": ["test", "-e", "/healthy"] },
+            "periodSeconds": 1, "failureThreshold": 2,
+        }});
+        let line = "touch /healthy; exec sleep 1000000";
+        case.start(pod(
+            "p",
+            json!({ "containers": [with(shell("a", line), probe)] }),
+        ))
+        .await?;
+        case.kubectl.sh("p", "a", "rm /healthy").await?;
+        case.pod_until("p", "the probe restarted it", START_LIMIT, |pod| {
+            let status = status_of(pod, "a");
+            status.restart_count == 1 && status.ready
+        })
+        .await?;
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_handler_of_sigterm_runs_before_the_end() -> anyhow::Result<()> {
+    case("sigterm", async |case| {
+        // The trap must see the signal while the shell waits, not when a long sleep has ended.
+        let line = "trap 'echo handled >/kept/end; exit 0' TERM; echo ready; while true; do sleep 0.1; done";
+        let container = with(shell("a", line), json!({ "volumeMounts": [{ "name": "kept", "mountPath": "/kept" }] }));
+        let claim = json!({
+            "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": { "name": "kept" },
+            "spec": { "accessModes": ["ReadWriteOnce"], "resources": { "requests": { "storage": "1Mi" } } },
+        });
+        let volumes = json!([{ "name": "kept", "persistentVolumeClaim": { "claimName": "kept" } }]);
+        let spec = |container| json!({
+            "terminationGracePeriodSeconds": 30, "containers": [container], "volumes": volumes,
+        });
+        case.create(claim).await?;
+        case.start(pod("p", spec(container.clone()))).await?;
+        let began = Instant::now();
+        case.delete_pod("p", Duration::from_secs(25)).await?;
+        assert!(began.elapsed() < Duration::from_secs(25), "it ended before its grace period");
+        // Another Pod looks at what the handler wrote.
+        let reader = with(container, json!({ "command": ["sh", "-c", "exec sleep 1000000"] }));
+        case.start(pod("reader", spec(reader))).await?;
+        assert_eq!(case.kubectl.sh("reader", "a", "cat /kept/end").await?, "handled");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_program_that_ignores_sigterm_is_killed_after_its_grace_period() -> anyhow::Result<()> {
+    case("stubborn", async |case| {
+        let line = "trap '' TERM; while true; do sleep 0.1; done";
+        case.start(shell_pod("p", line)).await?;
+        let began = Instant::now();
+        case.delete_pod("p", Duration::from_secs(20)).await?;
+        let took = began.elapsed();
+        assert!(
+            took >= Duration::from_secs(2),
+            "the grace period of 2 s was kept: {took:?}"
+        );
+        Ok(())
+    })
+    .await
+}
+
+/// Waits for words in what `kubectl describe pod` says.
+async fn described(case: &torpor_tests::case::Case, words: &[&str]) -> anyhow::Result<()> {
+    wait::until(
+        &format!("{words:?} in kubectl describe pod"),
+        START_LIMIT,
+        async || {
+            let text = case.kubectl.ok(&["describe", "pod", "p"]).await?;
+            wait::holds(words.iter().all(|word| text.contains(word)), || {
+                text.clone()
+            })
+        },
+    )
+    .await
+}
+
+#[tokio::test]
+async fn a_command_that_is_not_there_is_named_in_the_pods_description() -> anyhow::Result<()> {
+    case("nocommand", async |case| {
+        let container = with(shell("a", ""), json!({ "command": ["/no/such/program"] }));
+        case.create(pod("p", json!({ "containers": [container] })))
+            .await?;
+        described(case, &["torpor-oci", "/no/such/program"]).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn host_network_is_refused_with_the_reason_and_the_remedy() -> anyhow::Result<()> {
+    case("hostnetwork", async |case| {
+        let spec = json!({ "hostNetwork": true, "containers": [shell("a", COUNT)] });
+        case.create(pod("p", spec)).await?;
+        described(case, &["hostNetwork", "remove hostNetwork"]).await
+    })
+    .await
+}

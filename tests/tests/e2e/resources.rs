@@ -1,0 +1,131 @@
+//! Limits: the sandbox lives in its Pod's cgroup and what is set there holds.
+
+use serde_json::json;
+use torpor_tests::case::{START_LIMIT, case, uid};
+use torpor_tests::machine;
+use torpor_tests::pods::{COUNT, pod, python, shell, with};
+
+#[tokio::test]
+async fn every_process_of_a_sandbox_is_in_its_pods_cgroup() -> anyhow::Result<()> {
+    case("cgroup", async |case| {
+        let pod = case
+            .start(pod(
+                "p",
+                json!({ "containers": [shell("a", COUNT), shell("b", COUNT)] }),
+            ))
+            .await?;
+        let uid = uid(&pod);
+        let record = case.node.sandbox_of(&uid)?;
+        let cgroup = record.cgroup.display().to_string();
+        assert!(cgroup.contains(&format!("pod{uid}/torpor-")), "{cgroup}");
+        let inside = machine::processes_in(&record.cgroup);
+        let containers = case.node.records.containers_of(&record.sandbox)?;
+        let ids: Vec<String> = containers
+            .iter()
+            .map(|container| container.id.to_string())
+            .collect();
+        let named = machine::processes_naming(&ids);
+        let of_gvisor: Vec<_> = named
+            .iter()
+            .filter(|p| p.command.starts_with("runsc-"))
+            .collect();
+        assert_eq!(
+            of_gvisor.len(),
+            4,
+            "a sentry, and a gofer for each container: {named:?}"
+        );
+        for process in of_gvisor {
+            assert!(
+                inside.contains(process),
+                "{process:?} is outside of {cgroup}"
+            );
+        }
+        for name in ["a", "b"] {
+            let container = case.node.container(&uid, name)?;
+            let keeper = case.node.keeper(&uid, name)?;
+            assert_eq!(
+                machine::processes_in(&container.cgroup),
+                [keeper],
+                "each keeper in its container's cgroup"
+            );
+        }
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_container_that_exceeds_its_memory_limit_is_shown_as_oom_killed() -> anyhow::Result<()> {
+    case("oom", async |case| {
+        let program = "kept = []\nwhile True: kept.append(b'x' * (1 << 20))";
+        let limits = json!({ "resources": { "limits": { "memory": "64Mi" } } });
+        let spec =
+            json!({ "restartPolicy": "Never", "containers": [with(python("a", program), limits)] });
+        case.create(pod("p", spec)).await?;
+        let pod = case
+            .pod_until("p", "it is ended", START_LIMIT, |pod| {
+                pod.status
+                    .as_ref()
+                    .and_then(|status| status.phase.as_deref())
+                    == Some("Failed")
+            })
+            .await?;
+        let status = pod
+            .status
+            .unwrap_or_default()
+            .container_statuses
+            .unwrap_or_default()
+            .remove(0);
+        let end = status
+            .state
+            .and_then(|state| state.terminated)
+            .unwrap_or_default();
+        assert_eq!(
+            (end.exit_code, end.reason.as_deref()),
+            (137, Some("OOMKilled"))
+        );
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_cpu_limit_holds_for_the_program() -> anyhow::Result<()> {
+    case("cpu", async |case| {
+        let limits = json!({ "resources": { "limits": { "cpu": "200m", "memory": "64Mi" } } });
+        let spin = with(shell("a", "while true; do :; done"), limits);
+        let pod = case
+            .start(pod("p", json!({ "containers": [spin] })))
+            .await?;
+        let cgroup = case.node.sandbox_of(&uid(&pod))?.cgroup;
+        let pod_cgroup = cgroup.parent().unwrap_or(&cgroup);
+        let of = |name| machine::cgroup_file(pod_cgroup, name);
+        let quota = [of("cpu.cfs_quota_us"), of("cpu.max")].concat();
+        assert!(
+            quota.iter().any(|line| line.starts_with("20000")),
+            "a fifth of 100 ms: {quota:?}"
+        );
+        // A program that spins was held back, and again.
+        let throttled = || {
+            let lines = of("cpu.stat");
+            let numbers = lines
+                .iter()
+                .filter_map(|line| line.strip_prefix("nr_throttled "));
+            numbers
+                .filter_map(|number| number.parse::<u64>().ok())
+                .max()
+                .unwrap_or(0)
+        };
+        let before = throttled();
+        torpor_tests::wait::until(
+            "the quota holds the program back",
+            START_LIMIT,
+            async || {
+                let now = throttled();
+                torpor_tests::wait::holds(now >= before + 2, || format!("{before} → {now}"))
+            },
+        )
+        .await
+    })
+    .await
+}

@@ -1,0 +1,344 @@
+//! Sandboxes: upstream's conditions through a suspension, what a resumed Pod finds, and what ends a suspension otherwise.
+
+use std::fs;
+use std::os::unix::fs::DirBuilderExt;
+use std::time::Duration;
+
+use kube::ResourceExt;
+use kube::api::ListParams;
+use serde_json::{Value, json};
+use torpor_api::Sandbox;
+use torpor_tests::case::{Case, case, uid};
+use torpor_tests::fullness::FullDisk;
+use torpor_tests::pods::{BUSYBOX, COUNT, PYTHON, mounts, shell, with};
+use torpor_tests::retag::Tag;
+use torpor_tests::sandboxes::{LIMIT, conditions, said, sandbox};
+use torpor_tests::sleep::restarts;
+use torpor_tests::{wait, witness};
+
+fn counting() -> Value {
+    sandbox("s", json!({ "containers": [shell("a", COUNT)] }))
+}
+
+async fn counted(case: &Case) -> anyhow::Result<u64> {
+    Ok(case.kubectl.sh("s", "a", "cat /n").await?.parse()?)
+}
+
+async fn snapshots_are_gone(case: &Case) -> anyhow::Result<()> {
+    wait::until("the Suspend snapshot is deleted", LIMIT, async || {
+        let left = case.snapshots().list(&ListParams::default()).await?.items;
+        let names: Vec<String> = left.iter().map(ResourceExt::name_any).collect();
+        wait::holds(left.is_empty(), || format!("{names:?}"))
+    })
+    .await
+}
+
+/// The types of a Sandbox' conditions that upstream knows.
+fn of_upstream(sandbox: &Sandbox) -> Vec<&str> {
+    let known = ["Ready", "Suspended", "PodScheduled", "Finished"];
+    let types = conditions(sandbox)
+        .iter()
+        .map(|condition| condition.type_.as_str());
+    let mut types: Vec<&str> = types.filter(|kind| known.contains(kind)).collect();
+    types.sort_unstable();
+    types
+}
+
+#[tokio::test]
+async fn the_conditions_of_a_suspension_are_upstreams() -> anyhow::Result<()> {
+    case("conditions", async |case| {
+        // The Pod takes its time to end, so that what is said meanwhile can be seen.
+        let line = "trap 'sleep 3; exit 0' TERM; while true; do sleep 0.1; done";
+        let spec = json!({ "terminationGracePeriodSeconds": 20, "containers": [shell("a", line)] });
+        let mut manifest = sandbox("s", spec);
+        manifest["metadata"]["annotations"] = json!({ "torpor.dev/suspension-strategy": "Stop" });
+        case.create(manifest).await?;
+        case.sandbox_ready("s").await?;
+        case.set_mode("s", "Suspended").await?;
+        let going = case
+            .sandbox_says("s", "Suspended", "False", "PodTerminating")
+            .await?;
+        assert_eq!(
+            said(&going, "Suspended").2,
+            "Pod is terminating. Sandbox is suspending"
+        );
+        assert_eq!(
+            said(&going, "Ready"),
+            ("False", "SandboxSuspended", "Sandbox is suspending")
+        );
+        let gone = case
+            .sandbox_says("s", "Suspended", "True", "PodTerminated")
+            .await?;
+        assert_eq!(
+            said(&gone, "Suspended").2,
+            "Pod has been terminated. Sandbox is suspended"
+        );
+        assert_eq!(
+            said(&gone, "Ready"),
+            ("False", "SandboxSuspended", "Sandbox is suspended")
+        );
+        assert_eq!(of_upstream(&gone), ["Ready", "Suspended"]);
+        case.set_mode("s", "Running").await?;
+        let back = case
+            .sandbox_says("s", "Ready", "True", "DependenciesReady")
+            .await?;
+        assert_eq!(
+            said(&back, "Suspended"),
+            ("False", "NotSuspended", "Sandbox is not suspended")
+        );
+        assert_eq!(of_upstream(&back), ["PodScheduled", "Ready", "Suspended"]);
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_resumed_pod_has_its_volume_its_name_and_todays_configuration() -> anyhow::Result<()> {
+    case("volumes", async |case| {
+        let config = |value: &str| json!({
+            "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "config" }, "data": { "key": value },
+        });
+        case.create(config("old")).await?;
+        let witness = with(
+            witness::container(2, &["/data/file"]),
+            json!({ "volumeMounts": mounts(&[("data", "/data"), ("config", "/config")]) }),
+        );
+        let mut manifest = sandbox("s", json!({
+            "containers": [witness],
+            "volumes": [{ "name": "config", "configMap": { "name": "config" } }],
+        }));
+        manifest["spec"]["volumeClaimTemplates"] = json!([{
+            "metadata": { "name": "data" },
+            "spec": { "accessModes": ["ReadWriteOnce"], "resources": { "requests": { "storage": "1Mi" } } },
+        }]);
+        case.create(manifest).await?;
+        let before = witness::ask(&case.sandbox_ready("s").await?).await?;
+        assert_eq!(before.hostname, "s");
+        assert_eq!(case.kubectl.sh("s", "witness", "cat /config/key").await?, "old");
+        case.suspend("s").await?;
+        let change = kube::api::Patch::Merge(config("new"));
+        let maps: kube::Api<k8s_openapi::api::core::v1::ConfigMap> = case.api();
+        maps.patch("config", &kube::api::PatchParams::default(), &change).await?;
+        let pod = case.resume("s").await?;
+        witness::ask(&pod).await?.goes_on_from(&before)?;
+        assert_eq!(case.kubectl.sh("s", "witness", "cat /config/key").await?, "new");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_suspension_that_is_taken_back_in_time_keeps_the_pod() -> anyhow::Result<()> {
+    case("takenback", async |case| {
+        case.create(counting()).await?;
+        let pod = case.sandbox_ready("s").await?;
+        let before = counted(case).await?;
+        // No room for the save: the Pod waits for as long as the disk is full.
+        let dir = case.node.images_dir(&case.namespace);
+        fs::DirBuilder::new().mode(0o700).create(&dir)?;
+        let disk = FullDisk::over(dir, 64 << 10)?;
+        case.set_mode("s", "Suspended").await?;
+        let failed = case
+            .sandbox_says("s", "Hibernated", "False", "SaveFailed")
+            .await?;
+        assert!(
+            said(&failed, "Hibernated").2.contains("DiskFull"),
+            "{failed:?}"
+        );
+        case.set_mode("s", "Running").await?;
+        let same = case.sandbox_ready("s").await?;
+        assert_eq!((uid(&same), restarts(&same)), (uid(&pod), 0));
+        assert!(counted(case).await? >= before);
+        snapshots_are_gone(case).await?;
+        drop(disk);
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_save_that_failed_is_tried_again_until_the_sandbox_is_suspended() -> anyhow::Result<()> {
+    case("retried", async |case| {
+        case.create(counting()).await?;
+        case.sandbox_ready("s").await?;
+        let before = counted(case).await?;
+        let dir = case.node.images_dir(&case.namespace);
+        fs::DirBuilder::new().mode(0o700).create(&dir)?;
+        let disk = FullDisk::over(dir, 64 << 10)?;
+        case.set_mode("s", "Suspended").await?;
+        case.sandbox_says("s", "Hibernated", "False", "SaveFailed")
+            .await?;
+        assert!(counted(case).await? >= before, "meanwhile it runs");
+        drop(disk);
+        case.sandbox_says("s", "Suspended", "True", "PodTerminated")
+            .await?;
+        case.resume("s").await?;
+        assert!(counted(case).await? >= before);
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_sandbox_hibernates_in_place_on_request_and_stays_ready() -> anyhow::Result<()> {
+    case("inplace", async |case| {
+        case.create(counting()).await?;
+        let pod = case.sandbox_ready("s").await?;
+        let before = counted(case).await?;
+        let wish = |value: Value| json!({ "metadata": { "annotations": { "torpor.dev/hibernate": value } } });
+        case.patch("s", wish(json!("true"))).await?;
+        let asleep = case.sandbox_says("s", "Hibernated", "True", "Hibernated").await?;
+        assert_eq!(said(&asleep, "Ready").0, "True");
+        assert_eq!(said(&asleep, "Suspended").0, "False");
+        assert_eq!(case.node.sandbox_processes(&uid(&pod))?, []);
+        case.patch("s", wish(Value::Null)).await?;
+        case.sandbox_says("s", "Hibernated", "False", "Awake").await?;
+        let same = case.sandbox_ready("s").await?;
+        assert_eq!((uid(&same), restarts(&same)), (uid(&pod), 0));
+        assert!(counted(case).await? >= before);
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_sandbox_that_hibernates_in_place_can_be_suspended_and_comes_back() -> anyhow::Result<()>
+{
+    case("both", async |case| {
+        case.create(counting()).await?;
+        case.sandbox_ready("s").await?;
+        let before = counted(case).await?;
+        let wish = |value: Value| json!({ "metadata": { "annotations": { "torpor.dev/hibernate": value } } });
+        case.patch("s", wish(json!("true"))).await?;
+        case.sandbox_says("s", "Hibernated", "True", "Hibernated").await?;
+        case.suspend("s").await?;
+        case.patch("s", wish(Value::Null)).await?;
+        case.resume("s").await?;
+        let after = counted(case).await?;
+        assert!(after >= before, "{before} → {after}");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_tag_that_was_moved_does_not_change_what_a_sandbox_resumes_with() -> anyhow::Result<()> {
+    case("moved", async |case| {
+        let name = format!("torpor.dev/{}:test", case.namespace);
+        let tag = Tag::new(&case.kubectl.program, name, BUSYBOX)?;
+        let container = with(shell("a", COUNT), json!({ "image": tag.name }));
+        case.create(sandbox("s", json!({ "containers": [container] })))
+            .await?;
+        case.sandbox_ready("s").await?;
+        let before = counted(case).await?;
+        case.suspend("s").await?;
+        tag.point_to(PYTHON)?;
+        let pod = case.resume("s").await?;
+        let after = counted(case).await?;
+        assert!(after >= before, "{before} → {after}");
+        let python = case
+            .kubectl
+            .exec("s", "a", &["ls", "/usr/bin/python3"])
+            .await?;
+        assert_ne!(python.code, 0, "it has the files of the old image");
+        let image = pod
+            .spec
+            .unwrap_or_default()
+            .containers
+            .remove(0)
+            .image
+            .unwrap_or_default();
+        assert!(
+            image.contains("sha256:"),
+            "the Pod names the image that was saved: {image}"
+        );
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_sandbox_whose_time_is_over_goes_with_its_bytes() -> anyhow::Result<()> {
+    case("shutdown", async |case| {
+        case.create(counting()).await?;
+        let pod = uid(&case.sandbox_ready("s").await?);
+        case.suspend("s").await?;
+        case.node.image_of(&case.namespace, &pod)?;
+        let now = k8s_openapi::jiff::Timestamp::now();
+        let spec = json!({ "shutdownTime": now.to_string(), "shutdownPolicy": "Delete" });
+        case.patch("s", json!({ "spec": spec })).await?;
+        wait::until("Sandbox and image are gone", LIMIT, async || {
+            let sandbox = case.sandboxes().get_opt("s").await?;
+            let images = case.node.images_of(&case.namespace, &pod);
+            wait::holds(sandbox.is_none() && images.is_empty(), || {
+                format!("{sandbox:?} {images:?}")
+            })
+        })
+        .await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_pod_that_is_deleted_under_its_sandbox_starts_anew_and_not_from_an_image()
+-> anyhow::Result<()> {
+    case("podgone", async |case| {
+        case.create(sandbox(
+            "s",
+            json!({ "containers": [witness::container(1, &[])] }),
+        ))
+        .await?;
+        let pod = case.sandbox_ready("s").await?;
+        let before = witness::ask(&pod).await?;
+        case.suspend("s").await?;
+        let pod = case.resume("s").await?;
+        witness::ask(&pod).await?.goes_on_from(&before)?;
+        // The image that it came from is stale now.
+        case.delete_pod_at_once("s").await?;
+        let another = wait::until("another Pod", LIMIT, async || {
+            let found = case.pods().get_opt("s").await?;
+            Ok(found
+                .filter(|found| uid(found) != uid(&pod))
+                .ok_or_else(|| "not yet".to_owned()))
+        })
+        .await?;
+        let another = case.ready(&another.name_any()).await?;
+        assert_ne!(
+            witness::ask(&another).await?.secret,
+            before.secret,
+            "another life"
+        );
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_deleted_sandbox_leaves_nothing_on_the_node() -> anyhow::Result<()> {
+    case("gone", async |case| {
+        case.create(counting()).await?;
+        let pod = case.sandbox_ready("s").await?;
+        case.suspend("s").await?;
+        let resumed = case.resume("s").await?;
+        let nodes = [&pod, &resumed].map(|pod| {
+            torpor_tests::remains::Footprint::take(&case.node, &case.namespace, &uid(pod))
+        });
+        case.sandboxes()
+            .delete("s", &kube::api::DeleteParams::default())
+            .await?;
+        for footprint in nodes {
+            let footprint = footprint?;
+            wait::until("nothing is left", Duration::from_secs(40), async || {
+                let left = [
+                    footprint.of_sandbox(&case.node),
+                    footprint.of_memory(&case.node),
+                ]
+                .concat();
+                wait::holds(left.is_empty(), || format!("{left:#?}"))
+            })
+            .await?;
+        }
+        Ok(())
+    })
+    .await
+}

@@ -1,0 +1,310 @@
+//! Suspending a Sandbox with its memory, and bringing it back in a new Pod.
+
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
+use kube::api::{DeleteParams, Patch, PatchParams};
+use serde_json::{Value, json};
+use torpor_api::Sandbox;
+use torpor_api::conditions::find;
+use torpor_tests::case::{Case, case, uid};
+use torpor_tests::pods::{COUNT, mounts, pod_spec, shell, with};
+use torpor_tests::remains::Footprint;
+use torpor_tests::wait;
+use torpor_tests::witness;
+
+/// A save, a deletion with its grace period, a start: seconds, on a busy machine more.
+const LIMIT: Duration = Duration::from_secs(60);
+
+fn sandbox(annotations: Value, spec: Value) -> Value {
+    json!({
+        "apiVersion": "agents.x-k8s.io/v1beta1",
+        "kind": "Sandbox",
+        "metadata": { "name": "s", "annotations": annotations },
+        "spec": { "podTemplate": { "spec": pod_spec(spec) } },
+    })
+}
+
+/// A Python program with memory, files and a child, a counting shell, and both kinds of emptyDir.
+fn rich() -> Value {
+    let volumes = json!({ "volumeMounts": mounts(&[("disk", "/disk"), ("memory", "/memory")]) });
+    let witness = witness::container(5, &["/disk/file", "/memory/file", "/root-file"]);
+    json!({
+        "initContainers": [with(shell("init", "echo once >>/disk/init"), volumes.clone())],
+        "containers": [with(witness, volumes.clone()), with(shell("count", COUNT), volumes)],
+        "volumes": [
+            { "name": "disk", "emptyDir": {} },
+            { "name": "memory", "emptyDir": { "medium": "Memory" } },
+        ],
+    })
+}
+
+fn counting() -> Value {
+    json!({ "containers": [shell("a", COUNT)] })
+}
+
+async fn set_mode(case: &Case, mode: &str) -> anyhow::Result<()> {
+    let patch = Patch::Merge(json!({ "spec": { "operatingMode": mode } }));
+    let parameters = PatchParams::default();
+    case.sandboxes().patch("s", &parameters, &patch).await?;
+    Ok(())
+}
+
+/// The Sandbox, once the condition has this status and reason.
+async fn until(case: &Case, kind: &str, status: &str, reason: &str) -> anyhow::Result<Sandbox> {
+    let words = format!("Sandbox: {kind}={status}/{reason}");
+    wait::until(&words, LIMIT, async || {
+        let sandbox = case.sandboxes().get("s").await?;
+        let conditions = conditions(&sandbox);
+        let there = find(&conditions, kind)
+            .is_some_and(|found| found.status == status && found.reason == reason);
+        Ok(if there {
+            Ok(sandbox)
+        } else {
+            Err(format!("{conditions:?}"))
+        })
+    })
+    .await
+}
+
+fn conditions(sandbox: &Sandbox) -> Vec<k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition> {
+    sandbox
+        .status
+        .as_ref()
+        .map(|status| status.conditions.clone())
+        .unwrap_or_default()
+}
+
+fn message(sandbox: &Sandbox, kind: &str) -> String {
+    find(&conditions(sandbox), kind)
+        .map(|condition| condition.message.clone())
+        .unwrap_or_default()
+}
+
+async fn started(case: &Case) -> anyhow::Result<Pod> {
+    until(case, "Ready", "True", "DependenciesReady").await?;
+    case.ready("s").await
+}
+
+async fn suspended(case: &Case) -> anyhow::Result<Sandbox> {
+    set_mode(case, "Suspended").await?;
+    until(case, "Suspended", "True", "PodTerminated").await
+}
+
+#[tokio::test]
+async fn a_suspended_sandbox_comes_back_with_memory_processes_and_files() -> anyhow::Result<()> {
+    case("suspend", async |case| {
+        case.create(sandbox(json!({}), rich())).await?;
+        let first = started(case).await?;
+        let before = witness::ask(&first).await?;
+        let mut footprint = Footprint::take(&case.node, &case.namespace, &uid(&first))?;
+
+        let sandbox = suspended(case).await?;
+        assert_eq!(message(&sandbox, "Ready"), "Sandbox is suspended");
+        assert!(case.pods().get_opt("s").await?.is_none(), "the Pod is gone");
+        assert_eq!(footprint.of_sandbox(&case.node), Vec::<String>::new());
+
+        set_mode(case, "Running").await?;
+        let second = started(case).await?;
+        footprint.add(&case.node)?;
+        assert_ne!(uid(&first), uid(&second));
+        witness::ask(&second).await?.goes_on_from(&before)?;
+        let init = case.kubectl.sh("s", "witness", "cat /disk/init").await?;
+        assert_eq!(init, "once", "the init container did not run again");
+        until(case, "Restored", "True", "Restored").await?;
+
+        // A second time, from the new Pod.
+        let before = witness::ask(&second).await?;
+        suspended(case).await?;
+        set_mode(case, "Running").await?;
+        let third = started(case).await?;
+        witness::ask(&third).await?.goes_on_from(&before)
+    })
+    .await
+}
+
+#[tokio::test]
+async fn deleting_a_suspended_sandbox_deletes_its_bytes() -> anyhow::Result<()> {
+    case("suspend-delete", async |case| {
+        case.create(sandbox(json!({}), counting())).await?;
+        let uid = uid(&started(case).await?);
+        suspended(case).await?;
+        case.node.image_of(&case.namespace, &uid)?;
+        let parameters = DeleteParams::default();
+        case.sandboxes().delete("s", &parameters).await?;
+        wait::until("the image is gone", LIMIT, async || {
+            let left = case.node.images_of(&case.namespace, &uid);
+            wait::holds(left.is_empty(), || format!("{left:?}"))
+        })
+        .await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn strategy_stop_keeps_no_memory() -> anyhow::Result<()> {
+    case("suspend-stop", async |case| {
+        let annotations = json!({ "torpor.dev/suspension-strategy": "Stop" });
+        case.create(sandbox(annotations, rich())).await?;
+        let before = witness::ask(&started(case).await?).await?;
+        suspended(case).await?;
+        assert!(
+            case.snapshots()
+                .list(&Default::default())
+                .await?
+                .items
+                .is_empty()
+        );
+        set_mode(case, "Running").await?;
+        let after = witness::ask(&started(case).await?).await?;
+        assert_ne!(after.secret, before.secret, "another life");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_frozen_sandbox_keeps_its_pod_and_stands_still() -> anyhow::Result<()> {
+    case("suspend-freeze", async |case| {
+        let annotations = json!({ "torpor.dev/suspension-strategy": "Freeze" });
+        case.create(sandbox(annotations, rich())).await?;
+        let first = started(case).await?;
+        let before = witness::ask(&first).await?;
+        set_mode(case, "Suspended").await?;
+        until(case, "Suspended", "True", "PodFrozen").await?;
+        let refused = case.kubectl.exec("s", "count", &["true"]).await?;
+        let words = format!("{refused:?}");
+        assert!(words.contains("frozen"), "{words}");
+        set_mode(case, "Running").await?;
+        let second = started(case).await?;
+        assert_eq!(uid(&first), uid(&second));
+        witness::ask(&second).await?.goes_on_from(&before)
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_runtime_that_cannot_save_is_stopped_and_says_that_memory_was_not_kept()
+-> anyhow::Result<()> {
+    case("suspend-runc", async |case| {
+        let annotations = json!({ "torpor.dev/suspension-strategy": "Hibernate" });
+        let mut sandbox = sandbox(annotations, counting());
+        if let Some(spec) = sandbox.pointer_mut("/spec/podTemplate/spec") {
+            spec["runtimeClassName"] = Value::Null;
+        }
+        case.create(sandbox).await?;
+        started(case).await?;
+        suspended(case).await?;
+        let sandbox = until(case, "Hibernated", "False", "RuntimeNotCapable").await?;
+        let words = message(&sandbox, "Hibernated");
+        assert!(words.contains("memory was not kept"), "{words}");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_snapshot_by_hand_is_the_start_of_a_copy() -> anyhow::Result<()> {
+    case("suspend-copy", async |case| {
+        case.create(sandbox(json!({}), rich())).await?;
+        let pod = started(case).await?;
+        let before = witness::ask(&pod).await?;
+        case.create(json!({
+            "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxSnapshot",
+            "metadata": { "name": "by-hand" }, "spec": { "sandboxName": "s" },
+        }))
+        .await?;
+        wait::until("the snapshot is committed", LIMIT, async || {
+            let snapshot = case.snapshots().get("by-hand").await?;
+            wait::holds(snapshot.is_committed(), || format!("{:?}", snapshot.status))
+        })
+        .await?;
+        witness::ask(&pod).await?.goes_on_from(&before)?;
+
+        let mut copy = sandbox(json!({ "torpor.dev/restore-from": "by-hand" }), rich());
+        copy["metadata"]["name"] = json!("copy");
+        // The saved program knows its host's name.
+        copy["spec"]["podTemplate"]["spec"]["hostname"] = json!("s");
+        case.create(copy).await?;
+        let copy = case.ready("copy").await?;
+        witness::ask(&copy).await?.goes_on_from(&before)?;
+        witness::ask(&pod).await?.goes_on_from(&before)
+    })
+    .await
+}
+
+#[tokio::test]
+async fn an_unknown_snapshot_and_a_malformed_annotation_are_named() -> anyhow::Result<()> {
+    case("suspend-words", async |case| {
+        let annotations = json!({ "torpor.dev/restore-from": "nowhere" });
+        case.create(sandbox(annotations, counting())).await?;
+        let sandbox = until(case, "Restored", "False", "SnapshotNotFound").await?;
+        assert!(message(&sandbox, "Restored").contains("nowhere"));
+        assert!(
+            case.pods().get_opt("s").await?.is_none(),
+            "nothing was started"
+        );
+
+        let annotations = json!({ "metadata": { "annotations": {
+            "torpor.dev/restore-from": null, "torpor.dev/suspension-strategy": "Hibernat",
+        }}});
+        let (parameters, patch) = (PatchParams::default(), Patch::Merge(annotations));
+        case.sandboxes().patch("s", &parameters, &patch).await?;
+        let sandbox = until(case, "Hibernated", "False", "InvalidAnnotation").await?;
+        let words = message(&sandbox, "Hibernated");
+        for part in ["torpor.dev/suspension-strategy", "Hibernat", "Freeze"] {
+            assert!(words.contains(part), "{part} in {words}");
+        }
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_damaged_image_is_refused_and_kept_and_cold_start_is_an_answer() -> anyhow::Result<()> {
+    case("suspend-damaged", async |case| {
+        case.create(sandbox(json!({}), rich())).await?;
+        let pod = started(case).await?;
+        let before = witness::ask(&pod).await?;
+        suspended(case).await?;
+        let image = case.node.image_of(&case.namespace, &uid(&pod))?;
+        let pages = image.join("pages.img");
+        let whole = std::fs::read(&pages)?;
+        let mut flipped = whole.clone();
+        let middle = flipped.len() / 2;
+        flipped[middle] ^= 1;
+        std::fs::write(&pages, &flipped)?;
+
+        set_mode(case, "Running").await?;
+        let sandbox = until(case, "Restored", "False", "ImageCorrupt").await?;
+        let words = message(&sandbox, "Restored");
+        assert!(words.contains("pages.img"), "{words}");
+        assert_eq!(std::fs::read(&pages)?, flipped, "the image is kept");
+
+        // Mended, the same Pod goes on: the kubelet tries again by itself.
+        std::fs::write(&pages, &whole)?;
+        let pod = started(case).await?;
+        witness::ask(&pod).await?.goes_on_from(&before)?;
+
+        suspended(case).await?;
+        let image = case.node.image_of(&case.namespace, &uid(&pod))?;
+        std::fs::File::options()
+            .write(true)
+            .open(image.join("pages.img"))?
+            .set_len(4096)?;
+        let patch = Patch::Merge(json!({
+            "metadata": { "annotations": { "torpor.dev/on-restore-failure": "ColdStart" } },
+            "spec": { "operatingMode": "Running" },
+        }));
+        let parameters = PatchParams::default();
+        case.sandboxes().patch("s", &parameters, &patch).await?;
+        let cold = started(case).await?;
+        assert_ne!(witness::ask(&cold).await?.secret, before.secret);
+        let sandbox = until(case, "Restored", "False", "ColdStarted").await?;
+        assert!(message(&sandbox, "Restored").contains("pages.img"));
+        assert_eq!(cold.name_any(), "s");
+        Ok(())
+    })
+    .await
+}
