@@ -1,6 +1,8 @@
 //! One look at a Pod on this node. Decides nothing.
 
-use torpor_core::ids::PodUid;
+use std::collections::BTreeSet;
+
+use torpor_core::ids::{ImageId, PodUid};
 use torpor_core::state::{Failures, ImageObserved, Live, Observed, Record, Restore};
 use torpor_gvisor::control::{self, Control};
 use torpor_gvisor::pause;
@@ -34,8 +36,7 @@ pub(crate) fn observe(
             .and_then(|ledger| ledger.read())
             .map_err(|error| words(&error)),
         images: images(node, pod),
-        capable: capable(node)
-            .and_then(|()| record.map_or(Ok(()), |record| no_terminals(node, record))),
+        capable: capable(node),
         restore: restore(node, pod, state.as_ref()),
         sessions: record.map_or(0, |record| sessions(node, record)),
         awake_since: record.and_then(|record| awake_since(node, record)),
@@ -87,14 +88,30 @@ fn live(node: &Node, record: &PodRecord) -> Live {
 }
 
 fn images(node: &Node, pod: &PodUid) -> Vec<ImageObserved> {
-    let listed = node.store.list().unwrap_or_default();
+    let mut listed = node.store.list().unwrap_or_default();
+    listed.retain(|image| image.id.pod() == pod);
+    if listed.is_empty() {
+        return Vec::new();
+    }
+    let restoring = restoring(node);
     listed
         .into_iter()
-        .filter(|image| image.id.pod() == pod)
         .map(|image| ImageObserved {
             state: image.state,
             consumed_by: image.consumed_by,
+            being_restored: restoring.contains(&image.id),
             id: image.id,
+        })
+        .collect()
+}
+
+/// The images that Pods of this node are being restored from, each on its way from another Pod's image to its own memory.
+fn restoring(node: &Node) -> BTreeSet<ImageId> {
+    let pods = node.records.pods().unwrap_or_default();
+    pods.iter()
+        .filter_map(|pod| match node.records.state(&pod.sandbox) {
+            Ok(SandboxState::Restoring { image, .. }) => Some(image),
+            _ => None,
         })
         .collect()
 }
@@ -104,22 +121,6 @@ fn capable(node: &Node) -> Result<(), String> {
         Ok(ability) if ability.capabilities.hibernate && ability.capabilities.restore => Ok(()),
         Ok(_) => Err("this node's runsc cannot save a sandbox and let it run on".to_owned()),
         Err(why) => Err(format!("this node's runsc could not be probed: {why}")),
-    }
-}
-
-/// gVisor gives a sub-container its terminal at its start only (runsc/boot/restore.go has no place for one): a sandbox
-/// with one could be saved, and never restored.
-fn no_terminals(node: &Node, record: &PodRecord) -> Result<(), String> {
-    let containers = node
-        .records
-        .containers_of(&record.sandbox)
-        .unwrap_or_default();
-    match containers.iter().find(|container| container.terminal) {
-        None => Ok(()),
-        Some(container) => Err(format!(
-            "container {} has a terminal (tty: true), which gVisor cannot restore; remove tty to keep its memory",
-            container.name
-        )),
     }
 }
 

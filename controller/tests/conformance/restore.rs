@@ -113,6 +113,28 @@ async fn an_image_that_is_used_is_not_used_again() {
 }
 
 #[tokio::test]
+async fn an_image_stays_until_the_pod_that_took_it_runs() {
+    let (world, name) = asleep(json!({})).await;
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    // The node says so as soon as it begins, because a crash after that must not bring the image to a second Pod.
+    let pod = world.pod().unwrap()["metadata"]["uid"].clone();
+    let used = json!({"status": {"consumedByPodUID": pod, "conditions": [
+        condition("Committed", "True", "Committed", ""), condition("Consumed", "True", "Resumed", ""),
+    ]}});
+    world.edit_snapshot(&name, &used);
+    world.settle().await;
+    let is_deleting = || {
+        let snapshot = &world.snapshots()[0];
+        snapshot["metadata"].get("deletionTimestamp").is_some()
+    };
+    assert!(!is_deleting(), "the Pod is still restoring from it");
+    world.pod_says(condition("torpor.dev/Restored", "True", "Restored", ""));
+    world.settle().await;
+    assert!(is_deleting(), "nobody needs it any more");
+}
+
+#[tokio::test]
 async fn the_apiserver_is_asked_before_a_pod_continues_from_an_image() {
     let (world, name) = asleep(json!({})).await;
     world.edit_sandbox(&mode("Running"));

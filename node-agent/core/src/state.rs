@@ -140,6 +140,8 @@ pub struct ImageObserved {
     pub state: ImageState,
     /// The Pod that was restored from it.
     pub consumed_by: Option<PodUid>,
+    /// A Pod of this node is being restored from it at this moment.
+    pub being_restored: bool,
 }
 
 /// What torpor-oci made of the `restore-image` annotation of this Pod.

@@ -72,6 +72,12 @@ struct Answer {
     result: Value,
 }
 
+/// What gVisor says of a panic, without the stacks of its goroutines, which go on for pages.
+pub(crate) fn without_stack(message: &str) -> &str {
+    let words = message.split("\ngoroutine ").next().unwrap_or(message);
+    words.trim().trim_end_matches(':')
+}
+
 /// State of one container as the sandbox tells it (gVisor's ContainerRuntimeState).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ContainerState {
@@ -165,7 +171,7 @@ impl Control {
         if !answer.success {
             return Err(Error::Refused {
                 method,
-                message: answer.err,
+                message: without_stack(&answer.err).to_owned(),
             });
         }
         serde_json::from_value(answer.result).map_err(|source| Error::BadAnswer { method, source })
@@ -341,6 +347,18 @@ mod tests {
         let error = control.resume(Duration::from_secs(5)).expect_err("refused");
         assert!(matches!(&error, Error::Refused { message, .. } if message == "not paused"));
         assert!(!error.is_unknown());
+    }
+
+    #[test]
+    fn a_refusal_has_no_stacks_in_it() {
+        let (_dir, mut control) = answering(
+            r#"{"success":false,"err":"no space left on device:\ngoroutine 7 [running]:\nmain.save()","result":null}"#,
+        );
+        let error = control.pause(Duration::from_secs(5)).expect_err("refused");
+        assert!(
+            error.to_string().ends_with("no space left on device"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -8,10 +8,9 @@ use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
 use netlink_packet_core::{
-    NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_REPLACE, NLM_F_REQUEST, NetlinkHeader,
+    NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_EXCL, NLM_F_REPLACE, NLM_F_REQUEST, NetlinkHeader,
     NetlinkMessage, NetlinkPayload,
 };
-use netlink_packet_route::RouteNetlinkMessage;
 use netlink_packet_route::address::{
     AddressAttribute, AddressFlags, AddressHeaderFlags, AddressMessage,
 };
@@ -19,6 +18,8 @@ use netlink_packet_route::link::{LinkFlags, LinkMessage};
 use netlink_packet_route::route::{
     RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
 };
+use netlink_packet_route::rule::{RuleAction, RuleAttribute, RuleMessage};
+use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use netlink_sys::protocols::NETLINK_ROUTE;
 use netlink_sys::{Socket, SocketAddr};
 use nix::sched::{CloneFlags, setns};
@@ -26,6 +27,9 @@ use serde::{Deserialize, Serialize};
 
 /// A dump of a pod's namespace is a few kilobytes; one datagram is at most 32 KiB (rtnetlink's own limit).
 const DATAGRAM: usize = 64 << 10;
+
+/// Priority of the rule that silences the kernel: after the local table (0), before everything else.
+const SILENCE: u32 = 1;
 
 /// Why addresses could not be read or put back.
 #[derive(Debug, thiserror::Error)]
@@ -109,6 +113,11 @@ pub fn read(path: &Path) -> Result<Addresses, Error> {
 pub fn put_back(path: &Path, addresses: &Addresses) -> Result<(), Error> {
     within(path, || {
         let mut netlink = Netlink::open()?;
+        for hex in &addresses.addresses {
+            if let RouteNetlinkMessage::NewAddress(address) = from_hex(hex)? {
+                netlink.silence(&address)?;
+            }
+        }
         for (what, message) in addresses
             .addresses
             .iter()
@@ -240,6 +249,10 @@ impl Netlink {
             message,
             NLM_F_REQUEST | NLM_F_ACK | NLM_F_CREATE | NLM_F_REPLACE,
         )?;
+        self.acknowledged(what)
+    }
+
+    fn acknowledged(&mut self, what: &str) -> Result<(), Error> {
         for message in self.receive()? {
             if let NetlinkPayload::Error(error) = message.payload
                 && error.code.is_some()
@@ -251,6 +264,40 @@ impl Netlink {
             }
         }
         Ok(())
+    }
+
+    /// From the moment it has an address until runsc takes it, the kernel would answer packets for the sandbox's
+    /// connections, of which it knows nothing, with resets. A rule before all others but the local table's keeps it from
+    /// sending anything from that address. It may stay: gVisor sends and receives past the kernel's routing.
+    fn silence(&mut self, address: &AddressMessage) -> Result<(), Error> {
+        let local = address.attributes.iter().find_map(|a| match a {
+            AddressAttribute::Local(own) => Some(*own),
+            _ => None,
+        });
+        // IPv6 has no local one beside its address; IPv4's address is the peer's on a link of two.
+        let own = local.or_else(|| {
+            address.attributes.iter().find_map(|a| match a {
+                AddressAttribute::Address(own) => Some(*own),
+                _ => None,
+            })
+        });
+        let Some(own) = own else { return Ok(()) };
+        let mut rule = RuleMessage::default();
+        rule.header.family = address.header.family;
+        rule.header.action = RuleAction::Blackhole;
+        rule.header.src_len = if own.is_ipv4() { 32 } else { 128 };
+        rule.attributes.push(RuleAttribute::Source(own));
+        rule.attributes.push(RuleAttribute::Priority(SILENCE));
+        let flags = NLM_F_REQUEST | NLM_F_ACK | NLM_F_CREATE | NLM_F_EXCL;
+        self.send(RouteNetlinkMessage::NewRule(rule), flags)?;
+        match self.acknowledged("the rule that keeps the pod's kernel silent") {
+            Err(Error::Refused { source, .. })
+                if source.kind() == std::io::ErrorKind::AlreadyExists =>
+            {
+                Ok(())
+            }
+            other => other,
+        }
     }
 
     fn loopback_indexes(&mut self) -> Result<Vec<u32>, Error> {

@@ -88,6 +88,7 @@ pub struct Runsc {
     root: PathBuf,
     platform: String,
     debug_log_dir: Option<PathBuf>,
+    lenient: bool,
 }
 
 impl Runsc {
@@ -97,6 +98,7 @@ impl Runsc {
             root: config.runsc_root(),
             platform: config.platform.clone(),
             debug_log_dir: config.debug_log_dir.clone(),
+            lenient: false,
         }
     }
 
@@ -106,6 +108,15 @@ impl Runsc {
         Self {
             path: path.into(),
             ..self.clone()
+        }
+    }
+
+    /// The same for sandboxes whose saved and new specs differ: runsc only warns of that.
+    #[must_use]
+    pub fn lenient(self) -> Self {
+        Self {
+            lenient: true,
+            ..self
         }
     }
 
@@ -122,6 +133,9 @@ impl Runsc {
             .arg("--log-format=json");
         command.arg("--root").arg(&self.root).args(SANDBOX_FLAGS);
         command.arg(format!("--platform={}", self.platform));
+        if self.lenient {
+            command.arg("--restore-spec-validation=warning");
+        }
         if let Some(dir) = &self.debug_log_dir {
             command
                 .arg("--debug")
@@ -162,10 +176,10 @@ impl Runsc {
         id: &str,
         bundle: &Path,
         image: &Path,
-        stdio: Option<Stdio3>,
+        stdio: Stdio3,
         limit: Duration,
     ) -> Result<(), Error> {
-        self.run("restore", stdio, limit, |command| {
+        self.run("restore", Some(stdio), limit, |command| {
             command.arg("--detach").arg("--bundle").arg(bundle);
             command.arg("--image-path").arg(image).arg(id);
         })
@@ -272,8 +286,7 @@ fn last_message(log: &str) -> String {
         .find_map(|line| {
             let value: serde_json::Value = serde_json::from_str(line).ok()?;
             let message = value.get("msg")?.as_str()?;
-            let words = message.split("\ngoroutine ").next().unwrap_or(message);
-            Some(words.trim().trim_end_matches(':').to_owned())
+            Some(crate::control::without_stack(message).to_owned())
         })
         .unwrap_or_else(|| log.to_owned())
 }
@@ -356,6 +369,7 @@ mod tests {
             root: "/nonexistent".into(),
             platform: "systrap".into(),
             debug_log_dir: None,
+            lenient: false,
         }
     }
 

@@ -75,6 +75,13 @@ impl Spec {
         self.annotation(CRI_CONTAINER_NAME)
     }
 
+    /// Afterwards the spec asks for standard streams where it asked for a terminal.
+    pub fn forget_terminal(&mut self) {
+        if let Some(process) = self.0.get_mut("process").and_then(Value::as_object_mut) {
+            process.remove("terminal");
+        }
+    }
+
     pub fn terminal(&self) -> bool {
         self.0
             .pointer("/process/terminal")

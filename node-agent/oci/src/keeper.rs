@@ -12,6 +12,7 @@ use anyhow::Context;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{SockFlag, accept4};
 use nix::sys::wait::{WaitPidFlag, waitpid};
+use rustix::termios::Termios;
 use torpor_core::ids::{ContainerId, ImageId};
 use torpor_gvisor::control::Control;
 use torpor_gvisor::keeper::{Answer, Request, Verb, receive, send};
@@ -39,6 +40,8 @@ struct Keeper<'a> {
     /// The pending wait for the container's end.
     waiting: Option<Control>,
     relay: Option<Relay>,
+    /// Of the terminal that went to sleep.
+    terminal_mode: Option<Termios>,
 }
 
 /// Runs until the container has ended.
@@ -49,6 +52,7 @@ pub(crate) fn run(node: &Node, id: &ContainerId, socket: i32) -> anyhow::Result<
         listener: inherited(socket)?,
         waiting: None,
         relay: None,
+        terminal_mode: None,
     };
     if keeper.record.terminal {
         relay::own_terminal()?;
@@ -86,6 +90,7 @@ impl Keeper<'_> {
             && let Some(relay) = &mut self.relay
             && !relay.turn()?
         {
+            self.terminal_mode = relay.mode();
             self.relay = None;
         }
         if ready.request
@@ -185,7 +190,10 @@ impl Keeper<'_> {
                     &[stdin.as_fd(), stdout.as_fd(), stderr.as_fd()],
                 );
             }
-            Request::Console => match files.pop_front().map(Relay::new) {
+            Request::Console => match files
+                .pop_front()
+                .map(|console| Relay::new(console, self.terminal_mode.take()))
+            {
                 Some(Ok(relay)) => {
                     self.relay = Some(relay);
                     answer(&peer, &done, &[]);

@@ -5,11 +5,12 @@ use std::time::{Duration, Instant};
 
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
-use torpor_tests::case::{Case, START_LIMIT, case, condition, uid};
+use torpor_tests::case::{Case, START_LIMIT, case, uid};
 use torpor_tests::node::PAUSE;
 use torpor_tests::pods::{BUSYBOX, COUNT, mounts, pod, shell, shell_pod, with};
 use torpor_tests::remains::Footprint;
 use torpor_tests::sleep::{is_ready, restarts};
+use torpor_tests::terminal::Terminal;
 use torpor_tests::wait;
 use torpor_tests::witness::{self, Connection};
 
@@ -239,21 +240,24 @@ async fn memory_survives_the_death_of_the_pause_keeper_of_a_hibernated_pod() -> 
 }
 
 #[tokio::test]
-async fn a_container_with_a_terminal_is_not_hibernated_and_says_so() -> anyhow::Result<()> {
+async fn a_terminal_survives_hibernation() -> anyhow::Result<()> {
     case("ttysleep", async |case| {
         let container = json!({
             "name": "a", "image": BUSYBOX, "imagePullPolicy": "Never", "command": ["sh"], "stdin": true, "tty": true,
         });
         case.start(pod("p", json!({ "containers": [container] }))).await?;
-        case.annotate("p", "torpor.dev/hibernate", Some("true")).await?;
-        let pod = case
-            .pod_until("p", "it says why it is awake", START_LIMIT, |pod| {
-                condition(pod, "torpor.dev/Hibernated").1 == "RuntimeNotCapable"
-            })
-            .await?;
-        let (_, _, words) = condition(&pod, "torpor.dev/Hibernated");
-        assert!(words.contains("tty"), "{words}");
-        assert_eq!(case.kubectl.sh("p", "a", "echo runs").await?, "runs");
+        let mut terminal = Terminal::open(&case.kubectl, &["attach", "-it", "p"])?;
+        terminal.line("told=before; stty -echo")?;
+        terminal.line("echo ready-$((40+2))")?;
+        terminal.shows("ready-42").await?;
+        for round in 1..=2 {
+            case.hibernate("p").await?;
+            case.wake("p").await?;
+            terminal.line("[ -t 0 ] && [ -t 1 ] && [ -t 2 ] && echo told-$told-$((round+1)); round=$((round+1))")?;
+            terminal.shows(&format!("told-before-{round}")).await?;
+            terminal.line("stty -a | grep -q -- '-echo ' && echo quiet-$round")?;
+            terminal.shows(&format!("quiet-{round}")).await?;
+        }
         Ok(())
     })
     .await
@@ -269,6 +273,43 @@ async fn an_established_connection_survives_hibernation() -> anyhow::Result<()> 
         case.hibernate("p").await?;
         case.wake("p").await?;
         connection.ask().await?.goes_on_from(&before)
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_connection_on_which_data_is_sent_while_the_pod_wakes_survives() -> anyhow::Result<()> {
+    case("tcpwake", async |case| {
+        let pod = case.start(rich_pod()).await?;
+        witness::ask(&pod).await?;
+        for _ in 0..3 {
+            let mut connection = Connection::open(&pod).await?;
+            let before = connection.ask().await?;
+            case.hibernate("p").await?;
+            let woken = std::cell::Cell::new(false);
+            let wake = async {
+                let result = case.wake("p").await;
+                woken.set(true);
+                result
+            };
+            // Something arrives in every moment of the wake.
+            let talk = async {
+                let mut asked = 0;
+                let mut every = tokio::time::interval(Duration::from_millis(2));
+                while !woken.get() {
+                    connection.send().await?;
+                    asked += 1;
+                    every.tick().await;
+                }
+                anyhow::Ok(asked)
+            };
+            let (wake, asked) = tokio::join!(wake, talk);
+            wake?;
+            for _ in 0..asked? {
+                connection.answer().await?.goes_on_from(&before)?;
+            }
+        }
+        Ok(())
     })
     .await
 }

@@ -93,6 +93,40 @@ async fn the_conditions_of_a_suspension_are_upstreams() -> anyhow::Result<()> {
 }
 
 #[tokio::test]
+async fn a_sandbox_that_is_saved_says_the_same_as_one_that_is_stopped() -> anyhow::Result<()> {
+    case("alike", async |case| {
+        let mut stopped = sandbox("stopped", json!({ "containers": [shell("a", COUNT)] }));
+        stopped["metadata"]["annotations"] = json!({ "torpor.dev/suspension-strategy": "Stop" });
+        case.create(counting()).await?;
+        case.create(stopped).await?;
+        let in_upstreams_words = |sandbox: &Sandbox| {
+            let types = of_upstream(sandbox);
+            let words = |kind: &&str| {
+                let (status, reason, message) = said(sandbox, kind);
+                format!("{kind}={status} {reason}: {message}")
+            };
+            types.iter().map(words).collect::<Vec<_>>()
+        };
+        for mode in ["Running", "Suspended", "Running"] {
+            let mut told = Vec::new();
+            for name in ["s", "stopped"] {
+                let sandbox = if mode == "Suspended" {
+                    case.suspend(name).await?
+                } else {
+                    case.resume(name).await?;
+                    case.sandboxes().get(name).await?
+                };
+                told.push(in_upstreams_words(&sandbox));
+            }
+            assert_eq!(told[0], told[1], "{mode}");
+            assert!(told[0].len() >= 2, "{told:?}");
+        }
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
 async fn a_resumed_pod_has_its_volume_its_name_and_todays_configuration() -> anyhow::Result<()> {
     case("volumes", async |case| {
         let config = |value: &str| json!({

@@ -3,7 +3,7 @@
 use super::Planning;
 use crate::ids::ImageId;
 use crate::ledger::Entry;
-use crate::state::{ImageState, Live};
+use crate::state::{ImageState, Live, later};
 use crate::steps::{Action, Reason};
 
 impl Planning<'_> {
@@ -14,7 +14,7 @@ impl Planning<'_> {
         }
         self.discard_partials();
         for image in self.images(ImageState::Committed) {
-            if self.view.is_rubbish(&image) {
+            if self.view.is_rubbish(&image) && !self.waits_for_restore(&image) {
                 self.discard(&image);
             }
         }
@@ -30,15 +30,25 @@ impl Planning<'_> {
         let mut kept = false;
         self.discard_partials();
         for image in self.images(ImageState::Committed) {
-            match self.view.is_referenced(&image) {
-                true => kept = true,
-                false => self.discard(&image),
+            if self.view.is_referenced(&image) || self.waits_for_restore(&image) {
+                kept = true;
+            } else {
+                self.discard(&image);
             }
         }
         let has_ledger = self.view.ledger.seq > 0 || self.view.corrupt.is_some();
         if has_ledger && !kept {
             self.upkeep(Action::DiscardLedger, None, None);
         }
+    }
+
+    /// Also an image that nobody wants any more is not taken from under a Pod that is coming back from it.
+    fn waits_for_restore(&mut self, image: &ImageId) -> bool {
+        let restoring = self.view.is_being_restored(image);
+        if restoring {
+            self.look_at(later(self.now, self.policy.look_again));
+        }
+        restoring
     }
 
     /// Nothing is being saved while a plan is made, so every partial image is a leftover.

@@ -49,6 +49,7 @@ fn observed(live: Live, entries: &[Entry], held: &[u32]) -> Observed {
         id: image(*number),
         state: ImageState::Committed,
         consumed_by: None,
+        being_restored: false,
     };
     Observed {
         sandbox: Some(SandboxId::new("5".repeat(64)).unwrap()),
@@ -197,6 +198,7 @@ fn a_sandbox_is_never_left_standing_while_a_save_waits_after_a_failure() {
         id: image(1),
         state: ImageState::Partial,
         consumed_by: None,
+        being_restored: false,
     });
     save_failure(&mut paused, 999);
     let plan = planned(&desired(Power::Asleep), &paused);
@@ -585,4 +587,21 @@ proptest! {
             }
         }
     }
+}
+
+#[test]
+fn an_image_is_not_taken_from_under_a_pod_that_comes_back_from_it() {
+    let mut left = observed(Live::None, &asleep(), &[1]);
+    left.images[0].being_restored = true;
+    let mut desired = desired(Power::Asleep);
+    desired.pod = PodPresence::Gone;
+    let waiting = planned(&desired, &left);
+    assert_eq!(kinds(&waiting), [], "{:?}", waiting.why);
+    assert!(waiting.wake_at.is_some(), "it has to look again");
+    left.images[0].being_restored = false;
+    assert_steps(
+        &desired,
+        &left,
+        &[StepKind::DiscardImage, StepKind::DiscardLedger],
+    );
 }

@@ -129,6 +129,12 @@ impl<'a> View<'a> {
         !self.is_referenced(image) && (!self.is_memory(image) || spare)
     }
 
+    /// Whether some Pod is on its way back from the image: until it runs, these bytes are the only copy of its memory.
+    pub(super) fn is_being_restored(&self, image: &ImageId) -> bool {
+        let images = self.observed.images.iter();
+        images.filter(|i| i.being_restored).any(|i| i.id == *image)
+    }
+
     /// Whether the image stands in for a sandbox that is not there (or may soon not be).
     pub(super) fn is_memory(&self, image: &ImageId) -> bool {
         self.desired.pod != PodPresence::Gone && self.ledger.memory.image() == Some(image)

@@ -172,6 +172,7 @@ impl World {
             id: id.clone(),
             state: image.state,
             consumed_by: None,
+            being_restored: false,
         };
         let sandbox = SandboxId::new(format!("{:064x}", self.sandboxes)).unwrap();
         Observed {

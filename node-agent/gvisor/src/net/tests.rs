@@ -66,6 +66,16 @@ fn what_runsc_takes_away_is_put_back_and_twice_changes_nothing() {
     put_back(&namespace.path(), &kept).expect("put back again");
     assert_eq!(namespace.show(), before);
     assert_eq!(read(&namespace.path()).expect("read"), kept);
+
+    // Once for each address: the kernel must not answer for the sandbox.
+    let rules = sh(&format!(
+        "ip -n {0} rule show pref 1; ip -n {0} -6 rule show pref 1",
+        namespace.0
+    ));
+    for address in ["10.201.3.4", "fd00:201::4"] {
+        let rule = format!("from {address} blackhole");
+        assert_eq!(rules.matches(&rule).count(), 1, "{rules}");
+    }
 }
 
 #[test]

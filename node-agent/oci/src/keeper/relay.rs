@@ -6,7 +6,7 @@ use anyhow::Context;
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
-use rustix::termios::{OptionalActions, tcgetattr, tcgetwinsize, tcsetattr, tcsetwinsize};
+use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetattr, tcsetwinsize};
 
 const CHUNK: usize = 4096;
 
@@ -27,7 +27,12 @@ pub(super) struct Relay {
 }
 
 impl Relay {
-    pub(super) fn new(console: OwnedFd) -> anyhow::Result<Self> {
+    /// `mode`: what the terminal before this one was set to, where the same program goes on with it.
+    pub(super) fn new(console: OwnedFd, mode: Option<Termios>) -> anyhow::Result<Self> {
+        if let Some(mode) = mode {
+            tcsetattr(&console, OptionalActions::Now, &mode)
+                .context("cannot set the terminal's mode")?;
+        }
         let stdin = std::io::stdin();
         // Line discipline is the inner terminal's business: this one only passes bytes.
         let mut raw = tcgetattr(&stdin).context("cannot read the terminal's mode")?;
@@ -109,6 +114,11 @@ impl Relay {
                 return;
             }
         }
+    }
+
+    /// What the program has set its terminal to.
+    pub(super) fn mode(&self) -> Option<Termios> {
+        tcgetattr(&self.console).ok()
     }
 
     fn copy_size(&self) {

@@ -9,15 +9,16 @@ use nix::errno::Errno;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::json;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use torpor_gvisor::expedite::{self, Expedited};
 use torpor_gvisor::keeper::{self, Request};
 use torpor_gvisor::net;
 use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState};
-use torpor_gvisor::spec::Role;
+use torpor_gvisor::runsc::{Runsc, Stdio3};
+use torpor_gvisor::spec::{Role, Spec};
 use torpor_snapshots::Image;
 
-use crate::create::create_in_sandbox;
+use crate::console::Terminal;
 use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
 use crate::start::stdio_of;
 
@@ -124,20 +125,19 @@ fn attempt(
     stages.over("prepared");
 
     let path = image.path();
-    let consoles = std::thread::scope(|scope| -> anyhow::Result<Vec<Option<OwnedFd>>> {
+    let runsc = runsc_for(node, pod, parts);
+    let terminals = subs
+        .iter()
+        .map(|sub| terminal_of(node, sub))
+        .collect::<anyhow::Result<Vec<_>>>()?;
+    std::thread::scope(|scope| -> anyhow::Result<()> {
         let verified = scope.spawn(|| image.verify());
         let root_dir = node.records.container_dir(&root.id);
-        node.runsc_of(&pod.sandbox)
-            .create(root.id.as_str(), &root_dir, None, COMMAND_LIMIT)?;
+        runsc.create(root.id.as_str(), &root_dir, None, COMMAND_LIMIT)?;
         stages.over("sandboxCreated");
         // Nothing of the image runs before all of it has been verified.
         join(verified)??;
         stages.over("verified");
-        // A console must be known to the sandbox before the image is.
-        let consoles = subs
-            .iter()
-            .map(|sub| console_of(node, sub))
-            .collect::<anyhow::Result<Vec<_>>>()?;
         // Not earlier: until runsc takes the addresses away again, the kernel answers for them, and resets connections.
         if let Some(namespace) = &pod.network_namespace {
             net::put_back(namespace, &pod.addresses)?;
@@ -145,42 +145,40 @@ fn attempt(
 
         // The root container's restore only hands the image over; the last of them all does the work. What each of them
         // needs before that (a process, a gofer) is made side by side.
-        let restored_root = scope.spawn(|| restore_container(node, root, path));
-        let (terminals, others): (Vec<_>, Vec<_>) = subs.iter().partition(|sub| sub.terminal);
-        let restored_others: Vec<_> = others
-            .into_iter()
-            .map(|sub| {
-                let restored = scope.spawn(move || restore_container(node, sub, path));
-                (sub, restored)
+        let restored_root = scope.spawn(|| restore_container(node, root, None, path));
+        let restored_others: Vec<_> = subs
+            .iter()
+            .zip(&terminals)
+            .map(|(sub, terminal)| {
+                let terminal = terminal.as_ref();
+                let restored = scope.spawn(move || restore_container(node, sub, terminal, path));
+                (sub, terminal, restored)
             })
             .collect();
         join(restored_root)??;
         stages.over("imageHandedOver");
-        for (sub, restored) in restored_others {
+        for (sub, terminal, restored) in restored_others {
             match join(restored)? {
                 Err(error) if came_too_early(&error) => {
-                    let runsc = node.runsc_of(&pod.sandbox);
                     runsc.delete(sub.id.as_str(), COMMAND_LIMIT)?;
                     remove_filestores(node, pod, std::slice::from_ref(sub))?;
-                    restore_container(node, sub, path)?;
+                    restore_container(node, sub, terminal, path)?;
                 }
                 other => other?,
             }
         }
-        for sub in terminals {
-            restore_container(node, sub, path)?;
-        }
         stages.over("restored");
-        Ok(consoles)
+        Ok(())
     })?;
 
     // The order: whoever reads the state after this may use the sandbox, and a keeper that finds it dead ends.
     node.records
         .write_state(&pod.sandbox, &SandboxState::Running)?;
-    for (sub, console) in subs.iter().zip(consoles) {
+    for (sub, terminal) in subs.iter().zip(&terminals) {
         let dir = node.records.container_dir(&sub.id);
-        if let Some(console) = console {
-            keeper::ask(&dir, &Request::Console, &[console.as_fd()], CALL_LIMIT)?;
+        if let Some(terminal) = terminal {
+            let console = [terminal.master.as_fd()];
+            keeper::ask(&dir, &Request::Console, &console, CALL_LIMIT)?;
         }
         keeper::ask(&dir, &Request::Attach, &[], CALL_LIMIT)?;
     }
@@ -194,13 +192,27 @@ fn attempt(
     Ok(())
 }
 
-/// Creates a container that has a terminal, and answers gVisor's side of it; `runsc restore` creates the others itself.
-fn console_of(node: &Node, record: &ContainerRecord) -> anyhow::Result<Option<OwnedFd>> {
+/// gVisor hands a sub-container its terminal when it starts and has no place for one when it is restored
+/// (runsc/boot/controller.go, RestoreSubcontainer): then it takes standard streams only. A terminal of ours given as
+/// those three is the same to the program, whose saved descriptors are connected to it; and the spec says no terminal.
+fn terminal_of(node: &Node, record: &ContainerRecord) -> anyhow::Result<Option<Terminal>> {
     if !record.terminal {
         return Ok(None);
     }
-    let dir = node.records.container_dir(&record.id);
-    create_in_sandbox(node, record, &dir)
+    let mut spec = Spec(node.records.spec(&record.id)?);
+    spec.forget_terminal();
+    node.records.write_spec(&record.id, &spec.0)?;
+    Terminal::open().map(Some)
+}
+
+/// The pod's runsc. It compares specs strictly, but for a terminal; ours are compared before by their digests.
+fn runsc_for(node: &Node, pod: &PodRecord, parts: &[ContainerRecord]) -> Runsc {
+    let runsc = node.runsc_of(&pod.sandbox);
+    if parts.iter().any(|part| part.terminal) {
+        runsc.lenient()
+    } else {
+        runsc
+    }
 }
 
 /// gVisor takes a container only after it has been handed the image (runsc/boot/controller.go, RestoreSubcontainer), and
@@ -209,12 +221,20 @@ fn came_too_early(error: &anyhow::Error) -> bool {
     format!("{error:#}").contains("sandbox is not being restored")
 }
 
-fn restore_container(node: &Node, record: &ContainerRecord, image: &Path) -> anyhow::Result<()> {
+fn restore_container(
+    node: &Node,
+    record: &ContainerRecord,
+    terminal: Option<&Terminal>,
+    image: &Path,
+) -> anyhow::Result<()> {
     let dir = node.records.container_dir(&record.id);
-    let stdio = if record.terminal {
-        None
-    } else {
-        Some(stdio_of(&dir)?)
+    let stdio = match terminal {
+        Some(terminal) => Stdio3 {
+            stdin: terminal.slave.try_clone()?,
+            stdout: terminal.slave.try_clone()?,
+            stderr: terminal.slave.try_clone()?,
+        },
+        None => stdio_of(&dir)?,
     };
     let runsc = node.runsc_of(&record.sandbox);
     let restored = runsc.restore(record.id.as_str(), &dir, image, stdio, COMMAND_LIMIT);
