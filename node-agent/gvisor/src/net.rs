@@ -144,10 +144,10 @@ fn is_configured(route: &RouteMessage) -> bool {
 }
 
 /// Runs `work` on a thread of its own inside the namespace: a namespace belongs to a thread, and the thread ends here.
-fn within<T: Send>(
+pub(crate) fn within<T: Send, E: From<Error> + Send>(
     path: &Path,
-    work: impl FnOnce() -> Result<T, Error> + Send,
-) -> Result<T, Error> {
+    work: impl FnOnce() -> Result<T, E> + Send,
+) -> Result<T, E> {
     let file = std::fs::File::open(path).map_err(|source| Error::Namespace {
         path: path.into(),
         source,
