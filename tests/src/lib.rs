@@ -8,6 +8,7 @@ pub mod agent;
 pub mod case;
 pub mod cluster;
 pub mod explain;
+pub mod forward;
 pub mod fullness;
 pub mod kubectl;
 pub mod machine;

@@ -13,7 +13,8 @@ use tokio::net::TcpStream;
 use crate::pods::{python, with};
 use crate::wait;
 
-const PORT: u16 = 8080;
+/// Where it listens.
+pub const PORT: u16 = 8080;
 /// Hashing a hundred megabytes in gVisor on a busy machine takes a second.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
 const START_LIMIT: Duration = Duration::from_secs(60);
@@ -93,6 +94,11 @@ impl Connection {
         Ok(Self(BufReader::new(
             stream.with_context(|| format!("no connection to {address}"))?,
         )))
+    }
+
+    /// Goes on over a connection that was made some other way.
+    pub fn over(stream: TcpStream) -> Self {
+        Self(BufReader::new(stream))
     }
 
     /// Sends a question whose answer is read later.

@@ -272,6 +272,15 @@ impl Control {
         self.receive::<u32>("containerManager.Wait").map(WaitStatus)
     }
 
+    /// The same, but not for longer than `timeout`.
+    pub fn wait_result_within(&mut self, timeout: Duration) -> Result<WaitStatus, Error> {
+        let method = "containerManager.Wait";
+        self.stream
+            .set_read_timeout(Some(timeout))
+            .map_err(|source| Error::Send { method, source })?;
+        self.wait_result()
+    }
+
     /// Starts a process in a container; `arg` is gVisor's control.ExecArgs. Answers its pid in the sandbox.
     pub fn execute(
         &mut self,

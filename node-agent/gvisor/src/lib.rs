@@ -11,21 +11,28 @@
 //! | [`runsc`] | the commands: create, start, restore, exec, delete |
 //! | [`spec`] | what is changed in an OCI spec before runsc sees it, and its digest |
 //! | [`record`] | what is known of a pod on this node, under `/run/torpor` |
+//! | [`loopback`] | connections to the loopback of the pod's network namespace |
 //! | [`net`] | the pod's addresses and routes: read once, put back before each wake |
 //! | [`cgroup`] | the pod's cgroups, v1 and v2 |
 //! | [`exec`] | an OCI process in gVisor's words |
 //! | [`expedite`] | short RCU grace periods while a sandbox wakes |
+//! | [`forward`] | who forwards a connection into a sandbox, and how a save ends it |
+//! | [`hush`] | what a waking pod receives before it can answer is dropped |
 //! | [`keeper`] | talking to a keeper over its socket |
 //! | [`probe`] | what this node's runsc can do; its fingerprint |
 //! | [`pause`] | pausing exactly once |
 //! | [`save`] | reading a sandbox' memory into an image |
 
+mod bpf;
 pub mod cgroup;
 pub mod config;
 pub mod control;
 pub mod exec;
 pub mod expedite;
+pub mod forward;
+pub mod hush;
 pub mod keeper;
+pub mod loopback;
 pub mod net;
 pub mod pause;
 pub mod probe;

@@ -8,9 +8,10 @@ use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
 use netlink_packet_core::{
-    NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_EXCL, NLM_F_REPLACE, NLM_F_REQUEST, NetlinkHeader,
+    NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_REPLACE, NLM_F_REQUEST, NetlinkHeader,
     NetlinkMessage, NetlinkPayload,
 };
+use netlink_packet_route::RouteNetlinkMessage;
 use netlink_packet_route::address::{
     AddressAttribute, AddressFlags, AddressHeaderFlags, AddressMessage,
 };
@@ -18,8 +19,6 @@ use netlink_packet_route::link::{LinkFlags, LinkMessage};
 use netlink_packet_route::route::{
     RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
 };
-use netlink_packet_route::rule::{RuleAction, RuleAttribute, RuleMessage};
-use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use netlink_sys::protocols::NETLINK_ROUTE;
 use netlink_sys::{Socket, SocketAddr};
 use nix::sched::{CloneFlags, setns};
@@ -27,9 +26,6 @@ use serde::{Deserialize, Serialize};
 
 /// A dump of a pod's namespace is a few kilobytes; one datagram is at most 32 KiB (rtnetlink's own limit).
 const DATAGRAM: usize = 64 << 10;
-
-/// Priority of the rule that silences the kernel: after the local table (0), before everything else.
-const SILENCE: u32 = 1;
 
 /// Why addresses could not be read or put back.
 #[derive(Debug, thiserror::Error)]
@@ -113,11 +109,6 @@ pub fn read(path: &Path) -> Result<Addresses, Error> {
 pub fn put_back(path: &Path, addresses: &Addresses) -> Result<(), Error> {
     within(path, || {
         let mut netlink = Netlink::open()?;
-        for hex in &addresses.addresses {
-            if let RouteNetlinkMessage::NewAddress(address) = from_hex(hex)? {
-                netlink.silence(&address)?;
-            }
-        }
         for (what, message) in addresses
             .addresses
             .iter()
@@ -153,10 +144,10 @@ fn is_configured(route: &RouteMessage) -> bool {
 }
 
 /// Runs `work` on a thread of its own inside the namespace: a namespace belongs to a thread, and the thread ends here.
-fn within<T: Send>(
+pub(crate) fn within<T: Send, E: From<Error> + Send>(
     path: &Path,
-    work: impl FnOnce() -> Result<T, Error> + Send,
-) -> Result<T, Error> {
+    work: impl FnOnce() -> Result<T, E> + Send,
+) -> Result<T, E> {
     let file = std::fs::File::open(path).map_err(|source| Error::Namespace {
         path: path.into(),
         source,
@@ -249,10 +240,6 @@ impl Netlink {
             message,
             NLM_F_REQUEST | NLM_F_ACK | NLM_F_CREATE | NLM_F_REPLACE,
         )?;
-        self.acknowledged(what)
-    }
-
-    fn acknowledged(&mut self, what: &str) -> Result<(), Error> {
         for message in self.receive()? {
             if let NetlinkPayload::Error(error) = message.payload
                 && error.code.is_some()
@@ -266,54 +253,28 @@ impl Netlink {
         Ok(())
     }
 
-    /// From the moment it has an address until runsc takes it, the kernel would answer packets for the sandbox's
-    /// connections, of which it knows nothing, with resets. A rule before all others but the local table's keeps it from
-    /// sending anything from that address. It may stay: gVisor sends and receives past the kernel's routing.
-    fn silence(&mut self, address: &AddressMessage) -> Result<(), Error> {
-        let local = address.attributes.iter().find_map(|a| match a {
-            AddressAttribute::Local(own) => Some(*own),
-            _ => None,
-        });
-        // IPv6 has no local one beside its address; IPv4's address is the peer's on a link of two.
-        let own = local.or_else(|| {
-            address.attributes.iter().find_map(|a| match a {
-                AddressAttribute::Address(own) => Some(*own),
-                _ => None,
-            })
-        });
-        let Some(own) = own else { return Ok(()) };
-        let mut rule = RuleMessage::default();
-        rule.header.family = address.header.family;
-        rule.header.action = RuleAction::Blackhole;
-        rule.header.src_len = if own.is_ipv4() { 32 } else { 128 };
-        rule.attributes.push(RuleAttribute::Source(own));
-        rule.attributes.push(RuleAttribute::Priority(SILENCE));
-        let flags = NLM_F_REQUEST | NLM_F_ACK | NLM_F_CREATE | NLM_F_EXCL;
-        self.send(RouteNetlinkMessage::NewRule(rule), flags)?;
-        match self.acknowledged("the rule that keeps the pod's kernel silent") {
-            Err(Error::Refused { source, .. })
-                if source.kind() == std::io::ErrorKind::AlreadyExists =>
-            {
-                Ok(())
-            }
-            other => other,
-        }
+    fn loopback_indexes(&mut self) -> Result<Vec<u32>, Error> {
+        self.links(|flags| flags.contains(LinkFlags::Loopback))
     }
 
-    fn loopback_indexes(&mut self) -> Result<Vec<u32>, Error> {
+    fn links(&mut self, wanted: impl Fn(LinkFlags) -> bool) -> Result<Vec<u32>, Error> {
         let links = self.dump(RouteNetlinkMessage::GetLink(LinkMessage::default()))?;
         Ok(links
             .into_iter()
             .filter_map(|message| match message {
-                RouteNetlinkMessage::NewLink(link)
-                    if link.header.flags.contains(LinkFlags::Loopback) =>
-                {
+                RouteNetlinkMessage::NewLink(link) if wanted(link.header.flags) => {
                     Some(link.header.index)
                 }
                 _ => None,
             })
             .collect())
     }
+}
+
+/// Indexes of this thread's links that are up, loopback aside.
+pub(crate) fn link_indexes() -> Result<Vec<u32>, Error> {
+    Netlink::open()?
+        .links(|flags| flags.contains(LinkFlags::Up) && !flags.contains(LinkFlags::Loopback))
 }
 
 fn to_hex(message: RouteNetlinkMessage) -> String {
@@ -349,4 +310,4 @@ fn from_hex(hex: &str) -> Result<RouteNetlinkMessage, Error> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

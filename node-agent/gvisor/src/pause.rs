@@ -11,7 +11,11 @@ use serde_json::Value;
 use torpor_core::ids::SandboxId;
 
 use crate::control::{self, Control};
+use crate::forward;
 use crate::record::{self, Records};
+
+/// A forwarded connection ends within milliseconds, unless nobody on a busy machine gets to it.
+const FORWARDS_LIMIT: Duration = Duration::from_secs(5);
 
 /// What the note beside a pod's record says; no note: not paused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -28,6 +32,8 @@ pub enum Error {
     Record(#[from] record::Error),
     #[error(transparent)]
     Control(#[from] control::Error),
+    #[error(transparent)]
+    Forwards(#[from] forward::Error),
 }
 
 /// Whether the sandbox is paused. Settles what a crash left open.
@@ -48,7 +54,8 @@ pub fn is_paused(
     }
 }
 
-/// Pauses the sandbox; answers false if it was paused already.
+/// Pauses the sandbox; answers false if it was paused already. Connections that are forwarded into it are ended: gVisor
+/// cannot be saved while one is open, and a process that stands still cannot end.
 pub fn pause(
     records: &Records,
     control: &mut Control,
@@ -58,6 +65,7 @@ pub fn pause(
     if is_paused(records, control, sandbox, limit)? {
         return Ok(false);
     }
+    forward::end_all(records, sandbox, FORWARDS_LIMIT)?;
     records.write_pause_mark(sandbox, Some(PauseMark::Changing))?;
     control.pause(limit)?;
     records.write_pause_mark(sandbox, Some(PauseMark::Paused))?;

@@ -8,6 +8,8 @@
 //! pods/<sandbox id>/wake.json       how long the last wake took
 //! pods/<sandbox id>/lock            held by whoever changes the sandbox
 //! pods/<sandbox id>/sessions        locked (shared) by every process that exec runs in the sandbox
+//! pods/<sandbox id>/forwards        a pipe, open for reading by whoever forwards a connection ([`crate::forward`])
+//! pods/<sandbox id>/not-forwarded   why connections to the pod's loopback are not taken
 //! pods/<sandbox id>/called          when an exec or a signal last woke the sandbox: the time of the file
 //! reports/<pod UID>.json            how the last restore of this Pod ended ([`RestoreReport`])
 //! containers/<id>/container.json    the container, written once
@@ -211,7 +213,7 @@ impl Records {
 
     /// Waits for the pod's lock, for changing what its sandbox does.
     pub fn lock(&self, sandbox: &SandboxId) -> Result<PodLock, Error> {
-        let (path, file) = self.lock_file(sandbox)?;
+        let (path, file) = self.file_to_lock(sandbox, "lock")?;
         loop {
             match Flock::lock(
                 file.try_clone().map_err(|e| write_error(&path, e))?,
@@ -226,7 +228,7 @@ impl Records {
 
     /// Takes the pod's lock unless somebody holds it.
     pub fn try_lock(&self, sandbox: &SandboxId) -> Result<Option<PodLock>, Error> {
-        let (path, file) = self.lock_file(sandbox)?;
+        let (path, file) = self.file_to_lock(sandbox, "lock")?;
         match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
             Ok(lock) => Ok(Some(PodLock(lock))),
             Err((_, nix::Error::EAGAIN)) => Ok(None),
@@ -251,10 +253,6 @@ impl Records {
             Err((_, nix::Error::EAGAIN)) => Ok(true),
             Err((_, source)) => Err(Error::Lock { path, source }),
         }
-    }
-
-    fn lock_file(&self, sandbox: &SandboxId) -> Result<(PathBuf, File), Error> {
-        self.file_to_lock(sandbox, "lock")
     }
 
     fn file_to_lock(
@@ -401,6 +399,12 @@ impl Records {
             Err(error) if error.kind() != ErrorKind::NotFound => Err(write_error(&path, error)),
             _ => Ok(()),
         }
+    }
+
+    /// Notes why the pod's loopback cannot be forwarded.
+    pub fn note_not_forwarded(&self, sandbox: &SandboxId, why: &str) -> Result<(), Error> {
+        let path = self.pod_dir(sandbox).join("not-forwarded");
+        std::fs::write(&path, why).map_err(|source| write_error(&path, source))
     }
 
     /// Notes that somebody needed the sandbox now.

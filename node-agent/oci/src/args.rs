@@ -91,12 +91,13 @@ pub(crate) enum Command {
     },
     /// Be the process that stands for a container (run by create)
     #[command(hide = true)]
-    Keeper {
-        id: ContainerId,
-        /// The listening socket, inherited
-        #[arg(long)]
-        socket: i32,
-    },
+    Keeper(KeeperArgs),
+    /// Carry one connection to the pod's loopback into the sandbox, which is woken first (run by a keeper; standard input is the connection)
+    #[command(hide = true)]
+    Forward { sandbox: SandboxId },
+    /// The part of forward that runs in the sandbox: connect to the port there and carry its bytes to and from standard input
+    #[command(hide = true)]
+    ForwardInside { port: u16 },
 }
 
 #[derive(Debug, Args)]
@@ -114,6 +115,21 @@ pub(crate) struct CreateArgs {
     #[arg(long)]
     pub(crate) no_new_keyring: bool,
     pub(crate) id: ContainerId,
+}
+
+/// The numbers are those of inherited descriptors.
+#[derive(Debug, Args)]
+pub(crate) struct KeeperArgs {
+    pub(crate) id: ContainerId,
+    /// Listens for requests
+    #[arg(long)]
+    pub(crate) socket: i32,
+    /// Listens on the loopback of the pod's network namespace
+    #[arg(long, requires = "loopback_link")]
+    pub(crate) loopback: Option<i32>,
+    /// Keeps that loopback's connections coming
+    #[arg(long, requires = "loopback")]
+    pub(crate) loopback_link: Option<i32>,
 }
 
 #[derive(Debug, Args)]

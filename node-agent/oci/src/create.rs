@@ -14,6 +14,7 @@ use nix::sys::socket::{
 };
 use torpor_core::ids::{Namespace, PodUid, SandboxId};
 use torpor_gvisor::keeper::{self, Request};
+use torpor_gvisor::loopback::{self, Loopback};
 use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState};
 use torpor_gvisor::spec::{
     CRI_SANDBOX_NAME, CRI_SANDBOX_NAMESPACE, CRI_SANDBOX_UID, Role, SandboxVolume, Spec, digest,
@@ -31,7 +32,8 @@ const MAX_SPEC: u64 = 8 << 20;
 
 const ON_RESTORE_FAILURE: &str = "torpor.dev/on-restore-failure";
 
-pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<()> {
+/// Answers what the container has to do without, if anything.
+pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Option<anyhow::Error>> {
     let spec = read_spec(&args.bundle)?;
     let sandbox = SandboxId::try_from(spec.sandbox_id()?.to_owned())?;
     let role = spec.role()?;
@@ -61,7 +63,12 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<()> {
     } else {
         None
     };
-    record.keeper_pid = start_keeper(node, &record, &dir, args.console_socket.as_deref())?;
+    let (loopback, warning) = match role {
+        Role::Sandbox => take_loopback(node, &pod),
+        Role::Container => (None, None),
+    };
+    let console_socket = args.console_socket.as_deref();
+    record.keeper_pid = start_keeper(node, &record, &dir, console_socket, loopback)?;
     node.records.write_container(&record)?;
     if let Some(console) = console {
         keeper::ask(&dir, &Request::Console, &[console.as_fd()], CALL_LIMIT)?;
@@ -70,7 +77,25 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<()> {
         std::fs::write(path, record.keeper_pid.to_string())
             .with_context(|| format!("cannot write {}", path.display()))?;
     }
-    Ok(())
+    Ok(warning)
+}
+
+/// A pod whose loopback cannot be taken (an old kernel, BPF locked down) starts all the same: it has no port-forward.
+fn take_loopback(node: &Node, pod: &PodRecord) -> (Option<Loopback>, Option<anyhow::Error>) {
+    let Some(namespace) = &pod.network_namespace else {
+        return (None, None);
+    };
+    match loopback::open(namespace) {
+        Ok(loopback) => (Some(loopback), None),
+        Err(error) => {
+            let warning = anyhow::Error::new(error).context("port-forward will not work");
+            // The warning itself goes to the log.
+            let _ = node
+                .records
+                .note_not_forwarded(&pod.sandbox, &format!("{warning:#}"));
+            (None, Some(warning))
+        }
+    }
 }
 
 fn read_spec(bundle: &Path) -> anyhow::Result<Spec> {
@@ -196,6 +221,7 @@ fn start_keeper(
     record: &ContainerRecord,
     dir: &Path,
     console_socket: Option<&Path>,
+    loopback: Option<Loopback>,
 ) -> anyhow::Result<u32> {
     // The keeper reads its record when it starts.
     node.records.write_container(record)?;
@@ -209,6 +235,18 @@ fn start_keeper(
         .arg("--socket")
         .arg(socket.as_raw_fd().to_string())
         .current_dir("/");
+    if let Some(Loopback { listener, link }) = &loopback {
+        // Only now: the programs that were run before were not to inherit them.
+        for fd in [listener, link] {
+            rustix::io::fcntl_setfd(fd, rustix::io::FdFlags::empty())?;
+        }
+        command
+            .arg("--loopback")
+            .arg(listener.as_raw_fd().to_string());
+        command
+            .arg("--loopback-link")
+            .arg(link.as_raw_fd().to_string());
+    }
     if record.terminal {
         let path = console_socket.context("a container with a terminal, but no console socket")?;
         let terminal = Terminal::open()?;

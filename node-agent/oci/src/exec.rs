@@ -72,7 +72,7 @@ fn read_process(path: &Path) -> anyhow::Result<Value> {
 }
 
 /// The pod's lock, with the sandbox running.
-fn awake(node: &Node, sandbox: &SandboxId) -> anyhow::Result<PodLock> {
+pub(crate) fn awake(node: &Node, sandbox: &SandboxId) -> anyhow::Result<PodLock> {
     let lock = node.records.lock(sandbox)?;
     match node.records.state(sandbox)? {
         SandboxState::Running => {

@@ -3,6 +3,9 @@
 //! It holds the container's standard streams, sits in the container's cgroup, waits for the container's end over the
 //! sandbox' control socket and ends with the same code. When the sandbox is hibernated, its end is no end: the keeper
 //! goes on listening until it is told that the sandbox runs again. It is one thread that sleeps in poll.
+//!
+//! The pause container's keeper also starts programs: wakes and ends for the agent, and one for each connection to the
+//! loopback of the pod's network namespace (port-forward).
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -11,17 +14,21 @@ use std::process::{Command, ExitCode, Stdio};
 use anyhow::Context;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{SockFlag, accept4};
-use nix::sys::wait::{WaitPidFlag, waitpid};
 use rustix::termios::Termios;
-use torpor_core::ids::{ContainerId, ImageId};
+use torpor_core::ids::ImageId;
 use torpor_gvisor::control::Control;
 use torpor_gvisor::keeper::{Answer, Request, Verb, receive, send};
 use torpor_gvisor::record::{ContainerRecord, SandboxState};
 
+use crate::args::KeeperArgs;
 use crate::node::Node;
 
+mod children;
+mod loopback;
 mod relay;
 
+use children::{Children, Purpose};
+use loopback::{Arrival, Loopback, MOST_FORWARDS};
 use relay::Relay;
 
 /// What the shim is told when the sandbox died under its container: as if it had been killed.
@@ -42,17 +49,26 @@ struct Keeper<'a> {
     relay: Option<Relay>,
     /// Of the terminal that went to sleep.
     terminal_mode: Option<Termios>,
+    children: Children,
+    /// The pause container's keeper has it, unless the kernel has no way to it.
+    loopback: Option<Loopback>,
 }
 
 /// Runs until the container has ended.
-pub(crate) fn run(node: &Node, id: &ContainerId, socket: i32) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(node: &Node, args: &KeeperArgs) -> anyhow::Result<ExitCode> {
+    let loopback = match (args.loopback, args.loopback_link) {
+        (Some(listener), Some(link)) => Some(Loopback::new(inherited(listener)?, inherited(link)?)),
+        _ => None,
+    };
     let mut keeper = Keeper {
         node,
-        record: node.container(id)?,
-        listener: inherited(socket)?,
+        record: node.container(&args.id)?,
+        listener: inherited(args.socket)?,
         waiting: None,
         relay: None,
         terminal_mode: None,
+        children: Children::default(),
+        loopback,
     };
     if keeper.record.terminal {
         relay::own_terminal()?;
@@ -68,9 +84,10 @@ pub(crate) fn run(node: &Node, id: &ContainerId, socket: i32) -> anyhow::Result<
 fn inherited(socket: i32) -> anyhow::Result<OwnedFd> {
     anyhow::ensure!(
         socket > 2,
-        "the keeper's socket may not be a standard stream"
+        "what the keeper inherits may not be a standard stream"
     );
-    // SAFETY: create passes this descriptor to the keeper alone, and nothing here has opened one by that number.
+    // SAFETY: create passes this descriptor to the keeper alone, for one use, and nothing here has opened one by that
+    // number.
     let socket = unsafe { OwnedFd::from_raw_fd(socket) };
     rustix::io::fcntl_setfd(&socket, rustix::io::FdFlags::CLOEXEC)?;
     Ok(socket)
@@ -80,11 +97,9 @@ impl Keeper<'_> {
     /// Waits for one event and handles it; a code when the container has ended.
     fn turn(&mut self) -> anyhow::Result<Option<u8>> {
         let ready = self.poll()?;
-        // Programs that were run for the agent: their answers are their own, only the process table is cleaned here.
-        while let Ok(status) = waitpid(None, Some(WaitPidFlag::WNOHANG)) {
-            if status.pid().is_none() {
-                break;
-            }
+        self.children.reap();
+        if ready.dialled {
+            self.forward();
         }
         if ready.relay
             && let Some(relay) = &mut self.relay
@@ -106,13 +121,21 @@ impl Keeper<'_> {
 
     fn poll(&mut self) -> anyhow::Result<Ready> {
         let mut fds = vec![PollFd::new(self.listener.as_fd(), PollFlags::POLLIN)];
+        let waiting = fds.len();
         if let Some(control) = &self.waiting {
             fds.push(PollFd::new(borrow(control), PollFlags::POLLIN));
         }
-        let first_of_relay = fds.len();
+        let loopback = fds.len();
+        if let Some(loopback) = &self.loopback {
+            fds.push(PollFd::new(loopback.as_fd(), PollFlags::POLLIN));
+        }
+        let relay = fds.len();
         if let Some(relay) = &self.relay {
             fds.extend(relay.interests());
         }
+        let children = fds.len();
+        // Waking up is all that they are for.
+        fds.extend(self.children.interests());
         match poll(&mut fds, PollTimeout::NONE) {
             Ok(_) | Err(nix::Error::EINTR) => {}
             Err(error) => return Err(error).context("cannot poll"),
@@ -120,9 +143,27 @@ impl Keeper<'_> {
         let happened = |fd: &PollFd<'_>| fd.any().unwrap_or(false);
         Ok(Ready {
             request: happened(&fds[0]),
-            ended: self.waiting.is_some() && happened(&fds[1]),
-            relay: fds[first_of_relay..].iter().any(happened),
+            ended: fds[waiting..loopback].iter().any(happened),
+            dialled: fds[loopback..relay].iter().any(happened),
+            relay: fds[relay..children].iter().any(happened),
         })
+    }
+
+    /// Gives one connection to the pod's loopback to a program. One that is not taken is reset.
+    fn forward(&mut self) {
+        let Some(loopback) = &self.loopback else {
+            return;
+        };
+        match loopback.accept() {
+            Arrival::Connection(connection) if self.children.forwards() < MOST_FORWARDS => {
+                if let Ok(child) = loopback::forward(&self.record.sandbox, connection) {
+                    self.children.add(Purpose::Forward, child);
+                }
+            }
+            Arrival::Connection(_) | Arrival::Nobody => {}
+            // A connection that waits and cannot be accepted would keep the keeper awake: better none is taken from now on.
+            Arrival::Exhausted => self.loopback = None,
+        }
     }
 
     /// The wait on the control socket is over: with the container's status, or because the sandbox is gone.
@@ -245,7 +286,7 @@ impl Keeper<'_> {
     }
 
     /// The program's standard output is the connection: its answer is the answer.
-    fn run(&self, verb: Verb, image: &ImageId, lock: OwnedFd, peer: OwnedFd) {
+    fn run(&mut self, verb: Verb, image: &ImageId, lock: OwnedFd, peer: OwnedFd) {
         let Ok(copy) = peer.try_clone() else { return };
         let spawned = Command::new("/proc/self/exe")
             .arg(verb.as_str())
@@ -255,9 +296,12 @@ impl Keeper<'_> {
             .stdout(peer)
             .stderr(Stdio::null())
             .spawn();
-        if let Err(error) = spawned {
-            let message = format!("cannot run torpor-oci {}: {error}", verb.as_str());
-            answer(&copy, &Answer::refused("SpawnFailed", message), &[]);
+        match spawned {
+            Ok(child) => self.children.add(Purpose::Verb, child),
+            Err(error) => {
+                let message = format!("cannot run torpor-oci {}: {error}", verb.as_str());
+                answer(&copy, &Answer::refused("SpawnFailed", message), &[]);
+            }
         }
     }
 }
@@ -265,6 +309,7 @@ impl Keeper<'_> {
 struct Ready {
     request: bool,
     ended: bool,
+    dialled: bool,
     relay: bool,
 }
 

@@ -7,6 +7,7 @@ mod console;
 mod create;
 mod delete;
 mod exec;
+mod forward;
 mod keeper;
 mod kill;
 mod node;
@@ -27,7 +28,7 @@ fn main() -> ExitCode {
     match run(&cli) {
         Ok(code) => code,
         Err(error) => {
-            report(&cli, &error);
+            report(&cli, "error", &error);
             ExitCode::FAILURE
         }
     }
@@ -38,9 +39,18 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         println!("{}", state::features());
         return Ok(ExitCode::SUCCESS);
     }
+    if let Command::ForwardInside { port } = cli.command {
+        // There is nothing of the node there.
+        forward::inside(port)?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let node = Node::here()?;
     match &cli.command {
-        Command::Create(args) => create::create(&node, args)?,
+        Command::Create(args) => {
+            if let Some(warning) = create::create(&node, args)? {
+                report(cli, "warning", &warning);
+            }
+        }
         Command::Start { id } => start::start(&node, id)?,
         Command::State { id } => println!("{}", state::state(&node, id)?),
         Command::Kill { id, signal, all } => kill::kill(&node, id, signal, *all)?,
@@ -65,17 +75,18 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         } => {
             return exec::wait(&node, sandbox, id, *pid, *terminal);
         }
-        Command::Keeper { id, socket } => return keeper::run(&node, id, *socket),
-        Command::Features => {}
+        Command::Keeper(args) => return keeper::run(&node, args),
+        Command::Forward { sandbox } => forward::forward(&node, sandbox)?,
+        Command::Features | Command::ForwardInside { .. } => {}
     }
     Ok(ExitCode::SUCCESS)
 }
 
 /// The shim reads the reason of a failure from the log file, and the kubelet shows it in `kubectl describe pod`.
-fn report(cli: &Cli, error: &anyhow::Error) {
+fn report(cli: &Cli, level: &str, error: &anyhow::Error) {
     let message = format!("torpor-oci: {error:#}");
     if let Some(path) = &cli.log {
-        let line = serde_json::json!({ "level": "error", "msg": message }).to_string();
+        let line = serde_json::json!({ "level": level, "msg": message }).to_string();
         let file = std::fs::OpenOptions::new()
             .create(true)
             .append(true)

@@ -5,8 +5,11 @@ use std::time::Duration;
 use serde_json::json;
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use torpor_tests::case::case;
-use torpor_tests::pods::{BUSYBOX, PYTHON, pod, shell, shell_pod, with};
+use torpor_tests::forward::Forward;
+use torpor_tests::pods::{BUSYBOX, PYTHON, pod, python, shell, shell_pod, with};
+use torpor_tests::sleep::restarts;
 use torpor_tests::terminal::Terminal;
+use torpor_tests::witness::{self, Connection};
 
 const IDLE: &str = "exec sleep 1000000";
 
@@ -120,6 +123,122 @@ async fn files_are_copied_both_ways() -> anyhow::Result<()> {
         case.kubectl.ok(&["cp", "p:/tmp/file", &back_text]).await?;
         assert_eq!(std::fs::read(&back)?, content);
         Ok(())
+    })
+    .await
+}
+
+/// Serves on the loopback only. It answers with the SHA-256 of what is sent, after it has read all of it, and reads slowly.
+const DIGEST: &str = r#"
+import hashlib, http.server, time
+
+class Digest(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        left, total = int(self.headers["Content-Length"]), hashlib.sha256()
+        while left:
+            time.sleep(0.01)
+            part = self.rfile.read(min(left, 100000))
+            if not part:
+                return
+            total.update(part)
+            left -= len(part)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(total.hexdigest().encode())
+
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 8080), Digest)
+open("/tmp/serves", "w").close()
+server.serve_forever()
+"#;
+
+fn digest_pod() -> serde_json::Value {
+    let probe = json!({ "exec": { "command": ["test", "-e", "/tmp/serves"] }, "periodSeconds": 1 });
+    let container = with(python("a", DIGEST), json!({ "readinessProbe": probe }));
+    pod("p", json!({ "containers": [container] }))
+}
+
+#[tokio::test]
+async fn port_forward_reaches_a_server_in_the_sandbox() -> anyhow::Result<()> {
+    case("forward", async |case| {
+        case.start(digest_pod()).await?;
+        // More than all buffers on the way hold: not a byte of it may be lost when the server is slow to read.
+        let body = vec![b'x'; 8 << 20];
+        let mut request =
+            format!("POST / HTTP/1.0\r\nContent-Length: {}\r\n\r\n", body.len()).into_bytes();
+        request.extend(&body);
+        let dir = tempfile::tempdir()?;
+        let file = dir.path().join("body");
+        std::fs::write(&file, &body)?;
+        let sum = tokio::process::Command::new("sha256sum")
+            .arg(&file)
+            .output();
+        let sum = String::from_utf8(sum.await?.stdout)?;
+        let sum = sum.split_whitespace().next().unwrap_or_default();
+        assert_eq!(sum.len(), 64);
+        let forward = Forward::open(&case.kubectl, "p", 8080).await?;
+        for _ in 0..2 {
+            let answer = String::from_utf8(forward.exchange(&request).await?)?;
+            assert!(answer.starts_with("HTTP/1.0 200"), "{answer}");
+            assert!(answer.ends_with(sum), "{answer}");
+        }
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn port_forward_to_a_closed_port_says_so() -> anyhow::Result<()> {
+    case("closed", async |case| {
+        case.start(shell_pod("p", IDLE)).await?;
+        let mut forward = Forward::open(&case.kubectl, "p", 8080).await?;
+        // kubectl closes its side; whether with an error or without one is its own affair.
+        if let Ok(answer) = forward.exchange(b"GET / HTTP/1.0\r\n\r\n").await {
+            assert_eq!(answer, b"");
+        }
+        let words = forward.complaint().await?;
+        assert!(words.contains("reset by peer"), "{words}");
+        Ok(())
+    })
+    .await
+}
+
+fn witness_pod() -> serde_json::Value {
+    pod("p", json!({ "containers": [witness::container(5, &[])] }))
+}
+
+#[tokio::test]
+async fn port_forward_wakes_a_hibernated_sandbox() -> anyhow::Result<()> {
+    case("forwardwake", async |case| {
+        let pod = case.start(witness_pod()).await?;
+        let before = witness::ask(&pod).await?;
+        case.hibernate("p").await?;
+        let forward = Forward::open(&case.kubectl, "p", witness::PORT).await?;
+        let mut connection = Connection::over(forward.connect().await?);
+        connection.ask().await?.goes_on_from(&before)?;
+        assert_eq!(restarts(&case.pods().get("p").await?), 0);
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_pod_with_an_open_port_forward_can_be_hibernated() -> anyhow::Result<()> {
+    case("forwardsave", async |case| {
+        let pod = case.start(witness_pod()).await?;
+        witness::ask(&pod).await?;
+        let forward = Forward::open(&case.kubectl, "p", witness::PORT).await?;
+        let mut connection = Connection::over(forward.connect().await?);
+        let before = connection.ask().await?;
+        case.hibernate("p").await?;
+        // The connection is part of nothing that is kept.
+        connection
+            .ask()
+            .await
+            .expect_err("the connection was ended");
+        let awake = case.wake("p").await?;
+        witness::ask(&awake).await?.goes_on_from(&before)?;
+        let forward = Forward::open(&case.kubectl, "p", witness::PORT).await?;
+        let mut connection = Connection::over(forward.connect().await?);
+        connection.ask().await?.goes_on_from(&before)
     })
     .await
 }

@@ -11,6 +11,7 @@ use nix::unistd::Pid;
 use serde_json::json;
 use std::os::fd::AsFd;
 use torpor_gvisor::expedite::{self, Expedited};
+use torpor_gvisor::hush::Hush;
 use torpor_gvisor::keeper::{self, Request};
 use torpor_gvisor::net;
 use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState};
@@ -138,7 +139,7 @@ fn attempt(
         // Nothing of the image runs before all of it has been verified.
         join(verified)??;
         stages.over("verified");
-        // Not earlier: until runsc takes the addresses away again, the kernel answers for them, and resets connections.
+        let _hush = hush(pod, image);
         if let Some(namespace) = &pod.network_namespace {
             net::put_back(namespace, &pod.addresses)?;
         }
@@ -190,6 +191,22 @@ fn attempt(
     )?;
     stages.over("attached");
     Ok(())
+}
+
+/// What arrives from now on finds nobody who knows its connection. A Pod that is new has none, and is refused at once.
+fn hush(pod: &PodRecord, image: &Image) -> Option<Hush> {
+    let namespace = pod.network_namespace.as_deref()?;
+    if image.manifest().image_id.pod() != &pod.pod_uid {
+        return None;
+    }
+    match Hush::begin(namespace) {
+        Ok(hush) => Some(hush),
+        Err(error) => {
+            // The wake is worth more than connections that have something to say at this moment.
+            eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
+            None
+        }
+    }
 }
 
 /// gVisor hands a sub-container its terminal when it starts and has no place for one when it is restored

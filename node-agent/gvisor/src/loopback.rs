@@ -1,0 +1,126 @@
+//! The loopback of a pod's network namespace, as the host's kernel has it.
+//!
+//! `kubectl port-forward` makes containerd enter the namespace and dial 127.0.0.1 there; the pod's programs listen in
+//! gVisor's own network stack, where no such connection arrives. So there is one listener of ours on the host kernel's
+//! 127.0.0.1, and a BPF program of the type `sk_lookup`, attached to this namespace alone, that gives it every TCP
+//! connection to 127.0.0.0/8, whatever the port: the accepted socket's own address tells the port that was dialled.
+//!
+//! The sandbox cannot reach the listener: it sends and receives whole frames on eth0 (AF_PACKET), and nothing that it
+//! sends goes over the namespace's `lo`. Frames that claim to be from or for 127.0.0.0/8 and come in over eth0 are not
+//! ours either: the listener is bound to `lo`, and both ends must be in 127.0.0.0/8.
+
+use std::ffi::OsString;
+use std::net::{Ipv4Addr, TcpListener};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::Path;
+
+use nix::sys::socket::{setsockopt, sockopt};
+
+use crate::bpf::{self, Hook};
+use crate::net::{self, within};
+
+/// Why connections to the loopback cannot be taken.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error(transparent)]
+    Namespace(#[from] net::Error),
+    #[error("cannot listen on the loopback of the pod's network namespace")]
+    Listen(#[source] std::io::Error),
+    #[error("cannot steer the loopback's connections (Linux 5.9 or later can)")]
+    Steer(#[from] bpf::Error),
+}
+
+/// Both are to be kept: whoever has them takes the connections; when the last copy of `link` is closed, the namespace is
+/// as it was.
+#[derive(Debug)]
+pub struct Loopback {
+    /// Where every connection arrives. Does not block.
+    pub listener: OwnedFd,
+    /// Keeps the program attached.
+    pub link: OwnedFd,
+}
+
+/// Takes the connections to the loopback of the namespace at `path`.
+pub fn open(path: &Path) -> Result<Loopback, Error> {
+    let listener = within(path, listen)?;
+    let namespace = std::fs::File::open(path).map_err(|source| net::Error::Namespace {
+        path: path.into(),
+        source,
+    })?;
+    let sockets = bpf::socket_map(listener.as_fd())?;
+    let program = bpf::load(Hook::SocketLookup, &program(sockets.as_raw_fd()))?;
+    // The link holds the program, and the program the map.
+    let link = bpf::attach_to_namespace(Hook::SocketLookup, program.as_fd(), namespace.as_fd())?;
+    Ok(Loopback { listener, link })
+}
+
+/// The port does not matter: the program gives it all of them.
+fn listen() -> Result<OwnedFd, Error> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(Error::Listen)?;
+    listener.set_nonblocking(true).map_err(Error::Listen)?;
+    setsockopt(&listener, sockopt::BindToDevice, &OsString::from("lo"))
+        .map_err(|errno| Error::Listen(errno.into()))?;
+    Ok(listener.into())
+}
+
+/// Offsets in the kernel's `struct bpf_sk_lookup`; its addresses are in network byte order.
+mod lookup {
+    pub(super) const FAMILY: i16 = 8;
+    pub(super) const PROTOCOL: i16 = 12;
+    pub(super) const REMOTE_IP4: i16 = 16;
+    pub(super) const LOCAL_IP4: i16 = 40;
+}
+
+/// Gives TCP over IPv4 from and to 127.0.0.0/8 the socket in the map; everything else, and this too when there is no
+/// socket any more, goes the way it would go without this program.
+fn program(sockets: i32) -> Vec<bpf::Instruction> {
+    use bpf::Register::{R0, R1, R2, R3, R6, R7, R10};
+    use bpf::{call, exit, jump_if_not, jump_if_zero, load32, set, set_map};
+
+    const LOOPBACK_NET: i32 = 127;
+    const PASS: i32 = 1;
+    // Where the program leaves for its end, whose place is known last.
+    let mut code = vec![bpf::copy(R6, R1)];
+    let mut leave = Vec::new();
+    for (offset, wanted) in [
+        (lookup::FAMILY, nix::libc::AF_INET),
+        (lookup::PROTOCOL, nix::libc::IPPROTO_TCP),
+    ] {
+        code.push(load32(R2, R6, offset));
+        leave.push(code.len());
+        code.push(jump_if_not(R2, wanted));
+    }
+    for offset in [lookup::LOCAL_IP4, lookup::REMOTE_IP4] {
+        code.push(load32(R2, R6, offset));
+        code.push(bpf::from_network_order32(R2));
+        code.push(bpf::shift_right(R2, 24));
+        leave.push(code.len());
+        code.push(jump_if_not(R2, LOOPBACK_NET));
+    }
+    // The key 0, on the stack.
+    code.push(bpf::store32(R10, -4, 0));
+    code.push(bpf::copy(R2, R10));
+    code.push(bpf::add(R2, -4));
+    code.extend(set_map(R1, sockets));
+    code.push(call(bpf::Helper::MapLookupElem));
+    leave.push(code.len());
+    code.push(jump_if_zero(R0));
+    code.push(bpf::copy(R7, R0));
+    code.push(bpf::copy(R1, R6));
+    code.push(bpf::copy(R2, R7));
+    code.push(set(R3, 0));
+    // Its only failures are those of a socket that is closed at this moment.
+    code.push(call(bpf::Helper::SkAssign));
+    code.push(bpf::copy(R1, R7));
+    code.push(call(bpf::Helper::SkRelease));
+    let pass = code.len();
+    code.push(set(R0, PASS));
+    code.push(exit());
+    for at in leave {
+        code[at].jump_to(at, pass);
+    }
+    code
+}
+
+#[cfg(test)]
+mod tests;

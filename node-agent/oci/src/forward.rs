@@ -1,0 +1,147 @@
+//! `forward`: carry one connection to the pod's loopback (a `kubectl port-forward`) to the same port in the sandbox. A
+//! hibernated sandbox is woken first.
+//!
+//! The keeper starts one such program for each connection, and has set the connection so that it is reset when it is
+//! closed: whatever fails here, who dialled sees an error. Within the sandbox' own network stack the connection is made by
+//! a helper: this same program, run in the pause container by gVisor from our file (`forward-inside`), with one end of a
+//! pair of sockets as its standard input. gVisor has a call for port-forwarding too; why it is not used says
+//! docs/decisions/2026-11-21-port-forward-over-loopback.md.
+
+use std::fs::{File, OpenOptions};
+use std::net::TcpStream;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use anyhow::{Context, bail, ensure};
+use nix::sys::signal::Signal;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::net::sockopt;
+use rustix::process::{Pid, getppid, set_parent_process_death_signal};
+use torpor_core::ids::{ContainerId, SandboxId};
+use torpor_gvisor::control::{Control, SignalScope};
+use torpor_gvisor::exec::helper_args;
+use torpor_gvisor::forward::{self, Forward};
+
+use crate::exec::awake;
+use crate::node::{CALL_LIMIT, Node};
+
+mod carry;
+mod inside;
+
+use carry::{Ended, carry};
+pub(crate) use inside::inside;
+
+/// A killed helper is gone within a millisecond.
+const END_LIMIT: Duration = Duration::from_secs(3);
+
+pub(crate) fn forward(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
+    let client: TcpStream = std::io::stdin().as_fd().try_clone_to_owned()?.into();
+    let port = client
+        .local_addr()
+        .context("standard input is no connection")?
+        .port();
+    // Before it is awake nothing may end this program: a wake should not be cut off.
+    let lock = awake(node, sandbox)?;
+    let pause = ContainerId::from(sandbox.clone());
+    let record = node.container(&pause)?;
+    // A wake is done in the sandbox' cgroup, whose processes are killed when the sandbox is put to sleep.
+    node.cgroups.place(&record.cgroup, std::process::id())?;
+    end_with_parent(record.keeper_pid)?;
+    let open = forward::begin(&node.records, sandbox)?;
+    let helper = Helper::start(node, sandbox, &pause, port)?;
+    node.records.note_call(sandbox)?;
+    // From now on a pause asks this program to end, and waits until it has.
+    drop(lock);
+    let ended = serve(&client, &helper.stream, &open);
+    helper.end(node, sandbox);
+    drop(open);
+    if let Ended::ByFar = ended? {
+        // All is delivered, so that it is an ordinary end.
+        sockopt::set_socket_linger(&client, None)?;
+    }
+    Ok(())
+}
+
+fn end_with_parent(keeper: u32) -> anyhow::Result<()> {
+    set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
+    let keeper = i32::try_from(keeper).ok().and_then(Pid::from_raw);
+    ensure!(getppid() == keeper, "the keeper has ended");
+    Ok(())
+}
+
+fn serve(client: &TcpStream, stream: &UnixStream, open: &Forward) -> anyhow::Result<Ended> {
+    let mut asked = [
+        PollFd::new(open, PollFlags::IN),
+        PollFd::new(stream, PollFlags::IN),
+    ];
+    while let Err(errno) = poll(&mut asked, None) {
+        ensure!(errno == rustix::io::Errno::INTR, errno);
+    }
+    if !asked[0].revents().is_empty() {
+        return Ok(Ended::Asked);
+    }
+    let mut answer = [0];
+    if rustix::io::read(stream, &mut answer)? == 0 || answer != inside::CONNECTED {
+        bail!("nothing in the sandbox takes connections to this port");
+    }
+    carry(client.as_fd(), stream.as_fd(), Some(open.as_fd()), None)
+}
+
+/// The helper in the sandbox.
+struct Helper {
+    stream: UnixStream,
+    pause: ContainerId,
+    pid: i32,
+    /// Told of its end.
+    waiting: Control,
+}
+
+impl Helper {
+    fn start(
+        node: &Node,
+        sandbox: &SandboxId,
+        pause: &ContainerId,
+        port: u16,
+    ) -> anyhow::Result<Self> {
+        let (stream, theirs) = UnixStream::pair()?;
+        let nothing = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open("/dev/null")?;
+        // Read-only: gVisor runs nothing that a program in the sandbox could write to.
+        let program = File::open("/proc/self/exe").context("cannot open the own program")?;
+        let port = port.to_string();
+        let args = helper_args(&["torpor-forward", "forward-inside", &port], pause.as_str())?;
+        let root = node.runsc.root();
+        // Both connections before the helper: what has begun can be waited for.
+        let mut control = Control::connect(root, sandbox.as_str())?;
+        let mut waiting = Control::connect(root, sandbox.as_str())?;
+        let files = [
+            theirs.as_fd(),
+            nothing.as_fd(),
+            nothing.as_fd(),
+            program.as_fd(),
+        ];
+        let pid = control
+            .execute(&args, &files, CALL_LIMIT)
+            .context("cannot run the helper in the sandbox")?;
+        waiting.begin_wait_pid(pause.as_str(), pid)?;
+        Ok(Self {
+            stream,
+            pause: pause.clone(),
+            pid,
+            waiting,
+        })
+    }
+
+    /// Ends it and waits for its end: gVisor cannot be saved before, and keeps the status of one that nobody waits for.
+    fn end(mut self, node: &Node, sandbox: &SandboxId) {
+        let (pause, scope) = (self.pause.as_str(), SignalScope::Process);
+        // One that has ended by itself, or with its sandbox, needs no signal.
+        let _ = Control::connect(node.runsc.root(), sandbox.as_str()).and_then(|mut control| {
+            control.signal(pause, self.pid, Signal::SIGKILL as i32, scope, END_LIMIT)
+        });
+        let _ = self.waiting.wait_result_within(END_LIMIT);
+    }
+}
