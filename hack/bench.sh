@@ -6,6 +6,7 @@ set -euo pipefail
 
 RUNS=${1:-20}
 NAMESPACE=torpor-bench
+SLEEPERS=${SLEEPERS:-19}
 CLUSTER=/var/lib/torpor-dev
 ENDPOINT=unix:///run/torpor-dev/node-0/containerd.sock
 FLAGS=(--ignore-cgroups --network=sandbox --allow-connected-on-save --platform=systrap)
@@ -141,22 +142,41 @@ saves() { # NAME
 	row "100 MB: pause to committed, fsynced image" "$TMP/save" "$TMP/dd"
 }
 
-# Processes that stay while a pod sleeps: its keepers, and the shim that is their parent.
-remaining() { # NAME
-	local pids=() container pid shim
+# processes_of NAME: what stays while a pod sleeps: its keepers, and the shim that is their parent.
+processes_of() {
+	local container keeper
+	record "$1"
 	for container in $(grep -l "\"sandbox\":\"$SANDBOX\"" /run/torpor/containers/*/container.json); do
-		pids+=("$(sed -n 's/.*"keeper_pid":\([0-9]*\).*/\1/p' "$container")")
+		keeper=$(sed -n 's/.*"keeper_pid":\([0-9]*\).*/\1/p' "$container")
+		echo "$keeper"
 	done
-	shim=$(awk '{ print $4 }' "/proc/${pids[0]}/stat")
-	pids+=("$shim")
-	local pss=0 before=0 after=0
-	for pid in "${pids[@]}"; do
-		pss=$((pss + $(awk '$1 == "Pss:" { print $2 }' "/proc/$pid/smaps_rollup")))
-		before=$((before + $(awk '{ print $14 + $15 }' "/proc/$pid/stat")))
+	awk '{ print $4 }' "/proc/$keeper/stat"
+}
+cpu_ticks() { for pid in "$@"; do awk '{ print $14 + $15 }' "/proc/$pid/stat"; done | awk '{ n += $1 } END { print n }'; }
+pss_kib() { for pid in "$@"; do awk '$1 == "Pss:" { print $2 }' "/proc/$pid/smaps_rollup"; done | awk '{ n += $1 } END { print n }'; }
+
+# PSS divides a page among those that have it, so a pod alone on its node bears the programs' text by itself.
+remaining() {
+	local names=(small) pids=() n before
+	hibernate small
+	mapfile -t pids < <(processes_of small)
+	printf '%-46s %d KiB PSS in %d processes\n' "one hibernated pod on the node: shim and keepers" "$(pss_kib "${pids[@]}")" "${#pids[@]}"
+	for n in $(seq "$SLEEPERS"); do
+		pod "sleeper-$n" torpor.dev/busybox:dev "$SMALL" | k create -f - >/dev/null
+		names+=("sleeper-$n")
 	done
-	sleep 10
-	for pid in "${pids[@]}"; do after=$((after + $(awk '{ print $14 + $15 }' "/proc/$pid/stat"))); done
-	printf '%-46s %d KiB PSS in %d processes; %d ticks of 10 ms of CPU in 10 s\n' "hibernated: shim and keepers" "$pss" "${#pids[@]}" $((after - before))
+	pids=()
+	for n in "${names[@]}"; do
+		until_true 120 is_ready pod "$n"
+		record "$n"
+		[ "$n" = small ] || hibernate "$n"
+		mapfile -t -O "${#pids[@]}" pids < <(processes_of "$n")
+	done
+	before=$(cpu_ticks "${pids[@]}")
+	sleep 30
+	printf '%-46s %d KiB PSS each; %.3f %% of a processor each over 30 s\n' "${#names[@]} hibernated pods: shim and keepers" \
+		$(($(pss_kib "${pids[@]}") / ${#names[@]})) "$(awk -v t=$(($(cpu_ticks "${pids[@]}") - before)) -v n=${#names[@]} 'BEGIN { print t / 30 / n }')"
+	k -n "$NAMESPACE" delete pod "${names[@]}" --wait=true --timeout=100s >/dev/null
 }
 
 ready() { # KIND NAME
@@ -207,7 +227,5 @@ printf '%s runs each, %s\n' "$RUNS" "$(uname -srm), $(nproc) processors"
 wakes small "small" "$SMALL" 0 echo
 wakes large "100 MB" "$LARGE" 100000000 echo
 saves large
-record small
-hibernate small
-remaining small
+remaining
 creates

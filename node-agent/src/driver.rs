@@ -340,12 +340,11 @@ fn look(shared: &Shared, desired: &Desired, failures: &Failures) -> Look {
         // The last that is left of a Pod; it is written again if anything should fail.
         let _ = node.records.remove_report(&pod_uid);
     }
-    let listed = node.store.list().unwrap_or_default();
-    let of_image = listed.into_iter().find(|image| image.id.pod() == &pod_uid);
+    let of_images = || node.store.list_pod(&pod_uid).ok()?.into_iter().next();
     let namespace = record
         .as_ref()
         .map(|record| record.namespace.clone())
-        .or_else(|| of_image.map(|i| i.namespace));
+        .or_else(|| of_images().map(|image| image.namespace));
     let saved = namespace
         .iter()
         .flat_map(|namespace| draft::saved(node, namespace, &plan))

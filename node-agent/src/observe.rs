@@ -88,8 +88,7 @@ fn live(node: &Node, record: &PodRecord) -> Live {
 }
 
 fn images(node: &Node, pod: &PodUid) -> Vec<ImageObserved> {
-    let mut listed = node.store.list().unwrap_or_default();
-    listed.retain(|image| image.id.pod() == pod);
+    let listed = node.store.list_pod(pod).unwrap_or_default();
     if listed.is_empty() {
         return Vec::new();
     }

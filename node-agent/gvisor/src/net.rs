@@ -4,7 +4,7 @@
 //! on) and nobody puts them back when the sandbox ends. So they are read once, when the CNI plugin has just set them,
 //! kept in the pod's record as the kernel's own messages, and replayed before each restore.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 
 use netlink_packet_core::{
@@ -22,6 +22,7 @@ use netlink_packet_route::route::{
 use netlink_sys::protocols::NETLINK_ROUTE;
 use netlink_sys::{Socket, SocketAddr};
 use nix::sched::{CloneFlags, setns};
+use rustix::event::{PollFd, PollFlags, poll};
 use serde::{Deserialize, Serialize};
 
 /// A dump of a pod's namespace is a few kilobytes; one datagram is at most 32 KiB (rtnetlink's own limit).
@@ -119,6 +120,60 @@ pub fn put_back(path: &Path, addresses: &Addresses) -> Result<(), Error> {
         }
         Ok(())
     })
+}
+
+/// Tells when an address of a namespace is taken away: runsc does so right before it hands an image over.
+#[derive(Debug)]
+pub struct AddressWatch(Socket);
+
+impl AddressWatch {
+    /// Sees what happens in the namespace at `path` from now on.
+    pub fn begin(path: &Path) -> Result<Self, Error> {
+        within(path, || {
+            let socket = Netlink::open()?.socket;
+            // RTNLGRP_IPV4_IFADDR and RTNLGRP_IPV6_IFADDR.
+            for group in [5, 9] {
+                socket.add_membership(group).map_err(Error::Socket)?;
+            }
+            socket.set_non_blocking(true).map_err(Error::Socket)?;
+            Ok(Self(socket))
+        })
+    }
+
+    /// Waits for it, or until `other` can be read from or has lost its other end.
+    pub fn wait(self, other: BorrowedFd<'_>) -> Result<(), Error> {
+        let mut netlink = Netlink {
+            socket: self.0,
+            sequence: 0,
+        };
+        loop {
+            let mut fds = [
+                PollFd::new(&netlink.socket, PollFlags::IN),
+                PollFd::from_borrowed_fd(other, PollFlags::IN),
+            ];
+            match poll(&mut fds, None) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => return Err(Error::Socket(errno.into())),
+            }
+            if !fds[1].revents().is_empty() {
+                return Ok(());
+            }
+            let news = match netlink.receive() {
+                Ok(news) => news,
+                Err(Error::Socket(error)) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
+            let taken = |message: &NetlinkMessage<RouteNetlinkMessage>| {
+                let deleted = RouteNetlinkMessage::is_del_address;
+                matches!(&message.payload, NetlinkPayload::InnerMessage(inner) if deleted(inner))
+            };
+            if news.iter().any(taken) {
+                return Ok(());
+            }
+        }
+    }
 }
 
 /// The kernel rejects the cache information that it reports itself; and an address that was in use needs no duplicate

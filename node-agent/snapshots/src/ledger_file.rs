@@ -24,7 +24,7 @@ const MAX_FILE: usize = 16 << 20;
 /// Why a ledger could not be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("the ledger {} cannot be trusted; move it away to let its Pod start cold", path.display())]
+    #[error("the ledger {} cannot be trusted, so the memory of its Pod is neither saved nor woken nor removed; delete the Pod to start it anew", path.display())]
     Corrupt {
         path: PathBuf,
         source: ledger::Error,

@@ -295,25 +295,29 @@ impl Store {
 
     /// All images, whole and partial, sorted by namespace and id.
     pub fn list(&self) -> Result<Vec<Listed>, ImageError> {
+        self.list_where(|_| true)
+    }
+
+    /// The images of one Pod, whole and partial, sorted by id. Others are not looked at.
+    pub fn list_pod(&self, pod: &PodUid) -> Result<Vec<Listed>, ImageError> {
+        self.list_where(|image| image.pod() == pod)
+    }
+
+    fn list_where(&self, wanted: impl Fn(&ImageId) -> bool) -> Result<Vec<Listed>, ImageError> {
         let mut all = Vec::new();
         for name in dirs::names(self.images.as_fd(), &self.root.join(IMAGES))? {
             if let Ok(namespace) = Namespace::new(name) {
-                all.extend(self.list_namespace(&namespace)?);
+                all.extend(self.list_namespace(&namespace, &wanted)?);
             }
         }
         Ok(all)
     }
 
-    /// The images of one Pod, whole and partial, sorted by id.
-    pub fn list_pod(&self, namespace: &Namespace, pod: &PodUid) -> Result<Vec<Listed>, ImageError> {
-        let all = self.list_namespace(namespace)?;
-        Ok(all
-            .into_iter()
-            .filter(|listed| listed.id.pod() == pod)
-            .collect())
-    }
-
-    fn list_namespace(&self, namespace: &Namespace) -> Result<Vec<Listed>, ImageError> {
+    fn list_namespace(
+        &self,
+        namespace: &Namespace,
+        wanted: impl Fn(&ImageId) -> bool,
+    ) -> Result<Vec<Listed>, ImageError> {
         let path = self.namespace_path(namespace);
         let Some(dir) = dirs::open_dir_if_any(self.images.as_fd(), namespace.as_str(), &path)?
         else {
@@ -331,6 +335,9 @@ impl Store {
             let Ok(id) = ImageId::parse(left.unwrap_or(&name)) else {
                 continue;
             };
+            if !wanted(&id) {
+                continue;
+            }
             let at = path.join(&name);
             let Some(image) = dirs::open_dir_if_any(dir.as_fd(), &name, &at)? else {
                 continue;

@@ -48,8 +48,8 @@ fn what_was_committed_is_found_again_whole() {
         (&image(1), ImageState::Committed)
     );
     assert!(listed[0].size > committed.size, "the manifest counts, too");
-    assert_eq!(again.list_pod(&namespace(), &pod(POD)).unwrap(), listed);
-    assert_eq!(again.list_pod(&namespace(), &pod("other")).unwrap(), []);
+    assert_eq!(again.list_pod(&pod(POD)).unwrap(), listed);
+    assert_eq!(again.list_pod(&pod("other")).unwrap(), []);
 }
 
 #[test]

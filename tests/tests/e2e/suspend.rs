@@ -308,3 +308,35 @@ async fn a_damaged_image_is_refused_and_kept_and_cold_start_is_an_answer() -> an
     })
     .await
 }
+
+#[tokio::test]
+async fn an_image_of_another_pod_spec_is_refused_and_kept_until_the_spec_fits_again()
+-> anyhow::Result<()> {
+    case("suspend-spec", async |case| {
+        case.create(sandbox(json!({}), rich())).await?;
+        let pod = started(case).await?;
+        let before = witness::ask(&pod).await?;
+        suspended(case).await?;
+        let running_with = async |spec: Value| {
+            let change =
+                json!({ "spec": { "operatingMode": "Running", "podTemplate": { "spec": spec } } });
+            case.patch("s", change).await
+        };
+        let mut other = rich();
+        other["containers"][0]["workingDir"] = json!("/tmp");
+        let name = other["containers"][0]["name"]
+            .as_str()
+            .unwrap_or_default()
+            .to_owned();
+        running_with(other).await?;
+        let sandbox = until(case, "Restored", "False", "SpecMismatch").await?;
+        let words = message(&sandbox, "Restored");
+        assert!(words.contains(&name), "{words}");
+
+        suspended(case).await?;
+        running_with(rich()).await?;
+        let pod = started(case).await?;
+        witness::ask(&pod).await?.goes_on_from(&before)
+    })
+    .await
+}

@@ -79,6 +79,26 @@ fn what_runsc_takes_away_is_put_back_and_twice_changes_nothing() {
 }
 
 #[test]
+fn an_address_that_is_taken_away_is_told_and_so_is_the_end_of_who_would_do_it() {
+    let namespace = Namespace::with_addresses();
+    let taken = AddressWatch::begin(&namespace.path()).expect("watched");
+    let (mine, theirs) = std::os::unix::net::UnixStream::pair().expect("a pair");
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| taken.wait(mine.as_fd()));
+        let name = namespace.name();
+        sh(&format!("ip -n {name} addr add 10.203.0.1/24 dev eth0"));
+        assert!(!waiting.is_finished(), "one was added");
+        sh(&format!("ip -n {name} addr del 10.203.0.1/24 dev eth0"));
+        waiting.join().expect("no panic").expect("told");
+    });
+    let never = AddressWatch::begin(&namespace.path()).expect("watched");
+    drop(theirs);
+    never
+        .wait(mine.as_fd())
+        .expect("nobody is left to take one");
+}
+
+#[test]
 fn a_damaged_record_is_refused() {
     let damaged = Addresses {
         addresses: vec!["zz".to_owned()],

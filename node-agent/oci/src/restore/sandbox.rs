@@ -10,10 +10,11 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::json;
 use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
 use torpor_gvisor::expedite::{self, Expedited};
 use torpor_gvisor::hush::Hush;
 use torpor_gvisor::keeper::{self, Request};
-use torpor_gvisor::net;
+use torpor_gvisor::net::{self, AddressWatch};
 use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState};
 use torpor_gvisor::runsc::{Runsc, Stdio3};
 use torpor_gvisor::spec::{Role, Spec};
@@ -145,8 +146,17 @@ fn attempt(
         }
 
         // The root container's restore only hands the image over; the last of them all does the work. What each of them
-        // needs before that (a process, a gofer) is made side by side.
-        let restored_root = scope.spawn(|| restore_container(node, root, None, path));
+        // needs before that (a process, a gofer) is made side by side: they begin when the image is about to be handed
+        // over, and need longer to be ready for it.
+        let handing_over = watch_addresses(pod)?;
+        let (root_is_over, ends_with_root) = UnixStream::pair()?;
+        let restored_root = scope.spawn(move || {
+            let _ends_with_root = ends_with_root;
+            restore_container(node, root, None, path)
+        });
+        if let Some(handing_over) = handing_over {
+            handing_over.wait(root_is_over.as_fd())?;
+        }
         let restored_others: Vec<_> = subs
             .iter()
             .zip(&terminals)
@@ -193,6 +203,13 @@ fn attempt(
     Ok(())
 }
 
+/// runsc takes the addresses away for the sandbox, then hands the image over.
+fn watch_addresses(pod: &PodRecord) -> anyhow::Result<Option<AddressWatch>> {
+    let with_addresses = !pod.addresses.addresses.is_empty();
+    let namespace = pod.network_namespace.as_deref().filter(|_| with_addresses);
+    Ok(namespace.map(AddressWatch::begin).transpose()?)
+}
+
 /// What arrives from now on finds nobody who knows its connection. A Pod that is new has none, and is refused at once.
 fn hush(pod: &PodRecord, image: &Image) -> Option<Hush> {
     let namespace = pod.network_namespace.as_deref()?;
@@ -233,7 +250,7 @@ fn runsc_for(node: &Node, pod: &PodRecord, parts: &[ContainerRecord]) -> Runsc {
 }
 
 /// gVisor takes a container only after it has been handed the image (runsc/boot/controller.go, RestoreSubcontainer), and
-/// changes nothing when one comes before.
+/// changes nothing when one comes before; but runsc says so on the container's standard error, so this is the exception.
 fn came_too_early(error: &anyhow::Error) -> bool {
     format!("{error:#}").contains("sandbox is not being restored")
 }
