@@ -76,6 +76,7 @@ sleeps() { grep -q Hibernated "/run/torpor/pods/$SANDBOX/state.json"; }
 said_asleep() { [ "$(k -n "$NAMESPACE" get pod "$1" -o jsonpath="{.status.conditions[?(@.type=='torpor.dev/Hibernated')].status}")" = True ]; }
 
 hibernate() {
+	record "$1"
 	k -n "$NAMESPACE" annotate --overwrite pod "$1" torpor.dev/hibernate=true >/dev/null
 	until_true 60 sleeps
 	until_true 60 said_asleep "$1"
@@ -168,7 +169,6 @@ remaining() {
 	pids=()
 	for n in "${names[@]}"; do
 		until_true 120 is_ready pod "$n"
-		record "$n"
 		[ "$n" = small ] || hibernate "$n"
 		mapfile -t -O "${#pids[@]}" pids < <(processes_of "$n")
 	done

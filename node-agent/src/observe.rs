@@ -6,7 +6,7 @@ use torpor_core::ids::{ImageId, PodUid};
 use torpor_core::state::{Failures, ImageObserved, Live, Observed, Record, Restore};
 use torpor_gvisor::control::{self, Control};
 use torpor_gvisor::pause;
-use torpor_gvisor::record::{PodRecord, RestoreReport, SandboxState};
+use torpor_gvisor::record::{self, PodRecord, RestoreReport, SandboxState};
 
 use crate::node::{CALL_LIMIT, Node};
 
@@ -37,7 +37,7 @@ pub(crate) fn observe(
             .map_err(|error| words(&error)),
         images: images(node, pod),
         capable: capable(node),
-        restore: restore(node, pod, state.as_ref()),
+        restore: restore(state.as_ref(), node.records.report(pod)),
         sessions: record.map_or(0, |record| sessions(node, record)),
         awake_since: record.and_then(|record| awake_since(node, record)),
         failures: failures.clone(),
@@ -123,20 +123,80 @@ fn capable(node: &Node) -> Result<(), String> {
     }
 }
 
-fn restore(node: &Node, pod: &PodUid, state: Option<&SandboxState>) -> Restore {
-    if let Some(SandboxState::Restoring { .. }) = state {
-        return Restore::InProgress;
-    }
-    match node.records.report(pod) {
-        Ok(None) => Restore::NotAsked,
-        Ok(Some(RestoreReport::Restored { image })) => Restore::Done { image },
-        Ok(Some(RestoreReport::ColdStarted { message, .. })) => Restore::ColdStarted { message },
-        Ok(Some(RestoreReport::Failed {
-            reason, message, ..
-        })) => Restore::Failed { reason, message },
-        Err(error) => Restore::Failed {
+/// What came of an image that the Pod was to continue from, by the pod's state and torpor-oci's report.
+fn restore(
+    state: Option<&SandboxState>,
+    report: Result<Option<RestoreReport>, record::Error>,
+) -> Restore {
+    let restoring = match state {
+        Some(SandboxState::Restoring { image, .. }) => Some(image),
+        _ => None,
+    };
+    match (report, restoring) {
+        // One container was refused, and the kubelet tries it again: meanwhile that is what there is to say.
+        (
+            Ok(Some(RestoreReport::Failed {
+                image,
+                reason,
+                message,
+            })),
+            restoring,
+        ) if restoring.is_none_or(|restoring| *restoring == image) => {
+            Restore::Failed { reason, message }
+        }
+        (_, Some(_)) => Restore::InProgress,
+        (Ok(Some(RestoreReport::Restored { image })), None) => Restore::Done { image },
+        (Ok(Some(RestoreReport::ColdStarted { message, .. })), None) => {
+            Restore::ColdStarted { message }
+        }
+        (Ok(_), None) => Restore::NotAsked,
+        (Err(error), None) => Restore::Failed {
             reason: "ReportUnreadable".to_owned(),
             message: words(&error),
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn image(number: u32) -> ImageId {
+        ImageId::parse(&format!("pod-a.{number}")).expect("an image's name")
+    }
+
+    fn failed(number: u32) -> RestoreReport {
+        RestoreReport::Failed {
+            image: image(number),
+            reason: "SpecMismatch".to_owned(),
+            message: "container a has another spec".to_owned(),
+        }
+    }
+
+    fn restoring() -> SandboxState {
+        SandboxState::Restoring {
+            image: image(1),
+            started: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn a_refusal_is_told_while_the_kubelet_tries_again() {
+        let told = restore(Some(&restoring()), Ok(Some(failed(1))));
+        assert!(matches!(told, Restore::Failed { reason, .. } if reason == "SpecMismatch"));
+        let gone = restore(None, Ok(Some(failed(1))));
+        assert!(matches!(gone, Restore::Failed { .. }));
+    }
+
+    #[test]
+    fn what_is_said_of_another_image_does_not_count_while_one_is_being_restored() {
+        for report in [
+            None,
+            Some(failed(2)),
+            Some(RestoreReport::Restored { image: image(2) }),
+        ] {
+            assert_eq!(restore(Some(&restoring()), Ok(report)), Restore::InProgress);
+        }
+        assert_eq!(restore(None, Ok(None)), Restore::NotAsked);
     }
 }
