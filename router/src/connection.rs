@@ -63,24 +63,23 @@ impl Pulse {
         InFlight(self.clone())
     }
 
-    /// When to look at it again; `None`: it is to be closed now.
+    /// When to look at it again; `None`: it is to be closed now. Whoever waits hears of no change meanwhile, and so never waits longer than the shorter patience.
     pub fn deadline(&self) -> Option<Instant> {
         let state = &*self.0;
         let now = Instant::now();
+        let Patience { head, idle } = state.patience;
+        let look_again = now + head.min(idle);
         if state.in_flight.load(Ordering::Relaxed) > 0 {
-            return Some(now + state.patience.head);
+            return Some(look_again);
         }
-        let head = state.head_since.load(Ordering::Relaxed);
-        let (since, patience) = if head == NONE || state.http2.load(Ordering::Relaxed) {
-            (
-                state.idle_since.load(Ordering::Relaxed),
-                state.patience.idle,
-            )
+        let head_since = state.head_since.load(Ordering::Relaxed);
+        let (since, patience) = if head_since == NONE || state.http2.load(Ordering::Relaxed) {
+            (state.idle_since.load(Ordering::Relaxed), idle)
         } else {
-            (head, state.patience.head)
+            (head_since, head)
         };
         let deadline = state.begin + Duration::from_millis(since) + patience;
-        (now < deadline).then_some(deadline)
+        (now < deadline).then_some(deadline.min(look_again))
     }
 
     fn byte_read(&self) {
@@ -207,12 +206,28 @@ mod tests {
     }
 
     #[test]
-    fn bytes_of_http2_begin_no_head_and_keep_nothing_alive() {
+    fn bytes_of_http2_begin_no_head() {
         let pulse = pulse(Duration::ZERO, HOUR);
         drop(pulse.request(true));
-        let before = pulse.deadline().unwrap();
         pulse.byte_read();
-        assert_eq!(pulse.deadline(), Some(before));
+        assert!(pulse.deadline().is_some());
+    }
+
+    #[test]
+    fn bytes_of_http2_keep_nothing_alive() {
+        let pulse = pulse(HOUR, Duration::ZERO);
+        drop(pulse.request(true));
+        pulse.byte_read();
+        assert_eq!(pulse.deadline(), None);
+    }
+
+    #[test]
+    fn nobody_waits_past_the_shorter_patience_without_looking() {
+        let pulse = pulse(Duration::from_secs(1), HOUR);
+        drop(pulse.request(false));
+        assert!(pulse.deadline().unwrap() <= Instant::now() + Duration::from_secs(1));
+        let _request = pulse.request(false);
+        assert!(pulse.deadline().unwrap() <= Instant::now() + Duration::from_secs(1));
     }
 
     #[test]

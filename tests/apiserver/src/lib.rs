@@ -54,6 +54,7 @@ struct State {
     objects: BTreeMap<Key, Value>,
     history: Vec<(u64, &'static str, Key, Value)>,
     writes: Vec<Write>,
+    tokens: Vec<String>,
     faults: Vec<Fault>,
 }
 
@@ -75,7 +76,7 @@ struct Call {
 
 type Answer = Result<Value, (StatusCode, &'static str, String)>;
 
-const KINDS: [(&str, &str, &str); 13] = [
+const KINDS: [(&str, &str, &str); 14] = [
     ("pods", "Pod", "v1"),
     ("services", "Service", "v1"),
     ("persistentvolumeclaims", "PersistentVolumeClaim", "v1"),
@@ -87,6 +88,7 @@ const KINDS: [(&str, &str, &str); 13] = [
     ("runtimeclasses", "RuntimeClass", "node.k8s.io/v1"),
     ("events", "Event", "events.k8s.io/v1"),
     ("leases", "Lease", "coordination.k8s.io/v1"),
+    ("tokenreviews", "TokenReview", "authentication.k8s.io/v1"),
     (
         "sandboxclaims",
         "SandboxClaim",
@@ -185,6 +187,11 @@ impl Apiserver {
         self.notify(state.version);
     }
 
+    /// Authenticates whoever shows this token.
+    pub fn accept_token(&self, token: &str) {
+        self.state.lock().unwrap().tokens.push(token.to_owned());
+    }
+
     /// Makes the next matching write go wrong.
     pub fn fail(&self, fault: Fault) {
         self.state.lock().unwrap().faults.push(fault);
@@ -255,9 +262,14 @@ impl Apiserver {
         let answer = match fault {
             Some(FaultAnswer::Refuse(code)) => {
                 let status = StatusCode::from_u16(code).unwrap();
+                let reason = match code {
+                    403 => "Forbidden",
+                    409 => "Conflict",
+                    _ => "Refused",
+                };
                 Err((
                     status,
-                    "Refused",
+                    reason,
                     format!("{verb} {} {name}: made to fail", call.kind),
                 ))
             }
@@ -292,6 +304,14 @@ impl Apiserver {
         let mut state = self.state.lock().unwrap();
         let key = key(&call.kind, &call.namespace, name);
         let answer = match verb {
+            // A question, of which nothing stays.
+            "create" if call.kind == "tokenreviews" => {
+                let known = state
+                    .tokens
+                    .iter()
+                    .any(|token| body["spec"]["token"] == **token);
+                Ok(json!({"spec": {}, "status": {"authenticated": known}}))
+            }
             "create" => state.create(&call.kind, &call.namespace, body),
             "patch" | "patch status" => state.patch(&key, &body, call.status),
             "replace" => state.replace(&key, body),
