@@ -21,6 +21,8 @@ pub struct Patience {
     pub head: Duration,
     /// Between requests.
     pub idle: Duration,
+    /// For a request and its answer. Whoever carries them keeps this limit too, but hears nothing while the client does not take what is there.
+    pub busy: Duration,
 }
 
 /// What a connection does. Clones are the same connection.
@@ -34,9 +36,11 @@ struct State {
     in_flight: AtomicUsize,
     /// Streams of HTTP/2 share their connection, and it carries bytes that belong to no request.
     http2: AtomicBool,
-    /// Both in milliseconds since `begin`.
+    /// All in milliseconds since `begin`.
     idle_since: AtomicU64,
     head_since: AtomicU64,
+    /// When the last request that is under way began.
+    busy_since: AtomicU64,
 }
 
 /// No head has begun.
@@ -52,6 +56,7 @@ impl Pulse {
             http2: AtomicBool::new(false),
             idle_since: AtomicU64::new(0),
             head_since: AtomicU64::new(0),
+            busy_since: AtomicU64::new(0),
         }))
     }
 
@@ -59,6 +64,7 @@ impl Pulse {
     pub fn request(&self, http2: bool) -> InFlight {
         self.0.http2.store(http2, Ordering::Relaxed);
         self.0.head_since.store(NONE, Ordering::Relaxed);
+        self.0.busy_since.store(self.0.now(), Ordering::Relaxed);
         self.0.in_flight.fetch_add(1, Ordering::Relaxed);
         InFlight(self.clone())
     }
@@ -67,19 +73,17 @@ impl Pulse {
     pub fn deadline(&self) -> Option<Instant> {
         let state = &*self.0;
         let now = Instant::now();
-        let Patience { head, idle } = state.patience;
-        let look_again = now + head.min(idle);
-        if state.in_flight.load(Ordering::Relaxed) > 0 {
-            return Some(look_again);
-        }
+        let Patience { head, idle, busy } = state.patience;
         let head_since = state.head_since.load(Ordering::Relaxed);
-        let (since, patience) = if head_since == NONE || state.http2.load(Ordering::Relaxed) {
+        let (since, patience) = if state.in_flight.load(Ordering::Relaxed) > 0 {
+            (state.busy_since.load(Ordering::Relaxed), busy)
+        } else if head_since == NONE || state.http2.load(Ordering::Relaxed) {
             (state.idle_since.load(Ordering::Relaxed), idle)
         } else {
             (head_since, head)
         };
         let deadline = state.begin + Duration::from_millis(since) + patience;
-        (now < deadline).then_some(deadline.min(look_again))
+        (now < deadline).then(|| deadline.min(now + head.min(idle).min(busy)))
     }
 
     fn byte_read(&self) {
@@ -178,7 +182,11 @@ mod tests {
     const HOUR: Duration = Duration::from_secs(3600);
 
     fn pulse(head: Duration, idle: Duration) -> Pulse {
-        Pulse::new(Patience { head, idle })
+        Pulse::new(Patience {
+            head,
+            idle,
+            busy: HOUR,
+        })
     }
 
     #[test]
@@ -188,7 +196,20 @@ mod tests {
     }
 
     #[test]
-    fn while_a_request_is_under_way_nothing_is_closed() {
+    fn a_request_that_takes_too_long_ends_the_connection() {
+        let pulse = Pulse::new(Patience {
+            head: HOUR,
+            idle: HOUR,
+            busy: Duration::ZERO,
+        });
+        let request = pulse.request(false);
+        assert_eq!(pulse.deadline(), None);
+        drop(request);
+        assert!(pulse.deadline().is_some());
+    }
+
+    #[test]
+    fn while_a_request_is_under_way_nothing_counts_as_idle() {
         let pulse = pulse(Duration::ZERO, Duration::ZERO);
         let request = pulse.request(false);
         assert!(pulse.deadline().is_some());

@@ -9,6 +9,7 @@ use clap::{
 use torpor_daemon::go_flags::{BindAddress, duration, with_two_dashes};
 
 use crate::{
+    connection::Patience,
     gate,
     proxy::Settings,
     tls::{Files, MutualTls},
@@ -283,6 +284,16 @@ impl Flags {
             resume: self.resume_timeout,
             held: self.max_held_requests,
             held_per_sandbox: self.max_held_requests_per_sandbox,
+        }
+    }
+
+    /// How long a client's connection may do nothing, or one thing.
+    pub fn patience(&self) -> Patience {
+        Patience {
+            head: self.read_header_timeout,
+            idle: self.idle_timeout,
+            // The carrier of the request goes first.
+            busy: self.proxy_timeout + Duration::from_secs(1),
         }
     }
 

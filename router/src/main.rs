@@ -10,7 +10,6 @@ use torpor_daemon::serve;
 use torpor_router::{
     address::AddressPolicy,
     authz::{Authorizer, SharedToken},
-    connection::Patience,
     directory::Directory,
     endpoints,
     flags::{self, AuthzMode, Flags},
@@ -98,10 +97,7 @@ async fn work(flags: &Flags) -> anyhow::Result<()> {
             .await
             .context("metrics")?;
     }
-    let patience = Patience {
-        head: flags.read_header_timeout,
-        idle: flags.idle_timeout,
-    };
+    let patience = flags.patience();
     let server = Server::new(
         Arc::clone(&proxy),
         patience,

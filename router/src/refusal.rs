@@ -57,8 +57,6 @@ pub enum Refusal {
     BodyTooLarge,
     #[error("Method not allowed.")]
     Method,
-    #[error("Only HTTP/1.1 requests can be upgraded.")]
-    UpgradeVersion,
 }
 
 impl Refusal {
@@ -71,8 +69,7 @@ impl Refusal {
             | Self::PortFormat
             | Self::AddressFormat
             | Self::HostFormat(_)
-            | Self::HostAmbiguous(_)
-            | Self::UpgradeVersion => StatusCode::BAD_REQUEST,
+            | Self::HostAmbiguous(_) => StatusCode::BAD_REQUEST,
             Self::Unauthenticated | Self::NoBearer | Self::WrongToken => StatusCode::UNAUTHORIZED,
             Self::Forbidden => StatusCode::FORBIDDEN,
             Self::ReviewFailed => StatusCode::INTERNAL_SERVER_ERROR,
@@ -108,7 +105,6 @@ impl Refusal {
             Self::TooManyHeld => "TooManyHeld",
             Self::BodyTooLarge => "BodyTooLarge",
             Self::Method => "Method",
-            Self::UpgradeVersion => "UpgradeVersion",
         }
     }
 
@@ -238,12 +234,6 @@ mod tests {
         None
     )]
     #[case(Refusal::Method, 405, r#"{"detail":"Method not allowed."}"#, None)]
-    #[case(
-        Refusal::UpgradeVersion,
-        400,
-        r#"{"detail":"Only HTTP/1.1 requests can be upgraded."}"#,
-        None
-    )]
     #[tokio::test]
     async fn torpors_own_errors_have_the_same_form(
         #[case] refusal: Refusal,

@@ -201,6 +201,36 @@ async fn an_answer_that_takes_too_long_is_cut_off() {
         .unwrap_err();
 }
 
+#[tokio::test]
+async fn a_client_that_does_not_read_holds_its_sandbox_for_a_limited_time() {
+    let world = World::with(hurried(|setup| {
+        setup.patience.busy = Duration::from_millis(300)
+    }))
+    .await;
+    let (told, ended) = tokio::sync::oneshot::channel::<()>();
+    let told = std::sync::Arc::new(std::sync::Mutex::new(Some(told)));
+    let backend = Backend::start(move |_| {
+        let told = told.lock().unwrap().take();
+        async move {
+            // As much as anybody takes; the sender is dropped with the body.
+            let endless = futures::stream::repeat_with(move || {
+                let _kept = &told;
+                Ok::<_, std::convert::Infallible>(http_body::Frame::data(Bytes::from_static(
+                    &[0; 4096],
+                )))
+            });
+            http::Response::new(StreamBody::new(endless).boxed())
+        }
+    })
+    .await;
+    world.running("s", "127.0.0.1").await;
+    let mut client = Raw::open(&world).await;
+    client
+        .write(format!("GET / HTTP/1.1\r\nHost: r\r\nX-Sandbox-ID: s\r\nX-Sandbox-Namespace: ns\r\nX-Sandbox-Port: {}\r\n\r\n", backend.port))
+        .await;
+    soon("the sandbox is let go", ended).await.unwrap_err();
+}
+
 /// A frame of HTTP/2.
 fn frame(type_: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let length = u32::try_from(payload.len()).unwrap().to_be_bytes();

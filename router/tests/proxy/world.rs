@@ -59,6 +59,7 @@ impl Default for Setup {
             patience: Patience {
                 head: LIMIT,
                 idle: LIMIT,
+                busy: LIMIT,
             },
             dialling: Dialling {
                 retries: 3,
