@@ -50,3 +50,42 @@ fn text(metrics: &Metrics, gate: &Gate) -> (StatusCode, [(&'static str, &'static
         ),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use axum::{body::Body, http::Request};
+    use http_body_util::BodyExt;
+    use kube::runtime::watcher::Event;
+    use tower::ServiceExt;
+
+    use super::*;
+    use crate::address::AddressPolicy;
+
+    async fn ask(router: &Router, path: &str) -> (u16, String) {
+        let request = Request::builder().uri(path).body(Body::empty()).unwrap();
+        let response = router.clone().oneshot(request).await.unwrap();
+        let status = response.status().as_u16();
+        let body = response.into_body().collect().await.unwrap().to_bytes();
+        (status, String::from_utf8(body.to_vec()).unwrap())
+    }
+
+    #[tokio::test]
+    async fn it_is_ready_from_full_caches_to_the_asking_for_its_end_and_healthy_throughout() {
+        let (directory, stopping) = (
+            Directory::new(AddressPolicy::default()),
+            CancellationToken::new(),
+        );
+        let router = probes(directory.clone(), stopping.clone());
+        assert_eq!(ask(&router, "/readyz").await.0, 503);
+        directory.apply_sandbox(Event::InitDone);
+        assert_eq!(ask(&router, "/readyz").await.0, 503, "Pods are missing");
+        directory.apply_pod(Event::InitDone);
+        assert_eq!(ask(&router, "/readyz").await, (200, "ok".to_owned()));
+        stopping.cancel();
+        assert_eq!(ask(&router, "/readyz").await, (503, "draining".to_owned()));
+        assert_eq!(
+            ask(&router, "/healthz").await,
+            (200, r#"{"status":"ok"}"#.to_owned())
+        );
+    }
+}

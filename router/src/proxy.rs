@@ -137,12 +137,16 @@ impl Proxy {
             return Ok(Carried::Own(json_response(StatusCode::OK, &body, None)));
         }
         let by_host = !matches!(named, Ok(Named::ByHeaders(_)));
-        let target = self.choose(named?)?;
+        let (target, refusal) = self.choose(named?);
         if self.gate.directory().has_namespace(&target.namespace) {
             exchange.namespace = target.namespace.as_str().into();
         }
         exchange.sandbox.clone_from(&target.id);
+        // First: who may not know hears nothing of what exists.
         self.authorize(request.headers(), &target, exchange).await?;
+        if let Some(refusal) = refusal {
+            return Err(refusal);
+        }
         let limit = self.settings.max_request_body;
         if limit > 0 && http_body::Body::size_hint(request.body()).lower() > limit {
             return Err(Refusal::BodyTooLarge);
@@ -152,15 +156,26 @@ impl Proxy {
             .await
     }
 
-    fn choose(&self, named: Named) -> Result<Target, Refusal> {
-        match named {
-            Named::ByHeaders(target) | Named::ByHost(target) => Ok(target),
-            Named::Joined { port, text } => {
-                let domain = self.settings.domain.as_deref().unwrap_or_default();
-                let directory = self.gate.directory();
-                target::choose(port, &text, domain, |namespace, name| {
-                    directory.exists(namespace, name)
-                })
+    /// The target; or one that cannot exist, to be authorized like any other, and why there is none.
+    fn choose(&self, named: Named) -> (Target, Option<Refusal>) {
+        let (port, text) = match named {
+            Named::ByHeaders(target) | Named::ByHost(target) => return (target, None),
+            Named::Joined { port, text } => (port, text),
+        };
+        let domain = self.settings.domain.as_deref().unwrap_or_default();
+        let directory = self.gate.directory();
+        let exists = |namespace: &str, name: &str| directory.exists(namespace, name);
+        match target::choose(port, &text, domain, exists) {
+            Ok(target) => (target, None),
+            Err(refusal) => {
+                let (namespace, uid) = (String::new(), None);
+                let nobody = Target {
+                    id: text,
+                    namespace,
+                    port,
+                    uid,
+                };
+                (nobody, Some(refusal))
             }
         }
     }

@@ -3,10 +3,12 @@
 use http::Request;
 use serde_json::json;
 
+use torpor_router::authz::{Authorizer, SharedToken};
+
 use crate::{
     backend::Backend,
     client::{Answer, nothing, send},
-    world::World,
+    world::{Setup, World},
 };
 
 async fn ask(world: &World, host: String) -> Answer {
@@ -76,4 +78,27 @@ async fn a_host_that_names_nothing_is_refused() {
             .status,
         502
     );
+}
+
+#[tokio::test]
+async fn who_may_not_know_cannot_tell_what_exists() {
+    let authorizer = Authorizer::SharedToken(SharedToken::new("secret"));
+    let setup = Setup {
+        authorizer: Box::new(|_| authorizer),
+        ..Setup::default()
+    };
+    let world = World::with(setup).await;
+    world.running("my-box", "127.0.0.1").await;
+    for host in [
+        "80-my-box-ns",
+        "80-no-such-ns",
+        "80-my-box.ns",
+        "80-no-such.ns",
+    ] {
+        let answer = ask(&world, format!("{host}.sandboxes.example.com")).await;
+        assert_eq!(
+            answer.line(),
+            r#"401 {"detail":"Missing or invalid Authorization header."}"#
+        );
+    }
 }
