@@ -36,6 +36,8 @@ pub const ON_RESTORE_FAILURE: &str = "torpor.dev/on-restore-failure";
 pub const RESTORE_FROM: &str = "torpor.dev/restore-from";
 /// Name of a SnapshotClass.
 pub const SNAPSHOT_CLASS: &str = "torpor.dev/snapshot-class";
+/// `"true"` lets a request that reaches the router resume a suspended sandbox.
+pub const RESUME_ON_REQUEST: &str = "torpor.dev/resume-on-request";
 
 // --- what the controller writes on a Pod ------------------------------------------------------------------------------------------------
 /// `"true"` pauses the sandbox and keeps it.
@@ -49,12 +51,13 @@ pub const RESTORE_COPY: &str = "torpor.dev/restore-copy";
 pub const IMAGE_FINALIZER: &str = "torpor.dev/image";
 
 /// Torpor's annotations that users write.
-pub const USER_SETTINGS: [&str; 5] = [
+pub const USER_SETTINGS: [&str; 6] = [
     SUSPENSION_STRATEGY,
     HIBERNATE,
     ON_RESTORE_FAILURE,
     RESTORE_FROM,
     SNAPSHOT_CLASS,
+    RESUME_ON_REQUEST,
 ];
 
 /// Torpor's annotations on a Pod: the only ones, all written by the controller.
@@ -117,6 +120,7 @@ pub struct Settings {
     pub on_restore_failure: Option<OnRestoreFailure>,
     pub restore_from: Option<String>,
     pub snapshot_class: Option<String>,
+    pub resume_on_request: bool,
     /// One entry per wrong value, in the order of [`USER_SETTINGS`].
     pub problems: Vec<InvalidAnnotation>,
 }
@@ -146,12 +150,18 @@ impl Settings {
             |v| parse_name(SNAPSHOT_CLASS, v),
             &mut problems,
         );
+        let resume_on_request = checked(
+            value(RESUME_ON_REQUEST),
+            |v| parse_flag(RESUME_ON_REQUEST, v),
+            &mut problems,
+        );
         Self {
             suspension_strategy,
             hibernate: hibernate.unwrap_or_default(),
             on_restore_failure,
             restore_from,
             snapshot_class,
+            resume_on_request: resume_on_request.unwrap_or_default(),
             problems,
         }
     }
@@ -197,10 +207,14 @@ pub fn parse_strategy(value: &str) -> Result<SuspensionStrategy, InvalidAnnotati
 
 /// Parses the value of [`HIBERNATE`].
 pub fn parse_hibernate(value: &str) -> Result<bool, InvalidAnnotation> {
+    parse_flag(HIBERNATE, value)
+}
+
+fn parse_flag(key: &'static str, value: &str) -> Result<bool, InvalidAnnotation> {
     match value {
         "true" => Ok(true),
         "false" => Ok(false),
-        _ => Err(invalid(HIBERNATE, value, "true, false")),
+        _ => Err(invalid(key, value, "true, false")),
     }
 }
 
@@ -290,6 +304,7 @@ mod tests {
             (ON_RESTORE_FAILURE, "Retry"),
             (RESTORE_FROM, "Not A Name"),
             (SNAPSHOT_CLASS, ""),
+            (RESUME_ON_REQUEST, "1"),
         ]);
         let settings = Settings::read(Some(&own), None);
         let said: Vec<String> = settings.problems.iter().map(ToString::to_string).collect();
@@ -301,6 +316,7 @@ mod tests {
                 r#"annotation torpor.dev/on-restore-failure: value "Retry" is not allowed; allowed: Fail, ColdStart"#,
                 r#"annotation torpor.dev/restore-from: value "Not A Name" is not allowed; allowed: the name of an object (a DNS-1123 subdomain)"#,
                 r#"annotation torpor.dev/snapshot-class: value "" is not allowed; allowed: the name of an object (a DNS-1123 subdomain)"#,
+                r#"annotation torpor.dev/resume-on-request: value "1" is not allowed; allowed: true, false"#,
             ]
         );
         assert_eq!(

@@ -1,7 +1,10 @@
 //! Command line: every flag of upstream's controller, in the ways that Go programs take flags (`--flag=value`, `--flag value`, `-flag=value`, a bare boolean). Flags that
 //! mean nothing here are taken and named once in the log; unknown ones are an error.
 
-use std::{ffi::OsString, net::SocketAddr, time::Duration};
+use std::{ffi::OsString, time::Duration};
+
+use torpor_daemon::go_flags::with_two_dashes;
+pub use torpor_daemon::go_flags::{BindAddress, duration};
 
 use clap::{
     Arg, ArgAction, ArgMatches, CommandFactory, FromArgMatches, Parser, parser::ValueSource,
@@ -117,79 +120,6 @@ fn given(matches: &ArgMatches) -> Vec<&'static str> {
         .collect()
 }
 
-/// Go takes one dash for two. Only what starts like a flag's name is changed: `-1` is a value.
-fn with_two_dashes(argument: OsString) -> OsString {
-    match argument.to_str() {
-        Some(text)
-            if text.starts_with('-')
-                && text.chars().nth(1).is_some_and(|c| c.is_ascii_lowercase())
-                && text.len() > 2 =>
-        {
-            format!("-{text}").into()
-        }
-        _ => argument,
-    }
-}
-
-/// An address as Go writes it: `:8080`, `127.0.0.1:8080`, or `0` for none.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BindAddress(pub Option<SocketAddr>);
-
-impl std::str::FromStr for BindAddress {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        if text == "0" || text.is_empty() {
-            return Ok(Self(None));
-        }
-        // Every address of both families: the kernel maps IPv4 onto the IPv6 wildcard.
-        let whole = if text.starts_with(':') {
-            format!("[::]{text}")
-        } else {
-            text.to_owned()
-        };
-        match whole.parse() {
-            Ok(address) => Ok(Self(Some(address))),
-            Err(error) => Err(format!("{error}: expected :port, address:port, or 0")),
-        }
-    }
-}
-
-/// A span of time as Go writes it: `1h30m`, `250ms`, `2.5s`, `0`.
-pub fn duration(text: &str) -> Result<Duration, String> {
-    let bad = || format!("{text:?} is not a duration such as 300ms, 1.5h or 2h45m");
-    if text == "0" {
-        return Ok(Duration::ZERO);
-    }
-    let mut total = 0.0_f64;
-    let mut rest = text;
-    while !rest.is_empty() {
-        let digits = rest
-            .find(|c: char| !c.is_ascii_digit() && c != '.')
-            .ok_or_else(bad)?;
-        let number: f64 = rest[..digits].parse().map_err(|_| bad())?;
-        rest = &rest[digits..];
-        let end = rest
-            .find(|c: char| c.is_ascii_digit() || c == '.')
-            .unwrap_or(rest.len());
-        total += number
-            * match &rest[..end] {
-                "ns" => 1e-9,
-                "us" | "µs" => 1e-6,
-                "ms" => 1e-3,
-                "s" => 1.0,
-                "m" => 60.0,
-                "h" => 3600.0,
-                _ => return Err(bad()),
-            };
-        rest = &rest[end..];
-    }
-    if text.is_empty() {
-        return Err(bad());
-    }
-    Duration::try_from_secs_f64(total).map_err(|_| bad())
-}
-
 #[cfg(test)]
 mod tests {
     use rstest::rstest;
@@ -266,34 +196,5 @@ mod tests {
     fn an_unknown_flag_is_an_error() {
         read(&["--no-such-flag"]).unwrap_err();
         read(&["--leader-elect=perhaps"]).unwrap_err();
-    }
-
-    #[rstest]
-    #[case(":8080", Some("[::]:8080"))]
-    #[case("127.0.0.1:1", Some("127.0.0.1:1"))]
-    #[case("0", None)]
-    fn addresses_are_gos(#[case] text: &str, #[case] address: Option<&str>) {
-        let parsed: BindAddress = text.parse().unwrap();
-        assert_eq!(parsed.0, address.map(|address| address.parse().unwrap()));
-    }
-
-    #[rstest]
-    #[case("5m", 300_000)]
-    #[case("1h30m", 5_400_000)]
-    #[case("2.5s", 2500)]
-    #[case("250ms", 250)]
-    #[case("0", 0)]
-    fn durations_are_gos(#[case] text: &str, #[case] milliseconds: u128) {
-        assert_eq!(duration(text).unwrap().as_millis(), milliseconds);
-    }
-
-    #[rstest]
-    #[case("")]
-    #[case("5")]
-    #[case("m")]
-    #[case("5x")]
-    #[case("-5s")]
-    fn what_is_no_duration_is_refused(#[case] text: &str) {
-        duration(text).unwrap_err();
     }
 }

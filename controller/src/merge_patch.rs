@@ -34,25 +34,8 @@ fn object_difference(
     (!patch.is_empty()).then_some(patch)
 }
 
-/// Applies a merge patch, as an apiserver does.
-pub fn apply(target: &mut Value, patch: &Value) {
-    let Value::Object(patch) = patch else {
-        *target = patch.clone();
-        return;
-    };
-    if !target.is_object() {
-        *target = Value::Object(Map::new());
-    }
-    if let Value::Object(target) = target {
-        for (key, value) in patch {
-            if value.is_null() {
-                target.remove(key);
-            } else {
-                apply(target.entry(key.clone()).or_insert(Value::Null), value);
-            }
-        }
-    }
-}
+#[cfg(test)]
+pub(crate) use torpor_test_apiserver::merge_patch::apply;
 
 #[cfg(test)]
 mod tests {

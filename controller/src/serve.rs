@@ -1,10 +1,9 @@
 //! The two small HTTP servers: probes and metrics.
 
-use std::{io, net::SocketAddr, sync::Arc};
+use std::sync::Arc;
 
 use axum::{Router, http::StatusCode, routing::get};
-use tokio::net::TcpListener;
-use tokio_util::sync::CancellationToken;
+pub use torpor_daemon::serve::serve;
 
 use crate::context::Context;
 
@@ -37,28 +36,4 @@ pub fn metrics(context: Arc<Context>) -> Router {
         }
     };
     Router::new().route("/metrics", get(answer))
-}
-
-/// Opens the port now, so that a taken port is an error at once, and serves in the background.
-pub async fn serve(
-    address: SocketAddr,
-    router: Router,
-    shutdown: CancellationToken,
-) -> io::Result<SocketAddr> {
-    let listener = match TcpListener::bind(address).await {
-        // A machine without IPv6 has no wildcard of both families.
-        Err(_) if address.ip().is_unspecified() && address.is_ipv6() => {
-            TcpListener::bind((std::net::Ipv4Addr::UNSPECIFIED, address.port())).await?
-        }
-        other => other?,
-    };
-    let bound = listener.local_addr()?;
-    tokio::spawn(async move {
-        let server =
-            axum::serve(listener, router).with_graceful_shutdown(shutdown.cancelled_owned());
-        if let Err(error) = server.await {
-            tracing::error!(%error, %bound, "the HTTP server ended");
-        }
-    });
-    Ok(bound)
 }

@@ -20,6 +20,7 @@ import (
 const (
 	controllerImage = "torpor.dev/controller"
 	agentImage      = "torpor.dev/agent"
+	routerImage     = "torpor.dev/router"
 	torporNamespace = "agent-sandbox-system"
 	devOverlay      = "hack/overlays/dev"
 	uninstallFolder = "hack/overlays/dev-uninstall"
@@ -48,6 +49,7 @@ func buildTorpor() (builtImages, error) {
 	}
 	images := []torporImage{
 		{controllerImage, "torpor-controller", map[string]string{"torpor-controller": filepath.Join(target, "torpor-controller")}},
+		{routerImage, "sandbox-router", map[string]string{"sandbox-router": filepath.Join(target, "sandbox-router")}},
 		{agentImage, "torpor-agent", map[string]string{
 			"torpor-agent": filepath.Join(target, "torpor-agent"),
 			"torpor-oci":   filepath.Join(target, "torpor-oci"),
@@ -68,7 +70,7 @@ func buildTorpor() (builtImages, error) {
 	return built, nil
 }
 
-// cargoBuild builds the three binaries and returns the folder they are in.
+// cargoBuild builds the binaries and returns the folder they are in.
 func cargoBuild() (string, error) {
 	version, err := outputIn(time.Minute, repoRoot, nil, nil, "rustc", "-vV")
 	if err != nil {
@@ -79,9 +81,9 @@ func cargoBuild() (string, error) {
 	if host == "" {
 		return "", fmt.Errorf("rustc -vV does not name its host:\n%s", version)
 	}
-	say("cargo build --profile cluster (torpor-controller, torpor-agent, torpor-oci)")
+	say("cargo build --profile cluster (torpor-controller, torpor-router, torpor-agent, torpor-oci)")
 	begin := time.Now()
-	cmd := exec.Command("cargo", "build", "--locked", "--profile", "cluster", "-p", "torpor-controller", "-p", "torpor-agent", "-p", "torpor-oci")
+	cmd := exec.Command("cargo", "build", "--locked", "--profile", "cluster", "-p", "torpor-controller", "-p", "torpor-router", "-p", "torpor-agent", "-p", "torpor-oci")
 	cmd.Dir, cmd.Stdout, cmd.Stderr = repoRoot, os.Stderr, os.Stderr
 	if err := during("cargo build", cmd.Run); err != nil {
 		return "", fmt.Errorf("cargo build failed (see above): %w", err)

@@ -61,7 +61,7 @@ async fn a_claim_of_that_name_is_used_only_when_it_may_be(
 ) {
     let world = World::new();
     let mut claim = json!({"metadata": {"name": "data-s", "namespace": NS}});
-    torpor_controller::merge_patch::apply(&mut claim["metadata"], &metadata);
+    torpor_test_apiserver::merge_patch::apply(&mut claim["metadata"], &metadata);
     world.api.create("persistentvolumeclaims", claim);
     world.api.create("sandboxes", with_claim());
     world.settle_with_errors().await;
@@ -87,7 +87,7 @@ fn service(change: Value) -> Value {
     let mut service = json!({
         "metadata": {"name": "s", "namespace": NS}, "spec": {"clusterIP": "None"},
     });
-    torpor_controller::merge_patch::apply(&mut service, &change);
+    torpor_test_apiserver::merge_patch::apply(&mut service, &change);
     service
 }
 

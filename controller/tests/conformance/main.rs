@@ -1,6 +1,5 @@
 //! The controller against an apiserver in memory: upstream's cases, Torpor's own, and random sequences of events.
 
-mod apiserver;
 mod dependents;
 mod lifecycle;
 mod memory;
@@ -9,3 +8,5 @@ mod property;
 mod restore;
 mod wiring;
 mod world;
+
+use torpor_test_apiserver as apiserver;

@@ -1,7 +1,7 @@
 //! Objects as tests write them.
 
 use serde_json::{Value, json};
-use torpor_controller::merge_patch;
+use torpor_test_apiserver::merge_patch;
 
 pub(crate) const NS: &str = "ns";
 

@@ -460,7 +460,7 @@ async fn an_unknown_snapshot_makes_no_pod_until_it_exists() {
 async fn an_unknown_snapshot_with_policy_cold_start_is_a_cold_start() {
     let world = World::new();
     let mut both = from("golden");
-    torpor_controller::merge_patch::apply(&mut both, &policy(COLD));
+    torpor_test_apiserver::merge_patch::apply(&mut both, &policy(COLD));
     world.api.create("sandboxes", torpor_sandbox(both));
     world.settle().await;
     assert_eq!(restore_image(&world), Value::Null);

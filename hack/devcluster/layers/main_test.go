@@ -41,3 +41,14 @@ func TestACrateWithoutAPlaceIsAnError(t *testing.T) {
 		t.Fatalf("got %q", found)
 	}
 }
+
+func TestTheApiserverOfTheTestsIsForTestsOnly(t *testing.T) {
+	found := check(t, `{"packages":[{"name":"torpor-router","dependencies":[{"name":"torpor-test-apiserver","kind":null}]}]}`)
+	if len(found) != 1 || !strings.Contains(found[0], "outside of its tests") {
+		t.Fatalf("got %q", found)
+	}
+	found = check(t, `{"packages":[{"name":"torpor-router","dependencies":[{"name":"torpor-test-apiserver","kind":"dev"}]}]}`)
+	if len(found) != 0 {
+		t.Fatalf("got %q", found)
+	}
+}

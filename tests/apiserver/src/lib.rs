@@ -1,4 +1,4 @@
-//! An apiserver in memory: create, get, list, watch, merge patch, the status subresource, replace and delete, with uids, resourceVersions, generations, preconditions,
+//! For tests: an apiserver in memory: create, get, list, watch, merge patch, the status subresource, replace and delete, with uids, resourceVersions, generations, preconditions,
 //! finalizers, graceful deletion of Pods and garbage collection by owner. It is a tower service, so that the real client is used unchanged.
 
 use std::{
@@ -14,31 +14,33 @@ use http_body_util::BodyExt;
 use kube::Client;
 use serde_json::{Value, json};
 use tokio::sync::watch;
-use torpor_controller::merge_patch;
+
+pub mod merge_patch;
 
 /// Plural, namespace (empty for cluster-scoped kinds), name.
-pub(crate) type Key = (String, String, String);
+pub type Key = (String, String, String);
 
 /// A write that was tried.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Write {
+pub struct Write {
     /// create, patch, patch status, replace, delete
-    pub(crate) verb: &'static str,
-    pub(crate) kind: String,
-    pub(crate) name: String,
-    pub(crate) code: u16,
+    pub verb: &'static str,
+    pub kind: String,
+    pub name: String,
+    pub code: u16,
 }
 
 /// What a test wants to go wrong: the next matching write.
 #[derive(Clone, Debug)]
-pub(crate) struct Fault {
-    pub(crate) verb: &'static str,
-    pub(crate) kind: &'static str,
-    pub(crate) answer: FaultAnswer,
+pub struct Fault {
+    pub verb: &'static str,
+    pub kind: &'static str,
+    pub answer: FaultAnswer,
 }
 
+/// How the write goes wrong.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum FaultAnswer {
+pub enum FaultAnswer {
     /// Refused with this code; nothing happens.
     Refuse(u16),
     /// It takes effect, but the answer never comes.
@@ -52,12 +54,13 @@ struct State {
     objects: BTreeMap<Key, Value>,
     history: Vec<(u64, &'static str, Key, Value)>,
     writes: Vec<Write>,
+    tokens: Vec<String>,
     faults: Vec<Fault>,
 }
 
 /// Clones are the same apiserver.
 #[derive(Clone, Debug)]
-pub(crate) struct Apiserver {
+pub struct Apiserver {
     state: Arc<Mutex<State>>,
     changed: Arc<watch::Sender<u64>>,
 }
@@ -73,7 +76,7 @@ struct Call {
 
 type Answer = Result<Value, (StatusCode, &'static str, String)>;
 
-const KINDS: [(&str, &str, &str); 13] = [
+const KINDS: [(&str, &str, &str); 14] = [
     ("pods", "Pod", "v1"),
     ("services", "Service", "v1"),
     ("persistentvolumeclaims", "PersistentVolumeClaim", "v1"),
@@ -85,6 +88,7 @@ const KINDS: [(&str, &str, &str); 13] = [
     ("runtimeclasses", "RuntimeClass", "node.k8s.io/v1"),
     ("events", "Event", "events.k8s.io/v1"),
     ("leases", "Lease", "coordination.k8s.io/v1"),
+    ("tokenreviews", "TokenReview", "authentication.k8s.io/v1"),
     (
         "sandboxclaims",
         "SandboxClaim",
@@ -97,15 +101,23 @@ const KINDS: [(&str, &str, &str); 13] = [
     ),
 ];
 
+impl Default for Apiserver {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 impl Apiserver {
-    pub(crate) fn new() -> Self {
+    /// One without any object.
+    pub fn new() -> Self {
         Self {
             state: Arc::default(),
             changed: Arc::new(watch::channel(0).0),
         }
     }
 
-    pub(crate) fn client(&self) -> Client {
+    /// The real client, connected to it.
+    pub fn client(&self) -> Client {
         let server = self.clone();
         Client::new(
             tower::service_fn(move |request| {
@@ -118,7 +130,8 @@ impl Apiserver {
 
     // --- what tests do and see ----------------------------------------------------------------------------------------------------------
 
-    pub(crate) fn get(&self, kind: &str, namespace: &str, name: &str) -> Option<Value> {
+    /// The object, if it is there.
+    pub fn get(&self, kind: &str, namespace: &str, name: &str) -> Option<Value> {
         self.state
             .lock()
             .unwrap()
@@ -127,7 +140,8 @@ impl Apiserver {
             .cloned()
     }
 
-    pub(crate) fn list(&self, kind: &str) -> Vec<Value> {
+    /// All objects of a kind.
+    pub fn list(&self, kind: &str) -> Vec<Value> {
         let state = self.state.lock().unwrap();
         state
             .objects
@@ -138,7 +152,7 @@ impl Apiserver {
     }
 
     /// Creates as a user would.
-    pub(crate) fn create(&self, kind: &str, object: Value) -> Value {
+    pub fn create(&self, kind: &str, object: Value) -> Value {
         let namespace = object["metadata"]["namespace"]
             .as_str()
             .unwrap_or_default()
@@ -150,7 +164,7 @@ impl Apiserver {
     }
 
     /// Merge patch of everything, status included, as no client could.
-    pub(crate) fn edit(&self, kind: &str, namespace: &str, name: &str, patch: &Value) -> Value {
+    pub fn edit(&self, kind: &str, namespace: &str, name: &str, patch: &Value) -> Value {
         let mut state = self.state.lock().unwrap();
         let mut object = state.objects[&key(kind, namespace, name)].clone();
         merge_patch::apply(&mut object, patch);
@@ -160,29 +174,36 @@ impl Apiserver {
     }
 
     /// Deletes as a user would: gracefully where the kind has it.
-    pub(crate) fn delete(&self, kind: &str, namespace: &str, name: &str) {
+    pub fn delete(&self, kind: &str, namespace: &str, name: &str) {
         let mut state = self.state.lock().unwrap();
         state.delete(&key(kind, namespace, name));
         self.notify(state.version);
     }
 
     /// The object is gone: what a kubelet does at the end of a Pod.
-    pub(crate) fn remove(&self, kind: &str, namespace: &str, name: &str) {
+    pub fn remove(&self, kind: &str, namespace: &str, name: &str) {
         let mut state = self.state.lock().unwrap();
         state.remove(&key(kind, namespace, name));
         self.notify(state.version);
     }
 
-    pub(crate) fn fail(&self, fault: Fault) {
+    /// Authenticates whoever shows this token.
+    pub fn accept_token(&self, token: &str) {
+        self.state.lock().unwrap().tokens.push(token.to_owned());
+    }
+
+    /// Makes the next matching write go wrong.
+    pub fn fail(&self, fault: Fault) {
         self.state.lock().unwrap().faults.push(fault);
     }
 
-    pub(crate) fn forget_faults(&self) {
+    /// Lets all writes succeed again.
+    pub fn forget_faults(&self) {
         self.state.lock().unwrap().faults.clear();
     }
 
     /// Writes since the last call, Events left out.
-    pub(crate) fn take_writes(&self) -> Vec<Write> {
+    pub fn take_writes(&self) -> Vec<Write> {
         let writes = std::mem::take(&mut self.state.lock().unwrap().writes);
         writes
             .into_iter()
@@ -191,7 +212,7 @@ impl Apiserver {
     }
 
     /// Waits until the world is as wished, looking again at each change.
-    pub(crate) async fn until(&self, what: &str, wish: impl Fn(&Self) -> bool) {
+    pub async fn until(&self, what: &str, wish: impl Fn(&Self) -> bool) {
         let mut changed = self.changed.subscribe();
         let wait = async {
             while !wish(self) {
@@ -241,9 +262,14 @@ impl Apiserver {
         let answer = match fault {
             Some(FaultAnswer::Refuse(code)) => {
                 let status = StatusCode::from_u16(code).unwrap();
+                let reason = match code {
+                    403 => "Forbidden",
+                    409 => "Conflict",
+                    _ => "Refused",
+                };
                 Err((
                     status,
-                    "Refused",
+                    reason,
                     format!("{verb} {} {name}: made to fail", call.kind),
                 ))
             }
@@ -278,6 +304,14 @@ impl Apiserver {
         let mut state = self.state.lock().unwrap();
         let key = key(&call.kind, &call.namespace, name);
         let answer = match verb {
+            // A question, of which nothing stays.
+            "create" if call.kind == "tokenreviews" => {
+                let known = state
+                    .tokens
+                    .iter()
+                    .any(|token| body["spec"]["token"] == **token);
+                Ok(json!({"spec": {}, "status": {"authenticated": known}}))
+            }
             "create" => state.create(&call.kind, &call.namespace, body),
             "patch" | "patch status" => state.patch(&key, &body, call.status),
             "replace" => state.replace(&key, body),

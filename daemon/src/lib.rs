@@ -1,0 +1,4 @@
+//! What the daemons have in common: command lines as Go programs take them, and small HTTP servers.
+
+pub mod go_flags;
+pub mod serve;

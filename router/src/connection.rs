@@ -1,0 +1,262 @@
+//! A client's connection while no request is under way. hyper has one timer for an idle connection and for the head of the next request; a slow head must end in seconds
+//! and an idle connection may last minutes, so that the two are told apart here: by the first byte after the last answer.
+
+use std::{
+    io,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    },
+    task::{Context, Poll},
+    time::{Duration, Instant},
+};
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+/// How long a connection may do nothing.
+#[derive(Clone, Copy, Debug)]
+pub struct Patience {
+    /// From the first byte of a request's head to its last; also from the connection to the first request.
+    pub head: Duration,
+    /// Between requests.
+    pub idle: Duration,
+    /// For a request and its answer. Whoever carries them keeps this limit too, but hears nothing while the client does not take what is there.
+    pub busy: Duration,
+}
+
+/// What a connection does. Clones are the same connection.
+#[derive(Clone, Debug)]
+pub struct Pulse(Arc<State>);
+
+#[derive(Debug)]
+struct State {
+    patience: Patience,
+    begin: Instant,
+    in_flight: AtomicUsize,
+    /// Streams of HTTP/2 share their connection, and it carries bytes that belong to no request.
+    http2: AtomicBool,
+    /// All in milliseconds since `begin`.
+    idle_since: AtomicU64,
+    head_since: AtomicU64,
+    /// When the last request that is under way began.
+    busy_since: AtomicU64,
+}
+
+/// No head has begun.
+const NONE: u64 = u64::MAX;
+
+impl Pulse {
+    /// A connection that has just been made.
+    pub fn new(patience: Patience) -> Self {
+        Self(Arc::new(State {
+            patience,
+            begin: Instant::now(),
+            in_flight: AtomicUsize::new(0),
+            http2: AtomicBool::new(false),
+            idle_since: AtomicU64::new(0),
+            head_since: AtomicU64::new(0),
+            busy_since: AtomicU64::new(0),
+        }))
+    }
+
+    /// A request has arrived; it is under way until the result is dropped.
+    pub fn request(&self, http2: bool) -> InFlight {
+        self.0.http2.store(http2, Ordering::Relaxed);
+        self.0.head_since.store(NONE, Ordering::Relaxed);
+        self.0.busy_since.store(self.0.now(), Ordering::Relaxed);
+        self.0.in_flight.fetch_add(1, Ordering::Relaxed);
+        InFlight(self.clone())
+    }
+
+    /// When to look at it again; `None`: it is to be closed now. Whoever waits hears of no change meanwhile, and so never waits longer than the shorter patience.
+    pub fn deadline(&self) -> Option<Instant> {
+        let state = &*self.0;
+        let now = Instant::now();
+        let Patience { head, idle, busy } = state.patience;
+        let head_since = state.head_since.load(Ordering::Relaxed);
+        let (since, patience) = if state.in_flight.load(Ordering::Relaxed) > 0 {
+            (state.busy_since.load(Ordering::Relaxed), busy)
+        } else if head_since == NONE || state.http2.load(Ordering::Relaxed) {
+            (state.idle_since.load(Ordering::Relaxed), idle)
+        } else {
+            (head_since, head)
+        };
+        let deadline = state.begin + Duration::from_millis(since) + patience;
+        (now < deadline).then(|| deadline.min(now + head.min(idle).min(busy)))
+    }
+
+    fn byte_read(&self) {
+        let state = &*self.0;
+        if state.in_flight.load(Ordering::Relaxed) == 0 {
+            let now = state.now();
+            let _ =
+                state
+                    .head_since
+                    .compare_exchange(NONE, now, Ordering::Relaxed, Ordering::Relaxed);
+        }
+    }
+}
+
+impl State {
+    fn now(&self) -> u64 {
+        u64::try_from(self.begin.elapsed().as_millis()).unwrap_or(NONE - 1)
+    }
+}
+
+/// A request under way.
+#[derive(Debug)]
+pub struct InFlight(Pulse);
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        let state = &*self.0.0;
+        state.idle_since.store(state.now(), Ordering::Relaxed);
+        state.in_flight.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// A connection whose reads are felt.
+#[derive(Debug)]
+pub struct Felt<S> {
+    inner: S,
+    pulse: Pulse,
+}
+
+impl<S> Felt<S> {
+    /// Tells `pulse` of each read.
+    pub fn new(inner: S, pulse: Pulse) -> Self {
+        Self { inner, pulse }
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Felt<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        task: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buffer.filled().len();
+        let result = std::task::ready!(Pin::new(&mut self.inner).poll_read(task, buffer));
+        if buffer.filled().len() > before {
+            self.pulse.byte_read();
+        }
+        Poll::Ready(result)
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Felt<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        task: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.inner).poll_write(task, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, task: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.inner).poll_flush(task)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, task: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.inner).poll_shutdown(task)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        task: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.inner).poll_write_vectored(task, bytes)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.inner.is_write_vectored()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HOUR: Duration = Duration::from_secs(3600);
+
+    fn pulse(head: Duration, idle: Duration) -> Pulse {
+        Pulse::new(Patience {
+            head,
+            idle,
+            busy: HOUR,
+        })
+    }
+
+    #[test]
+    fn a_connection_that_never_asks_is_closed_like_a_slow_head() {
+        assert_eq!(pulse(Duration::ZERO, HOUR).deadline(), None);
+        assert!(pulse(HOUR, Duration::ZERO).deadline().is_some());
+    }
+
+    #[test]
+    fn a_request_that_takes_too_long_ends_the_connection() {
+        let pulse = Pulse::new(Patience {
+            head: HOUR,
+            idle: HOUR,
+            busy: Duration::ZERO,
+        });
+        let request = pulse.request(false);
+        assert_eq!(pulse.deadline(), None);
+        drop(request);
+        assert!(pulse.deadline().is_some());
+    }
+
+    #[test]
+    fn while_a_request_is_under_way_nothing_counts_as_idle() {
+        let pulse = pulse(Duration::ZERO, Duration::ZERO);
+        let request = pulse.request(false);
+        assert!(pulse.deadline().is_some());
+        drop(request);
+        assert_eq!(pulse.deadline(), None);
+    }
+
+    #[test]
+    fn between_requests_the_first_byte_starts_the_shorter_patience() {
+        let pulse = pulse(Duration::ZERO, HOUR);
+        drop(pulse.request(false));
+        assert!(pulse.deadline().is_some(), "idle");
+        pulse.byte_read();
+        assert_eq!(pulse.deadline(), None, "a head has begun");
+    }
+
+    #[test]
+    fn bytes_of_http2_begin_no_head() {
+        let pulse = pulse(Duration::ZERO, HOUR);
+        drop(pulse.request(true));
+        pulse.byte_read();
+        assert!(pulse.deadline().is_some());
+    }
+
+    #[test]
+    fn bytes_of_http2_keep_nothing_alive() {
+        let pulse = pulse(HOUR, Duration::ZERO);
+        drop(pulse.request(true));
+        pulse.byte_read();
+        assert_eq!(pulse.deadline(), None);
+    }
+
+    #[test]
+    fn nobody_waits_past_the_shorter_patience_without_looking() {
+        let pulse = pulse(Duration::from_secs(1), HOUR);
+        drop(pulse.request(false));
+        assert!(pulse.deadline().unwrap() <= Instant::now() + Duration::from_secs(1));
+        let _request = pulse.request(false);
+        assert!(pulse.deadline().unwrap() <= Instant::now() + Duration::from_secs(1));
+    }
+
+    #[test]
+    fn bytes_of_a_body_begin_no_head() {
+        let pulse = pulse(Duration::ZERO, HOUR);
+        let request = pulse.request(false);
+        pulse.byte_read();
+        drop(request);
+        assert!(pulse.deadline().is_some());
+    }
+}

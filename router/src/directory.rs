@@ -1,0 +1,414 @@
+//! Sandboxes and their Pods as the watches last showed them, joined by UID: the only source of addresses.
+
+use std::{
+    collections::{HashMap, HashSet},
+    net::IpAddr,
+    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
+};
+
+use kube::runtime::watcher::Event;
+use tokio::sync::watch;
+use torpor_api::labels;
+
+use crate::{
+    address::AddressPolicy,
+    watched::{WatchedPod, WatchedSandbox},
+};
+
+/// A Sandbox and the Pod that requests for it go to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct View {
+    pub uid: Arc<str>,
+    /// resourceVersion of the Sandbox.
+    pub version: Arc<str>,
+    /// Its user wants it suspended.
+    pub suspended: bool,
+    /// A request may resume it.
+    pub resume: bool,
+    /// Member of a warm pool that nobody has claimed.
+    pub unclaimed: bool,
+    /// Ready, not being deleted, at an address that a Pod may have.
+    pub pod: Option<PodAt>,
+}
+
+/// Where a Pod is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PodAt {
+    pub uid: Arc<str>,
+    pub address: IpAddr,
+}
+
+/// The watch cache. Clones are the same one.
+#[derive(Clone, Debug)]
+pub struct Directory {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    policy: AddressPolicy,
+    content: RwLock<Content>,
+    /// Who waits for a sandbox to change. A separate lock: readers of the content never meet it.
+    waiting: Mutex<HashMap<Key, watch::Sender<()>>>,
+    listed: watch::Sender<Listed>,
+}
+
+/// Namespace and name of a Sandbox.
+type Key = (String, String);
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Listed {
+    sandboxes: bool,
+    pods: bool,
+}
+
+#[derive(Debug, Default)]
+struct Content {
+    /// By namespace, then name: a look-up allocates nothing.
+    entries: HashMap<String, HashMap<String, Entry>>,
+    /// Addresses of the Pods in `entries` by Pod UID.
+    addresses: HashMap<Arc<str>, IpAddr>,
+    /// What the list that is being read has shown so far: Sandboxes, and UIDs of Pods.
+    listing_sandboxes: HashSet<Key>,
+    listing_pods: HashSet<String>,
+}
+
+#[derive(Debug, Default)]
+struct Entry {
+    sandbox: Option<Known>,
+    /// One, or two while one replaces the other.
+    pods: Vec<KnownPod>,
+}
+
+#[derive(Debug)]
+struct Known {
+    uid: Arc<str>,
+    version: Arc<str>,
+    suspended: bool,
+    resume: bool,
+    unclaimed: bool,
+}
+
+#[derive(Debug)]
+struct KnownPod {
+    at: PodAt,
+    owner: String,
+}
+
+impl Directory {
+    /// An empty one. Pods at addresses that `policy` does not allow stay out.
+    pub fn new(policy: AddressPolicy) -> Self {
+        Self {
+            shared: Arc::new(Shared {
+                policy,
+                content: RwLock::default(),
+                waiting: Mutex::default(),
+                listed: watch::Sender::default(),
+            }),
+        }
+    }
+
+    /// The policy for addresses.
+    pub fn policy(&self) -> AddressPolicy {
+        self.shared.policy
+    }
+
+    /// The Sandbox of that name.
+    pub fn look_up(&self, namespace: &str, name: &str) -> Option<View> {
+        let content = self.read();
+        let entry = content.entries.get(namespace)?.get(name)?;
+        let sandbox = entry.sandbox.as_ref()?;
+        let pod = entry
+            .pods
+            .iter()
+            .rev()
+            .find(|pod| *pod.owner == *sandbox.uid);
+        Some(View {
+            uid: Arc::clone(&sandbox.uid),
+            version: Arc::clone(&sandbox.version),
+            suspended: sandbox.suspended,
+            resume: sandbox.resume,
+            unclaimed: sandbox.unclaimed,
+            pod: pod.map(|pod| pod.at.clone()),
+        })
+    }
+
+    /// Whether somebody holds a Sandbox of that name.
+    pub fn exists(&self, namespace: &str, name: &str) -> bool {
+        self.look_up(namespace, name)
+            .is_some_and(|view| !view.unclaimed)
+    }
+
+    /// Whether any Sandbox is in the namespace. Only such names become labels of metrics: clients choose what they ask for.
+    pub fn has_namespace(&self, namespace: &str) -> bool {
+        self.read().entries.contains_key(namespace)
+    }
+
+    /// Whether that Pod still is at that address. An address may have gone to another Pod since the request was routed.
+    pub fn is_at(&self, pod_uid: &str, address: IpAddr) -> bool {
+        self.read().addresses.get(pod_uid) == Some(&address)
+    }
+
+    /// Changes of a Sandbox from now on, unless `limit` requests wait for them already.
+    pub fn changes(&self, namespace: &str, name: &str, limit: usize) -> Option<Changes> {
+        let key = (namespace.to_owned(), name.to_owned());
+        let mut waiting = self.waiting();
+        let sender = waiting.entry(key.clone()).or_default();
+        if sender.receiver_count() >= limit {
+            return None;
+        }
+        let receiver = Some(sender.subscribe());
+        drop(waiting);
+        Some(Changes {
+            directory: self.clone(),
+            key,
+            receiver,
+        })
+    }
+
+    /// Waits until both kinds have been listed once.
+    pub async fn wait_ready(&self) {
+        let mut listed = self.shared.listed.subscribe();
+        // An error means that the sender is gone, and `self` holds it.
+        let _ = listed
+            .wait_for(|listed| listed.sandboxes && listed.pods)
+            .await;
+    }
+
+    /// Whether both kinds have been listed once.
+    pub fn is_ready(&self) -> bool {
+        let listed = *self.shared.listed.borrow();
+        listed.sandboxes && listed.pods
+    }
+
+    /// Takes in what happened to a Sandbox.
+    pub fn apply_sandbox(&self, event: Event<WatchedSandbox>) {
+        match event {
+            Event::Init => self.write().listing_sandboxes.clear(),
+            Event::InitApply(sandbox) => {
+                if let Some(key) = self.put_sandbox(&sandbox) {
+                    self.write().listing_sandboxes.insert(key);
+                }
+            }
+            Event::Apply(sandbox) => {
+                self.put_sandbox(&sandbox);
+            }
+            Event::Delete(sandbox) => {
+                if let Some(key) = key_of(&sandbox) {
+                    self.write().forget_sandbox(&key);
+                    self.changed(&key);
+                }
+            }
+            Event::InitDone => {
+                let gone = self.write().forget_unlisted_sandboxes();
+                gone.iter().for_each(|key| self.changed(key));
+                self.shared
+                    .listed
+                    .send_modify(|listed| listed.sandboxes = true);
+            }
+        }
+    }
+
+    fn put_sandbox(&self, sandbox: &WatchedSandbox) -> Option<Key> {
+        let key = key_of(sandbox)?;
+        let metadata = &sandbox.metadata;
+        let labels = metadata.labels.as_ref();
+        let known = Known {
+            uid: metadata.uid.as_deref()?.into(),
+            version: metadata
+                .resource_version
+                .as_deref()
+                .unwrap_or_default()
+                .into(),
+            suspended: sandbox.suspended(),
+            resume: sandbox.resume_on_request(),
+            unclaimed: labels.is_some_and(|all| all.contains_key(labels::WARM_POOL_SANDBOX)),
+        };
+        self.write().entry(&key).sandbox = Some(known);
+        self.changed(&key);
+        Some(key)
+    }
+
+    /// Takes in what happened to a Pod.
+    pub fn apply_pod(&self, event: Event<WatchedPod>) {
+        match event {
+            Event::Init => self.write().listing_pods.clear(),
+            Event::InitApply(pod) => {
+                self.put_pod(&pod);
+                if let Some(uid) = pod.metadata.uid {
+                    self.write().listing_pods.insert(uid);
+                }
+            }
+            Event::Apply(pod) => self.put_pod(&pod),
+            Event::Delete(pod) => self.replace_pod(&pod, None),
+            Event::InitDone => {
+                let changed = self.write().forget_unlisted_pods();
+                changed.iter().for_each(|key| self.changed(key));
+                self.shared.listed.send_modify(|listed| listed.pods = true);
+            }
+        }
+    }
+
+    fn put_pod(&self, pod: &WatchedPod) {
+        let takes_requests = pod.ready() && pod.metadata.deletion_timestamp.is_none();
+        let address = pod.address().filter(|_| takes_requests);
+        if let Some(address) = address.filter(|address| !self.shared.policy.allows(*address)) {
+            let (namespace, name) = (&pod.metadata.namespace, &pod.metadata.name);
+            tracing::warn!(?namespace, ?name, %address, "left out: no address for a Pod");
+            return self.replace_pod(pod, None);
+        }
+        self.replace_pod(pod, address);
+    }
+
+    fn replace_pod(&self, pod: &WatchedPod, address: Option<IpAddr>) {
+        let (Some((name, owner)), Some(namespace), Some(uid)) = (
+            pod.sandbox(),
+            pod.metadata.namespace.as_deref(),
+            pod.metadata.uid.as_deref(),
+        ) else {
+            return;
+        };
+        let key = (namespace.to_owned(), name.to_owned());
+        let mut content = self.write();
+        content.forget_pod(&key, uid);
+        if let Some(address) = address {
+            let uid: Arc<str> = uid.into();
+            content.addresses.insert(Arc::clone(&uid), address);
+            let at = PodAt { uid, address };
+            let owner = owner.to_owned();
+            content.entry(&key).pods.push(KnownPod { at, owner });
+        }
+        content.prune(&key);
+        drop(content);
+        self.changed(&key);
+    }
+
+    fn changed(&self, key: &Key) {
+        if let Some(sender) = self.waiting().get(key) {
+            sender.send_replace(());
+        }
+    }
+
+    // A poisoned lock only says that somebody panicked; no writer leaves the content half changed.
+    fn read(&self) -> RwLockReadGuard<'_, Content> {
+        self.shared
+            .content
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Content> {
+        self.shared
+            .content
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, HashMap<Key, watch::Sender<()>>> {
+        self.shared
+            .waiting
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Changes of one Sandbox.
+#[derive(Debug)]
+pub struct Changes {
+    directory: Directory,
+    key: Key,
+    /// `None` only while being dropped.
+    receiver: Option<watch::Receiver<()>>,
+}
+
+impl Changes {
+    /// Waits for the next change since the last call.
+    pub async fn next(&mut self) {
+        if let Some(receiver) = &mut self.receiver {
+            // The sender stays while somebody listens.
+            let _ = receiver.changed().await;
+        }
+    }
+}
+
+impl Drop for Changes {
+    fn drop(&mut self) {
+        let mut waiting = self.directory.waiting();
+        self.receiver = None;
+        if waiting
+            .get(&self.key)
+            .is_some_and(|sender| sender.receiver_count() == 0)
+        {
+            waiting.remove(&self.key);
+        }
+    }
+}
+
+impl Content {
+    fn entry(&mut self, (namespace, name): &Key) -> &mut Entry {
+        let names = self.entries.entry(namespace.clone()).or_default();
+        names.entry(name.clone()).or_default()
+    }
+
+    fn forget_sandbox(&mut self, key: &Key) {
+        self.entry(key).sandbox = None;
+        self.prune(key);
+    }
+
+    fn forget_pod(&mut self, key: &Key, uid: &str) {
+        self.entry(key).pods.retain(|pod| *pod.at.uid != *uid);
+        self.addresses.remove(uid);
+    }
+
+    /// Drops an entry that holds nothing.
+    fn prune(&mut self, (namespace, name): &Key) {
+        let Some(names) = self.entries.get_mut(namespace) else {
+            return;
+        };
+        if names
+            .get(name)
+            .is_some_and(|entry| entry.sandbox.is_none() && entry.pods.is_empty())
+        {
+            names.remove(name);
+        }
+        if names.is_empty() {
+            self.entries.remove(namespace);
+        }
+    }
+
+    fn keys(&self) -> Vec<Key> {
+        let keys = self.entries.iter().flat_map(|(namespace, names)| {
+            names.keys().map(|name| (namespace.clone(), name.clone()))
+        });
+        keys.collect()
+    }
+
+    fn forget_unlisted_sandboxes(&mut self) -> Vec<Key> {
+        let listed = std::mem::take(&mut self.listing_sandboxes);
+        let mut gone = self.keys();
+        gone.retain(|key| !listed.contains(key));
+        gone.iter().for_each(|key| self.forget_sandbox(key));
+        gone
+    }
+
+    fn forget_unlisted_pods(&mut self) -> Vec<Key> {
+        let listed = std::mem::take(&mut self.listing_pods);
+        let keys = self.keys();
+        for key in &keys {
+            self.entry(key)
+                .pods
+                .retain(|pod| listed.contains(&*pod.at.uid));
+            self.prune(key);
+        }
+        self.addresses.retain(|uid, _| listed.contains(&**uid));
+        keys
+    }
+}
+
+fn key_of(sandbox: &WatchedSandbox) -> Option<Key> {
+    let metadata = &sandbox.metadata;
+    Some((metadata.namespace.clone()?, metadata.name.clone()?))
+}
+
+#[cfg(test)]
+mod tests;

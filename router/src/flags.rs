@@ -1,0 +1,400 @@
+//! Command line: upstream's flags in the ways that Go programs take them, and Torpor's own. What upstream has and this router does not is an error where it would change
+//! who may reach what, and is named in the log where it would not.
+
+use std::{ffi::OsString, path::PathBuf, time::Duration};
+
+use clap::{
+    Arg, ArgAction, CommandFactory, FromArgMatches, Parser, ValueEnum, parser::ValueSource,
+};
+use torpor_daemon::go_flags::{BindAddress, duration, with_two_dashes};
+
+use crate::{
+    connection::Patience,
+    gate,
+    proxy::Settings,
+    tls::{Files, MutualTls},
+    upstream::Dialling,
+};
+
+/// How requests are authorized; upstream's names.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum AuthzMode {
+    #[default]
+    AllowAll,
+    #[value(name = "tokenreview")]
+    TokenReview,
+    ScopedToken,
+}
+
+/// The flags.
+#[derive(Clone, Debug, Parser)]
+#[command(
+    name = "sandbox-router",
+    version,
+    about = "Carries HTTP requests into sandboxes, and wakes those it may."
+)]
+pub struct Flags {
+    /// Where requests are taken without TLS; empty: nowhere
+    #[arg(long, default_value = ":8080")]
+    pub http_bind_address: BindAddress,
+    /// Where requests are taken with TLS; empty: nowhere
+    #[arg(long, default_value = "")]
+    pub https_bind_address: BindAddress,
+    /// Where metrics are served; empty: nowhere
+    #[arg(long, default_value = ":9090")]
+    pub metrics_bind_address: BindAddress,
+    /// Where /healthz and /readyz are served; empty: nowhere
+    #[arg(long, default_value = ":8081")]
+    pub health_probe_bind_address: BindAddress,
+    /// Server's certificate chain, PEM
+    #[arg(long)]
+    pub tls_cert_file: Option<PathBuf>,
+    /// Server's private key, PEM
+    #[arg(long)]
+    pub tls_key_file: Option<PathBuf>,
+    /// Who signed clients' certificates, PEM
+    #[arg(long)]
+    pub tls_client_ca_file: Option<PathBuf>,
+    /// Whether clients show certificates
+    #[arg(long, value_enum, default_value_t)]
+    pub mtls_mode: MutualTls,
+    /// How requests are authorized
+    #[arg(long, value_enum, default_value_t)]
+    pub authz_mode: AuthzMode,
+    /// How long a verdict on a token stands
+    #[arg(long, default_value = "30s", value_parser = positive)]
+    pub authz_tokenreview_ttl: Duration,
+    /// How many verdicts on tokens are remembered
+    #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..))]
+    pub authz_tokenreview_cache_size: u32,
+    /// Refuse requests without a token
+    #[arg(long, default_value = "false", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
+    pub authz_tokenreview_require_token: bool,
+    /// Audiences of which a token must name one
+    #[arg(long, value_delimiter = ',')]
+    pub authz_tokenreview_audiences: Vec<String>,
+    /// Secret with which scoped tokens are signed
+    #[arg(long)]
+    pub authz_scoped_token_secret_file: Option<PathBuf>,
+    /// Token that every request must carry, as the Python router has it; only in the environment
+    #[arg(
+        long = "router-auth-token",
+        env = "ROUTER_AUTH_TOKEN",
+        hide = true,
+        hide_env_values = true,
+        default_value = ""
+    )]
+    pub router_auth_token: String,
+    /// Longest time of a request; PROXY_TIMEOUT_SECONDS is read too
+    #[arg(long, default_value = "180s", value_parser = positive)]
+    pub proxy_timeout: Duration,
+    /// Longest time until the head of an answer
+    #[arg(long, default_value = "180s", value_parser = positive)]
+    pub response_header_timeout: Duration,
+    /// Longest time for requests under way to end after SIGTERM
+    #[arg(long, default_value = "30s", value_parser = duration)]
+    pub shutdown_timeout: Duration,
+    /// Largest request body; 0: any
+    #[arg(long, default_value_t = 0)]
+    pub max_request_body_bytes: u64,
+    /// Further attempts to connect to a sandbox
+    #[arg(long, default_value_t = 3)]
+    pub upstream_max_retries: u32,
+    /// Before the second attempt; doubled before each further one
+    #[arg(long, default_value = "200ms", value_parser = duration)]
+    pub upstream_retry_initial_delay: Duration,
+    /// Longest time between attempts
+    #[arg(long, default_value = "800ms", value_parser = duration)]
+    pub upstream_retry_max_delay: Duration,
+    /// Only sandboxes of this namespace; empty: all
+    #[arg(long, default_value = "")]
+    pub cache_namespace: String,
+    /// Kubeconfig; empty: KUBECONFIG, or the Pod's own
+    #[arg(long, default_value = "")]
+    pub kubeconfig: String,
+    /// A line in the log for each request
+    #[arg(long, default_value = "true", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
+    pub access_log: bool,
+    /// Torpor's: hosts <port>-<sandbox>-<namespace>.<domain> name sandboxes
+    #[arg(long, default_value = "")]
+    pub domain: String,
+    /// Torpor's: how long a request waits for a sandbox that is being resumed
+    #[arg(long, default_value = "60s", value_parser = positive)]
+    pub resume_timeout: Duration,
+    /// Torpor's: how many requests may wait for sandboxes at once
+    #[arg(long, default_value_t = 4096)]
+    pub max_held_requests: usize,
+    /// Torpor's: how many requests may wait for one sandbox at once
+    #[arg(long, default_value_t = 1024)]
+    pub max_held_requests_per_sandbox: usize,
+    /// Torpor's: how many connections of clients there may be at once
+    #[arg(long, default_value_t = 20_000)]
+    pub max_connections: usize,
+    /// Torpor's: longest time for the head of a request
+    #[arg(long, default_value = "10s", value_parser = positive)]
+    pub read_header_timeout: Duration,
+    /// Torpor's: longest time between the requests of a connection
+    #[arg(long, default_value = "120s", value_parser = positive)]
+    pub idle_timeout: Duration,
+    /// Torpor's: longest time of one call to the apiserver
+    #[arg(long, default_value = "10s", value_parser = positive)]
+    pub api_timeout: Duration,
+    /// Torpor's: format of the log
+    #[arg(long, default_value = "text", value_parser = ["text", "json"])]
+    pub log_format: String,
+}
+
+/// Upstream's other flags that change nothing about who reaches what. `bool` says whether they may stand bare.
+const WITHOUT_MEANING: [(&str, bool); 4] = [
+    ("cluster-domain", false),
+    ("cache-enabled", true),
+    ("enable-tracing", true),
+    ("enable-otel-metrics", true),
+];
+
+/// The flags do not fit together.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    #[error("at least one of --http-bind-address and --https-bind-address must be set")]
+    NoListener,
+    #[error("--https-bind-address needs --tls-cert-file and --tls-key-file")]
+    NoCertificate,
+    #[error("--mtls-mode needs --https-bind-address")]
+    MutualWithoutTls,
+    #[error("--mtls-mode needs --tls-client-ca-file")]
+    NoClientCa,
+    #[error("--authz-mode=scoped-token needs --authz-scoped-token-secret-file")]
+    NoSecret,
+    #[error("ROUTER_AUTH_TOKEN goes with --authz-mode=allow-all only")]
+    TwoModes,
+    #[error("--domain: {0:?} is not a DNS name")]
+    Domain(String),
+    #[error("PROXY_TIMEOUT_SECONDS: {0:?} is not a positive number")]
+    ProxyTimeout(String),
+}
+
+/// Reads the command line. Returns the flags, and the names of those that were given and mean nothing here.
+pub fn parse(
+    arguments: impl IntoIterator<Item = OsString>,
+) -> Result<(Flags, Vec<&'static str>), clap::Error> {
+    let command = Flags::command().args(WITHOUT_MEANING.map(|(name, bare)| {
+        let argument = Arg::new(name).long(name).hide(true).action(ArgAction::Set);
+        if bare {
+            argument
+                .num_args(0..=1)
+                .require_equals(true)
+                .default_missing_value("true")
+        } else {
+            argument
+        }
+    }));
+    let matches = command.try_get_matches_from(arguments.into_iter().map(with_two_dashes))?;
+    let given = |name: &&'static str| matches.value_source(name) == Some(ValueSource::CommandLine);
+    let ignored = WITHOUT_MEANING
+        .iter()
+        .map(|(name, _)| *name)
+        .filter(given)
+        .collect();
+    let mut flags = Flags::from_arg_matches(&matches)?;
+    // The flag wins over the Python router's variable.
+    if !given(&"proxy_timeout")
+        && let Ok(seconds) = std::env::var("PROXY_TIMEOUT_SECONDS")
+    {
+        flags.proxy_timeout = seconds_of(&seconds).map_err(|error| {
+            Flags::command().error(clap::error::ErrorKind::ValueValidation, error)
+        })?;
+    }
+    Ok((flags, ignored))
+}
+
+fn seconds_of(text: &str) -> Result<Duration, Error> {
+    let seconds = text.trim().parse().ok();
+    let limit = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    limit
+        .filter(|limit| !limit.is_zero())
+        .ok_or_else(|| Error::ProxyTimeout(text.to_owned()))
+}
+
+fn positive(text: &str) -> Result<Duration, String> {
+    let value = duration(text)?;
+    if value.is_zero() {
+        return Err("must be positive".to_owned());
+    }
+    Ok(value)
+}
+
+impl Flags {
+    /// Whether the flags fit together.
+    pub fn check(&self) -> Result<(), Error> {
+        let tls = self.https_bind_address.0.is_some();
+        if self.http_bind_address.0.is_none() && !tls {
+            return Err(Error::NoListener);
+        }
+        if tls && (self.tls_cert_file.is_none() || self.tls_key_file.is_none()) {
+            return Err(Error::NoCertificate);
+        }
+        if self.mtls_mode != MutualTls::Off {
+            if !tls {
+                return Err(Error::MutualWithoutTls);
+            }
+            if self.tls_client_ca_file.is_none() {
+                return Err(Error::NoClientCa);
+            }
+        }
+        if self.authz_mode == AuthzMode::ScopedToken
+            && self.authz_scoped_token_secret_file.is_none()
+        {
+            return Err(Error::NoSecret);
+        }
+        if self.authz_mode != AuthzMode::AllowAll && !self.router_auth_token.is_empty() {
+            return Err(Error::TwoModes);
+        }
+        if !self.domain.is_empty()
+            && !torpor_api::annotations::is_dns_subdomain(&self.domain.to_ascii_lowercase())
+        {
+            return Err(Error::Domain(self.domain.clone()));
+        }
+        Ok(())
+    }
+
+    /// The files of TLS, if it is served.
+    pub fn tls_files(&self) -> Option<Files> {
+        self.https_bind_address.0?;
+        Some(Files {
+            certificate: self.tls_cert_file.clone()?,
+            key: self.tls_key_file.clone()?,
+            client_ca: self.tls_client_ca_file.clone(),
+            mutual: self.mtls_mode,
+        })
+    }
+
+    /// How to connect to sandboxes.
+    pub fn dialling(&self) -> Dialling {
+        Dialling {
+            retries: self.upstream_max_retries,
+            first_delay: self.upstream_retry_initial_delay,
+            longest_delay: self.upstream_retry_max_delay,
+        }
+    }
+
+    /// Bounds of waiting. A sandbox that is not known is waited for as long as upstream tries to connect to it.
+    pub fn limits(&self) -> gate::Limits {
+        gate::Limits {
+            dial: self.dialling().delays().sum(),
+            resume: self.resume_timeout,
+            held: self.max_held_requests,
+            held_per_sandbox: self.max_held_requests_per_sandbox,
+        }
+    }
+
+    /// How long a client's connection may do nothing, or one thing.
+    pub fn patience(&self) -> Patience {
+        Patience {
+            head: self.read_header_timeout,
+            idle: self.idle_timeout,
+            // The carrier of the request goes first.
+            busy: self.proxy_timeout + Duration::from_secs(1),
+        }
+    }
+
+    /// What is set for all requests.
+    pub fn settings(&self) -> Settings {
+        Settings {
+            domain: Some(self.domain.to_ascii_lowercase()).filter(|domain| !domain.is_empty()),
+            proxy_timeout: self.proxy_timeout,
+            response_header_timeout: self.response_header_timeout,
+            max_request_body: self.max_request_body_bytes,
+            access_log: self.access_log,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    fn read(arguments: &[&str]) -> Result<(Flags, Vec<&'static str>), clap::Error> {
+        parse(["router"].iter().chain(arguments).map(OsString::from))
+    }
+
+    #[test]
+    fn defaults_are_upstreams_but_for_the_time_of_a_command() {
+        let (flags, ignored) = read(&[]).unwrap();
+        assert_eq!(flags.http_bind_address, ":8080".parse().unwrap());
+        assert_eq!(flags.https_bind_address.0, None);
+        assert_eq!(flags.metrics_bind_address, ":9090".parse().unwrap());
+        assert_eq!(flags.health_probe_bind_address, ":8081".parse().unwrap());
+        assert_eq!(flags.proxy_timeout, Duration::from_secs(180));
+        // Upstream's 30 s would end every longer command of the SDK.
+        assert_eq!(flags.response_header_timeout, Duration::from_secs(180));
+        assert_eq!(flags.limits().dial, Duration::from_millis(1400));
+        assert_eq!(
+            (flags.authz_mode, flags.mtls_mode),
+            (AuthzMode::AllowAll, MutualTls::Off)
+        );
+        assert!(flags.access_log && flags.max_request_body_bytes == 0);
+        assert!(ignored.is_empty());
+        flags.check().unwrap();
+    }
+
+    #[test]
+    fn upstreams_own_manifest_starts_it() {
+        let (flags, ignored) = read(&[
+            "--http-bind-address=:8080",
+            "--metrics-bind-address=:9090",
+            "--health-probe-bind-address=:8081",
+            "--cluster-domain=cluster.local",
+            "--proxy-timeout=180s",
+            "--upstream-max-retries=3",
+            "--cache-enabled=true",
+        ])
+        .unwrap();
+        flags.check().unwrap();
+        assert_eq!(ignored, ["cluster-domain", "cache-enabled"]);
+    }
+
+    #[rstest]
+    #[case(&["--http-bind-address="], Error::NoListener)]
+    #[case(&["--https-bind-address=:8443"], Error::NoCertificate)]
+    #[case(&["--mtls-mode=required"], Error::MutualWithoutTls)]
+    #[case(&["--https-bind-address=:8443", "--tls-cert-file=c", "--tls-key-file=k", "--mtls-mode=optional"], Error::NoClientCa)]
+    #[case(&["--authz-mode=scoped-token"], Error::NoSecret)]
+    #[case(&["--authz-mode=tokenreview", "--router-auth-token=t"], Error::TwoModes)]
+    #[case(&["--domain=*.example.com"], Error::Domain("*.example.com".into()))]
+    fn flags_that_do_not_fit_together_are_refused(
+        #[case] arguments: &[&str],
+        #[case] error: Error,
+    ) {
+        assert_eq!(read(arguments).unwrap().0.check(), Err(error));
+    }
+
+    #[rstest]
+    #[case("--allow-loopback-pod-ip")]
+    #[case("--path-routing-prefix=/x")]
+    #[case("--authz-cookie-name=c")]
+    #[case("--proxy-timeout=0")]
+    #[case("--authz-mode=none")]
+    fn what_would_change_who_reaches_what_is_not_ignored(#[case] flag: &str) {
+        read(&[flag]).unwrap_err();
+    }
+
+    #[rstest]
+    #[case("180", Ok(180_000))]
+    #[case("2.5", Ok(2500))]
+    #[case("0", Err(()))]
+    #[case("-1", Err(()))]
+    #[case("soon", Err(()))]
+    fn the_python_routers_timeout_is_in_seconds(
+        #[case] text: &str,
+        #[case] milliseconds: Result<u128, ()>,
+    ) {
+        assert_eq!(
+            seconds_of(text)
+                .map(|limit| limit.as_millis())
+                .map_err(|_| ()),
+            milliseconds
+        );
+    }
+}

@@ -1,0 +1,35 @@
+//! sandbox-router: the way of HTTP into sandboxes. It is upstream's router to its clients (header contract, error bodies, flags, metrics), and wakes what it routes to.
+//!
+//! ```text
+//! client ──► server ──► proxy ──► target      which sandbox (pure)
+//!   HTTP/1, 2, TLS        │  ├──► authz       may the client (pure, or TokenReview)
+//!                         │  ├──► gate        is it there: route, wait, resume, refuse (pure decision; bounded waiting)
+//!                         │  │      └─ resume one patch for many requests
+//!                         │  └──► rewrite     headers on the way in and out (pure)
+//!                         └─────► upstream    one pool, keyed by Sandbox UID, Pod UID and address
+//! watch ───► directory                        Sandboxes and their Pods, joined by UID
+//! ```
+//! No request causes a read from the apiserver: what the [`directory`] does not know does not exist.
+
+pub mod address;
+pub mod authz;
+pub mod body;
+pub mod connection;
+pub mod directory;
+pub mod endpoints;
+pub mod flags;
+pub mod gate;
+pub mod metrics;
+pub mod proxy;
+pub mod refusal;
+pub mod resume;
+pub mod rewrite;
+pub mod scoped_token;
+pub mod server;
+pub mod target;
+pub mod tls;
+pub mod token_review;
+pub mod tunnel;
+pub mod upstream;
+pub mod watch;
+pub mod watched;

@@ -1,0 +1,260 @@
+//! What a client is told when its request goes nowhere. Status codes and the texts that upstream's router has too are upstream's, letter for letter: its clients read them.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderValue, Response, StatusCode, header};
+use http_body_util::Full;
+
+/// A request was not carried out.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    #[error("X-Sandbox-ID header is required.")]
+    NoSandbox,
+    #[error("Invalid sandbox ID format.")]
+    SandboxFormat,
+    #[error("Invalid namespace format.")]
+    NamespaceFormat,
+    #[error("Invalid port format.")]
+    PortFormat,
+    #[error("Invalid target IP address.")]
+    AddressFormat,
+    /// Torpor's: the host is below `--domain` and names no sandbox.
+    #[error(
+        "Invalid host format; expected <port>-<sandbox>-<namespace>.{0} or <port>-<sandbox>.<namespace>.{0}."
+    )]
+    HostFormat(String),
+    /// Torpor's: `<sandbox>-<namespace>` can be read in two ways and both exist.
+    #[error("Ambiguous host; use <port>-<sandbox>.<namespace>.{0}.")]
+    HostAmbiguous(String),
+    #[error("unauthenticated")]
+    Unauthenticated,
+    /// As the Python router says it.
+    #[error("Missing or invalid Authorization header.")]
+    NoBearer,
+    /// As the Python router says it.
+    #[error("Invalid token.")]
+    WrongToken,
+    #[error("forbidden")]
+    Forbidden,
+    /// The token could not be checked; the reason is in the log.
+    #[error("tokenreview: the apiserver could not be asked")]
+    ReviewFailed,
+    #[error("Could not connect to the backend sandbox: {0}")]
+    Unreachable(String),
+    /// Torpor's from here on.
+    #[error(
+        "Sandbox {0} is suspended. Set spec.operatingMode to Running, or annotate it with torpor.dev/resume-on-request: \"true\"."
+    )]
+    Suspended(String),
+    #[error("Sandbox {0} is suspended and could not be resumed: {1}")]
+    NotResumed(String, String),
+    #[error("Sandbox {0} is being resumed and did not become ready in time.")]
+    ResumeTimeout(String),
+    #[error("Too many requests wait for sandboxes that are not ready.")]
+    TooManyHeld,
+    #[error("Request body too large.")]
+    BodyTooLarge,
+    #[error("Method not allowed.")]
+    Method,
+}
+
+impl Refusal {
+    /// Status code of the answer.
+    pub fn status(&self) -> StatusCode {
+        match self {
+            Self::NoSandbox
+            | Self::SandboxFormat
+            | Self::NamespaceFormat
+            | Self::PortFormat
+            | Self::AddressFormat
+            | Self::HostFormat(_)
+            | Self::HostAmbiguous(_) => StatusCode::BAD_REQUEST,
+            Self::Unauthenticated | Self::NoBearer | Self::WrongToken => StatusCode::UNAUTHORIZED,
+            Self::Forbidden => StatusCode::FORBIDDEN,
+            Self::ReviewFailed => StatusCode::INTERNAL_SERVER_ERROR,
+            Self::Unreachable(_) => StatusCode::BAD_GATEWAY,
+            Self::Suspended(_) | Self::NotResumed(..) | Self::TooManyHeld => {
+                StatusCode::SERVICE_UNAVAILABLE
+            }
+            Self::ResumeTimeout(_) => StatusCode::GATEWAY_TIMEOUT,
+            Self::BodyTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::Method => StatusCode::METHOD_NOT_ALLOWED,
+        }
+    }
+
+    /// One word for logs and metrics.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::NoSandbox => "NoSandbox",
+            Self::SandboxFormat => "SandboxFormat",
+            Self::NamespaceFormat => "NamespaceFormat",
+            Self::PortFormat => "PortFormat",
+            Self::AddressFormat => "AddressFormat",
+            Self::HostFormat(_) => "HostFormat",
+            Self::HostAmbiguous(_) => "HostAmbiguous",
+            Self::Unauthenticated => "Unauthenticated",
+            Self::NoBearer => "NoBearer",
+            Self::WrongToken => "WrongToken",
+            Self::Forbidden => "Forbidden",
+            Self::ReviewFailed => "ReviewFailed",
+            Self::Unreachable(_) => "Unreachable",
+            Self::Suspended(_) => "Suspended",
+            Self::NotResumed(..) => "NotResumed",
+            Self::ResumeTimeout(_) => "ResumeTimeout",
+            Self::TooManyHeld => "TooManyHeld",
+            Self::BodyTooLarge => "BodyTooLarge",
+            Self::Method => "Method",
+        }
+    }
+
+    /// When the same request may do better, if waiting alone can help.
+    pub fn retry(&self) -> Option<Duration> {
+        match self {
+            Self::NotResumed(..) | Self::ResumeTimeout(_) | Self::TooManyHeld => {
+                Some(Duration::from_secs(1))
+            }
+            _ => None,
+        }
+    }
+
+    /// The answer: `{"detail": …}`, as upstream's routers write it.
+    pub fn response(&self) -> Response<Full<Bytes>> {
+        json_response(
+            self.status(),
+            &serde_json::json!({"detail": self.to_string()}),
+            self.retry(),
+        )
+    }
+}
+
+/// A JSON answer of the router itself.
+pub fn json_response(
+    status: StatusCode,
+    body: &serde_json::Value,
+    retry: Option<Duration>,
+) -> Response<Full<Bytes>> {
+    let mut response = Response::new(Full::new(Bytes::from(body.to_string())));
+    *response.status_mut() = status;
+    let headers = response.headers_mut();
+    headers.insert(
+        header::CONTENT_TYPE,
+        HeaderValue::from_static("application/json"),
+    );
+    if let Some(retry) = retry {
+        headers.insert(
+            header::RETRY_AFTER,
+            HeaderValue::from(retry.as_secs().max(1)),
+        );
+    }
+    response
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    fn id() -> String {
+        "my-box".to_owned()
+    }
+
+    #[rstest]
+    #[case(
+        Refusal::NoSandbox,
+        400,
+        r#"{"detail":"X-Sandbox-ID header is required."}"#
+    )]
+    #[case(
+        Refusal::SandboxFormat,
+        400,
+        r#"{"detail":"Invalid sandbox ID format."}"#
+    )]
+    #[case(
+        Refusal::NamespaceFormat,
+        400,
+        r#"{"detail":"Invalid namespace format."}"#
+    )]
+    #[case(Refusal::PortFormat, 400, r#"{"detail":"Invalid port format."}"#)]
+    #[case(
+        Refusal::AddressFormat,
+        400,
+        r#"{"detail":"Invalid target IP address."}"#
+    )]
+    #[case(Refusal::Unauthenticated, 401, r#"{"detail":"unauthenticated"}"#)]
+    #[case(
+        Refusal::NoBearer,
+        401,
+        r#"{"detail":"Missing or invalid Authorization header."}"#
+    )]
+    #[case(Refusal::WrongToken, 401, r#"{"detail":"Invalid token."}"#)]
+    #[case(Refusal::Forbidden, 403, r#"{"detail":"forbidden"}"#)]
+    #[case(
+        Refusal::Unreachable(id()),
+        502,
+        r#"{"detail":"Could not connect to the backend sandbox: my-box"}"#
+    )]
+    #[tokio::test]
+    async fn upstreams_errors_are_upstreams_letter_for_letter(
+        #[case] refusal: Refusal,
+        #[case] status: u16,
+        #[case] body: &str,
+    ) {
+        assert_answer(&refusal, status, body, None).await;
+    }
+
+    #[rstest]
+    #[case(Refusal::HostFormat("x.dev".into()), 400, r#"{"detail":"Invalid host format; expected <port>-<sandbox>-<namespace>.x.dev or <port>-<sandbox>.<namespace>.x.dev."}"#, None)]
+    #[case(Refusal::HostAmbiguous("x.dev".into()), 400, r#"{"detail":"Ambiguous host; use <port>-<sandbox>.<namespace>.x.dev."}"#, None)]
+    #[case(
+        Refusal::ReviewFailed,
+        500,
+        r#"{"detail":"tokenreview: the apiserver could not be asked"}"#,
+        None
+    )]
+    #[case(Refusal::Suspended(id()), 503, r#"{"detail":"Sandbox my-box is suspended. Set spec.operatingMode to Running, or annotate it with torpor.dev/resume-on-request: \"true\"."}"#, None)]
+    #[case(Refusal::NotResumed(id(), "no".into()), 503, r#"{"detail":"Sandbox my-box is suspended and could not be resumed: no"}"#, Some("1"))]
+    #[case(
+        Refusal::ResumeTimeout(id()),
+        504,
+        r#"{"detail":"Sandbox my-box is being resumed and did not become ready in time."}"#,
+        Some("1")
+    )]
+    #[case(
+        Refusal::TooManyHeld,
+        503,
+        r#"{"detail":"Too many requests wait for sandboxes that are not ready."}"#,
+        Some("1")
+    )]
+    #[case(
+        Refusal::BodyTooLarge,
+        413,
+        r#"{"detail":"Request body too large."}"#,
+        None
+    )]
+    #[case(Refusal::Method, 405, r#"{"detail":"Method not allowed."}"#, None)]
+    #[tokio::test]
+    async fn torpors_own_errors_have_the_same_form(
+        #[case] refusal: Refusal,
+        #[case] status: u16,
+        #[case] body: &str,
+        #[case] retry_after: Option<&str>,
+    ) {
+        assert_answer(&refusal, status, body, retry_after).await;
+    }
+
+    async fn assert_answer(refusal: &Refusal, status: u16, body: &str, retry: Option<&str>) {
+        use http_body_util::BodyExt as _;
+        let response = refusal.response();
+        assert_eq!(response.status(), status);
+        assert_eq!(response.headers()["content-type"], "application/json");
+        let after = response
+            .headers()
+            .get("retry-after")
+            .map(|value| value.to_str().unwrap().to_owned());
+        assert_eq!(after.as_deref(), retry);
+        let bytes = response.into_body().collect().await.unwrap().to_bytes();
+        assert_eq!(bytes, body);
+    }
+}

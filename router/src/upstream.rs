@@ -1,0 +1,347 @@
+//! Connections to sandboxes. The pool's key is Sandbox UID, Pod UID, address and port: a connection that was made to one sandbox is never used for another, whatever
+//! happens to its address.
+
+use std::{
+    fmt, io,
+    net::{IpAddr, SocketAddr},
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use http::Uri;
+use hyper_util::{
+    client::legacy::{self, Client},
+    rt::{TokioExecutor, TokioIo, TokioTimer},
+};
+use socket2::{SockRef, TcpKeepalive};
+use tokio::net::TcpStream;
+
+use crate::{
+    body::RequestBody,
+    directory::Directory,
+    gate::Destination,
+    metrics::{Metrics, NamespaceLabel},
+};
+
+/// How often and how long to try to connect.
+#[derive(Clone, Copy, Debug)]
+pub struct Dialling {
+    /// Attempts after the first.
+    pub retries: u32,
+    /// Before the second attempt; doubled before each further one.
+    pub first_delay: Duration,
+    pub longest_delay: Duration,
+}
+
+impl Dialling {
+    /// Waits between the attempts.
+    pub fn delays(self) -> impl Iterator<Item = Duration> {
+        let delay = move |n: u32| {
+            let factor = 1_u32.checked_shl(n).unwrap_or(u32::MAX);
+            self.first_delay
+                .saturating_mul(factor)
+                .min(self.longest_delay)
+        };
+        (0..self.retries).map(delay)
+    }
+}
+
+/// How long one attempt may take. A sandbox that hibernates in place answers within it.
+const ATTEMPT: Duration = Duration::from_secs(10);
+/// How long an unused connection is kept; upstream's.
+const IDLE: Duration = Duration::from_secs(90);
+/// Unused connections kept for one port of one sandbox.
+const IDLE_PER_PORT: usize = 64;
+/// Unused time after which a connection is probed, and between probes.
+const KEEPALIVE: Duration = Duration::from_secs(30);
+
+/// A sandbox could not be connected to.
+#[derive(Debug, thiserror::Error)]
+pub enum DialError {
+    #[error("{0} is no key of the pool")]
+    Key(Uri),
+    /// The watch has shown something else meanwhile.
+    #[error("the Pod is no longer at {0}")]
+    Moved(IpAddr),
+    #[error("no connection to {0} in {ATTEMPT:?}")]
+    Timeout(SocketAddr),
+    #[error("no connection to {address}")]
+    Connect {
+        address: SocketAddr,
+        #[source]
+        error: io::Error,
+    },
+}
+
+impl DialError {
+    /// Upstream's word for it in metrics.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Timeout(_) => "timeout",
+            Self::Key(_) | Self::Moved(_) | Self::Connect { .. } => "dial",
+        }
+    }
+
+    /// Whether another attempt may succeed.
+    pub fn retry(&self) -> bool {
+        match self {
+            Self::Timeout(_) | Self::Connect { .. } => true,
+            Self::Key(_) | Self::Moved(_) => false,
+        }
+    }
+}
+
+/// The pool.
+pub type Pool = Client<Dialer, RequestBody>;
+
+/// A pool without connections.
+pub fn pool(dialer: Dialer) -> Pool {
+    Client::builder(TokioExecutor::new())
+        .pool_timer(TokioTimer::new())
+        .pool_idle_timeout(IDLE)
+        .pool_max_idle_per_host(IDLE_PER_PORT)
+        // We write the Host header.
+        .set_host(false)
+        .build(dialer)
+}
+
+/// The address of a request in the pool: a URI whose authority is the key.
+pub fn uri(destination: &Destination, path: &http::uri::PathAndQuery) -> Result<Uri, http::Error> {
+    Uri::builder()
+        .scheme("http")
+        .authority(Key::of(destination).to_string())
+        .path_and_query(path.clone())
+        .build()
+}
+
+#[derive(Debug, PartialEq, Eq)]
+struct Key<'a> {
+    namespace: &'a str,
+    sandbox_uid: &'a str,
+    pod_uid: &'a str,
+    address: IpAddr,
+    port: u16,
+}
+
+impl<'a> Key<'a> {
+    fn of(destination: &'a Destination) -> Self {
+        let Destination {
+            namespace,
+            sandbox_uid,
+            pod_uid,
+            address,
+            port,
+        } = destination;
+        Self {
+            namespace,
+            sandbox_uid,
+            pod_uid,
+            address: *address,
+            port: *port,
+        }
+    }
+
+    fn read(uri: &'a Uri) -> Option<Self> {
+        let mut parts = uri.host()?.split('.');
+        let address = parts.next()?;
+        let address = match address.len() {
+            8 => IpAddr::V4(u32::from_str_radix(address, 16).ok()?.into()),
+            32 => IpAddr::V6(u128::from_str_radix(address, 16).ok()?.into()),
+            _ => return None,
+        };
+        let (pod_uid, sandbox_uid, namespace) = (parts.next()?, parts.next()?, parts.next()?);
+        let port = uri.port_u16()?;
+        parts.next().is_none().then_some(Self {
+            namespace,
+            sandbox_uid,
+            pod_uid,
+            address,
+            port,
+        })
+    }
+}
+
+impl fmt::Display for Key<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.address {
+            IpAddr::V4(v4) => write!(f, "{:08x}", v4.to_bits())?,
+            IpAddr::V6(v6) => write!(f, "{:032x}", v6.to_bits())?,
+        }
+        let Self {
+            namespace,
+            sandbox_uid,
+            pod_uid,
+            port,
+            ..
+        } = self;
+        write!(f, ".{pod_uid}.{sandbox_uid}.{namespace}:{port}")
+    }
+}
+
+/// Connects to sandboxes.
+#[derive(Clone, Debug)]
+pub struct Dialer {
+    directory: Directory,
+    dialling: Dialling,
+    metrics: Arc<Metrics>,
+}
+
+impl Dialer {
+    /// Connects to what `directory` shows.
+    pub fn new(directory: Directory, dialling: Dialling, metrics: Arc<Metrics>) -> Self {
+        Self {
+            directory,
+            dialling,
+            metrics,
+        }
+    }
+
+    async fn dial(self, uri: Uri) -> Result<TokioIo<TcpStream>, DialError> {
+        let key = Key::read(&uri).ok_or_else(|| DialError::Key(uri.clone()))?;
+        let mut delays = self.dialling.delays();
+        let label = || NamespaceLabel {
+            sandbox_namespace: key.namespace.into(),
+        };
+        loop {
+            let error = match self.attempt(&key).await {
+                Ok(stream) => return Ok(TokioIo::new(stream)),
+                Err(error) => error,
+            };
+            if matches!(error, DialError::Moved(_)) {
+                self.metrics
+                    .cache_invalidations
+                    .get_or_create(&label())
+                    .inc();
+            }
+            let Some(delay) = delays.next().filter(|_| error.retry()) else {
+                return Err(error);
+            };
+            self.metrics.upstream_retries.get_or_create(&label()).inc();
+            tokio::time::sleep(delay).await;
+        }
+    }
+
+    async fn attempt(&self, key: &Key<'_>) -> Result<TcpStream, DialError> {
+        let moved = || DialError::Moved(key.address);
+        let here = || self.directory.is_at(key.pod_uid, key.address);
+        if !here() || !self.directory.policy().allows(key.address) {
+            return Err(moved());
+        }
+        let address = SocketAddr::new(key.address, key.port);
+        let stream = match tokio::time::timeout(ATTEMPT, TcpStream::connect(address)).await {
+            Ok(Ok(stream)) => stream,
+            Ok(Err(error)) => return Err(DialError::Connect { address, error }),
+            Err(_) => return Err(DialError::Timeout(address)),
+        };
+        // The address may have gone to another Pod while we waited.
+        if !here() {
+            return Err(moved());
+        }
+        tune(&stream);
+        Ok(stream)
+    }
+}
+
+/// Small messages go at once, and a peer that vanished without a word is noticed.
+pub fn tune(stream: &TcpStream) {
+    let keepalive = TcpKeepalive::new()
+        .with_time(KEEPALIVE)
+        .with_interval(KEEPALIVE);
+    let tuned = stream
+        .set_nodelay(true)
+        .and_then(|()| SockRef::from(stream).set_tcp_keepalive(&keepalive));
+    if let Err(error) = tuned {
+        tracing::debug!(%error, "socket options not set");
+    }
+}
+
+impl tower::Service<Uri> for Dialer {
+    type Response = TokioIo<TcpStream>;
+    type Error = DialError;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, DialError>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), DialError>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, uri: Uri) -> Self::Future {
+        Box::pin(self.clone().dial(uri))
+    }
+}
+
+/// Upstream's word for a failed request in metrics.
+pub fn reason(error: &legacy::Error) -> &'static str {
+    let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = next {
+        if let Some(dial) = error.downcast_ref::<DialError>() {
+            return dial.reason();
+        }
+        if let Some(hyper) = error.downcast_ref::<hyper::Error>()
+            && (hyper.is_incomplete_message() || hyper.is_closed())
+        {
+            return "eof";
+        }
+        if let Some(io) = error.downcast_ref::<io::Error>() {
+            return match io.kind() {
+                io::ErrorKind::TimedOut => "timeout",
+                io::ErrorKind::UnexpectedEof
+                | io::ErrorKind::ConnectionReset
+                | io::ErrorKind::BrokenPipe => "eof",
+                _ => "other",
+            };
+        }
+        next = error.source();
+    }
+    "other"
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn destination(address: IpAddr, port: u16, pod: &str, sandbox: &str) -> Destination {
+        Destination {
+            namespace: "ns".into(),
+            sandbox_uid: sandbox.into(),
+            pod_uid: pod.into(),
+            address,
+            port,
+        }
+    }
+
+    #[test]
+    fn the_delays_are_upstreams() {
+        let dialling = Dialling {
+            retries: 3,
+            first_delay: Duration::from_millis(200),
+            longest_delay: Duration::from_millis(800),
+        };
+        let delays: Vec<u128> = dialling.delays().map(|delay| delay.as_millis()).collect();
+        assert_eq!(delays, [200, 400, 800]);
+    }
+
+    proptest! {
+        #[test]
+        fn a_key_is_read_back_as_it_was_written(
+            address in any::<IpAddr>(), port in 1_u16.., pod in "[0-9a-f-]{1,36}", sandbox in "[0-9a-f-]{1,36}",
+        ) {
+            let destination = destination(address, port, &pod, &sandbox);
+            let uri = uri(&destination, &http::uri::PathAndQuery::from_static("/a?b")).unwrap();
+            prop_assert_eq!(Key::read(&uri), Some(Key::of(&destination)));
+            prop_assert_eq!(uri.path_and_query().unwrap(), "/a?b");
+        }
+
+        #[test]
+        fn no_two_destinations_share_a_key(
+            a in any::<(IpAddr, u16)>(), b in any::<(IpAddr, u16)>(), uids in prop::array::uniform4("[0-9a-f-]{1,6}"),
+        ) {
+            let [p, s, q, t] = uids;
+            let (x, y) = (destination(a.0, a.1, &p, &s), destination(b.0, b.1, &q, &t));
+            prop_assert_eq!(x == y, Key::of(&x).to_string() == Key::of(&y).to_string());
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! Who may reach a sandbox.
+
+use std::{sync::Arc, time::Duration};
+
+use torpor_router::{
+    authz::Authorizer,
+    token_review::{ReviewOptions, Reviewer},
+};
+use torpor_test_apiserver::{Fault, FaultAnswer};
+
+use crate::{
+    backend::Backend,
+    client::{nothing, request, send},
+    world::{Setup, World},
+};
+
+async fn reviewing(require_token: bool) -> World {
+    let setup = Setup {
+        authorizer: Box::new(move |api| {
+            let options = ReviewOptions {
+                ttl: Duration::from_secs(600),
+                size: 2,
+                require_token,
+                audiences: vec![],
+            };
+            Authorizer::TokenReview(Reviewer::new(api.client(), options))
+        }),
+        ..Setup::default()
+    };
+    let world = World::with(setup).await;
+    world.api.accept_token("good");
+    world.running("s", "127.0.0.1").await;
+    world.api.take_writes();
+    world
+}
+
+async fn ask(world: &World, port: u16, token: Option<&str>) -> String {
+    let mut request = request("s", port);
+    if let Some(token) = token {
+        request = request.header("authorization", format!("Bearer {token}"));
+    }
+    send(world, request.body(nothing()).unwrap()).await.line()
+}
+
+fn reviews(world: &World) -> usize {
+    world
+        .api
+        .take_writes()
+        .iter()
+        .filter(|write| write.kind == "tokenreviews")
+        .count()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_token_is_reviewed_once_for_many_requests() {
+    let world = Arc::new(reviewing(true).await);
+    let backend = Backend::named("s").await;
+    let port = backend.port;
+    let requests: Vec<_> = (0..50)
+        .map(|_| {
+            let world = Arc::clone(&world);
+            tokio::spawn(async move { ask(&world, port, Some("good")).await })
+        })
+        .collect();
+    for request in requests {
+        assert_eq!(request.await.unwrap(), "200 s");
+    }
+    assert_eq!(reviews(&world), 1);
+    let decisions =
+        r#"sandbox_router_authz_decisions_total{sandbox_namespace="ns",decision="allow"}"#;
+    assert_eq!(world.metric(decisions), 50);
+}
+
+#[tokio::test]
+async fn who_is_not_known_gets_nowhere() {
+    let world = reviewing(true).await;
+    let backend = Backend::named("s").await;
+    assert_eq!(
+        ask(&world, backend.port, None).await,
+        r#"401 {"detail":"unauthenticated"}"#
+    );
+    assert_eq!(
+        ask(&world, backend.port, Some("bad")).await,
+        r#"401 {"detail":"unauthenticated"}"#
+    );
+    assert_eq!(backend.connections(), 0);
+    let decisions =
+        r#"sandbox_router_authz_decisions_total{sandbox_namespace="ns",decision="deny"}"#;
+    assert_eq!(world.metric(decisions), 2);
+}
+
+#[tokio::test]
+async fn a_token_may_be_left_out_where_none_is_required_but_not_be_wrong() {
+    let world = reviewing(false).await;
+    let backend = Backend::named("s").await;
+    assert_eq!(ask(&world, backend.port, None).await, "200 s");
+    assert_eq!(
+        ask(&world, backend.port, Some("bad")).await,
+        r#"401 {"detail":"unauthenticated"}"#
+    );
+}
+
+#[tokio::test]
+async fn without_an_answer_of_the_apiserver_nobody_is_let_in() {
+    let world = reviewing(false).await;
+    let backend = Backend::named("s").await;
+    let refuse = Fault {
+        verb: "create",
+        kind: "tokenreviews",
+        answer: FaultAnswer::Refuse(403),
+    };
+    world.api.fail(refuse);
+    let answer = ask(&world, backend.port, Some("good")).await;
+    assert_eq!(
+        answer,
+        r#"500 {"detail":"tokenreview: the apiserver could not be asked"}"#
+    );
+    assert_eq!(backend.connections(), 0);
+}
+
+#[tokio::test]
+async fn only_so_many_verdicts_are_remembered() {
+    let world = reviewing(true).await;
+    let backend = Backend::named("s").await;
+    for token in ["good", "b", "c", "good"] {
+        ask(&world, backend.port, Some(token)).await;
+    }
+    assert_eq!(reviews(&world), 4, "the oldest made room");
+}

@@ -1,0 +1,102 @@
+//! Programs in sandboxes.
+
+use std::{
+    convert::Infallible,
+    future::Future,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body_util::{BodyExt, Full, combinators::BoxBody};
+use hyper::{body::Incoming, server::conn::http1, service::service_fn};
+use hyper_util::rt::TokioIo;
+use tokio::{net::TcpListener, task::JoinHandle};
+
+pub(crate) type Body = BoxBody<Bytes, Infallible>;
+
+/// An HTTP server on a loopback address.
+pub(crate) struct Backend {
+    pub(crate) port: u16,
+    connections: Arc<AtomicUsize>,
+    serving: JoinHandle<()>,
+}
+
+impl Drop for Backend {
+    fn drop(&mut self) {
+        self.serving.abort();
+    }
+}
+
+impl Backend {
+    /// Answers each request with what `answer` makes of it; `connection` in the answer's headers counts its connections.
+    pub(crate) async fn start<F, A>(answer: F) -> Self
+    where
+        F: Fn(Request<Incoming>) -> A + Clone + Send + Sync + 'static,
+        A: Future<Output = Response<Body>> + Send + 'static,
+    {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let connections = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&connections);
+        let serving = tokio::spawn(async move {
+            loop {
+                let (stream, _) = listener.accept().await.unwrap();
+                let number = counted.fetch_add(1, Ordering::SeqCst) + 1;
+                let answer = answer.clone();
+                let service = service_fn(move |request| {
+                    let answer = answer(request);
+                    async move {
+                        let mut response = answer.await;
+                        response.headers_mut().insert("x-connection", number.into());
+                        Ok::<_, Infallible>(response)
+                    }
+                });
+                tokio::spawn(
+                    http1::Builder::new()
+                        .serve_connection(TokioIo::new(stream), service)
+                        .with_upgrades(),
+                );
+            }
+        });
+        Self {
+            port,
+            connections,
+            serving,
+        }
+    }
+
+    /// Tells what it got: a line for the request, a line for each header, and the body.
+    pub(crate) async fn echo() -> Self {
+        Self::start(|request: Request<Incoming>| async move {
+            let (parts, body) = request.into_parts();
+            let mut text = format!("{} {}\n", parts.method, parts.uri);
+            for (name, value) in &parts.headers {
+                text.push_str(&format!("{name}: {}\n", value.to_str().unwrap()));
+            }
+            // A body that was cut off is told by its error.
+            match body.collect().await {
+                Ok(body) => text.push_str(&String::from_utf8_lossy(&body.to_bytes())),
+                Err(error) => text.push_str(&format!("{error}")),
+            }
+            Response::new(full(text))
+        })
+        .await
+    }
+
+    /// Says its name.
+    pub(crate) async fn named(name: &'static str) -> Self {
+        Self::start(move |_| async move { Response::new(full(name)) }).await
+    }
+
+    pub(crate) fn connections(&self) -> usize {
+        self.connections.load(Ordering::SeqCst)
+    }
+}
+
+pub(crate) fn full(bytes: impl Into<Bytes>) -> Body {
+    Full::new(bytes.into()).boxed()
+}

@@ -1,0 +1,323 @@
+//! Clients that send too much, too slowly or nonsense.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body_util::{BodyExt, StreamBody};
+use rstest::rstest;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+use crate::{
+    backend::Backend,
+    client::{Raw, nothing, request, send},
+    world::{LIMIT, Setup, World, soon},
+};
+
+fn hurried(change: impl FnOnce(&mut Setup)) -> Setup {
+    let mut setup = Setup::default();
+    change(&mut setup);
+    setup
+}
+
+#[rstest]
+#[case::silent("")]
+#[case::half_a_line("GET / HT")]
+#[case::half_a_head("GET / HTTP/1.1\r\nHost: r\r\nX-Sandbox-ID: s\r\nX-More: ")]
+#[case::http2_without_a_request("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0")]
+#[tokio::test]
+async fn a_head_that_does_not_come_to_an_end_is_cut_off(#[case] bytes: &str) {
+    let world = World::with(hurried(|setup| {
+        setup.patience.head = Duration::from_millis(50)
+    }))
+    .await;
+    let mut client = Raw::open(&world).await;
+    client.write(bytes).await;
+    let said = client.rest().await;
+    assert!(!said.contains("200"), "{said}");
+}
+
+#[tokio::test]
+async fn a_head_that_drips_is_cut_off_all_the_same() {
+    let world = World::with(hurried(|setup| {
+        setup.patience.head = Duration::from_millis(100)
+    }))
+    .await;
+    let mut client = Raw::open(&world).await;
+    client.write("GET / HTTP/1.1\r\n").await;
+    let dripping = async {
+        // One more byte never makes a head; the router's end makes writing fail.
+        while client.0.write_all(b"x").await.is_ok() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    soon("the router closes", dripping).await;
+}
+
+#[tokio::test]
+async fn a_connection_between_requests_may_wait_longer_than_a_head() {
+    let world = World::with(hurried(|setup| {
+        setup.patience.head = Duration::from_secs(1)
+    }))
+    .await;
+    let mut client = Raw::open(&world).await;
+    for _ in 0..2 {
+        client
+            .write("GET /healthz HTTP/1.1\r\nHost: r\r\n\r\n")
+            .await;
+        client.read_until("ok").await;
+        // More than the patience with a head.
+        tokio::time::sleep(Duration::from_millis(1200)).await;
+    }
+    client.write("GE").await;
+    assert_eq!(client.rest().await, "", "a head has begun");
+}
+
+#[tokio::test]
+async fn an_idle_connection_is_closed_in_the_end() {
+    let world = World::with(hurried(|setup| {
+        setup.patience.idle = Duration::from_millis(20)
+    }))
+    .await;
+    let mut client = Raw::open(&world).await;
+    client
+        .write("GET /healthz HTTP/1.1\r\nHost: r\r\n\r\n")
+        .await;
+    client.read_until("ok").await;
+    client.rest().await;
+}
+
+fn with_header(line: &str) -> String {
+    format!("GET / HTTP/1.1\r\nHost: r\r\n{line}\r\n\r\n")
+}
+
+#[rstest]
+#[case::too_large(with_header(&format!("X-Sandbox-ID: s\r\nX-Big: {}", "x".repeat(80_000))), "431")]
+#[case::too_many(with_header(&(0..200).map(|n| format!("X-{n}: 1")).collect::<Vec<_>>().join("\r\n")), "431")]
+#[case::nul_in_an_id(with_header("X-Sandbox-ID: a\0b"), "400")]
+#[case::control_in_a_name(with_header("X-Sand\x01box: a"), "400")]
+#[case::no_colon(with_header("nonsense"), "400")]
+#[case::folded(with_header("X-Sandbox-ID: a\r\n b"), "400")]
+#[case::no_http("\x16\x03\x01\x02\0\x01\0\r\n\r\n".to_owned(), "400")]
+#[case::two_lengths(
+    with_header("X-Sandbox-ID: s\r\nContent-Length: 1\r\nContent-Length: 2"),
+    "400"
+)]
+#[case::wrong_length(with_header("X-Sandbox-ID: s\r\nContent-Length: -1"), "400")]
+#[tokio::test]
+async fn heads_that_are_too_large_or_malformed_are_refused(
+    #[case] bytes: String,
+    #[case] status: &str,
+) {
+    let world = World::new().await;
+    let backend = Backend::named("s").await;
+    world.running("s", "127.0.0.1").await;
+    let mut client = Raw::open(&world).await;
+    // The router may close before it has read everything.
+    let _ = client.0.write_all(bytes.as_bytes()).await;
+    let answer = client.rest().await;
+    assert!(
+        answer.starts_with(&format!("HTTP/1.1 {status} ")),
+        "{answer}"
+    );
+    assert_eq!(backend.connections(), 0);
+}
+
+#[tokio::test]
+async fn a_length_and_chunks_at_once_do_not_smuggle_a_second_request() {
+    let world = World::new().await;
+    let backend = Backend::echo().await;
+    world.running("s", "127.0.0.1").await;
+    let mut client = Raw::open(&world).await;
+    let port = backend.port;
+    let smuggled = "GET /smuggled HTTP/1.1\r\nHost: r\r\n\r\n";
+    let chunk = format!("{:x}\r\n{smuggled}\r\n0\r\n\r\n", smuggled.len());
+    client
+        .write(format!(
+            "POST /outer HTTP/1.1\r\nHost: r\r\nConnection: close\r\nX-Sandbox-ID: s\r\nX-Sandbox-Namespace: ns\r\nX-Sandbox-Port: {port}\r\n\
+             Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n{chunk}"
+        ))
+        .await;
+    let answer = client.rest().await;
+    // Refused, or one request with all of it as its body; never two.
+    let one = answer.contains("POST /outer")
+        && answer.contains("transfer-encoding: chunked")
+        && answer.matches("HTTP/1.1 200").count() == 1;
+    assert!(answer.starts_with("HTTP/1.1 400 ") || one, "{answer}");
+    assert!(!answer.contains("\ncontent-length: 4\n"), "{answer}");
+}
+
+#[rstest]
+#[case::said(true)]
+#[case::not_said(false)]
+#[tokio::test]
+async fn a_body_that_is_too_large_is_refused(#[case] length_is_said: bool) {
+    let world = World::with(hurried(|setup| setup.settings.max_request_body = 10)).await;
+    let backend = Backend::echo().await;
+    world.running("s", "127.0.0.1").await;
+    let post = || request("s", backend.port).method("POST");
+    let answer = if length_is_said {
+        send(&world, post().body("x".repeat(11)).unwrap()).await
+    } else {
+        let pieces = ["12345", "67890", "1"].map(|piece| {
+            Ok::<_, std::convert::Infallible>(http_body::Frame::data(Bytes::from(piece)))
+        });
+        send(
+            &world,
+            post()
+                .body(StreamBody::new(futures::stream::iter(pieces)))
+                .unwrap(),
+        )
+        .await
+    };
+    assert_eq!(answer.line(), r#"413 {"detail":"Request body too large."}"#);
+    assert_eq!(
+        send(&world, post().body("x".repeat(10)).unwrap())
+            .await
+            .status,
+        200
+    );
+}
+
+#[tokio::test]
+async fn an_answer_that_takes_too_long_is_cut_off() {
+    let world = World::with(hurried(|setup| {
+        setup.settings.proxy_timeout = Duration::from_millis(500)
+    }))
+    .await;
+    let backend = Backend::start(|_| async {
+        let endless =
+            futures::stream::pending::<Result<http_body::Frame<Bytes>, std::convert::Infallible>>();
+        http::Response::new(StreamBody::new(endless).boxed())
+    })
+    .await;
+    world.running("s", "127.0.0.1").await;
+    let head = crate::client::start(
+        world.address,
+        request("s", backend.port).body(nothing()).unwrap(),
+    );
+    let answer = soon("the head", head).await;
+    soon("the end", answer.into_body().collect())
+        .await
+        .unwrap_err();
+}
+
+#[tokio::test]
+async fn a_client_that_does_not_read_holds_its_sandbox_for_a_limited_time() {
+    let world = World::with(hurried(|setup| {
+        setup.patience.busy = Duration::from_millis(300)
+    }))
+    .await;
+    let (told, ended) = tokio::sync::oneshot::channel::<()>();
+    let told = std::sync::Arc::new(std::sync::Mutex::new(Some(told)));
+    let backend = Backend::start(move |_| {
+        let told = told.lock().unwrap().take();
+        async move {
+            // As much as anybody takes; the sender is dropped with the body.
+            let endless = futures::stream::repeat_with(move || {
+                let _kept = &told;
+                Ok::<_, std::convert::Infallible>(http_body::Frame::data(Bytes::from_static(
+                    &[0; 4096],
+                )))
+            });
+            http::Response::new(StreamBody::new(endless).boxed())
+        }
+    })
+    .await;
+    world.running("s", "127.0.0.1").await;
+    let mut client = Raw::open(&world).await;
+    client
+        .write(format!("GET / HTTP/1.1\r\nHost: r\r\nX-Sandbox-ID: s\r\nX-Sandbox-Namespace: ns\r\nX-Sandbox-Port: {}\r\n\r\n", backend.port))
+        .await;
+    soon("the sandbox is let go", ended).await.unwrap_err();
+}
+
+/// A frame of HTTP/2.
+fn frame(type_: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
+    let mut bytes = vec![length[1], length[2], length[3], type_, flags];
+    bytes.extend(stream.to_be_bytes());
+    bytes.extend(payload);
+    bytes
+}
+
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+const HEADERS: u8 = 1;
+const RST_STREAM: u8 = 3;
+const SETTINGS: u8 = 4;
+const GOAWAY: u8 = 7;
+const CONTINUATION: u8 = 9;
+/// GET / of http://r, by HPACK's static table.
+const GET_ROOT: &[u8] = &[0x82, 0x84, 0x86, 0x41, 1, b'r'];
+
+/// Types of the frames that the router sends until it closes.
+async fn frames(client: &mut Raw) -> Vec<(u8, Vec<u8>)> {
+    let mut bytes = Vec::new();
+    let _ = soon("the router closes", client.0.read_to_end(&mut bytes)).await;
+    let mut rest = bytes.as_slice();
+    let mut frames = Vec::new();
+    while let Some((head, after)) = rest.split_at_checked(9) {
+        let length = usize::from(head[0]) << 16 | usize::from(head[1]) << 8 | usize::from(head[2]);
+        let Some((payload, after)) = after.split_at_checked(length) else {
+            break;
+        };
+        frames.push((head[3], payload.to_vec()));
+        rest = after;
+    }
+    frames
+}
+
+#[tokio::test]
+async fn a_flood_of_opened_and_reset_streams_ends_the_connection() {
+    let world = World::new().await;
+    let mut client = Raw::open(&world).await;
+    let mut flood = [PREFACE, &frame(SETTINGS, 0, 0, &[])].concat();
+    for stream in (1..4001).step_by(2) {
+        flood.extend(frame(HEADERS, 5, stream, GET_ROOT));
+        flood.extend(frame(RST_STREAM, 0, stream, &8_u32.to_be_bytes()));
+    }
+    let _ = client.0.write_all(&flood).await;
+    let frames = frames(&mut client).await;
+    let goaway = frames
+        .iter()
+        .find(|(type_, _)| *type_ == GOAWAY)
+        .expect("GOAWAY");
+    // ENHANCE_YOUR_CALM
+    assert_eq!(goaway.1[4..8], 11_u32.to_be_bytes());
+    let settings = &frames
+        .iter()
+        .find(|(type_, _)| *type_ == SETTINGS)
+        .unwrap()
+        .1;
+    let streams = settings
+        .chunks(6)
+        .find(|entry| entry[..2] == [0, 3])
+        .expect("a limit of streams");
+    assert_eq!(streams[2..], 128_u32.to_be_bytes());
+    assert_eq!(world.metric("sandbox_router_inflight_requests"), 0);
+}
+
+#[tokio::test]
+async fn a_head_of_endless_continuations_ends_the_connection() {
+    let world = World::new().await;
+    let mut client = Raw::open(&world).await;
+    let mut flood = [
+        PREFACE,
+        &frame(SETTINGS, 0, 0, &[]),
+        &frame(HEADERS, 1, 1, GET_ROOT),
+    ]
+    .concat();
+    // A literal header of 4,000 bytes, again and again, and never the end of the head.
+    let mut literal = vec![0x00, 1, b'x', 0x7f];
+    // 4000 - 127 as an HPACK integer.
+    literal.extend([0xa1, 0x1e]);
+    literal.extend([b'y'; 4000]);
+    for _ in 0..200 {
+        flood.extend(frame(CONTINUATION, 0, 1, &literal));
+    }
+    let _ = tokio::time::timeout(LIMIT, client.0.write_all(&flood)).await;
+    let frames = frames(&mut client).await;
+    assert!(
+        frames.iter().any(|(type_, _)| *type_ == GOAWAY),
+        "{frames:?}"
+    );
+}

@@ -1,0 +1,14 @@
+//! The router on real sockets, between real clients and real sandboxes, against an apiserver in memory.
+
+mod authorization;
+mod backend;
+mod client;
+mod contract;
+mod drain;
+mod hosts;
+mod isolation;
+mod limits;
+mod resume;
+mod streaming;
+mod tls;
+mod world;

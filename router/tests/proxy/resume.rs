@@ -1,0 +1,249 @@
+//! Requests for suspended sandboxes.
+
+use std::{sync::Arc, time::Duration};
+
+use serde_json::{Value, json};
+use torpor_router::gate::Limits;
+use torpor_test_apiserver::{Fault, FaultAnswer};
+
+use crate::{
+    backend::Backend,
+    client::{Raw, get},
+    world::{NS, Setup, World, soon, until},
+};
+
+fn resumable() -> Value {
+    json!({
+        "metadata": {"annotations": {"torpor.dev/resume-on-request": "true"}},
+        "spec": {"operatingMode": "Suspended"},
+    })
+}
+
+fn mode(world: &World) -> String {
+    let sandbox = world.api.get("sandboxes", NS, "s").unwrap();
+    sandbox["spec"]["operatingMode"]
+        .as_str()
+        .unwrap()
+        .to_owned()
+}
+
+fn limits(change: impl FnOnce(&mut Limits)) -> Setup {
+    let mut setup = Setup::default();
+    change(&mut setup.limits);
+    setup
+}
+
+async fn resumed(world: &World) {
+    until("it is resumed", || mode(world) == "Running").await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_thousand_requests_make_one_resume_and_all_are_answered() {
+    let world = Arc::new(World::new().await);
+    let backend = Backend::named("awake").await;
+    let uid = world.sandbox("s", resumable()).await;
+    let port = backend.port;
+    let requests: Vec<_> = (0..1000)
+        .map(|_| {
+            let world = Arc::clone(&world);
+            tokio::spawn(async move { get(&world, "s", port).await })
+        })
+        .collect();
+    until("all of them wait", || world.proxy.gate.held() == 1000).await;
+    resumed(&world).await;
+    world.pod("s", &uid, "127.0.0.1").await;
+    for request in requests {
+        assert_eq!(
+            soon("each is answered", request).await.unwrap().line(),
+            "200 awake"
+        );
+    }
+    assert_eq!(world.patches(), [200], "one patch");
+    assert_eq!(world.proxy.gate.held(), 0);
+}
+
+#[tokio::test]
+async fn a_sandbox_that_does_not_allow_it_stays_suspended_and_the_client_hears_why() {
+    let world = World::new().await;
+    world
+        .sandbox("s", json!({"spec": {"operatingMode": "Suspended"}}))
+        .await;
+    let answer = get(&world, "s", 80).await;
+    assert_eq!(
+        answer.line(),
+        r#"503 {"detail":"Sandbox s is suspended. Set spec.operatingMode to Running, or annotate it with torpor.dev/resume-on-request: \"true\"."}"#
+    );
+    assert_eq!(
+        (world.patches(), mode(&world)),
+        (vec![], "Suspended".to_owned())
+    );
+    let refusals = r#"torpor_router_refusals_total{sandbox_namespace="ns",reason="Suspended"}"#;
+    assert_eq!(world.metric(refusals), 1);
+}
+
+#[tokio::test]
+async fn a_websocket_wakes_its_sandbox_too() {
+    let world = World::new().await;
+    let backend = Backend::start(|_| async {
+        let answer = http::Response::builder()
+            .status(101)
+            .header("connection", "upgrade");
+        answer
+            .header("upgrade", "websocket")
+            .body(crate::backend::full(""))
+            .unwrap()
+    })
+    .await;
+    let uid = world.sandbox("s", resumable()).await;
+    let mut client = Raw::open(&world).await;
+    let port = backend.port;
+    client.write(format!("GET / HTTP/1.1\r\nHost: r\r\nX-Sandbox-ID: s\r\nX-Sandbox-Namespace: ns\r\nX-Sandbox-Port: {port}\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n")).await;
+    resumed(&world).await;
+    world.pod("s", &uid, "127.0.0.1").await;
+    assert!(
+        client
+            .read_until("\r\n\r\n")
+            .await
+            .starts_with("HTTP/1.1 101 ")
+    );
+}
+
+#[tokio::test]
+async fn a_client_that_goes_away_gives_its_place_back_and_takes_nothing_from_others() {
+    let world = World::new().await;
+    let backend = Backend::named("awake").await;
+    let uid = world.sandbox("s", resumable()).await;
+    let mut client = Raw::open(&world).await;
+    client
+        .write("GET / HTTP/1.1\r\nHost: r\r\nX-Sandbox-ID: s\r\nX-Sandbox-Namespace: ns\r\n\r\n")
+        .await;
+    until("it waits", || world.proxy.gate.held() == 1).await;
+    drop(client);
+    until("its place is free", || world.proxy.gate.held() == 0).await;
+    resumed(&world).await;
+    world.pod("s", &uid, "127.0.0.1").await;
+    assert_eq!(get(&world, "s", backend.port).await.line(), "200 awake");
+    assert_eq!(world.patches(), [200]);
+}
+
+#[tokio::test]
+async fn places_are_bounded_in_all_and_for_each_sandbox() {
+    for setup in [
+        limits(|limits| limits.held = 1),
+        limits(|limits| limits.held_per_sandbox = 1),
+    ] {
+        let world = World::with(setup).await;
+        world.sandbox("s", resumable()).await;
+        let first = async {
+            let mut client = Raw::open(&world).await;
+            client.write("GET / HTTP/1.1\r\nHost: r\r\nX-Sandbox-ID: s\r\nX-Sandbox-Namespace: ns\r\n\r\n").await;
+            until("it waits", || world.proxy.gate.held() == 1).await;
+            client
+        };
+        let _first = first.await;
+        let answer = get(&world, "s", 80).await;
+        assert_eq!(
+            answer.line(),
+            r#"503 {"detail":"Too many requests wait for sandboxes that are not ready."}"#
+        );
+        assert_eq!(answer.headers["retry-after"], "1");
+    }
+}
+
+#[tokio::test]
+async fn who_waits_too_long_is_told_so() {
+    let world = World::with(limits(|limits| limits.resume = Duration::from_millis(50))).await;
+    world.sandbox("s", resumable()).await;
+    let answer = get(&world, "s", 80).await;
+    assert_eq!(
+        answer.line(),
+        r#"504 {"detail":"Sandbox s is being resumed and did not become ready in time."}"#
+    );
+}
+
+#[tokio::test]
+async fn a_resume_that_the_apiserver_refuses_is_told_and_not_tried_for_each_request() {
+    let world = World::new().await;
+    world.sandbox("s", resumable()).await;
+    world.api.fail(Fault {
+        verb: "patch",
+        kind: "sandboxes",
+        answer: FaultAnswer::Refuse(403),
+    });
+    for _ in 0..3 {
+        let answer = get(&world, "s", 80).await;
+        assert_eq!(
+            answer.line(),
+            r#"503 {"detail":"Sandbox s is suspended and could not be resumed: Forbidden"}"#
+        );
+    }
+    assert_eq!(world.patches(), [403]);
+}
+
+#[tokio::test]
+async fn another_version_of_the_sandbox_is_looked_at_again() {
+    let world = World::new().await;
+    let uid = world.sandbox("s", resumable()).await;
+    let backend = Backend::named("awake").await;
+    world.api.fail(Fault {
+        verb: "patch",
+        kind: "sandboxes",
+        answer: FaultAnswer::Refuse(409),
+    });
+    let meanwhile = async {
+        until("the first try fails", || world.patches() == [409]).await;
+        world.api.edit(
+            "sandboxes",
+            NS,
+            "s",
+            &json!({"metadata": {"labels": {"new": "version"}}}),
+        );
+        resumed(&world).await;
+        world.pod("s", &uid, "127.0.0.1").await;
+    };
+    let (answer, ()) = tokio::join!(get(&world, "s", backend.port), meanwhile);
+    assert_eq!(answer.line(), "200 awake");
+    assert_eq!(world.patches(), [200]);
+}
+
+#[tokio::test]
+async fn a_user_who_takes_the_permission_back_is_obeyed() {
+    let world = World::new().await;
+    world.sandbox("s", resumable()).await;
+    world.api.fail(Fault {
+        verb: "patch",
+        kind: "sandboxes",
+        answer: FaultAnswer::Refuse(409),
+    });
+    let meanwhile = async {
+        until("the first try fails", || world.patches() == [409]).await;
+        let change = json!({"metadata": {"annotations": {"torpor.dev/resume-on-request": null}}});
+        world.api.edit("sandboxes", NS, "s", &change);
+    };
+    let (answer, ()) = tokio::join!(get(&world, "s", 80), meanwhile);
+    assert!(answer.body.contains("Set spec.operatingMode"), "{answer:?}");
+    assert_eq!(mode(&world), "Suspended");
+}
+
+#[tokio::test]
+async fn a_patch_whose_answer_is_lost_is_seen_by_the_watch() {
+    let setup = Setup {
+        api_timeout: Duration::from_millis(50),
+        ..Setup::default()
+    };
+    let world = World::with(setup).await;
+    let backend = Backend::named("awake").await;
+    let uid = world.sandbox("s", resumable()).await;
+    world.api.fail(Fault {
+        verb: "patch",
+        kind: "sandboxes",
+        answer: FaultAnswer::LoseAnswer,
+    });
+    let meanwhile = async {
+        resumed(&world).await;
+        world.pod("s", &uid, "127.0.0.1").await;
+    };
+    let (answer, ()) = tokio::join!(get(&world, "s", backend.port), meanwhile);
+    assert_eq!(answer.line(), "200 awake");
+    assert_eq!(world.patches(), [200]);
+}
