@@ -9,6 +9,7 @@ mod hibernate;
 mod leftovers;
 mod oci;
 mod resources;
+mod router;
 mod sandbox;
 mod streams;
 mod suspend;
