@@ -295,7 +295,7 @@ async fn a_connection_on_which_data_is_sent_while_the_pod_wakes_survives() -> an
             // Something arrives in every moment of the wake.
             let talk = async {
                 let mut asked = 0;
-                let mut every = tokio::time::interval(Duration::from_millis(2));
+                let mut every = tokio::time::interval(Duration::from_millis(20));
                 while !woken.get() {
                     connection.send().await?;
                     asked += 1;
