@@ -16,6 +16,10 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 use torpor_controller::merge_patch;
 
+mod state;
+
+use self::state::State;
+
 /// Plural, namespace (empty for cluster-scoped kinds), name.
 pub(crate) type Key = (String, String, String);
 
@@ -45,16 +49,6 @@ pub(crate) enum FaultAnswer {
     LoseAnswer,
 }
 
-#[derive(Debug, Default)]
-struct State {
-    version: u64,
-    uids: u64,
-    objects: BTreeMap<Key, Value>,
-    history: Vec<(u64, &'static str, Key, Value)>,
-    writes: Vec<Write>,
-    faults: Vec<Fault>,
-}
-
 /// Clones are the same apiserver.
 #[derive(Clone, Debug)]
 pub(crate) struct Apiserver {
@@ -73,7 +67,7 @@ struct Call {
 
 type Answer = Result<Value, (StatusCode, &'static str, String)>;
 
-const KINDS: [(&str, &str, &str); 13] = [
+const KINDS: [(&str, &str, &str); 15] = [
     ("pods", "Pod", "v1"),
     ("services", "Service", "v1"),
     ("persistentvolumeclaims", "PersistentVolumeClaim", "v1"),
@@ -88,6 +82,12 @@ const KINDS: [(&str, &str, &str); 13] = [
     (
         "sandboxclaims",
         "SandboxClaim",
+        "extensions.agents.x-k8s.io/v1beta1",
+    ),
+    ("networkpolicies", "NetworkPolicy", "networking.k8s.io/v1"),
+    (
+        "sandboxtemplates",
+        "SandboxTemplate",
         "extensions.agents.x-k8s.io/v1beta1",
     ),
     (
@@ -281,7 +281,7 @@ impl Apiserver {
             "create" => state.create(&call.kind, &call.namespace, body),
             "patch" | "patch status" => state.patch(&key, &body, call.status),
             "replace" => state.replace(&key, body),
-            _ => state.checked_delete(&key, &body["preconditions"]),
+            _ => state.checked_delete(&key, &body),
         };
         self.notify(state.version);
         answer
@@ -405,163 +405,6 @@ impl Call {
                     .strip_prefix("metadata.name=")
                     .is_some_and(|name| name == key.2)
             })
-    }
-}
-
-impl State {
-    fn create(&mut self, kind: &str, namespace: &str, mut object: Value) -> Answer {
-        let name = object["metadata"]["name"]
-            .as_str()
-            .unwrap_or_default()
-            .to_owned();
-        let key = key(kind, namespace, &name);
-        if self.objects.contains_key(&key) {
-            let message = format!("{kind} \"{name}\" already exists");
-            return Err((StatusCode::CONFLICT, "AlreadyExists", message));
-        }
-        let (_, api_kind, api_version) = *KINDS.iter().find(|(p, ..)| *p == kind).unwrap();
-        self.uids += 1;
-        let metadata = &mut object["metadata"];
-        metadata["uid"] = format!("{:08x}-0000-4000-8000-000000000000", self.uids).into();
-        metadata["generation"] = 1.into();
-        if metadata.get("creationTimestamp").is_none() {
-            metadata["creationTimestamp"] = "2026-01-01T00:00:00Z".into();
-        }
-        object["kind"] = api_kind.into();
-        object["apiVersion"] = api_version.into();
-        if kind == "pods" {
-            object["status"] = json!({"phase": "Pending"});
-        }
-        Ok(self.store(key, object))
-    }
-
-    fn patch(&mut self, key: &Key, patch: &Value, status: bool) -> Answer {
-        let Some(object) = self.objects.get(key) else {
-            return Err(not_found(&key.0, &key.2));
-        };
-        for field in ["uid", "resourceVersion"] {
-            let wanted = &patch["metadata"][field];
-            if !wanted.is_null() && *wanted != object["metadata"][field] {
-                let message = format!("the {field} is another");
-                return Err((StatusCode::CONFLICT, "Conflict", message));
-            }
-        }
-        let mut patched = object.clone();
-        if status {
-            merge_patch::apply(&mut patched, &json!({"status": patch["status"]}));
-        } else {
-            merge_patch::apply(&mut patched, patch);
-            // The status is another resource for all kinds that are patched here.
-            patched["status"] = object["status"].clone();
-            if patched["status"].is_null() {
-                patched.as_object_mut().unwrap().remove("status");
-            }
-            if patched["spec"] != object["spec"] {
-                let generation = object["metadata"]["generation"].as_u64().unwrap_or(1);
-                patched["metadata"]["generation"] = (generation + 1).into();
-            }
-        }
-        Ok(self.store(key.clone(), patched))
-    }
-
-    fn replace(&mut self, key: &Key, object: Value) -> Answer {
-        let Some(current) = self.objects.get(key) else {
-            return Err(not_found(&key.0, &key.2));
-        };
-        if current["metadata"]["resourceVersion"] != object["metadata"]["resourceVersion"] {
-            return Err((
-                StatusCode::CONFLICT,
-                "Conflict",
-                "another resourceVersion".to_owned(),
-            ));
-        }
-        Ok(self.store(key.clone(), object))
-    }
-
-    fn checked_delete(&mut self, key: &Key, preconditions: &Value) -> Answer {
-        let Some(object) = self.objects.get(key) else {
-            return Err(not_found(&key.0, &key.2));
-        };
-        for field in ["uid", "resourceVersion"] {
-            let wanted = &preconditions[field];
-            if !wanted.is_null() && *wanted != object["metadata"][field] {
-                let message = format!("Precondition failed: {field}");
-                return Err((StatusCode::CONFLICT, "Conflict", message));
-            }
-        }
-        let object = object.clone();
-        self.delete(key);
-        Ok(object)
-    }
-
-    fn delete(&mut self, key: &Key) {
-        let Some(object) = self.objects.get(key) else {
-            return;
-        };
-        let held = object["metadata"]["finalizers"]
-            .as_array()
-            .is_some_and(|f| !f.is_empty());
-        if key.0 != "pods" && !held {
-            return self.remove(key);
-        }
-        if object["metadata"].get("deletionTimestamp").is_none() {
-            let mut object = object.clone();
-            object["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z".into();
-            self.store(key.clone(), object);
-        }
-    }
-
-    /// Stores an object under a new version; a write that changes nothing makes none.
-    fn store(&mut self, key: Key, mut object: Value) -> Value {
-        let before = self.objects.get(&key);
-        if let Some(before) = before {
-            object["metadata"]["resourceVersion"] = before["metadata"]["resourceVersion"].clone();
-            if *before == object {
-                return object;
-            }
-        }
-        let type_ = if before.is_some() {
-            "MODIFIED"
-        } else {
-            "ADDED"
-        };
-        self.version += 1;
-        object["metadata"]["resourceVersion"] = self.version.to_string().into();
-        let dying = object["metadata"].get("deletionTimestamp").is_some() && key.0 != "pods";
-        let held = object["metadata"]["finalizers"]
-            .as_array()
-            .is_some_and(|f| !f.is_empty());
-        self.history
-            .push((self.version, type_, key.clone(), object.clone()));
-        self.objects.insert(key.clone(), object.clone());
-        if dying && !held {
-            self.remove(&key);
-        }
-        object
-    }
-
-    /// Takes an object away, and what it controls.
-    fn remove(&mut self, key: &Key) {
-        let Some(mut object) = self.objects.remove(key) else {
-            return;
-        };
-        self.version += 1;
-        object["metadata"]["resourceVersion"] = self.version.to_string().into();
-        let uid = object["metadata"]["uid"].clone();
-        self.history
-            .push((self.version, "DELETED", key.clone(), object));
-        let owned: Vec<Key> = self
-            .objects
-            .iter()
-            .filter(|(_, object)| {
-                let owners = object["metadata"]["ownerReferences"].as_array();
-                owners.is_some_and(|all| all.iter().any(|owner| owner["uid"] == uid))
-            })
-            .map(|(key, _)| key.clone())
-            .collect();
-        for key in owned {
-            self.delete(&key);
-        }
     }
 }
 
