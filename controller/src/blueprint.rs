@@ -81,6 +81,11 @@ fn volumes(templates: &[VolumeClaimTemplate]) -> Vec<(&str, Value)> {
         .collect()
 }
 
+/// Whether two specs differ in nothing but what is unset or empty, and in the spelling of quantities.
+pub fn mean_the_same(one: &Value, other: &Value) -> bool {
+    normalized("", one) == normalized("", other)
+}
+
 /// Maps of strings: an empty one means the same as none. An empty object elsewhere may mean something, such as `emptyDir: {}`.
 const STRING_MAPS: [&str; 6] = [
     "nodeSelector",

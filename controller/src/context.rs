@@ -7,6 +7,7 @@ use crate::{
     candidates::Candidates,
     claim::sightings::Sightings,
     metrics::Metrics,
+    pool,
     settings::Settings,
     watches::{Caches, Queues},
 };
@@ -25,6 +26,8 @@ pub struct Context {
     pub candidates: Candidates,
     /// What this process knows of claims that stands in no object yet.
     pub sightings: Sightings,
+    /// What this process knows of pools that stands in no object yet.
+    pub pools: pool::memory::Memory,
 }
 
 impl Context {
@@ -43,6 +46,7 @@ impl Context {
             failures: Failures::default(),
             candidates: Candidates::default(),
             sightings: Sightings::default(),
+            pools: pool::memory::Memory::default(),
         }
     }
 }

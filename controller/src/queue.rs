@@ -93,6 +93,12 @@ impl Queue {
         }
     }
 
+    /// Whether anything waits or is being worked on.
+    pub fn is_busy(&self) -> bool {
+        let content = self.lock();
+        !content.known.is_empty() || !content.working.is_empty()
+    }
+
     /// How many names wait for a worker.
     pub fn depth(&self) -> usize {
         self.lock().known.len()

@@ -10,10 +10,11 @@ use crate::{
     cache::{Cache, Key},
     claim,
     context::Context,
+    pool,
     queue::Queue,
     sandbox,
     settings::Settings,
-    snapshot, watches,
+    snapshot, template, watches,
 };
 
 /// How long passes that are under way may take to end once the program is being stopped.
@@ -38,6 +39,18 @@ impl Failure for claim::Error {
     }
 }
 
+impl Failure for pool::Error {
+    fn reason(&self) -> &'static str {
+        pool::Error::reason(self)
+    }
+}
+
+impl Failure for template::Error {
+    fn reason(&self) -> &'static str {
+        template::Error::reason(self)
+    }
+}
+
 impl Failure for snapshot::Error {
     fn reason(&self) -> &'static str {
         snapshot::Error::reason(self)
@@ -57,6 +70,8 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
     let Settings {
         sandbox_workers,
         claim_workers,
+        pool_workers,
+        template_workers,
         extensions,
         ..
     } = context.settings;
@@ -81,6 +96,20 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
             cache: |context| &context.caches.claims,
             queue: |context| &context.queues.claims,
             reconcile: claim::reconcile,
+        });
+        start.kind(Kind {
+            name: "sandboxwarmpool",
+            workers: pool_workers,
+            cache: |context| &context.caches.pools,
+            queue: |context| &context.queues.pools,
+            reconcile: pool::reconcile,
+        });
+        start.kind(Kind {
+            name: "sandboxtemplate",
+            workers: template_workers,
+            cache: |context| &context.caches.templates,
+            queue: |context| &context.queues.templates,
+            reconcile: template::reconcile,
         });
     }
     shutdown.cancelled().await;

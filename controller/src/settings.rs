@@ -30,6 +30,8 @@ pub struct PoolSettings {
     pub unschedulable_recheck: Duration,
     /// Whether the cluster autoscaler may take unclaimed members away.
     pub eviction: bool,
+    /// How often the status of a pool is written at most while members come and go. Torpor's.
+    pub status_interval: Duration,
 }
 
 /// How claims are served.
@@ -65,6 +67,7 @@ impl Default for PoolSettings {
             readiness_grace: Duration::from_secs(300),
             unschedulable_recheck: Duration::from_secs(60),
             eviction: true,
+            status_interval: Duration::from_millis(500),
         }
     }
 }

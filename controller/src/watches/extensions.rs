@@ -18,6 +18,7 @@ use torpor_api::{
 use super::{follow, follow_guarded, trim};
 use crate::{
     cache::{Change, key_of},
+    candidates::pool_of,
     context::Context,
 };
 
@@ -89,6 +90,7 @@ pub fn orphan_index(pool_hash: &str) -> String {
 /// Offers what claims may take, and wakes the claim or the pool.
 pub(super) fn sandbox_changed(context: &Context, change: &Change<Sandbox>) {
     context.candidates.update(change);
+    remember(context, change);
     let (before, after) = (change.before.as_deref(), change.after.as_deref());
     let matters = match (before, after) {
         (Some(before), Some(after)) => matters_to_owner(before, after),
@@ -107,6 +109,23 @@ pub(super) fn sandbox_changed(context: &Context, change: &Change<Sandbox>) {
         } else if controller_of(sandbox).is_none() {
             wake_pools_of_orphan(context, sandbox, &namespace);
         }
+    }
+}
+
+/// Tells the memory of pools what was seen of their members.
+fn remember(context: &Context, change: &Change<Sandbox>) {
+    let (before, after) = (change.before.as_deref(), change.after.as_deref());
+    for sandbox in [before, after].into_iter().flatten() {
+        if let Some(pool) = pool_of(sandbox) {
+            context.pools.seen(pool, sandbox, after.is_none());
+        }
+    }
+    let (Some(was), Some(after)) = (before.and_then(pool_of), after) else {
+        return;
+    };
+    if pool_of(after) != Some(was) {
+        let delay = context.settings.pools.replenish_delay;
+        context.pools.left(was, delay);
     }
 }
 
@@ -169,6 +188,9 @@ pub fn pool_changed(context: &Context, change: &Change<SandboxWarmPool>) {
     let generation = |pool: &Option<Arc<SandboxWarmPool>>| pool.as_ref()?.metadata.generation;
     if change.after.is_some() && generation(&change.before) != generation(&change.after) {
         wake_unbound_claims(context, &key.0, &key.1);
+    }
+    if change.after.is_none() {
+        context.pools.forget(&pool.uid().unwrap_or_default());
     }
     context.queues.pools.add(key);
 }

@@ -13,7 +13,7 @@ use http::{Method, Request, Response, StatusCode};
 use http_body_util::BodyExt;
 use kube::Client;
 use serde_json::{Value, json};
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use torpor_controller::merge_patch;
 
 mod state;
@@ -105,12 +105,38 @@ impl Apiserver {
         }
     }
 
+    /// One whose objects are made when they are made, and not at the beginning of 2026.
+    pub(crate) fn with_clock() -> Self {
+        let server = Self::new();
+        server.state.lock().unwrap().has_clock = true;
+        server
+    }
+
     pub(crate) fn client(&self) -> Client {
         let server = self.clone();
         Client::new(
             tower::service_fn(move |request| {
                 let server = server.clone();
                 async move { Ok::<_, Infallible>(server.answer(request).await) }
+            }),
+            "default",
+        )
+    }
+
+    /// A client whose every call waits until the gate lets it through.
+    pub(crate) fn gated_client(&self, gate: &Arc<Semaphore>) -> Client {
+        let (server, gate) = (self.clone(), Arc::clone(gate));
+        Client::new(
+            tower::service_fn(move |request| {
+                let (server, gate) = (server.clone(), Arc::clone(&gate));
+                async move {
+                    // A gate that is closed for good belongs to a process that is dead.
+                    if let Ok(permit) = gate.acquire().await {
+                        permit.forget();
+                        return Ok::<_, Infallible>(server.answer(request).await);
+                    }
+                    std::future::pending().await
+                }
             }),
             "default",
         )
@@ -181,10 +207,19 @@ impl Apiserver {
         self.state.lock().unwrap().faults.clear();
     }
 
+    /// Reads of single objects since the last call.
+    pub(crate) fn take_reads(&self) -> Vec<String> {
+        std::mem::take(&mut self.state.lock().unwrap().reads)
+    }
+
+    /// Writes since the last call.
+    pub(crate) fn take_all_writes(&self) -> Vec<Write> {
+        std::mem::take(&mut self.state.lock().unwrap().writes)
+    }
+
     /// Writes since the last call, Events left out.
     pub(crate) fn take_writes(&self) -> Vec<Write> {
-        let writes = std::mem::take(&mut self.state.lock().unwrap().writes);
-        writes
+        self.take_all_writes()
             .into_iter()
             .filter(|write| write.kind != "events")
             .collect()
@@ -220,6 +255,8 @@ impl Apiserver {
                 (None, true) => self.watch(&call),
                 (None, false) => respond(Ok(self.list_answer(&call))),
                 (Some(name), _) => {
+                    let read = format!("{} {name}", call.kind);
+                    self.state.lock().unwrap().reads.push(read);
                     let found = self.get(&call.kind, &call.namespace, name);
                     respond(found.ok_or_else(|| not_found(&call.kind, name)))
                 }
@@ -241,9 +278,10 @@ impl Apiserver {
         let answer = match fault {
             Some(FaultAnswer::Refuse(code)) => {
                 let status = StatusCode::from_u16(code).unwrap();
+                let reason = if code == 409 { "Conflict" } else { "Refused" };
                 Err((
                     status,
-                    "Refused",
+                    reason,
                     format!("{verb} {} {name}: made to fail", call.kind),
                 ))
             }

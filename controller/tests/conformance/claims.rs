@@ -418,7 +418,7 @@ async fn the_network_policy_of_an_old_controller_goes_and_a_foreign_one_stays() 
     cluster.settle().await;
     let left = cluster.api.list("networkpolicies");
     let names: Vec<&str> = left.iter().map(name).collect();
-    assert_eq!(names, ["d-network-policy"]);
+    assert_eq!(names, ["d-network-policy", "t-network-policy"]);
 }
 
 // --- crashes and lost answers -----------------------------------------------------------------------------------------------------------

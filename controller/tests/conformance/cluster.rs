@@ -3,7 +3,9 @@
 use std::{sync::Arc, time::Duration};
 
 use serde_json::{Value, json};
-use torpor_controller::{calls, claim, context::Context, merge_patch, sandbox, settings::Settings};
+use torpor_controller::{
+    calls, claim, context::Context, merge_patch, pool, sandbox, settings::Settings, template,
+};
 
 use crate::{
     apiserver::{Apiserver, Write},
@@ -31,7 +33,7 @@ impl Cluster {
     }
 
     pub(crate) fn with(settings: Settings) -> Self {
-        let api = Apiserver::new();
+        let api = Apiserver::with_clock();
         let context = context(&api, settings, Duration::from_secs(20));
         Self { api, context }
     }
@@ -76,6 +78,30 @@ impl Cluster {
         self.stale_claim_pass(name).await
     }
 
+    pub(crate) async fn stale_pool_pass(
+        &self,
+        name: &str,
+    ) -> Result<Option<Duration>, pool::Error> {
+        let Some(found) = self.context.caches.pools.get(NS, name) else {
+            return Ok(None);
+        };
+        pool::reconcile(found, Arc::clone(&self.context)).await
+    }
+
+    pub(crate) async fn pool_pass(&self, name: &str) -> Result<Option<Duration>, pool::Error> {
+        self.sync();
+        self.stale_pool_pass(name).await
+    }
+
+    pub(crate) async fn template_pass(
+        &self,
+        name: &str,
+    ) -> Result<Option<Duration>, template::Error> {
+        self.sync();
+        let found = self.context.caches.templates.get(NS, name).unwrap();
+        template::reconcile(found, Arc::clone(&self.context)).await
+    }
+
     /// One pass over every Sandbox.
     pub(crate) async fn sandbox_passes(&self) {
         self.sync();
@@ -86,8 +112,14 @@ impl Cluster {
 
     /// One pass over everything.
     pub(crate) async fn passes(&self) {
+        for template in self.api.list("sandboxtemplates") {
+            let _ = self.template_pass(name(&template)).await;
+        }
         for claim in self.api.list("sandboxclaims") {
             let _ = self.claim_pass(name(&claim)).await;
+        }
+        for pool in self.api.list("sandboxwarmpools") {
+            let _ = self.pool_pass(name(&pool)).await;
         }
         self.sandbox_passes().await;
     }
@@ -130,6 +162,15 @@ impl Cluster {
             .collect()
     }
 
+    /// As [`Self::writes`], Events included.
+    pub(crate) fn writes_with_events(&self) -> Vec<String> {
+        let writes = self.api.take_all_writes();
+        writes
+            .iter()
+            .map(|Write { verb, kind, .. }| format!("{verb} {kind}"))
+            .collect()
+    }
+
     // --- objects --------------------------------------------------------------------------------------------------------------------------
 
     pub(crate) fn template(&self, change: Value) {
@@ -155,10 +196,9 @@ impl Cluster {
     }
 
     pub(crate) fn claim(&self, name: &str, change: Value) {
-        let now = jiff::Timestamp::now().to_string();
         let claim = merged(
             json!({
-                "metadata": {"name": name, "namespace": NS, "creationTimestamp": now},
+                "metadata": {"name": name, "namespace": NS},
                 "spec": {"warmPoolRef": {"name": "p"}},
             }),
             &change,
@@ -181,6 +221,12 @@ impl Cluster {
         self.api
             .get("sandboxclaims", NS, name)
             .expect("the claim exists")
+    }
+
+    pub(crate) fn get_pool(&self, name: &str) -> Value {
+        self.api
+            .get("sandboxwarmpools", NS, name)
+            .expect("the pool exists")
     }
 
     pub(crate) fn get_sandbox(&self, name: &str) -> Value {
@@ -235,11 +281,14 @@ impl Cluster {
     }
 }
 
+/// Upstream's defaults; only the status of pools is written at each change, so that what is to be seen can be seen.
 pub(crate) fn settings() -> Settings {
-    Settings {
+    let mut settings = Settings {
         extensions: true,
         ..Settings::default()
-    }
+    };
+    settings.pools.status_interval = Duration::ZERO;
+    settings
 }
 
 pub(crate) fn context(api: &Apiserver, settings: Settings, timeout: Duration) -> Arc<Context> {

@@ -14,10 +14,12 @@ const FOREGROUND: &str = "foregroundDeletion";
 #[derive(Debug, Default)]
 pub(super) struct State {
     pub(super) version: u64,
+    pub(super) has_clock: bool,
     uids: u64,
     pub(super) objects: BTreeMap<Key, Value>,
     pub(super) history: Vec<(u64, &'static str, Key, Value)>,
     pub(super) writes: Vec<Write>,
+    pub(super) reads: Vec<String>,
     pub(super) faults: Vec<Fault>,
 }
 
@@ -38,7 +40,11 @@ impl State {
         metadata["uid"] = format!("{:08x}-0000-4000-8000-000000000000", self.uids).into();
         metadata["generation"] = 1.into();
         if metadata.get("creationTimestamp").is_none() {
-            metadata["creationTimestamp"] = "2026-01-01T00:00:00Z".into();
+            let now = jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ");
+            metadata["creationTimestamp"] = match self.has_clock {
+                true => now.to_string().into(),
+                false => "2026-01-01T00:00:00Z".into(),
+            };
         }
         object["kind"] = api_kind.into();
         object["apiVersion"] = api_version.into();
