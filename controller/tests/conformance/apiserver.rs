@@ -199,6 +199,13 @@ impl Apiserver {
         self.notify(state.version);
     }
 
+    /// Deletes what is owned by somebody who is gone. (What is there when its owner goes is deleted with it.)
+    pub(crate) fn collect_garbage(&self) {
+        let mut state = self.state.lock().unwrap();
+        state.collect_garbage();
+        self.notify(state.version);
+    }
+
     pub(crate) fn fail(&self, fault: Fault) {
         self.state.lock().unwrap().faults.push(fault);
     }

@@ -234,6 +234,7 @@ impl Run {
                 }
             }
             Event::Nodes => {
+                api.collect_garbage();
                 self.nodes.sandbox_passes().await;
                 self.nodes.kubelets();
                 self.nodes.sandbox_passes().await;
@@ -315,6 +316,7 @@ impl Run {
         for process in &mut self.processes {
             process.crash(&api);
         }
+        api.collect_garbage();
         self.nodes.settle().await;
         let pool = self.nodes.get_pool("p");
         let replicas = usize::try_from(pool["spec"]["replicas"].as_u64().unwrap()).unwrap();
@@ -328,10 +330,17 @@ impl Run {
             owned += 1;
         }
         let all = api.list("sandboxes");
-        assert_eq!(all.len(), owned, "nothing is left over: {all:#?}");
+        let names: Vec<&str> = all.iter().map(name).collect();
+        assert_eq!(all.len(), owned, "nothing is left over: {names:?}");
         assert!(!all.iter().any(is_going));
         self.check();
     }
+}
+
+/// How many schedules; `TORPOR_SCHEDULES` sets more.
+fn cases() -> u32 {
+    let wanted = std::env::var("TORPOR_SCHEDULES").ok();
+    wanted.and_then(|n| n.parse().ok()).unwrap_or(100)
 }
 
 fn claim_name(number: usize) -> String {
@@ -357,7 +366,7 @@ fn play(controllers: usize, events: &[Event]) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 120, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: cases(), ..ProptestConfig::default() })]
 
     #[test]
     fn one_controller_that_dies_at_any_call_keeps_claims_and_pools_right(

@@ -168,6 +168,28 @@ impl State {
         }
     }
 
+    pub(super) fn collect_garbage(&mut self) {
+        let all = self.objects.values();
+        let living: std::collections::BTreeSet<String> = all
+            .map(|object| object["metadata"]["uid"].to_string())
+            .collect();
+        let left_behind = |object: &Value| {
+            let owners = object["metadata"]["ownerReferences"].as_array();
+            owners.is_some_and(|all| {
+                !all.is_empty() && all.iter().all(|o| !living.contains(&o["uid"].to_string()))
+            })
+        };
+        let garbage: Vec<Key> = self
+            .objects
+            .iter()
+            .filter(|(_, object)| left_behind(object))
+            .map(|(key, _)| key.clone())
+            .collect();
+        for key in garbage {
+            self.delete(&key);
+        }
+    }
+
     fn owned_by(&self, uid: &Value) -> Vec<Key> {
         let owns = |object: &Value| {
             let owners = object["metadata"]["ownerReferences"].as_array();
