@@ -1,5 +1,8 @@
 //! Names of objects that wait for a pass. A name waits at most once, one pass at a time is under way per object, and namespaces take turns, so that one that asks for
 //! thousands of sandboxes at once does not make the others wait.
+//!
+//! There are two lanes. What somebody waits for is taken before what is made in advance, and only so many passes of the latter are under way at once: the refill of pools leaves
+//! the apiserver to those who claim.
 
 use std::{
     collections::{BTreeSet, HashMap, HashSet, VecDeque},
@@ -13,6 +16,16 @@ use tokio::{
 
 use crate::cache::Key;
 
+/// How many passes over what is made in advance are under way at once.
+const ADVANCE_AT_ONCE: usize = 16;
+
+/// Whether somebody waits for an object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lane {
+    Awaited,
+    InAdvance,
+}
+
 /// Names that wait, that wait for a time, and that are being worked on. Bounded by the number of objects, because each is in it once.
 #[derive(Debug, Default)]
 pub struct Queue {
@@ -22,23 +35,37 @@ pub struct Queue {
 
 #[derive(Debug, Default)]
 struct Content {
-    /// Namespaces with something to do, in the order of their turns.
-    turns: VecDeque<String>,
-    waiting: HashMap<String, VecDeque<String>>,
+    awaited: Waiting,
+    in_advance: Waiting,
     known: HashSet<Key>,
-    working: HashSet<Key>,
+    working: HashMap<Key, Lane>,
+    /// How many of those that are being worked on are made in advance.
+    advancing: usize,
     /// Asked for again while it was being worked on.
-    again: HashSet<Key>,
+    again: HashMap<Key, Lane>,
     timed: BTreeSet<(Instant, Key)>,
     due: HashMap<Key, Instant>,
 }
 
+/// Names of one lane.
+#[derive(Debug, Default)]
+struct Waiting {
+    /// Namespaces with something to do, in the order of their turns.
+    turns: VecDeque<String>,
+    names: HashMap<String, VecDeque<String>>,
+}
+
 impl Queue {
-    /// Asks for a pass.
+    /// Asks for a pass that somebody waits for.
     pub fn add(&self, key: Key) {
+        self.add_in(Lane::Awaited, key);
+    }
+
+    /// Asks for a pass.
+    pub fn add_in(&self, lane: Lane, key: Key) {
         let mut content = self.lock();
         content.forget_time(&key);
-        content.push(key);
+        content.push(lane, key);
         drop(content);
         self.changed.notify_one();
     }
@@ -64,7 +91,7 @@ impl Queue {
                 let mut content = self.lock();
                 content.ripen(Instant::now());
                 if let Some(key) = content.pop() {
-                    let more = !content.turns.is_empty();
+                    let more = content.has_more();
                     drop(content);
                     if more {
                         // One notification may stand for several names.
@@ -85,10 +112,15 @@ impl Queue {
     /// The pass has ended.
     pub fn done(&self, key: &Key) {
         let mut content = self.lock();
-        content.working.remove(key);
-        if content.again.remove(key) {
-            content.push(key.clone());
-            drop(content);
+        if content.working.remove(key) == Some(Lane::InAdvance) {
+            content.advancing -= 1;
+        }
+        if let Some(lane) = content.again.remove(key) {
+            content.push(lane, key.clone());
+        }
+        let more = content.has_more();
+        drop(content);
+        if more {
             self.changed.notify_one();
         }
     }
@@ -111,34 +143,42 @@ impl Queue {
 }
 
 impl Content {
-    fn push(&mut self, key: Key) {
-        if self.working.contains(&key) {
-            self.again.insert(key);
+    fn push(&mut self, lane: Lane, key: Key) {
+        if self.working.contains_key(&key) {
+            let again = self.again.entry(key).or_insert(lane);
+            if lane == Lane::Awaited {
+                *again = lane;
+            }
             return;
         }
         if !self.known.insert(key.clone()) {
-            return;
+            // Waited for by now: it goes over to the other lane.
+            if lane == Lane::InAdvance || !self.in_advance.remove(&key) {
+                return;
+            }
         }
-        let (namespace, name) = key;
-        let waiting = self.waiting.entry(namespace.clone()).or_default();
-        if waiting.is_empty() {
-            self.turns.push_back(namespace);
+        match lane {
+            Lane::Awaited => self.awaited.push(key),
+            Lane::InAdvance => self.in_advance.push(key),
         }
-        waiting.push_back(name);
+    }
+
+    fn has_more(&self) -> bool {
+        let room = self.advancing < ADVANCE_AT_ONCE;
+        !self.awaited.turns.is_empty() || (room && !self.in_advance.turns.is_empty())
     }
 
     fn pop(&mut self) -> Option<Key> {
-        let namespace = self.turns.pop_front()?;
-        let waiting = self.waiting.get_mut(&namespace)?;
-        let name = waiting.pop_front()?;
-        if waiting.is_empty() {
-            self.waiting.remove(&namespace);
-        } else {
-            self.turns.push_back(namespace.clone());
+        let (lane, key) = match self.awaited.pop() {
+            Some(key) => (Lane::Awaited, key),
+            None if self.advancing < ADVANCE_AT_ONCE => (Lane::InAdvance, self.in_advance.pop()?),
+            None => return None,
+        };
+        if lane == Lane::InAdvance {
+            self.advancing += 1;
         }
-        let key = (namespace, name);
         self.known.remove(&key);
-        self.working.insert(key.clone());
+        self.working.insert(key.clone(), lane);
         Some(key)
     }
 
@@ -149,7 +189,7 @@ impl Content {
                 return;
             }
             self.forget_time(&key);
-            self.push(key);
+            self.push(Lane::Awaited, key);
         }
     }
 
@@ -157,6 +197,44 @@ impl Content {
         if let Some(at) = self.due.remove(key) {
             self.timed.remove(&(at, key.clone()));
         }
+    }
+}
+
+impl Waiting {
+    fn push(&mut self, (namespace, name): Key) {
+        let names = self.names.entry(namespace.clone()).or_default();
+        if names.is_empty() {
+            self.turns.push_back(namespace);
+        }
+        names.push_back(name);
+    }
+
+    fn pop(&mut self) -> Option<Key> {
+        let namespace = self.turns.pop_front()?;
+        let names = self.names.get_mut(&namespace)?;
+        let name = names.pop_front()?;
+        if names.is_empty() {
+            self.names.remove(&namespace);
+        } else {
+            self.turns.push_back(namespace.clone());
+        }
+        Some((namespace, name))
+    }
+
+    /// Whether the name waited here.
+    fn remove(&mut self, (namespace, name): &Key) -> bool {
+        let Some(names) = self.names.get_mut(namespace) else {
+            return false;
+        };
+        let Some(at) = names.iter().position(|waiting| waiting == name) else {
+            return false;
+        };
+        names.remove(at);
+        if names.is_empty() {
+            self.names.remove(namespace);
+            self.turns.retain(|turn| turn != namespace);
+        }
+        true
     }
 }
 
@@ -225,6 +303,33 @@ mod tests {
         queue.add(key("ns", "a"));
         assert_eq!(names(&queue, 1).await, ["ns/a"]);
         assert!(queue.lock().timed.is_empty());
+    }
+
+    #[tokio::test]
+    async fn what_somebody_waits_for_comes_before_what_is_made_in_advance() {
+        let queue = Queue::default();
+        for name in ["1", "2", "3"] {
+            queue.add_in(Lane::InAdvance, key("a", name));
+        }
+        queue.add(key("b", "1"));
+        queue.add(key("a", "3"));
+        assert_eq!(names(&queue, 4).await, ["b/1", "a/3", "a/1", "a/2"]);
+        assert_eq!(queue.depth(), 0);
+    }
+
+    #[tokio::test]
+    async fn only_so_many_passes_in_advance_are_under_way() {
+        let queue = Queue::default();
+        for name in 0..=ADVANCE_AT_ONCE {
+            queue.add_in(Lane::InAdvance, key("ns", &name.to_string()));
+        }
+        names(&queue, ADVANCE_AT_ONCE).await;
+        let last = key("ns", &ADVANCE_AT_ONCE.to_string());
+        assert!(queue.lock().pop().is_none(), "there is no room");
+        queue.add(key("ns", "awaited"));
+        assert_eq!(names(&queue, 1).await, ["ns/awaited"]);
+        queue.done(&key("ns", "0"));
+        assert_eq!(queue.next().await, last);
     }
 
     #[tokio::test]

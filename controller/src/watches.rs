@@ -26,7 +26,7 @@ use torpor_api::{
 use crate::{
     cache::{Cache, Change, Key, key_of},
     context::Context,
-    queue::Queue,
+    queue::{Lane, Queue},
 };
 
 pub mod extensions;
@@ -172,10 +172,25 @@ pub fn sandbox_changed(context: &Context, change: &Change<Sandbox>) {
             context.queues.snapshots.add(key_of(&*snapshot));
         }
     }
-    context.queues.sandboxes.add(key);
+    context.queues.sandboxes.add_in(lane_of(sandbox), key);
     if context.settings.extensions {
         extensions::sandbox_changed(context, change);
     }
+}
+
+/// Nobody waits for an unclaimed member of a pool.
+fn lane_of(sandbox: &Sandbox) -> Lane {
+    match crate::candidates::pool_of(sandbox) {
+        Some(_) => Lane::InAdvance,
+        None => Lane::Awaited,
+    }
+}
+
+/// Asks for a pass over a Sandbox because something of its own has changed.
+fn wake_sandbox(context: &Context, key: Key) {
+    let found = context.caches.sandboxes.get(&key.0, &key.1);
+    let lane = found.map_or(Lane::Awaited, |sandbox| lane_of(&sandbox));
+    context.queues.sandboxes.add_in(lane, key);
 }
 
 /// What belongs to a Sandbox.
@@ -194,7 +209,7 @@ fn start_dependents(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
                 .apply(event)
                 .iter()
                 .flat_map(owners)
-                .for_each(|key| known.queues.sandboxes.add(key));
+                .for_each(|key| wake_sandbox(&known, key));
         },
     ));
     let known = Arc::clone(context);

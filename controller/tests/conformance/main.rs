@@ -1,6 +1,7 @@
 //! The controller against an apiserver in memory: upstream's cases, Torpor's own, and random sequences of events.
 
 mod apiserver;
+mod at_work;
 mod claims;
 mod cluster;
 mod dependents;
