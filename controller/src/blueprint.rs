@@ -1,6 +1,8 @@
 //! No client required. What a SandboxTemplate says about its Sandboxes: the secure defaults that are put in, the hash that marks what was made from it, and whether a
 //! Sandbox is still what the template says.
 
+use std::cell::OnceCell;
+
 use kube::ResourceExt;
 use serde_json::{Map, Value, json};
 use torpor_api::{
@@ -49,26 +51,47 @@ pub fn pod_template_hash(template: &SandboxTemplate) -> String {
     name_hash(&json!(template.spec.pod_template).to_string())
 }
 
-/// Whether a Sandbox was made from another template, or from a version of it that differs in more than metadata and spelling.
-pub fn is_stale(sandbox: &Sandbox, template: &SandboxTemplate) -> bool {
-    let label = |key| sandbox.labels().get(key);
-    let reference = name_hash(&template.name_any());
-    if label(labels::SANDBOX_TEMPLATE_REF_HASH) != Some(&reference) {
-        return true;
-    }
-    let same_hash =
-        label(labels::SANDBOX_TEMPLATE_HASH).is_some_and(|hash| *hash == blueprint_hash(template));
-    !same_hash && !is_equivalent(sandbox, template)
+/// A template, prepared to be compared with many Sandboxes.
+#[derive(Debug)]
+pub struct Blueprint<'a> {
+    template: &'a SandboxTemplate,
+    reference: String,
+    hash: String,
+    /// Worked out when the first Sandbox with another hash is looked at.
+    pod_spec: OnceCell<Value>,
 }
 
-/// Whether a Sandbox is what the template would make, as far as it matters.
-pub fn is_equivalent(sandbox: &Sandbox, template: &SandboxTemplate) -> bool {
-    let wanted = normalized("", &Value::Object(secured_pod_spec(template)));
-    let found = normalized("", &json!(sandbox.spec.pod_template.spec));
-    wanted == found
-        && sandbox.spec.service == template.spec.service
-        && volumes(&sandbox.spec.volume_claim_templates)
-            == volumes(&template.spec.volume_claim_templates)
+impl<'a> Blueprint<'a> {
+    /// Prepares a template.
+    pub fn of(template: &'a SandboxTemplate) -> Self {
+        Self {
+            template,
+            reference: name_hash(&template.name_any()),
+            hash: blueprint_hash(template),
+            pod_spec: OnceCell::new(),
+        }
+    }
+
+    /// Whether a Sandbox was made from another template, or from a version of it that differs in more than metadata and spelling.
+    pub fn is_stale(&self, sandbox: &Sandbox) -> bool {
+        let label = |key| sandbox.labels().get(key);
+        if label(labels::SANDBOX_TEMPLATE_REF_HASH) != Some(&self.reference) {
+            return true;
+        }
+        label(labels::SANDBOX_TEMPLATE_HASH) != Some(&self.hash) && !self.is_equivalent(sandbox)
+    }
+
+    /// Whether a Sandbox is what the template would make, as far as it matters.
+    fn is_equivalent(&self, sandbox: &Sandbox) -> bool {
+        let template = self.template;
+        let wanted = self
+            .pod_spec
+            .get_or_init(|| normalized("", &Value::Object(secured_pod_spec(template))));
+        *wanted == normalized("", &json!(sandbox.spec.pod_template.spec))
+            && sandbox.spec.service == template.spec.service
+            && volumes(&sandbox.spec.volume_claim_templates)
+                == volumes(&template.spec.volume_claim_templates)
+    }
 }
 
 fn volumes(templates: &[VolumeClaimTemplate]) -> Vec<(&str, Value)> {

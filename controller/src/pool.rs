@@ -63,8 +63,9 @@ pub async fn reconcile(
     }
     // What was done shows in the status, whether all of it came through or not.
     let status_due = write_status(&pool, &context).await?;
-    done?;
-    Ok(plan.requeue.into_iter().chain(status_due).min())
+    let pressed = done?;
+    let looks = [plan.requeue, status_due, pressed];
+    Ok(looks.into_iter().flatten().min())
 }
 
 /// Reads the caches and what this process remembers of the pool.

@@ -55,7 +55,7 @@ fn stale_is_what_differs_in_more_than_metadata_and_spelling(
     #[case] stale: bool,
 ) {
     let sandbox = made_from(&template(json!({})));
-    assert_eq!(is_stale(&sandbox, &template(change)), stale);
+    assert_eq!(Blueprint::of(&template(change)).is_stale(&sandbox), stale);
 }
 
 #[test]
@@ -63,12 +63,12 @@ fn an_equal_hash_needs_no_comparison() {
     let template = template(json!({}));
     let mut sandbox = made_from(&template);
     sandbox.spec.service = Some(true);
-    assert!(is_stale(&sandbox, &template));
+    assert!(Blueprint::of(&template).is_stale(&sandbox));
     sandbox.labels_mut().insert(
         labels::SANDBOX_TEMPLATE_HASH.to_owned(),
         blueprint_hash(&template),
     );
-    assert!(!is_stale(&sandbox, &template));
+    assert!(!Blueprint::of(&template).is_stale(&sandbox));
 }
 
 #[rstest]

@@ -62,6 +62,9 @@ fn annotations_of(claim: &SandboxClaim, member: &Sandbox, replaces: Option<&str>
             all.insert(key.to_owned(), list.into());
         }
     }
+    if let Some(trace) = claim.annotations().get(annotations::TRACE_CONTEXT) {
+        all.insert(annotations::TRACE_CONTEXT.to_owned(), trace.clone().into());
+    }
     if let Some(gone) = replaces {
         all.insert(annotations::REPLACES.to_owned(), gone.into());
     }

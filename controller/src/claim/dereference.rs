@@ -15,6 +15,7 @@ use super::{
     plan::{self, Observed, Offered},
 };
 use crate::{
+    blueprint::Blueprint,
     candidates::{Offer, Taken, is_member, pool_of},
     context::Context,
     watches::extensions::controller_of,
@@ -121,10 +122,10 @@ impl Session {
             return;
         }
         // Members that are not as the template says are left to the pool; held until a good one is found, so that none comes twice.
-        let mut stale = Vec::new();
+        let (mut stale, blueprint) = (Vec::new(), Blueprint::of(template));
         self.observed.offer = loop {
             match context.candidates.take(&pool_uid) {
-                Offer::Sandbox(taken) if !plan::is_acceptable(&taken.sandbox, pool, template) => {
+                Offer::Sandbox(taken) if !plan::is_acceptable(&taken.sandbox, pool, &blueprint) => {
                     stale.push(taken);
                 }
                 Offer::Sandbox(taken) => {

@@ -20,7 +20,7 @@ use super::{
     metadata::{self, Invalid},
     sandbox_spec::{self, Rejected},
 };
-use crate::{blueprint, sandbox};
+use crate::{blueprint::Blueprint, sandbox};
 
 /// Everything that decides about one claim.
 #[derive(Clone, Debug, Default)]
@@ -390,10 +390,10 @@ fn is_young(claim: &SandboxClaim, now: Timestamp) -> bool {
 }
 
 /// Whether a member may be handed out: under Recreate only what is as the template says. Under OnReplenish older ones are, as upstream.
-pub fn is_acceptable(member: &Sandbox, pool: &SandboxWarmPool, template: &SandboxTemplate) -> bool {
+pub fn is_acceptable(member: &Sandbox, pool: &SandboxWarmPool, blueprint: &Blueprint<'_>) -> bool {
     let strategy = pool.spec.update_strategy.as_ref();
     strategy.is_none_or(|strategy| strategy.type_ == WarmPoolUpdateStrategyType::OnReplenish)
-        || !blueprint::is_stale(member, template)
+        || !blueprint.is_stale(member)
 }
 
 /// Whether the Sandbox has run into its own shutdown time.

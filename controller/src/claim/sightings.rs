@@ -34,9 +34,8 @@ impl Sightings {
 
     /// What is known of a claim.
     pub fn of(&self, claim: &SandboxClaim, now: Timestamp) -> Sighting {
-        let uid = claim.uid().unwrap_or_default();
-        let mut all = self.lock();
-        all.entry(uid).or_insert_with(|| first(claim, now)).clone()
+        let known = self.lock().get(&claim.uid().unwrap_or_default()).cloned();
+        known.unwrap_or_else(|| first(claim, now))
     }
 
     /// Takes note of a Sandbox whose write may or may not take effect; `None` when the outcome is known.

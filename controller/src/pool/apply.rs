@@ -1,11 +1,13 @@
 //! Takes the steps of a plan and makes members, many at once where order does not matter. Without choosing: what goes wrong ends the pass.
 
+use std::time::Duration;
+
 use kube::ResourceExt;
 use torpor_api::{Sandbox, SandboxTemplate};
 
 use super::{
     Error, member,
-    plan::{Action, Observed, Plan},
+    plan::{Action, Observed, PRESSED_RETRY, Plan},
     take_in,
 };
 use crate::{
@@ -18,22 +20,26 @@ const MOST_AT_ONCE: usize = 32;
 /// The same while claims wait for writes of their own.
 const MOST_BESIDE_CLAIMS: usize = 4;
 
-/// Takes the steps, then makes the members: one, then two, then four at once, so that an apiserver that refuses is not asked a hundred times.
+/// Takes the steps, then makes the members: one, then two, then four at once, so that an apiserver that refuses is not asked a hundred times. Says when to go on, if the apiserver
+/// has too much to do.
 pub(super) async fn apply(
     plan: &Plan,
     observed: &Observed,
     context: &Context,
-) -> Result<(), Error> {
+) -> Result<Option<Duration>, Error> {
     for steps in plan.steps.chunks(MOST_AT_ONCE) {
         let steps = steps.iter().map(|step| execute(step, observed, context));
         first_error(futures::future::join_all(steps).await)?;
     }
     let Some(template) = &observed.template else {
-        return Ok(());
+        return Ok(None);
     };
     let mut left = &plan.create[..];
     let mut at_once = 1;
-    while !left.is_empty() && !context.api.is_pressed() {
+    while !left.is_empty() {
+        if context.api.is_pressed() {
+            return Ok(Some(PRESSED_RETRY));
+        }
         let limit = if context.queues.claims.is_busy() {
             MOST_BESIDE_CLAIMS
         } else {
@@ -47,7 +53,7 @@ pub(super) async fn apply(
         left = rest;
         at_once *= 2;
     }
-    Ok(())
+    Ok(None)
 }
 
 fn first_error(results: Vec<Result<(), Error>>) -> Result<(), Error> {

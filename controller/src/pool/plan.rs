@@ -15,12 +15,12 @@ use super::{
     member::{self, owner_reference},
     memory::Remembered,
 };
-use crate::{blueprint, settings::PoolSettings};
+use crate::{blueprint::Blueprint, settings::PoolSettings};
 
 /// How long a pool without a template waits for it, unless it comes.
 pub const TEMPLATE_RETRY: Duration = Duration::from_secs(60);
 /// How long a pool leaves an apiserver in peace that has too much to do.
-const PRESSED_RETRY: Duration = Duration::from_secs(1);
+pub const PRESSED_RETRY: Duration = Duration::from_secs(1);
 /// What is looked at after a deadline is looked at this much after it, so that it has passed on every clock.
 const SLACK: Duration = Duration::from_secs(2);
 
@@ -88,12 +88,17 @@ pub fn plan(observed: &Observed, now: Timestamp) -> Plan {
     if pool.metadata.deletion_timestamp.is_some() {
         return plan;
     }
-    let adopted = plan_orphans(&mut plan, observed);
+    let blueprint = observed.template.as_deref().map(Blueprint::of);
+    let adopted = plan_orphans(&mut plan, observed, blueprint.as_ref());
     let active: Vec<&Arc<Sandbox>> = active(observed).collect();
     let unseen = unseen(observed);
     let mut keep = Vec::new();
     for member in &active {
-        if is_outdated(member, observed) || health(member, observed, now) == Health::Stuck {
+        // Without a template nothing is known to have changed.
+        let outdated = blueprint
+            .as_ref()
+            .is_some_and(|blueprint| recreates(pool) && blueprint.is_stale(member));
+        if outdated || health(member, observed, now) == Health::Stuck {
             plan.steps.push(delete(member));
         } else {
             keep.push(*member);
@@ -137,8 +142,8 @@ fn unseen(observed: &Observed) -> BTreeSet<String> {
 }
 
 /// Orphans come back into the pool if they are what the template says, and go if not. How many come back.
-fn plan_orphans(plan: &mut Plan, observed: &Observed) -> usize {
-    let Some(template) = &observed.template else {
+fn plan_orphans(plan: &mut Plan, observed: &Observed, blueprint: Option<&Blueprint<'_>>) -> usize {
+    let Some(blueprint) = blueprint else {
         return 0;
     };
     let mut room = replicas(&observed.pool)
@@ -148,7 +153,7 @@ fn plan_orphans(plan: &mut Plan, observed: &Observed) -> usize {
         if orphan.metadata.deletion_timestamp.is_some() {
             continue;
         }
-        if blueprint::is_stale(orphan, template) || room == 0 {
+        if blueprint.is_stale(orphan) || room == 0 {
             plan.steps.push(delete(orphan));
             continue;
         }
@@ -177,14 +182,10 @@ fn delete(member: &Sandbox) -> Action {
     }
 }
 
-/// Whether a member has to go because the template has changed. Without a template nothing is known to have.
-fn is_outdated(member: &Sandbox, observed: &Observed) -> bool {
-    let Some(template) = &observed.template else {
-        return false;
-    };
-    let strategy = observed.pool.spec.update_strategy.as_ref();
+/// Whether stale members have to go at once.
+fn recreates(pool: &SandboxWarmPool) -> bool {
+    let strategy = pool.spec.update_strategy.as_ref();
     strategy.is_some_and(|strategy| strategy.type_ == WarmPoolUpdateStrategyType::Recreate)
-        && blueprint::is_stale(member, template)
 }
 
 fn is_ready(member: &Sandbox) -> bool {
@@ -229,7 +230,10 @@ fn unschedulable(member: &Sandbox) -> Option<String> {
 
 /// The members to give up first: what is not ready, then the newest.
 fn worst(mut members: Vec<&Arc<Sandbox>>, count: usize) -> Vec<&Arc<Sandbox>> {
-    members.sort_by_key(|member| {
+    if count == 0 {
+        return Vec::new();
+    }
+    members.sort_by_cached_key(|member| {
         let created = member.metadata.creation_timestamp.as_ref().map(|t| t.0);
         (
             is_ready(member),

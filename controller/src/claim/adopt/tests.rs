@@ -107,6 +107,20 @@ fn a_member_that_upstream_made_loses_what_upstream_put_into_its_pod_template() {
 }
 
 #[test]
+fn the_trace_goes_on_in_the_sandbox() {
+    let mut traced = claim(json!({}));
+    let carrier = r#"{"traceparent":"00-1-2-01"}"#;
+    traced
+        .annotations_mut()
+        .insert(annotations::TRACE_CONTEXT.to_owned(), carrier.to_owned());
+    let patch = assignment(&traced, &member(json!({})), &template(), None);
+    assert_eq!(
+        patch["metadata"]["annotations"]["opentelemetry.io/trace-context"],
+        carrier
+    );
+}
+
+#[test]
 fn owners_that_do_not_control_stay() {
     let other = json!({"apiVersion": "v1", "kind": "ConfigMap", "name": "o", "uid": "u-o"});
     let mut shared = member(json!({}));

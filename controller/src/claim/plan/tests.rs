@@ -180,8 +180,8 @@ fn a_stale_member_is_handed_out_only_under_on_replenish(
     let mut pool = (**observed.pool.as_ref().unwrap()).clone();
     pool.spec.update_strategy = Some(serde_json::from_value(json!({"type": strategy})).unwrap());
     let member = sandbox("m", json!({}));
-    let template = observed.template.as_ref().unwrap();
-    assert_eq!(is_acceptable(&member, &pool, template), expected);
+    let blueprint = Blueprint::of(observed.template.as_ref().unwrap());
+    assert_eq!(is_acceptable(&member, &pool, &blueprint), expected);
 }
 
 // --- a claim that has one -----------------------------------------------------------------------------------------------------------------
