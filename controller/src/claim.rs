@@ -95,7 +95,7 @@ pub async fn reconcile(
         }
         match conclude(&mut session, &plan, &context).await? {
             Concluded::Said => return after::finish(&session, &plan, &context).await,
-            Concluded::Changed(claim) => session.observed.claim = claim,
+            Concluded::Changed(claim) => session.start_anew(claim),
             Concluded::Gone => return Ok(None),
         }
     }

@@ -1,6 +1,7 @@
 //! Metrics, under upstream's names (and controller-runtime's for the passes), so that dashboards and alerts keep working.
 
 use std::{
+    collections::BTreeMap,
     fmt,
     sync::{Arc, Mutex, OnceLock, PoisonError},
     time::Duration,
@@ -22,7 +23,7 @@ use prometheus_client::{
 };
 use torpor_api::{Sandbox, SandboxClaim, SandboxStatus, annotations, conditions, labels, reasons};
 
-use crate::cache::Cache;
+use crate::{cache::Cache, watches::extensions::controller_of_kind};
 
 /// Upper bounds of agent_sandbox_creation_latency_ms, upstream's.
 const CREATION_BUCKETS_MS: [f64; 14] = [
@@ -104,6 +105,14 @@ type StartupLatency = Family<StartupLabels, Histogram, fn() -> Histogram>;
 
 fn startup_latency() -> StartupLatency {
     Family::new_with_constructor(|| Histogram::new(STARTUP_BUCKETS_MS))
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, EncodeLabelSet)]
+struct PoolLabels {
+    namespace: String,
+    warmpool_name: String,
+    sandbox_template: String,
+    sandbox_status: &'static str,
 }
 
 /// All metrics of the controller.
@@ -393,10 +402,14 @@ impl fmt::Debug for SandboxCount {
 
 impl Collector for SandboxCount {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
-        let mut counts = std::collections::BTreeMap::<SandboxLabels, i64>::new();
+        let mut counts = BTreeMap::<SandboxLabels, i64>::new();
+        let mut members = BTreeMap::<PoolLabels, i64>::new();
         let all = self.sandboxes.get().map(|cache| cache.filtered(|_| true));
         for sandbox in all.unwrap_or_default() {
             *counts.entry(sandbox_labels(&sandbox)).or_default() += 1;
+            if let Some(labels) = pool_labels(&sandbox) {
+                *members.entry(labels).or_default() += 1;
+            }
         }
         let mut family = encoder.encode_descriptor(
             "agent_sandboxes",
@@ -407,8 +420,31 @@ impl Collector for SandboxCount {
         for (labels, count) in counts {
             ConstGauge::new(count).encode(family.encode_family(&labels)?)?;
         }
+        let mut family = encoder.encode_descriptor(
+            "agent_sandbox_warmpool_size",
+            "Unclaimed members of SandboxWarmPools",
+            None,
+            MetricType::Gauge,
+        )?;
+        for (labels, count) in members {
+            ConstGauge::new(count).encode(family.encode_family(&labels)?)?;
+        }
         Ok(())
     }
+}
+
+/// `None` for a Sandbox that no pool controls.
+fn pool_labels(sandbox: &Sandbox) -> Option<PoolLabels> {
+    let pool = controller_of_kind(sandbox, "SandboxWarmPool")?;
+    let status = sandbox.status.as_ref();
+    let ready =
+        status.is_some_and(|status| conditions::is_true(&status.conditions, conditions::READY));
+    Some(PoolLabels {
+        namespace: sandbox.namespace().unwrap_or_default(),
+        warmpool_name: pool.name.clone(),
+        sandbox_template: template(sandbox),
+        sandbox_status: if ready { "ready" } else { "not_ready" },
+    })
 }
 
 fn sandbox_labels(sandbox: &Sandbox) -> SandboxLabels {
@@ -472,6 +508,51 @@ mod tests {
         assert!(!became_ready_first(&flapped, &ready));
         assert!(!became_ready_first(&resumed, &ready));
         assert!(!became_ready_first(&ready, &ready));
+    }
+
+    fn claim() -> SandboxClaim {
+        serde_json::from_value(serde_json::json!({
+            "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxClaim",
+            "metadata": {
+                "name": "c", "namespace": "ns", "creationTimestamp": "1970-01-01T00:00:00Z",
+                "annotations": {"agents.x-k8s.io/client-first-requested-at": "1970-01-01T00:00:00.1Z"},
+            },
+            "spec": {"warmPoolRef": {"name": "p"}},
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn the_three_latencies_of_a_claim_have_upstreams_names_and_finer_buckets() {
+        let metrics = Metrics::default();
+        let at = |millisecond| Timestamp::from_millisecond(millisecond).unwrap();
+        let mut sandbox = Sandbox::default();
+        sandbox
+            .labels_mut()
+            .insert(labels::LAUNCH_TYPE.to_owned(), "warm".to_owned());
+        metrics.observe_claim_ready(&claim(), &sandbox, at(104), at(112));
+        let text = metrics.text().unwrap();
+        let of = r#"launch_type="warm",sandbox_template="unknown""#;
+        for line in [
+            format!("agent_sandbox_claim_startup_latency_ms_bucket{{le=\"100.0\",{of}}} 0"),
+            format!("agent_sandbox_claim_startup_latency_ms_bucket{{le=\"250.0\",{of}}} 1"),
+            format!(
+                "agent_sandbox_claim_controller_startup_latency_ms_bucket{{le=\"7.5\",{of}}} 0"
+            ),
+            format!(
+                "agent_sandbox_claim_controller_startup_latency_ms_bucket{{le=\"10.0\",{of}}} 1"
+            ),
+            format!("agent_sandbox_client_claim_startup_latency_ms_bucket{{le=\"10.0\",{of}}} 0"),
+            format!("agent_sandbox_client_claim_startup_latency_ms_bucket{{le=\"15.0\",{of}}} 1"),
+        ] {
+            assert!(text.contains(&line), "{line}\nnot in\n{text}");
+        }
+        for bound in [
+            100, 250, 500, 750, 1000, 1250, 1500, 2000, 2500, 5000, 10_000, 30_000, 60_000,
+            120_000, 240_000,
+        ] {
+            assert!(STARTUP_BUCKETS_MS.contains(&f64::from(bound)), "{bound}");
+        }
     }
 
     #[test]

@@ -8,14 +8,14 @@ use std::{sync::Arc, time::Duration};
 use jiff::Timestamp;
 use kube::ResourceExt;
 use serde_json::{Value, json};
-use torpor_api::{Sandbox, SandboxWarmPool, extensions::SandboxWarmPoolStatus, name_hash};
+use torpor_api::{SandboxWarmPool, extensions::SandboxWarmPoolStatus, name_hash};
 
 use crate::{
     calls::{self, Answer},
     context::Context,
     events::{self, Note},
     merge_patch,
-    watches::{self, extensions::orphan_index},
+    watches::extensions::orphan_index,
 };
 
 mod apply;
@@ -142,11 +142,4 @@ fn status_patch(
 ) -> Option<Value> {
     let difference = merge_patch::difference(&json!(before), &json!(after))?;
     Some(json!({"metadata": {"uid": pool.uid()}, "status": difference}))
-}
-
-/// Everybody in this process knows the Sandbox as it is now.
-fn take_in(sandbox: Sandbox, context: &Context) {
-    if let Some(change) = context.caches.sandboxes.assume(sandbox) {
-        watches::sandbox_changed(context, &change);
-    }
 }

@@ -10,7 +10,7 @@ use torpor_api::{Sandbox, SandboxStatus};
 use crate::{
     calls::{self, Answer},
     context::Context,
-    events,
+    events, watches,
 };
 
 pub mod apply;
@@ -104,6 +104,9 @@ async fn settle(
     for _ in 0..ROUNDS {
         let plan = plan::plan(&observed, Timestamp::now());
         let applied = apply::apply(&plan, &mut observed, &context.api).await;
+        if let Some(pod) = &applied.pod {
+            watches::pod_written(context, (**pod).clone());
+        }
         if let Some(error) = applied.unknown {
             return Err(Error::Unknown(error));
         }
@@ -145,7 +148,10 @@ async fn write_status(
         .patch_status::<Sandbox>(&namespace, &sandbox.name_any(), &patch)
         .await
     {
-        Ok(_) => Ok(()),
+        Ok(written) => {
+            watches::sandbox_written(context, written);
+            Ok(())
+        }
         // It was deleted meanwhile.
         Err(error) if error.answer() == Answer::NotFound => Ok(()),
         Err(error) => Err(Error::WriteStatus(error)),

@@ -178,6 +178,21 @@ pub fn sandbox_changed(context: &Context, change: &Change<Sandbox>) {
     }
 }
 
+/// Everybody in this process knows a Sandbox as the apiserver answered a write of it. Its own pass is left to the watch.
+pub fn sandbox_written(context: &Context, sandbox: Sandbox) {
+    if let Some(change) = context.caches.sandboxes.assume(sandbox)
+        && context.settings.extensions
+    {
+        extensions::sandbox_changed(context, &change);
+    }
+}
+
+/// The same for a Pod.
+pub fn pod_written(context: &Context, mut pod: Pod) {
+    trim_pod(&mut pod);
+    context.caches.pods.assume(pod);
+}
+
 /// Nobody waits for an unclaimed member of a pool.
 fn lane_of(sandbox: &Sandbox) -> Lane {
     match crate::candidates::pool_of(sandbox) {

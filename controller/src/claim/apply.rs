@@ -128,9 +128,7 @@ fn settled(session: &mut Session, context: &Context) {
 
 /// Everybody in this process knows the Sandbox as it is now.
 fn take_in(sandbox: Sandbox, session: &mut Session, context: &Context) {
-    if let Some(change) = context.caches.sandboxes.assume(sandbox.clone()) {
-        watches::sandbox_changed(context, &change);
-    }
+    watches::sandbox_written(context, sandbox.clone());
     session.learn(Arc::new(sandbox));
 }
 

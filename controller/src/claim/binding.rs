@@ -5,7 +5,7 @@
 //! found again by the owner reference alone. An assigned Sandbox that loses the race to be committed is surplus: nobody was told of it, and it is deleted.
 //!
 //! A committed Sandbox that is gone is replaced. The one that takes its place carries its name in an annotation, written before the commit: that makes a late deletion as surplus,
-//! decided on an older view, fail at its fence.
+//! decided on an older view, fail at its fence. One that has the claim's own name is replaced by one of that name only: the create of a name that must be free is a fence of its own.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -75,7 +75,7 @@ pub fn bind(claim: &SandboxClaim, known: &Known) -> Binding {
         return Binding::ToAsk(name.clone());
     }
     match committed_name(claim) {
-        Some(name) => bind_committed(name, known),
+        Some(name) => bind_committed(name, claim, known),
         None => match first(claim, known) {
             // The others become surplus once this one is committed, and not before.
             Some(sandbox) => Binding::Bound {
@@ -87,7 +87,7 @@ pub fn bind(claim: &SandboxClaim, known: &Known) -> Binding {
     }
 }
 
-fn bind_committed(name: &str, known: &Known) -> Binding {
+fn bind_committed(name: &str, claim: &SandboxClaim, known: &Known) -> Binding {
     if let Some(sandbox) = known.owned.get(name) {
         let others = known.owned.values().filter(|other| {
             // Somebody knows already that this one is gone.
@@ -103,6 +103,11 @@ fn bind_committed(name: &str, known: &Known) -> Binding {
     }
     if !known.not_ours.contains(name) {
         return Binding::ToAsk(name.to_owned());
+    }
+    if name == claim.name_any() {
+        return Binding::Unbound {
+            replaces: Some(name.to_owned()),
+        };
     }
     let living = || {
         let owned = known.owned.values();

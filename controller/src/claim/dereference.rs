@@ -100,6 +100,13 @@ impl Session {
         }
     }
 
+    /// Somebody else has changed the claim: what was asked before that may be so no longer.
+    pub fn start_anew(&mut self, claim: Arc<SandboxClaim>) {
+        self.observed.claim = claim;
+        self.observed.known.not_ours.clear();
+        self.observed.foreign = None;
+    }
+
     /// There is no Sandbox of this name, or it is not the claim's.
     pub fn learn_not_ours(&mut self, name: &str) {
         let known = &mut self.observed.known;

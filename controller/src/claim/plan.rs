@@ -357,7 +357,8 @@ fn plan_unbound(
             ..Plan::default()
         })
     };
-    if !claim.spec.env.is_empty() || !claim.spec.volume_claim_templates.is_empty() {
+    let brings_more = !claim.spec.env.is_empty() || !claim.spec.volume_claim_templates.is_empty();
+    if brings_more || replaces == Some(claim.name_any().as_str()) {
         return cold();
     }
     match &observed.offer {

@@ -8,11 +8,11 @@ use torpor_api::{Sandbox, SandboxTemplate};
 use super::{
     Error, member,
     plan::{Action, Observed, PRESSED_RETRY, Plan},
-    take_in,
 };
 use crate::{
     calls::{self, Answer},
     context::Context,
+    watches,
 };
 
 /// Creates of one pool that are under way at once.
@@ -66,7 +66,7 @@ async fn execute(step: &Action, observed: &Observed, context: &Context) -> Resul
     match step {
         Action::Adopt { name, patch } => {
             match context.api.patch::<Sandbox>(namespace, name, patch).await {
-                Ok(sandbox) => take_in(sandbox, context),
+                Ok(sandbox) => watches::sandbox_written(context, sandbox),
                 Err(error) => newer_or(error)?,
             }
             Ok(())

@@ -105,6 +105,11 @@ impl Cluster {
     /// One pass over every Sandbox.
     pub(crate) async fn sandbox_passes(&self) {
         self.sync();
+        self.stale_sandbox_passes().await;
+    }
+
+    /// One pass over every Sandbox as the caches show everything.
+    pub(crate) async fn stale_sandbox_passes(&self) {
         for found in self.context.caches.sandboxes.filtered(|_| true) {
             let _ = sandbox::reconcile(found, Arc::clone(&self.context)).await;
         }

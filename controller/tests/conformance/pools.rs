@@ -51,6 +51,13 @@ async fn a_pool_is_filled_with_ready_sandboxes_and_says_so() {
             "selector": format!("{POOL}={hash}"),
         })
     );
+    let text = cluster.context.metrics.text().unwrap();
+    for line in [
+        r#"agent_sandbox_warmpool_size{namespace="ns",warmpool_name="p",sandbox_template="t",sandbox_status="ready"} 3"#,
+        r#"agent_sandboxes{namespace="ns",ready_condition="true",expired="false",launch_type="warm",sandbox_template="t",owned_by="SandboxWarmPool",created_by="controller"} 3"#,
+    ] {
+        assert!(text.contains(line), "{line}\nnot in\n{text}");
+    }
     for sandbox in cluster.api.list("sandboxes") {
         assert!(name(&sandbox).starts_with("p-"));
         assert_eq!(sandbox["metadata"]["labels"][POOL], hash.as_str());

@@ -54,6 +54,27 @@ async fn a_claim_is_ready_after_two_writes_and_all_is_done_after_five() {
 }
 
 #[tokio::test]
+async fn nothing_is_written_twice_because_the_watch_is_late() {
+    let cluster = warm(1).await;
+    cluster.claim("c", json!({}));
+    cluster.sync();
+    cluster.writes();
+    for _ in 0..3 {
+        cluster.stale_claim_pass("c").await.unwrap();
+        cluster.stale_sandbox_passes().await;
+    }
+    assert_eq!(
+        cluster.writes(),
+        [
+            "patch sandboxes",
+            "patch status sandboxclaims",
+            "patch sandboxclaims",
+            "patch pods"
+        ]
+    );
+}
+
+#[tokio::test]
 async fn a_claimed_sandbox_is_the_claims_and_keeps_its_name() {
     let cluster = warm(2).await;
     let before = members(&cluster);

@@ -95,6 +95,8 @@ fn told(binding: &Binding) -> String {
 #[case::committed_and_gone(holding("x"), asked(owned(&[]), "x"), "unbound for x")]
 #[case::gone_and_another_assigned(holding("x"), asked(owned(&[("y", json!({}))]), "x"), "mark y for x")]
 #[case::gone_and_replaced(holding("x"), asked(owned(&[("a", json!({})), ("y", replacing("x"))]), "x"), "bound y")]
+#[case::its_own_name_gone_and_another_assigned(holding("c"), asked(owned(&[("y", json!({}))]), "c"), "unbound for c")]
+#[case::its_own_name_back_and_another_assigned(holding("c"), owned(&[("c", replacing("c")), ("y", json!({}))]), "bound c, surplus y")]
 #[case::gone_and_the_other_goes(holding("x"), asked(owned(&[("y", going())]), "x"), "unbound for x")]
 fn one_claim_one_sandbox(
     #[case] claim: SandboxClaim,

@@ -227,6 +227,14 @@ fn the_one_that_takes_the_place_of_another_carries_its_name() {
 }
 
 #[test]
+fn a_sandbox_with_the_claims_own_name_is_replaced_by_one_of_that_name() {
+    let held = claim(json!({"status": {"sandbox": {"name": "c"}}}));
+    let mut observed = offering(observed(held), Offered::Sandbox(sandbox("m", json!({}))));
+    observed.known.not_ours.insert("c".to_owned());
+    assert_eq!(steps(&plan(&observed, now())), ["create c"]);
+}
+
+#[test]
 fn an_edit_that_is_not_allowed_is_told_and_the_sandbox_stays() {
     let bad = claim(json!({"spec": {"additionalPodMetadata": {"labels": {"team": "x"}}}}));
     let plan = plan(&owning(observed(bad), &[sandbox("x", json!({}))]), now());
