@@ -5,7 +5,9 @@ use std::sync::Arc;
 use k8s_openapi::api::networking::v1::NetworkPolicy;
 use kube::ResourceExt;
 use serde_json::Value;
-use torpor_api::{Sandbox, SandboxClaim, extensions::SandboxClaimStatus};
+use torpor_api::{
+    Sandbox, SandboxClaim, SandboxTemplate, SandboxWarmPool, extensions::SandboxClaimStatus,
+};
 
 use super::{
     Error,
@@ -62,6 +64,10 @@ async fn execute(action: &Action, session: &mut Session, context: &Context) -> R
         Action::Ask(name) => {
             look(name, session, context).await?;
             settled(session, context);
+            Ok(Step::Again)
+        }
+        Action::Refresh => {
+            refresh(session, context).await?;
             Ok(Step::Again)
         }
         Action::Assign { name, patch } => assign(name, patch, session, context).await,
@@ -140,6 +146,24 @@ async fn look(name: &str, session: &mut Session, context: &Context) -> Result<()
         Some(sandbox) => take_in(sandbox, session, context),
         None => session.learn_not_ours(name),
     }
+    Ok(())
+}
+
+/// Asks the apiserver for pool and template.
+async fn refresh(session: &mut Session, context: &Context) -> Result<(), Error> {
+    let observed = &mut session.observed;
+    let namespace = observed.claim.namespace().unwrap_or_default();
+    let api = &context.api;
+    let name = &observed.claim.spec.warm_pool_ref.name;
+    let pool = api.get::<SandboxWarmPool>(&namespace, name).await;
+    observed.pool = pool.map_err(Error::Observe)?.map(Arc::new);
+    observed.template = None;
+    if let Some(pool) = &observed.pool {
+        let name = &pool.spec.sandbox_template_ref.name;
+        let template = api.get::<SandboxTemplate>(&namespace, name).await;
+        observed.template = template.map_err(Error::Observe)?.map(Arc::new);
+    }
+    observed.fresh = true;
     Ok(())
 }
 

@@ -59,6 +59,7 @@ pub fn dereference(claim: Arc<SandboxClaim>, context: &Context) -> Session {
         known,
         pool,
         template,
+        fresh: false,
         namesake: caches.sandboxes.get(namespace, &name),
         legacy_policy: legacy_policy.map(|policy| (legacy, policy.uid().unwrap_or_default())),
         foreign: None,

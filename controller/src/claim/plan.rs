@@ -29,6 +29,8 @@ pub struct Observed {
     pub known: Known,
     pub pool: Option<Arc<SandboxWarmPool>>,
     pub template: Option<Arc<SandboxTemplate>>,
+    /// Pool and template are as the apiserver has them, and not only as the caches show them.
+    pub fresh: bool,
     /// A Sandbox with the claim's own name, whoever controls it.
     pub namesake: Option<Arc<Sandbox>>,
     /// Name of a Sandbox that the status names and that somebody else controls.
@@ -58,6 +60,8 @@ pub enum Offered {
 pub enum Action {
     /// Read the Sandbox of this name from the apiserver.
     Ask(String),
+    /// Read pool and template from the apiserver.
+    Refresh,
     /// Make the claim the controller of a member of a pool.
     Assign {
         name: String,
@@ -120,6 +124,17 @@ impl Refusal {
             Self::CreatePending => reasons::SANDBOX_CREATE_PENDING,
             Self::Contention(_) => reasons::ADOPTION_CONFLICT,
         }
+    }
+
+    /// Whether it may only seem so because the caches are behind. Clients give up at once on these reasons, so that none may be told that is not so.
+    fn may_be_stale(&self) -> bool {
+        matches!(
+            self,
+            Self::PoolNotFound(_)
+                | Self::TemplateNotFound(_)
+                | Self::Metadata(Invalid::Conflict { .. })
+                | Self::Rejected(_)
+        )
     }
 
     /// When to look again; `None`: once the user has changed something.
@@ -297,7 +312,14 @@ fn plan_active(observed: &Observed, now: Timestamp) -> Plan {
             let unbound = allowed
                 .map_err(Refusal::from)
                 .and_then(|()| plan_unbound(observed, replaces.as_deref(), now));
-            unbound.unwrap_or_else(|why| refused(why, None))
+            match unbound {
+                Ok(plan) => plan,
+                Err(why) if why.may_be_stale() && !observed.fresh => Plan {
+                    steps: vec![Action::Refresh],
+                    ..Plan::default()
+                },
+                Err(why) => refused(why, None),
+            }
         }
     }
 }

@@ -27,7 +27,11 @@ pub fn next(claim: &SandboxClaim, outlook: &Outlook, now: Timestamp) -> SandboxC
         }
         Outlook::Refused { why, sandbox } => {
             describe(&mut status, sandbox.as_deref());
-            not_ready(why.reason(), &why.to_string())
+            let message = match why.reason() {
+                reasons::RECONCILER_ERROR => format!("Error seen: {why}"),
+                _ => why.to_string(),
+            };
+            not_ready(why.reason(), &message)
         }
         Outlook::Failed { message, sandbox } => {
             describe(&mut status, sandbox.as_deref());
@@ -47,13 +51,6 @@ pub fn next(claim: &SandboxClaim, outlook: &Outlook, now: Timestamp) -> SandboxC
             };
             not_ready(reasons::CLAIM_EXPIRED, &message)
         }
-    };
-    // A plain error is the apiserver's or another object's business; the name of the reason stays upstream's.
-    let ready = match outlook {
-        Outlook::Refused { why, .. } if why.reason() == reasons::RECONCILER_ERROR => {
-            not_ready(reasons::RECONCILER_ERROR, &format!("Error seen: {why}"))
-        }
-        _ => ready,
     };
     conditions::set(
         &mut status.conditions,

@@ -125,6 +125,28 @@ async fn a_missing_pool_or_template_is_named_and_the_claim_goes_on_when_it_comes
 }
 
 #[tokio::test]
+async fn a_pool_that_the_watch_has_not_shown_yet_is_not_said_to_be_missing() {
+    let cluster = Cluster::new();
+    cluster.claim("c", json!({}));
+    cluster.sync();
+    cluster.template(json!({}));
+    cluster.pool(0, json!({}));
+    cluster.stale_claim_pass("c").await.unwrap();
+    assert_eq!(cluster.held_by("c").as_deref(), Some("c"));
+    cluster.assert_claim_says("c", "False", "SandboxNotReady", "Sandbox is not ready");
+}
+
+#[tokio::test]
+async fn a_policy_that_was_opened_a_moment_ago_counts() {
+    let cluster = cold(json!({"spec": {"env": [{"name": "A", "value": "1"}]}}));
+    cluster.sync();
+    let open = json!({"spec": {"envVarsInjectionPolicy": "Allowed"}});
+    cluster.edit("sandboxtemplates", "t", &open);
+    cluster.stale_claim_pass("c").await.unwrap();
+    assert_eq!(cluster.held_by("c").as_deref(), Some("c"));
+}
+
+#[tokio::test]
 async fn a_pool_of_another_namespace_is_none() {
     let cluster = Cluster::new();
     cluster.template(json!({}));

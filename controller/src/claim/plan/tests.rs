@@ -74,6 +74,7 @@ fn steps(plan: &Plan) -> Vec<String> {
         .iter()
         .map(|step| match step {
             Action::Ask(name) => format!("ask {name}"),
+            Action::Refresh => "refresh".to_owned(),
             Action::Assign { name, .. } => format!("assign {name}"),
             Action::PatchSandbox { name, .. } => format!("patch {name}"),
             Action::CreateSandbox(sandbox) => {
@@ -134,6 +135,8 @@ fn what_only_a_new_pod_can_have_starts_cold(#[case] spec: Value, #[case] refused
         observed(claim(json!({"spec": spec}))),
         Offered::Sandbox(sandbox("m", json!({}))),
     );
+    assert_eq!(steps(&plan(&observed, now())), ["refresh"]);
+    observed.fresh = true;
     let disallowed = plan(&observed, now());
     assert_eq!((reason(&disallowed), disallowed.requeue), (refused, None));
     let mut template = (**observed.template.as_ref().unwrap()).clone();
@@ -158,6 +161,7 @@ fn why_a_claim_has_no_sandbox(
     #[case] retry: Option<u64>,
 ) {
     let mut observed = observed(claim(change));
+    observed.fresh = true;
     edit(&mut observed);
     let plan = plan(&observed, now());
     assert_eq!(reason(&plan), expected);
@@ -167,6 +171,19 @@ fn why_a_claim_has_no_sandbox(
     assert_eq!(why.to_string(), message);
     assert_eq!(plan.requeue, retry.map(Duration::from_millis));
     assert!(plan.steps.is_empty());
+}
+
+#[rstest]
+#[case::no_pool(json!({}), |o: &mut Observed| o.pool = None)]
+#[case::no_template(json!({}), |o: &mut Observed| o.template = None)]
+#[case::conflict(json!({"spec": {"additionalPodMetadata": {"labels": {"sandbox.users.io/tier": "b"}}}}), |_: &mut Observed| {})]
+fn what_clients_give_up_on_is_not_told_on_the_word_of_a_cache(
+    #[case] change: Value,
+    #[case] edit: fn(&mut Observed),
+) {
+    let mut observed = observed(claim(change));
+    edit(&mut observed);
+    assert_eq!(steps(&plan(&observed, now())), ["refresh"]);
 }
 
 #[rstest]
