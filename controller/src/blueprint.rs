@@ -6,8 +6,11 @@ use std::cell::OnceCell;
 use kube::ResourceExt;
 use serde_json::{Map, Value, json};
 use torpor_api::{
-    Sandbox, SandboxTemplate, extensions::NetworkPolicyManagement, labels, name_hash,
-    sandbox::VolumeClaimTemplate,
+    Sandbox, SandboxSpec, SandboxTemplate,
+    extensions::NetworkPolicyManagement,
+    labels, name_hash,
+    raw::RawPodSpec,
+    sandbox::{PodMetadata, PodTemplate, VolumeClaimTemplate},
 };
 
 /// Name servers of sandboxes that the default NetworkPolicy cuts off from the cluster's DNS.
@@ -29,6 +32,25 @@ pub fn secured_pod_spec(template: &SandboxTemplate) -> Map<String, Value> {
         );
     }
     spec
+}
+
+/// The spec of a Sandbox to create. What is unset is left out: the schema of a custom resource knows no null.
+pub fn sandbox_spec(
+    template: &SandboxTemplate,
+    pod_metadata: Option<&PodMetadata>,
+    pod_spec: Map<String, Value>,
+    volume_claim_templates: &[VolumeClaimTemplate],
+) -> Value {
+    let pod_template = PodTemplate {
+        metadata: pod_metadata.cloned(),
+        spec: RawPodSpec::new(pod_spec),
+    };
+    json!(SandboxSpec {
+        pod_template,
+        service: template.spec.service,
+        volume_claim_templates: volume_claim_templates.to_vec(),
+        ..SandboxSpec::default()
+    })
 }
 
 fn is_unset(value: Option<&Value>) -> bool {

@@ -109,3 +109,18 @@ fn dns_is_left_alone_where_the_strict_policy_does_not_apply(#[case] change: Valu
 fn quantities_are_read_exactly(#[case] text: &str, #[case] expected: Option<i128>) {
     assert_eq!(thousandths(text), expected);
 }
+
+#[test]
+fn what_is_unset_is_left_out_of_a_new_sandbox() {
+    let bare = template(json!({"spec": {"volumeClaimTemplates": null}}));
+    let made = sandbox_spec(&bare, None, Map::new(), &[]);
+    assert_eq!(
+        made,
+        json!({"operatingMode": "Running", "podTemplate": {"spec": {}}})
+    );
+    let whole = template(json!({"spec": {"service": true}}));
+    let volumes = &whole.spec.volume_claim_templates;
+    let made = sandbox_spec(&whole, None, secured_pod_spec(&whole), volumes);
+    assert_eq!(made["service"], true);
+    assert_eq!(made["volumeClaimTemplates"][0]["metadata"]["name"], "v");
+}

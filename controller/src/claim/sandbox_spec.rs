@@ -99,11 +99,7 @@ pub fn sandbox(
             "annotations": on_sandbox,
             "ownerReferences": [super::owner_reference(claim)],
         },
-        "spec": {
-            "podTemplate": {"metadata": pod_metadata, "spec": spec},
-            "service": template.spec.service,
-            "volumeClaimTemplates": volumes,
-        },
+        "spec": blueprint::sandbox_spec(template, Some(pod_metadata), spec, &volumes),
     }))
 }
 

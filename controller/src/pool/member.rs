@@ -65,14 +65,12 @@ pub fn sandbox(
             "annotations": on_sandbox,
             "ownerReferences": [owner_reference(pool)],
         },
-        "spec": {
-            "podTemplate": {
-                "metadata": spec.pod_template.metadata,
-                "spec": blueprint::secured_pod_spec(template),
-            },
-            "service": spec.service,
-            "volumeClaimTemplates": spec.volume_claim_templates,
-        },
+        "spec": blueprint::sandbox_spec(
+            template,
+            spec.pod_template.metadata.as_ref(),
+            blueprint::secured_pod_spec(template),
+            &spec.volume_claim_templates,
+        ),
     })
 }
 
