@@ -20,6 +20,12 @@ pub const PROPAGATED_ANNOTATIONS: &str = "agents.x-k8s.io/propagated-annotations
 pub const CONTROLLER_FIRST_OBSERVED_AT: &str = "agents.x-k8s.io/controller-first-observed-at";
 /// When the client asked.
 pub const CLIENT_FIRST_REQUESTED_AT: &str = "agents.x-k8s.io/client-first-requested-at";
+/// When a claim was Ready for the first time, or [`UNKNOWN_TIME`].
+pub const CLAIM_FIRST_READY_AT: &str = "agents.x-k8s.io/claim-first-ready-at";
+/// Value of [`CLAIM_FIRST_READY_AT`] when nobody saw the moment.
+pub const UNKNOWN_TIME: &str = "unknown";
+/// Whether the cluster autoscaler may take the Pod away.
+pub const SAFE_TO_EVICT: &str = "cluster-autoscaler.kubernetes.io/safe-to-evict";
 /// W3C trace carrier as JSON; never copied to a Pod.
 pub const TRACE_CONTEXT: &str = "opentelemetry.io/trace-context";
 
@@ -46,6 +52,14 @@ pub const FREEZE: &str = "torpor.dev/freeze";
 pub const RESTORE_IMAGE: &str = "torpor.dev/restore-image";
 /// `"true"` beside [`RESTORE_IMAGE`]: the user named the image, so that a used one is accepted.
 pub const RESTORE_COPY: &str = "torpor.dev/restore-copy";
+
+// --- what the controller writes on a Sandbox --------------------------------------------------------------------------------------------
+/// On the Sandbox of a claim: comma lists of the labels and annotations of its pod template that came from the claim.
+pub const CLAIM_LABELS: &str = "torpor.dev/claim-labels";
+/// See [`CLAIM_LABELS`].
+pub const CLAIM_ANNOTATIONS: &str = "torpor.dev/claim-annotations";
+/// On a Sandbox that takes the place of one that is gone: the name of that one.
+pub const REPLACES: &str = "torpor.dev/replaces";
 
 /// Finalizer of a SandboxSnapshot: bytes of it may lie on a node.
 pub const IMAGE_FINALIZER: &str = "torpor.dev/image";

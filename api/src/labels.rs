@@ -19,11 +19,13 @@ pub const LAUNCH_TYPE: &str = "agents.x-k8s.io/launch-type";
 pub const CREATED_BY: &str = "agents.x-k8s.io/created-by";
 /// UID of the claim that holds a Sandbox.
 pub const CLAIM_UID: &str = "agents.x-k8s.io/claim-uid";
+/// Legacy form of the annotation of this name: the Sandbox that a claim holds.
+pub const SANDBOX_NAME: &str = "agents.x-k8s.io/sandbox-name";
 /// `true` lets a Sandbox adopt an object that nobody owns.
 pub const ADOPTABLE: &str = "agents.x-k8s.io/adoptable";
 
 /// Every label of this module, for the test that lists them.
-pub const ALL: [&str; 9] = [
+pub const ALL: [&str; 10] = [
     SANDBOX_NAME_HASH,
     WARM_POOL_SANDBOX,
     SANDBOX_TEMPLATE_REF_HASH,
@@ -32,6 +34,7 @@ pub const ALL: [&str; 9] = [
     LAUNCH_TYPE,
     CREATED_BY,
     CLAIM_UID,
+    SANDBOX_NAME,
     ADOPTABLE,
 ];
 

@@ -38,6 +38,38 @@ pub mod sandbox {
     ];
 }
 
+/// Reasons that upstream's controller writes on a SandboxClaim, beside those that it copies from the Sandbox.
+pub mod claim {
+    pub const WARM_POOL_NOT_FOUND: &str = "WarmPoolNotFound";
+    pub const TEMPLATE_NOT_FOUND: &str = "TemplateNotFound";
+    pub const INVALID_METADATA: &str = "InvalidMetadata";
+    pub const ENV_VARS_INJECTION_REJECTED: &str = "EnvVarsInjectionRejected";
+    pub const VOLUME_CLAIM_TEMPLATES_ERROR: &str = "VolumeClaimTemplatesError";
+    pub const ADOPTION_CONFLICT: &str = "AdoptionConflict";
+    pub const SANDBOX_CREATE_PENDING: &str = "SandboxCreatePending";
+    pub const CLAIM_EXPIRED: &str = "ClaimExpired";
+    pub const SANDBOX_EXPIRED: &str = "SandboxExpired";
+    pub const SANDBOX_MISSING: &str = "SandboxMissing";
+    pub const SANDBOX_NOT_READY: &str = "SandboxNotReady";
+    pub const RECONCILER_ERROR: &str = "ReconcilerError";
+
+    /// Every reason of this module.
+    pub const ALL: [&str; 12] = [
+        WARM_POOL_NOT_FOUND,
+        TEMPLATE_NOT_FOUND,
+        INVALID_METADATA,
+        ENV_VARS_INJECTION_REJECTED,
+        VOLUME_CLAIM_TEMPLATES_ERROR,
+        ADOPTION_CONFLICT,
+        SANDBOX_CREATE_PENDING,
+        CLAIM_EXPIRED,
+        SANDBOX_EXPIRED,
+        SANDBOX_MISSING,
+        SANDBOX_NOT_READY,
+        RECONCILER_ERROR,
+    ];
+}
+
 /// Reasons that only Torpor writes on a Sandbox's `Suspended` condition (strategy Freeze).
 pub mod freeze {
     pub const POD_FROZEN: &str = "PodFrozen";
@@ -143,9 +175,14 @@ pub mod event {
     pub const HIBERNATED: &str = "Hibernated";
     pub const WOKE: &str = "Woke";
     pub const SAVE_FAILED: &str = "SaveFailed";
+    pub const SANDBOX_ADOPTED: &str = "SandboxAdopted";
+    pub const SANDBOX_PROVISIONED: &str = "SandboxProvisioned";
+    pub const CLAIM_EXPIRED: &str = "ClaimExpired";
+    pub const WARM_POOL_NOT_PROGRESSING: &str = "WarmPoolNotProgressing";
+    pub const WARM_POOL_PROGRESSING: &str = "WarmPoolProgressing";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 12] = [
+    pub const ALL: [&str; 17] = [
         MULTIPLE_PODS,
         INVALID_ANNOTATION,
         SNAPSHOT_COMMITTED,
@@ -158,6 +195,11 @@ pub mod event {
         HIBERNATED,
         WOKE,
         SAVE_FAILED,
+        SANDBOX_ADOPTED,
+        SANDBOX_PROVISIONED,
+        CLAIM_EXPIRED,
+        WARM_POOL_NOT_PROGRESSING,
+        WARM_POOL_PROGRESSING,
     ];
 }
 
@@ -167,8 +209,9 @@ mod tests {
 
     #[test]
     fn every_reason_is_camel_case_and_unique_in_its_family() {
-        let families: [&[&str]; 6] = [
+        let families: [&[&str]; 7] = [
             &sandbox::ALL,
+            &claim::ALL,
             &freeze::ALL,
             &hibernated::ALL,
             &restored::ALL,
@@ -194,5 +237,6 @@ mod tests {
     #[test]
     fn upstream_reasons_are_spelled_as_upstream_spells_them() {
         insta::assert_snapshot!(sandbox::ALL.join(" "), @"DependenciesReady DependenciesNotReady SandboxSuspended SandboxExpired PodSucceeded PodFailed MultiplePods ReconcilerError PodTerminated NotSuspended PodTerminating PodNotOwned PodStateUnknown PodScheduled PodSchedulingUnknown");
+        insta::assert_snapshot!(claim::ALL.join(" "), @"WarmPoolNotFound TemplateNotFound InvalidMetadata EnvVarsInjectionRejected VolumeClaimTemplatesError AdoptionConflict SandboxCreatePending ClaimExpired SandboxExpired SandboxMissing SandboxNotReady ReconcilerError");
     }
 }

@@ -1,5 +1,7 @@
 //! A watched kind in memory, with one secondary index. kube's own store has no index, and finding the Pods of one Sandbox among ten thousand by a scan, once per
 //! reconcile, would cost more than everything else.
+//!
+//! What this process has written itself can be put in before the watch shows it ([`Cache::assume`]), so that the next pass needs no read to know it.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -23,6 +25,8 @@ pub struct Cache<K> {
 struct Content<K> {
     objects: HashMap<Key, Arc<K>>,
     index: HashMap<Key, BTreeSet<String>>,
+    /// resourceVersion of what was put in before the watch showed it.
+    assumed: HashMap<Key, u64>,
     /// The list that is being read; it replaces the content once it is complete.
     listing: Option<HashMap<Key, Arc<K>>>,
 }
@@ -49,6 +53,7 @@ impl<K> Cache<K> {
         let content = Content {
             objects: HashMap::new(),
             index: HashMap::new(),
+            assumed: HashMap::new(),
             listing: None,
         };
         Self {
@@ -80,6 +85,13 @@ impl<K> Cache<K> {
                     .cloned()
             })
             .collect()
+    }
+
+    /// All objects for which `wanted` holds, in no order.
+    pub fn filtered(&self, wanted: impl Fn(&K) -> bool) -> Vec<Arc<K>> {
+        let content = self.read();
+        let all = content.objects.values();
+        all.filter(|object| wanted(object)).cloned().collect()
     }
 
     /// Waits until the first list is complete.
@@ -135,15 +147,50 @@ impl<K: Resource> Cache<K> {
                 self.ready.send_replace(true);
                 changes
             }
-            Event::Apply(object) => {
-                vec![content.put(key_of(&object), Some(Arc::new(object)), self.index_of)]
+            Event::Apply(object) => content.take_in(object, self.index_of).into_iter().collect(),
+            Event::Delete(object) => {
+                let key = key_of(&object);
+                content.assumed.remove(&key);
+                vec![content.put(key, None, self.index_of)]
             }
-            Event::Delete(object) => vec![content.put(key_of(&object), None, self.index_of)],
         }
+    }
+
+    /// Puts in what the apiserver answered to a write of this process, unless something newer is known. Until the watch has caught up with it, older events about the object
+    /// are passed over. An object that is not there stays away: its deletion may have been seen already.
+    pub fn assume(&self, object: K) -> Option<Change<K>> {
+        let mut content = self.write();
+        let key = key_of(&object);
+        let version = version_of(&object)?;
+        let known = content.objects.get(&key)?;
+        if known.meta().uid != object.meta().uid || version_of(&**known)? >= version {
+            return None;
+        }
+        content.assumed.insert(key.clone(), version);
+        Some(content.put(key, Some(Arc::new(object)), self.index_of))
     }
 }
 
-impl<K> Content<K> {
+/// Versions are compared only to tell which of two views of one object is the newer, which Kubernetes allows; one that is no number is not compared.
+fn version_of<K: Resource>(object: &K) -> Option<u64> {
+    object.meta().resource_version.as_ref()?.parse().ok()
+}
+
+impl<K: Resource> Content<K> {
+    /// An event's object, unless this process has written a newer one.
+    fn take_in(&mut self, object: K, index_of: fn(&K) -> Option<String>) -> Option<Change<K>> {
+        let key = key_of(&object);
+        if let Some(assumed) = self.assumed.get(&key) {
+            if version_of(&object).is_some_and(|version| version < *assumed) {
+                return None;
+            }
+            self.assumed.remove(&key);
+        }
+        Some(self.put(key, Some(Arc::new(object)), index_of))
+    }
+}
+
+impl<K: Resource> Content<K> {
     fn put(
         &mut self,
         key: Key,
@@ -187,16 +234,22 @@ impl<K> Content<K> {
             .into_iter()
             .map(|key| self.put(key, None, index_of))
             .collect();
-        changes.extend(
-            listed
-                .into_iter()
-                .map(|(key, object)| self.put(key, Some(object), index_of)),
-        );
+        // The list may be older than the last write of this process.
+        let assumed = std::mem::take(&mut self.assumed);
+        for (key, object) in listed {
+            match assumed.get(&key) {
+                Some(version) if version_of(&*object).is_some_and(|listed| listed < *version) => {
+                    self.assumed.insert(key, *version);
+                }
+                _ => changes.push(self.put(key, Some(object), index_of)),
+            }
+        }
         changes
     }
 }
 
-fn key_of<K: Resource>(object: &K) -> Key {
+/// Namespace and name of an object.
+pub fn key_of<K: Resource>(object: &K) -> Key {
     let meta = object.meta();
     (
         meta.namespace.clone().unwrap_or_default(),
@@ -244,6 +297,45 @@ mod tests {
         );
         cache.apply(Event::Delete(map("a", "y")));
         assert!(names(&cache, "y").is_empty());
+        assert!(cache.get("ns", "a").is_none());
+    }
+
+    fn versioned(name: &str, app: &str, version: &str) -> ConfigMap {
+        let mut map = map(name, app);
+        map.metadata.resource_version = Some(version.into());
+        map
+    }
+
+    #[test]
+    fn what_was_written_is_seen_at_once_and_older_events_do_not_undo_it() {
+        let cache = cache();
+        cache.apply(Event::Apply(versioned("a", "x", "5")));
+        assert!(cache.assume(versioned("a", "y", "7")).is_some());
+        assert_eq!(names(&cache, "y"), ["a"]);
+        assert!(
+            cache
+                .apply(Event::Apply(versioned("a", "x", "6")))
+                .is_empty()
+        );
+        cache.apply(Event::Init);
+        cache.apply(Event::InitApply(versioned("a", "x", "6")));
+        cache.apply(Event::InitDone);
+        assert_eq!(names(&cache, "y"), ["a"], "an older list does not undo it");
+        cache.apply(Event::Apply(versioned("a", "z", "8")));
+        assert_eq!(names(&cache, "z"), ["a"]);
+        // From here on the watch alone tells.
+        cache.apply(Event::Apply(versioned("a", "x", "6")));
+        assert_eq!(names(&cache, "x"), ["a"]);
+    }
+
+    #[test]
+    fn nothing_is_assumed_that_is_older_or_that_is_gone() {
+        let cache = cache();
+        assert!(cache.assume(versioned("a", "x", "3")).is_none());
+        cache.apply(Event::Apply(versioned("a", "x", "5")));
+        assert!(cache.assume(versioned("a", "y", "5")).is_none());
+        assert!(cache.assume(versioned("a", "y", "7")).is_some());
+        cache.apply(Event::Delete(versioned("a", "y", "8")));
         assert!(cache.get("ns", "a").is_none());
     }
 

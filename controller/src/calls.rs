@@ -1,11 +1,22 @@
 //! Calls to the apiserver, each with a timeout. A timeout says nothing about whether the call took effect, so that its only answer is to observe again.
+//!
+//! An apiserver that has too much to do (429) has not done what was asked: the call waits as long as it says and is sent again, and meanwhile [`Apiserver::is_pressed`] tells
+//! those who can wait to do so.
 
-use std::{fmt::Debug, future::Future, time::Duration};
+use std::{
+    fmt::Debug,
+    future::Future,
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
+};
 
 use k8s_openapi::api::events::v1::Event;
 use kube::{
     Api, Client, Resource, ResourceExt,
-    api::{DeleteParams, DynamicObject, Patch, PatchParams, PostParams, Preconditions},
+    api::{
+        DeleteParams, DynamicObject, Patch, PatchParams, PostParams, Preconditions,
+        PropagationPolicy,
+    },
     core::{ApiResource, NamespaceResourceScope},
 };
 use serde::de::DeserializeOwned;
@@ -77,7 +88,12 @@ impl From<kube::Error> for Error {
 pub struct Apiserver {
     client: Client,
     timeout: Duration,
+    /// Until when the apiserver asked to be left alone.
+    pressed: Arc<Mutex<Option<Instant>>>,
 }
+
+/// How long to wait when the apiserver does not say.
+const BUSY: Duration = Duration::from_secs(1);
 
 impl Debug for Apiserver {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -101,7 +117,11 @@ impl<K> Namespaced for K where
 impl Apiserver {
     /// Calls through `client`, each at most `timeout` long.
     pub fn new(client: Client, timeout: Duration) -> Self {
-        Self { client, timeout }
+        Self {
+            client,
+            timeout,
+            pressed: Arc::default(),
+        }
     }
 
     /// The client, for watches.
@@ -109,11 +129,37 @@ impl Apiserver {
         self.client.clone()
     }
 
-    async fn limited<T>(
-        &self,
-        call: impl Future<Output = Result<T, kube::Error>>,
-    ) -> Result<T, Error> {
-        match tokio::time::timeout(self.timeout, call).await {
+    /// Whether the apiserver has asked for less within the last moments.
+    pub fn is_pressed(&self) -> bool {
+        let pressed = self.pressed.lock().unwrap_or_else(PoisonError::into_inner);
+        pressed.is_some_and(|until| until > Instant::now())
+    }
+
+    fn pressed_for(&self, wait: Duration) {
+        let mut pressed = self.pressed.lock().unwrap_or_else(PoisonError::into_inner);
+        let until = Instant::now() + wait;
+        *pressed = Some(pressed.map_or(until, |known| known.max(until)));
+    }
+
+    async fn limited<T, F>(&self, call: impl Fn() -> F) -> Result<T, Error>
+    where
+        F: Future<Output = Result<T, kube::Error>>,
+    {
+        let tries = async {
+            loop {
+                match call().await {
+                    Err(kube::Error::Api(status)) if status.code == 429 => {
+                        let asked = status.details.as_ref().map(|d| d.retry_after_seconds);
+                        let wait = asked.filter(|seconds| *seconds > 0);
+                        let wait = wait.map_or(BUSY, |s| Duration::from_secs(s.into()));
+                        self.pressed_for(wait);
+                        tokio::time::sleep(wait).await;
+                    }
+                    other => return other,
+                }
+            }
+        };
+        match tokio::time::timeout(self.timeout, tries).await {
             Ok(result) => Ok(result?),
             Err(_) => Err(Error::Timeout(self.timeout)),
         }
@@ -126,7 +172,7 @@ impl Apiserver {
         name: &str,
     ) -> Result<Option<K>, Error> {
         let api: Api<K> = Api::namespaced(self.client(), namespace);
-        self.limited(api.get_opt(name)).await
+        self.limited(|| api.get_opt(name)).await
     }
 
     /// Whether a cluster-scoped object exists.
@@ -135,7 +181,7 @@ impl Apiserver {
         K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
     {
         let api: Api<K> = Api::all(self.client());
-        Ok(self.limited(api.get_metadata_opt(name)).await?.is_some())
+        Ok(self.limited(|| api.get_metadata_opt(name)).await?.is_some())
     }
 
     /// Creates an object from JSON, so that fields that our types do not know are sent too.
@@ -147,7 +193,7 @@ impl Apiserver {
             field_manager: Some(FIELD_MANAGER.to_owned()),
             ..PostParams::default()
         };
-        let created = self.limited(api.create(&params, &object)).await?;
+        let created = self.limited(|| api.create(&params, &object)).await?;
         let created = serde_json::to_value(created).map_err(Error::Convert)?;
         serde_json::from_value(created).map_err(Error::Convert)
     }
@@ -160,8 +206,8 @@ impl Apiserver {
         patch: &Value,
     ) -> Result<K, Error> {
         let api: Api<K> = Api::namespaced(self.client(), namespace);
-        self.limited(api.patch(name, &PatchParams::default(), &Patch::Merge(patch)))
-            .await
+        let (params, patch) = (PatchParams::default(), Patch::Merge(patch));
+        self.limited(|| api.patch(name, &params, &patch)).await
     }
 
     /// Merge patch of the status of an object.
@@ -172,7 +218,8 @@ impl Apiserver {
         patch: &Value,
     ) -> Result<K, Error> {
         let api: Api<K> = Api::namespaced(self.client(), namespace);
-        self.limited(api.patch_status(name, &PatchParams::default(), &Patch::Merge(patch)))
+        let (params, patch) = (PatchParams::default(), Patch::Merge(patch));
+        self.limited(|| api.patch_status(name, &params, &patch))
             .await
     }
 
@@ -184,23 +231,51 @@ impl Apiserver {
         uid: &str,
         resource_version: Option<&str>,
     ) -> Result<(), Error> {
+        let preconditions = Preconditions {
+            uid: Some(uid.to_owned()),
+            resource_version: resource_version.map(str::to_owned),
+        };
+        self.delete_fenced::<K>(namespace, name, preconditions, None)
+            .await
+    }
+
+    /// Deletes exactly the object with this uid, which stays visible until what it owns is gone.
+    pub async fn delete_foreground<K: Namespaced>(
+        &self,
+        namespace: &str,
+        name: &str,
+        uid: &str,
+    ) -> Result<(), Error> {
+        let preconditions = Preconditions {
+            uid: Some(uid.to_owned()),
+            resource_version: None,
+        };
+        let foreground = Some(PropagationPolicy::Foreground);
+        self.delete_fenced::<K>(namespace, name, preconditions, foreground)
+            .await
+    }
+
+    async fn delete_fenced<K: Namespaced>(
+        &self,
+        namespace: &str,
+        name: &str,
+        preconditions: Preconditions,
+        propagation_policy: Option<PropagationPolicy>,
+    ) -> Result<(), Error> {
         let api: Api<K> = Api::namespaced(self.client(), namespace);
         let params = DeleteParams {
-            preconditions: Some(Preconditions {
-                uid: Some(uid.to_owned()),
-                resource_version: resource_version.map(str::to_owned),
-            }),
+            preconditions: Some(preconditions),
+            propagation_policy,
             ..DeleteParams::default()
         };
-        self.limited(api.delete(name, &params)).await.map(drop)
+        self.limited(|| api.delete(name, &params)).await.map(drop)
     }
 
     /// Publishes an Event.
     pub async fn publish(&self, event: &Event) -> Result<(), Error> {
         let namespace = event.namespace().unwrap_or_else(|| "default".to_owned());
         let api: Api<Event> = Api::namespaced(self.client(), &namespace);
-        self.limited(api.create(&PostParams::default(), event))
-            .await
-            .map(drop)
+        let params = PostParams::default();
+        self.limited(|| api.create(&params, event)).await.map(drop)
     }
 }

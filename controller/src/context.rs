@@ -2,16 +2,53 @@
 
 use std::{collections::HashMap, sync::Mutex, time::Duration};
 
-use crate::{calls::Apiserver, metrics::Metrics, watches::Caches};
+use crate::{
+    calls::Apiserver,
+    candidates::Candidates,
+    claim::sightings::Sightings,
+    metrics::Metrics,
+    pool,
+    settings::Settings,
+    watches::{Caches, Queues},
+};
 
 /// What every pass needs.
 #[derive(Debug)]
 pub struct Context {
     pub api: Apiserver,
     pub caches: Caches,
+    pub queues: Queues,
+    pub settings: Settings,
     pub cluster_domain: String,
     pub metrics: Metrics,
     pub failures: Failures,
+    /// Members of pools that claims may take.
+    pub candidates: Candidates,
+    /// What this process knows of claims that stands in no object yet.
+    pub sightings: Sightings,
+    /// What this process knows of pools that stands in no object yet.
+    pub pools: pool::memory::Memory,
+}
+
+impl Context {
+    /// A context with nothing known yet.
+    pub fn new(api: Apiserver, cluster_domain: String, settings: Settings) -> Self {
+        let caches = Caches::default();
+        let metrics = Metrics::default();
+        metrics.count_sandboxes_of(caches.sandboxes.clone());
+        Self {
+            api,
+            caches,
+            queues: Queues::default(),
+            settings,
+            cluster_domain,
+            metrics,
+            failures: Failures::default(),
+            candidates: Candidates::default(),
+            sightings: Sightings::default(),
+            pools: pool::memory::Memory::default(),
+        }
+    }
 }
 
 /// How often each object has failed in a row, for the growing delay between tries.

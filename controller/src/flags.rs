@@ -1,7 +1,7 @@
 //! Command line: every flag of upstream's controller, in the ways that Go programs take flags (`--flag=value`, `--flag value`, `-flag=value`, a bare boolean). Flags that
 //! mean nothing here are taken and named once in the log; unknown ones are an error.
 
-use std::{ffi::OsString, time::Duration};
+use std::{ffi::OsString, path::PathBuf, time::Duration};
 
 use torpor_daemon::go_flags::with_two_dashes;
 pub use torpor_daemon::go_flags::{BindAddress, duration};
@@ -9,6 +9,8 @@ pub use torpor_daemon::go_flags::{BindAddress, duration};
 use clap::{
     Arg, ArgAction, ArgMatches, CommandFactory, FromArgMatches, Parser, parser::ValueSource,
 };
+
+use crate::settings::{self, ClaimSettings, PoolSettings, Settings};
 
 /// Flags that mean something here.
 #[derive(Clone, Debug, Parser)]
@@ -39,6 +41,42 @@ pub struct Flags {
     /// How many Sandboxes are reconciled at once.
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..))]
     pub sandbox_concurrent_workers: u16,
+    /// How many SandboxClaims are reconciled at once.
+    #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u16).range(1..))]
+    pub sandbox_claim_concurrent_workers: u16,
+    /// How many SandboxWarmPools are reconciled at once.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
+    pub sandbox_warm_pool_concurrent_workers: u16,
+    /// How many SandboxTemplates are reconciled at once.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
+    pub sandbox_template_concurrent_workers: u16,
+    /// Most members of a pool that are made or deleted in one pass.
+    #[arg(long, default_value_t = 300, value_parser = clap::value_parser!(u16).range(1..))]
+    pub sandbox_warm_pool_max_batch_size: u16,
+    /// How long a pool waits before it replaces members that were claimed; each further claim begins the wait anew.
+    #[arg(long, default_value = "0", value_parser = duration)]
+    pub sandbox_warm_pool_replenish_delay: Duration,
+    /// Members per second that a pool makes at most; 0 does not limit.
+    #[arg(long, default_value_t = 0.0, value_parser = rate)]
+    pub sandbox_warm_pool_max_refill_rate: f64,
+    /// How long a member of a pool may take to become ready before it is replaced.
+    #[arg(long, default_value = "5m", value_parser = duration)]
+    pub sandbox_warm_pool_readiness_grace_period: Duration,
+    /// How often a member that no node has room for is looked at again.
+    #[arg(long, default_value = "1m", value_parser = duration)]
+    pub sandbox_warm_pool_unschedulable_recheck_interval: Duration,
+    /// Let the cluster autoscaler take unclaimed members of pools away.
+    #[arg(long, default_value = "true", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
+    pub enable_warm_pool_eviction: bool,
+    /// Publish no Events about SandboxClaims.
+    #[arg(long, default_value = "false", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
+    pub disable_claim_events: bool,
+    /// Do not write on a SandboxClaim when it was first seen and first ready.
+    #[arg(long, default_value = "false", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
+    pub disable_claim_observability_annotations: bool,
+    /// File with the domains whose labels a claim may put on its Pod; need not exist. Upstream's place.
+    #[arg(long, default_value = "/etc/sandbox-config/allowed-label-domains")]
+    pub allowed_label_domains_file: PathBuf,
     /// Format of the log: text or json. Torpor's.
     #[arg(long, default_value = "text", value_parser = ["text", "json"])]
     pub log_format: String,
@@ -47,8 +85,38 @@ pub struct Flags {
     pub api_timeout: Duration,
 }
 
+impl Flags {
+    /// What the flags say about how kinds are reconciled. `domains` is the text of the allow-list of label domains.
+    pub fn settings(&self, domains: Option<&str>) -> Settings {
+        let defaults = ClaimSettings::default();
+        Settings {
+            extensions: self.extensions,
+            sandbox_workers: self.sandbox_concurrent_workers,
+            claim_workers: self.sandbox_claim_concurrent_workers,
+            pool_workers: self.sandbox_warm_pool_concurrent_workers,
+            template_workers: self.sandbox_template_concurrent_workers,
+            pools: PoolSettings {
+                max_batch: self.sandbox_warm_pool_max_batch_size.into(),
+                replenish_delay: self.sandbox_warm_pool_replenish_delay,
+                max_refill_rate: self.sandbox_warm_pool_max_refill_rate,
+                readiness_grace: self.sandbox_warm_pool_readiness_grace_period,
+                unschedulable_recheck: self.sandbox_warm_pool_unschedulable_recheck_interval,
+                eviction: self.enable_warm_pool_eviction,
+                status_interval: PoolSettings::default().status_interval,
+            },
+            claims: ClaimSettings {
+                events: !self.disable_claim_events,
+                observability: !self.disable_claim_observability_annotations,
+                label_domains: domains
+                    .and_then(settings::label_domains)
+                    .unwrap_or(defaults.label_domains),
+            },
+        }
+    }
+}
+
 /// Upstream's other flags. They take any value, `bool` says whether they may stand bare.
-const WITHOUT_MEANING: [(&str, bool); 42] = [
+const WITHOUT_MEANING: [(&str, bool); 31] = [
     ("enable-tracing", true),
     ("enable-pprof", true),
     ("enable-pprof-debug", true),
@@ -58,19 +126,8 @@ const WITHOUT_MEANING: [(&str, bool); 42] = [
     ("kube-api-burst", false),
     ("api-connections", false),
     ("separate-watch-connection", true),
-    ("sandbox-claim-concurrent-workers", false),
-    ("sandbox-warm-pool-concurrent-workers", false),
-    ("sandbox-template-concurrent-workers", false),
-    ("sandbox-warm-pool-max-batch-size", false),
-    ("sandbox-warm-pool-replenish-delay", false),
-    ("sandbox-warm-pool-max-refill-rate", false),
-    ("sandbox-warm-pool-readiness-grace-period", false),
-    ("sandbox-warm-pool-unschedulable-recheck-interval", false),
-    ("enable-warm-pool-eviction", true),
     ("cache-label-selectors", true),
-    ("disable-claim-events", true),
     ("disable-sandbox-events", true),
-    ("disable-claim-observability-annotations", true),
     ("sandbox-write-behind-window", false),
     ("metrics-secure-serving", true),
     ("metrics-cert-dir", false),
@@ -120,6 +177,14 @@ fn given(matches: &ArgMatches) -> Vec<&'static str> {
         .collect()
 }
 
+/// A rate: a number that is not negative.
+fn rate(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(rate) if rate >= 0.0 && rate.is_finite() => Ok(rate),
+        _ => Err(format!("{text:?} is not a rate per second")),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use rstest::rstest;
@@ -139,6 +204,38 @@ mod tests {
         assert!(flags.leader_elect && !flags.extensions);
         assert_eq!(flags.sandbox_concurrent_workers, 100);
         assert!(ignored.is_empty());
+        let settings = flags.settings(None);
+        assert_eq!(settings.pools, crate::settings::PoolSettings::default());
+        assert_eq!(settings.claims, crate::settings::ClaimSettings::default());
+        let Settings {
+            claim_workers,
+            pool_workers,
+            template_workers,
+            ..
+        } = settings;
+        assert_eq!((claim_workers, pool_workers, template_workers), (50, 1, 1));
+    }
+
+    #[test]
+    fn flags_of_pools_and_claims_have_their_effect() {
+        let (flags, _) = read(&[
+            "--sandbox-warm-pool-max-batch-size=7",
+            "--sandbox-warm-pool-replenish-delay=20s",
+            "--sandbox-warm-pool-max-refill-rate=2.5",
+            "--enable-warm-pool-eviction=false",
+            "--disable-claim-events",
+            "--disable-claim-observability-annotations",
+        ])
+        .unwrap();
+        let settings = flags.settings(Some("example.com"));
+        assert_eq!(settings.pools.max_batch, 7);
+        assert_eq!(settings.pools.replenish_delay.as_secs(), 20);
+        assert!((settings.pools.max_refill_rate - 2.5).abs() < f64::EPSILON);
+        assert!(!settings.pools.eviction);
+        assert!(!settings.claims.events && !settings.claims.observability);
+        assert_eq!(settings.claims.label_domains, ["example.com"]);
+        read(&["--sandbox-warm-pool-max-refill-rate=-1"]).unwrap_err();
+        read(&["--sandbox-warm-pool-max-batch-size=0"]).unwrap_err();
     }
 
     #[rstest]
@@ -163,15 +260,9 @@ mod tests {
         .unwrap();
         assert!(flags.extensions);
         assert_eq!(flags.sandbox_concurrent_workers, 10);
-        assert_eq!(
-            ignored,
-            [
-                "kube-api-qps",
-                "kube-api-burst",
-                "sandbox-claim-concurrent-workers",
-                "sandbox-warm-pool-concurrent-workers"
-            ]
-        );
+        assert_eq!(flags.sandbox_claim_concurrent_workers, 100);
+        assert_eq!(flags.sandbox_warm_pool_concurrent_workers, 10);
+        assert_eq!(ignored, ["kube-api-qps", "kube-api-burst"]);
     }
 
     #[rstest]

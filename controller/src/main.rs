@@ -1,19 +1,17 @@
 //! `torpor-controller`: see the crate's own documentation.
 
-use std::{process::ExitCode, sync::Arc};
+use std::{path::Path, process::ExitCode, sync::Arc};
 
 use anyhow::Context as _;
-use kube::Client;
+use kube::{Client, Config};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use torpor_controller::{
     calls::Apiserver,
-    context::{Context, Failures},
+    context::Context,
     flags::{self, Flags},
     lease::{Candidate, Ended, Timing},
-    metrics::Metrics,
     run, serve,
-    watches::Caches,
 };
 use tracing_subscriber::{EnvFilter, fmt, layer::SubscriberExt, util::SubscriberInitExt};
 
@@ -38,11 +36,6 @@ fn main() -> ExitCode {
         tracing::info!(
             flags = ignored.join(" "),
             "these flags have no meaning here"
-        );
-    }
-    if flags.extensions {
-        tracing::info!(
-            "--extensions: SandboxClaim, SandboxTemplate and SandboxWarmPool are not reconciled yet"
         );
     }
     match work(&flags) {
@@ -74,29 +67,21 @@ fn start_log(format: &str) {
 
 #[tokio::main]
 async fn work(flags: &Flags) -> anyhow::Result<Ended> {
+    let settings = flags.settings(label_domains(&flags.allowed_label_domains_file)?.as_deref());
     let Flags {
         cluster_domain,
         metrics_bind_address,
         health_probe_bind_address,
         leader_elect,
         leader_election_namespace,
-        sandbox_concurrent_workers,
         api_timeout,
-        extensions: _,
-        log_format: _,
+        ..
     } = flags.clone();
     let shutdown = CancellationToken::new();
     stop_on_signal(shutdown.clone())?;
-    let client = Client::try_default()
-        .await
-        .context("no way to an apiserver")?;
-    let context = Arc::new(Context {
-        api: Apiserver::new(client.clone(), api_timeout),
-        caches: Caches::default(),
-        cluster_domain,
-        metrics: Metrics::default(),
-        failures: Failures::default(),
-    });
+    let client = client().await?;
+    let api = Apiserver::new(client.clone(), api_timeout);
+    let context = Arc::new(Context::new(api, cluster_domain, settings));
     if let Some(address) = health_probe_bind_address.0 {
         serve::serve(address, serve::probes(), shutdown.clone())
             .await
@@ -110,7 +95,7 @@ async fn work(flags: &Flags) -> anyhow::Result<Ended> {
     }
     if !leader_elect {
         context.metrics.set_leading(true);
-        run::run(context, sandbox_concurrent_workers, shutdown).await;
+        run::run(context, shutdown).await;
         return Ok(Ended::Stopped);
     }
     let namespace = lease_namespace(&leader_election_namespace)?;
@@ -120,19 +105,34 @@ async fn work(flags: &Flags) -> anyhow::Result<Ended> {
     }
     tracing::info!("leading");
     context.metrics.set_leading(true);
-    lead(candidate, context, sandbox_concurrent_workers, shutdown).await
+    lead(candidate, context, shutdown).await
+}
+
+/// A client that sends nothing twice by itself: an object without a fixed name would be made twice, and who asks too much has to know it.
+async fn client() -> anyhow::Result<Client> {
+    let mut config = Config::infer().await.context("no way to an apiserver")?;
+    config.default_retry = false;
+    Client::try_from(config).context("no client for the apiserver")
+}
+
+/// Text of the allow-list of label domains, read once, as upstream. The file need not be there.
+fn label_domains(path: &Path) -> anyhow::Result<Option<String>> {
+    match std::fs::read_to_string(path) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error).with_context(|| path.display().to_string()),
+    }
 }
 
 /// Reconciles while the lease is held. It is given back only once the last pass has ended, so that no two processes work at once.
 async fn lead(
     mut candidate: Candidate,
     context: Arc<Context>,
-    workers: u16,
     shutdown: CancellationToken,
 ) -> anyhow::Result<Ended> {
     let released = CancellationToken::new();
     let work = async {
-        run::run(context, workers, shutdown).await;
+        run::run(context, shutdown).await;
         released.cancel();
         // The lease's own future ends this one.
         std::future::pending::<()>().await;

@@ -1,13 +1,14 @@
 //! Metrics, under upstream's names (and controller-runtime's for the passes), so that dashboards and alerts keep working.
 
 use std::{
+    collections::BTreeMap,
     fmt,
     sync::{Arc, Mutex, OnceLock, PoisonError},
     time::Duration,
 };
 
 use jiff::Timestamp;
-use kube::{ResourceExt, runtime::reflector::Store};
+use kube::ResourceExt;
 use prometheus_client::{
     collector::Collector,
     encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric, text::encode},
@@ -20,12 +21,19 @@ use prometheus_client::{
     },
     registry::Registry,
 };
-use torpor_api::{Sandbox, SandboxStatus, annotations, conditions, labels, reasons};
+use torpor_api::{Sandbox, SandboxClaim, SandboxStatus, annotations, conditions, labels, reasons};
+
+use crate::{cache::Cache, watches::extensions::controller_of_kind};
 
 /// Upper bounds of agent_sandbox_creation_latency_ms, upstream's.
 const CREATION_BUCKETS_MS: [f64; 14] = [
     50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0, 10000.0, 30000.0, 60000.0, 120_000.0,
     240_000.0, 300_000.0, 600_000.0,
+];
+/// Upper bounds of the claims' startup latencies: upstream's, and finer ones below 100 ms, where most claims of a warm pool are.
+const STARTUP_BUCKETS_MS: [f64; 24] = [
+    1.0, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0, 250.0, 500.0, 750.0, 1000.0, 1250.0,
+    1500.0, 2000.0, 2500.0, 5000.0, 10000.0, 30000.0, 60000.0, 120_000.0, 240_000.0,
 ];
 /// Upper bounds of the time of a pass, in seconds.
 const PASS_BUCKETS: [f64; 11] = [
@@ -37,6 +45,22 @@ struct CreationLabels {
     namespace: String,
     launch_type: String,
     sandbox_template: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct StartupLabels {
+    launch_type: String,
+    sandbox_template: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ClaimLabels {
+    namespace: String,
+    sandbox_template: String,
+    launch_type: String,
+    warmpool_name: String,
+    pod_condition: &'static str,
+    created_by: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -77,11 +101,29 @@ struct SandboxLabels {
     created_by: &'static str,
 }
 
+type StartupLatency = Family<StartupLabels, Histogram, fn() -> Histogram>;
+
+fn startup_latency() -> StartupLatency {
+    Family::new_with_constructor(|| Histogram::new(STARTUP_BUCKETS_MS))
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, EncodeLabelSet)]
+struct PoolLabels {
+    namespace: String,
+    warmpool_name: String,
+    sandbox_template: String,
+    sandbox_status: &'static str,
+}
+
 /// All metrics of the controller.
 pub struct Metrics {
     registry: Mutex<Registry>,
-    sandboxes: Arc<OnceLock<Store<Sandbox>>>,
+    sandboxes: Arc<OnceLock<Cache<Sandbox>>>,
     creation: Family<CreationLabels, Histogram, fn() -> Histogram>,
+    startup: StartupLatency,
+    controller_startup: StartupLatency,
+    client_startup: StartupLatency,
+    claims: Family<ClaimLabels, Counter>,
     pass_time: Family<PassLabels, Histogram, fn() -> Histogram>,
     passes: Family<ResultLabels, Counter>,
     failures: Family<FailureLabels, Counter>,
@@ -101,6 +143,10 @@ impl Default for Metrics {
             registry: Mutex::new(Registry::default()),
             sandboxes: Arc::clone(&sandboxes),
             creation: Family::new_with_constructor(|| Histogram::new(CREATION_BUCKETS_MS)),
+            startup: startup_latency(),
+            controller_startup: startup_latency(),
+            client_startup: startup_latency(),
+            claims: Family::default(),
             pass_time: Family::new_with_constructor(|| Histogram::new(PASS_BUCKETS)),
             passes: Family::default(),
             failures: Family::default(),
@@ -112,12 +158,36 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    fn register(&self, sandboxes: Arc<OnceLock<Store<Sandbox>>>) {
+    fn register(&self, sandboxes: Arc<OnceLock<Cache<Sandbox>>>) {
         let mut registry = self.registry.lock().unwrap_or_else(PoisonError::into_inner);
         registry.register(
             "agent_sandbox_creation_latency_ms",
             "Time from a Sandbox's creation to its first Ready, in milliseconds",
             self.creation.clone(),
+        );
+        for (name, help, latency) in [
+            (
+                "agent_sandbox_claim_startup_latency_ms",
+                "Time from a SandboxClaim's creation to its first Ready, in milliseconds",
+                &self.startup,
+            ),
+            (
+                "agent_sandbox_claim_controller_startup_latency_ms",
+                "Time from a controller's first sight of a SandboxClaim to its first Ready, in milliseconds",
+                &self.controller_startup,
+            ),
+            (
+                "agent_sandbox_client_claim_startup_latency_ms",
+                "Time from a client's wish for a SandboxClaim to its first Ready, in milliseconds",
+                &self.client_startup,
+            ),
+        ] {
+            registry.register(name, help, latency.clone());
+        }
+        registry.register(
+            "agent_sandbox_claim_creation",
+            "SandboxClaims that got a Sandbox",
+            self.claims.clone(),
         );
         registry.register(
             "controller_runtime_reconcile_time_seconds",
@@ -146,8 +216,8 @@ impl Metrics {
     }
 
     /// The Sandboxes to count at each scrape; the first call holds.
-    pub fn count_sandboxes_of(&self, store: Store<Sandbox>) {
-        let _ = self.sandboxes.set(store);
+    pub fn count_sandboxes_of(&self, cache: Cache<Sandbox>) {
+        let _ = self.sandboxes.set(cache);
     }
 
     /// Says whether this process leads.
@@ -200,12 +270,59 @@ impl Metrics {
             launch_type: launch_type(sandbox),
             sandbox_template: template(sandbox),
         };
-        let milliseconds = (now - created.0)
-            .total(jiff::Unit::Millisecond)
-            .unwrap_or_default();
         self.creation
             .get_or_create(&labels)
-            .observe(milliseconds.max(0.0));
+            .observe(milliseconds(created.0, now));
+    }
+
+    /// Counts a claim that got its Sandbox.
+    pub fn count_claim(&self, claim: &SandboxClaim, sandbox: &Sandbox) {
+        let status = sandbox.status.as_ref();
+        let ready =
+            status.is_some_and(|status| conditions::is_true(&status.conditions, conditions::READY));
+        let labels = ClaimLabels {
+            namespace: claim.namespace().unwrap_or_default(),
+            sandbox_template: template(sandbox),
+            launch_type: launch_type(sandbox),
+            warmpool_name: claim.spec.warm_pool_ref.name.clone(),
+            pod_condition: if ready { "ready" } else { "not_ready" },
+            created_by: claim
+                .labels()
+                .get(labels::CREATED_BY)
+                .map_or("unknown", |creator| labels::created_by(creator)),
+        };
+        self.claims.get_or_create(&labels).inc();
+    }
+
+    /// Records how long a claim took to its first Ready, as its creation, the controller and the client saw it.
+    pub fn observe_claim_ready(
+        &self,
+        claim: &SandboxClaim,
+        sandbox: &Sandbox,
+        first_seen: Timestamp,
+        now: Timestamp,
+    ) {
+        let labels = StartupLabels {
+            launch_type: launch_type(sandbox),
+            sandbox_template: template(sandbox),
+        };
+        let asked = claim
+            .annotations()
+            .get(annotations::CLIENT_FIRST_REQUESTED_AT);
+        let created = claim.metadata.creation_timestamp.as_ref();
+        for (latency, since) in [
+            (&self.startup, created.map(|time| time.0)),
+            (&self.controller_startup, Some(first_seen)),
+            (
+                &self.client_startup,
+                asked.and_then(|time| time.parse().ok()),
+            ),
+        ] {
+            if let Some(since) = since {
+                let observed = milliseconds(since, now);
+                latency.get_or_create(&labels).observe(observed);
+            }
+        }
     }
 
     /// The metrics in OpenMetrics text format.
@@ -217,6 +334,12 @@ impl Metrics {
         )?;
         Ok(text)
     }
+}
+
+/// Clocks of several machines may differ: never less than nothing.
+fn milliseconds(since: Timestamp, now: Timestamp) -> f64 {
+    let span = (now - since).total(jiff::Unit::Millisecond);
+    span.unwrap_or_default().max(0.0)
 }
 
 /// The conditions tell: Ready and Suspended are written together first, and each keeps its transition time until it changes.
@@ -266,9 +389,9 @@ fn build_labels() -> BuildLabels {
     }
 }
 
-/// Counts the Sandboxes of the store when somebody looks.
+/// Counts the Sandboxes of the cache when somebody looks.
 struct SandboxCount {
-    sandboxes: Arc<OnceLock<Store<Sandbox>>>,
+    sandboxes: Arc<OnceLock<Cache<Sandbox>>>,
 }
 
 impl fmt::Debug for SandboxCount {
@@ -279,9 +402,14 @@ impl fmt::Debug for SandboxCount {
 
 impl Collector for SandboxCount {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
-        let mut counts = std::collections::BTreeMap::<SandboxLabels, i64>::new();
-        for sandbox in self.sandboxes.get().map(Store::state).unwrap_or_default() {
+        let mut counts = BTreeMap::<SandboxLabels, i64>::new();
+        let mut members = BTreeMap::<PoolLabels, i64>::new();
+        let all = self.sandboxes.get().map(|cache| cache.filtered(|_| true));
+        for sandbox in all.unwrap_or_default() {
             *counts.entry(sandbox_labels(&sandbox)).or_default() += 1;
+            if let Some(labels) = pool_labels(&sandbox) {
+                *members.entry(labels).or_default() += 1;
+            }
         }
         let mut family = encoder.encode_descriptor(
             "agent_sandboxes",
@@ -292,8 +420,31 @@ impl Collector for SandboxCount {
         for (labels, count) in counts {
             ConstGauge::new(count).encode(family.encode_family(&labels)?)?;
         }
+        let mut family = encoder.encode_descriptor(
+            "agent_sandbox_warmpool_size",
+            "Unclaimed members of SandboxWarmPools",
+            None,
+            MetricType::Gauge,
+        )?;
+        for (labels, count) in members {
+            ConstGauge::new(count).encode(family.encode_family(&labels)?)?;
+        }
         Ok(())
     }
+}
+
+/// `None` for a Sandbox that no pool controls.
+fn pool_labels(sandbox: &Sandbox) -> Option<PoolLabels> {
+    let pool = controller_of_kind(sandbox, "SandboxWarmPool")?;
+    let status = sandbox.status.as_ref();
+    let ready =
+        status.is_some_and(|status| conditions::is_true(&status.conditions, conditions::READY));
+    Some(PoolLabels {
+        namespace: sandbox.namespace().unwrap_or_default(),
+        warmpool_name: pool.name.clone(),
+        sandbox_template: template(sandbox),
+        sandbox_status: if ready { "ready" } else { "not_ready" },
+    })
 }
 
 fn sandbox_labels(sandbox: &Sandbox) -> SandboxLabels {
@@ -357,6 +508,51 @@ mod tests {
         assert!(!became_ready_first(&flapped, &ready));
         assert!(!became_ready_first(&resumed, &ready));
         assert!(!became_ready_first(&ready, &ready));
+    }
+
+    fn claim() -> SandboxClaim {
+        serde_json::from_value(serde_json::json!({
+            "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxClaim",
+            "metadata": {
+                "name": "c", "namespace": "ns", "creationTimestamp": "1970-01-01T00:00:00Z",
+                "annotations": {"agents.x-k8s.io/client-first-requested-at": "1970-01-01T00:00:00.1Z"},
+            },
+            "spec": {"warmPoolRef": {"name": "p"}},
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn the_three_latencies_of_a_claim_have_upstreams_names_and_finer_buckets() {
+        let metrics = Metrics::default();
+        let at = |millisecond| Timestamp::from_millisecond(millisecond).unwrap();
+        let mut sandbox = Sandbox::default();
+        sandbox
+            .labels_mut()
+            .insert(labels::LAUNCH_TYPE.to_owned(), "warm".to_owned());
+        metrics.observe_claim_ready(&claim(), &sandbox, at(104), at(112));
+        let text = metrics.text().unwrap();
+        let of = r#"launch_type="warm",sandbox_template="unknown""#;
+        for line in [
+            format!("agent_sandbox_claim_startup_latency_ms_bucket{{le=\"100.0\",{of}}} 0"),
+            format!("agent_sandbox_claim_startup_latency_ms_bucket{{le=\"250.0\",{of}}} 1"),
+            format!(
+                "agent_sandbox_claim_controller_startup_latency_ms_bucket{{le=\"7.5\",{of}}} 0"
+            ),
+            format!(
+                "agent_sandbox_claim_controller_startup_latency_ms_bucket{{le=\"10.0\",{of}}} 1"
+            ),
+            format!("agent_sandbox_client_claim_startup_latency_ms_bucket{{le=\"10.0\",{of}}} 0"),
+            format!("agent_sandbox_client_claim_startup_latency_ms_bucket{{le=\"15.0\",{of}}} 1"),
+        ] {
+            assert!(text.contains(&line), "{line}\nnot in\n{text}");
+        }
+        for bound in [
+            100, 250, 500, 750, 1000, 1250, 1500, 2000, 2500, 5000, 10_000, 30_000, 60_000,
+            120_000, 240_000,
+        ] {
+            assert!(STARTUP_BUCKETS_MS.contains(&f64::from(bound)), "{bound}");
+        }
     }
 
     #[test]

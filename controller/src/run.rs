@@ -1,22 +1,20 @@
 //! Wiring: watches into queues, queues into the two reconcilers.
 
-use std::{convert::Infallible, future::Future, sync::Arc, time::Duration};
+use std::{future::Future, sync::Arc, time::Duration};
 
-use futures::{Stream, StreamExt, stream};
-use kube::{
-    Resource, ResourceExt,
-    runtime::{
-        controller::{self, Action, applier},
-        reflector::{ObjectRef, Store},
-    },
-};
-use tokio::{sync::mpsc, task::JoinSet, time::Instant};
+use kube::Resource;
+use tokio::{task::JoinSet, time::Instant};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
+    cache::{Cache, Key},
+    claim,
     context::Context,
-    sandbox, snapshot,
-    watches::{self, Queues},
+    pool,
+    queue::Queue,
+    sandbox,
+    settings::Settings,
+    snapshot, template, watches,
 };
 
 /// How long passes that are under way may take to end once the program is being stopped.
@@ -35,6 +33,24 @@ impl Failure for sandbox::Error {
     }
 }
 
+impl Failure for claim::Error {
+    fn reason(&self) -> &'static str {
+        claim::Error::reason(self)
+    }
+}
+
+impl Failure for pool::Error {
+    fn reason(&self) -> &'static str {
+        pool::Error::reason(self)
+    }
+}
+
+impl Failure for template::Error {
+    fn reason(&self) -> &'static str {
+        template::Error::reason(self)
+    }
+}
+
 impl Failure for snapshot::Error {
     fn reason(&self) -> &'static str {
         snapshot::Error::reason(self)
@@ -42,141 +58,164 @@ impl Failure for snapshot::Error {
 }
 
 /// Reconciles until `shutdown`, then lets passes that are under way end.
-pub async fn run(context: Arc<Context>, sandbox_workers: u16, shutdown: CancellationToken) {
+pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
     let mut watching = JoinSet::new();
-    let (sandboxes, sandbox_queue) = mpsc::unbounded_channel();
-    let (snapshots, snapshot_queue) = mpsc::unbounded_channel();
-    let queues = Queues {
-        sandboxes,
-        snapshots,
+    watches::start(&context, &mut watching);
+    let mut working = JoinSet::new();
+    let mut start = Workers {
+        tasks: &mut working,
+        context: &context,
+        shutdown: &shutdown,
     };
-    let stores = watches::start(
-        &context.api.client(),
-        &context.caches,
-        &queues,
-        &mut watching,
-    );
-    context.metrics.count_sandboxes_of(stores.sandboxes.clone());
-    let for_sandboxes = drive(
-        ("sandbox", sandbox_workers),
-        stores.sandboxes,
-        queue(sandbox_queue, &shutdown),
-        (Arc::clone(&context), shutdown.clone()),
-        sandbox::reconcile,
-    );
-    let for_snapshots = drive(
-        ("sandboxsnapshot", SNAPSHOT_WORKERS),
-        stores.snapshots,
-        queue(snapshot_queue, &shutdown),
-        (Arc::clone(&context), shutdown.clone()),
-        snapshot::reconcile,
-    );
-    let both = async { tokio::join!(for_sandboxes, for_snapshots) };
-    let ended = async {
-        shutdown.cancelled().await;
-        tokio::time::sleep(DRAIN).await;
-    };
-    tokio::select! {
-        _ = both => {}
-        () = ended => tracing::warn!("some passes did not end in time"),
+    let Settings {
+        sandbox_workers,
+        claim_workers,
+        pool_workers,
+        template_workers,
+        extensions,
+        ..
+    } = context.settings;
+    start.kind(Kind {
+        name: "sandbox",
+        workers: sandbox_workers,
+        cache: |context| &context.caches.sandboxes,
+        queue: |context| &context.queues.sandboxes,
+        reconcile: sandbox::reconcile,
+    });
+    start.kind(Kind {
+        name: "sandboxsnapshot",
+        workers: SNAPSHOT_WORKERS,
+        cache: |context| &context.caches.snapshots,
+        queue: |context| &context.queues.snapshots,
+        reconcile: snapshot::reconcile,
+    });
+    if extensions {
+        start.kind(Kind {
+            name: "sandboxclaim",
+            workers: claim_workers,
+            cache: |context| &context.caches.claims,
+            queue: |context| &context.queues.claims,
+            reconcile: claim::reconcile,
+        });
+        start.kind(Kind {
+            name: "sandboxwarmpool",
+            workers: pool_workers,
+            cache: |context| &context.caches.pools,
+            queue: |context| &context.queues.pools,
+            reconcile: pool::reconcile,
+        });
+        start.kind(Kind {
+            name: "sandboxtemplate",
+            workers: template_workers,
+            cache: |context| &context.caches.templates,
+            queue: |context| &context.queues.templates,
+            reconcile: template::reconcile,
+        });
+    }
+    shutdown.cancelled().await;
+    let drained = async { while working.join_next().await.is_some() {} };
+    if tokio::time::timeout(DRAIN, drained).await.is_err() {
+        tracing::warn!("some passes did not end in time");
     }
 }
 
-/// The names in a queue, until `shutdown`.
-fn queue<K: Resource<DynamicType = ()> + 'static>(
-    mut names: mpsc::UnboundedReceiver<ObjectRef<K>>,
-    shutdown: &CancellationToken,
-) -> impl Stream<Item = Result<ObjectRef<K>, Infallible>> + Send + 'static {
-    stream::poll_fn(move |task| names.poll_recv(task))
-        .map(Ok)
-        .take_until(shutdown.clone().cancelled_owned())
-}
-
-/// Runs a reconciler over the names of a queue: one pass per object at a time, a growing delay after each failure.
-async fn drive<K, Pass, Fail>(
-    (name, workers): (&'static str, u16),
-    store: Store<K>,
-    queue: impl Stream<Item = Result<ObjectRef<K>, Infallible>> + Send + 'static,
-    (context, shutdown): (Arc<Context>, CancellationToken),
-    reconcile: fn(Arc<K>, Arc<Context>) -> Pass,
-) where
-    K: Resource<DynamicType = ()> + Clone + Send + Sync + 'static,
-    Pass: Future<Output = Result<Action, Fail>> + Send + 'static,
-    Fail: Failure + Send + Sync + 'static,
-{
-    let pass = move |object: Arc<K>, context: Arc<Context>| {
-        let shutdown = shutdown.clone();
-        Box::pin(async move {
-            // Until everything has been listed once, an absence means nothing.
-            tokio::select! {
-                () = context.caches.wait_ready() => {}
-                () = shutdown.cancelled() => return Ok(Action::await_change()),
-            }
-            observed_pass(name, reconcile, object, context).await
-        })
-    };
-    let after_failure = move |object: Arc<K>, error: &Fail, context: Arc<Context>| {
-        let delay = context.failures.count(&key(name, &*object));
-        tracing::warn!(
-            controller = name,
-            namespace = object.namespace(),
-            object = object.name_any(),
-            reason = error.reason(),
-            error = %Chain(error),
-            retry_in = ?delay,
-            "a pass failed"
-        );
-        Action::requeue(delay)
-    };
-    let config = controller::Config::default().concurrency(workers);
-    let known = Arc::clone(&context);
-    applier(pass, after_failure, context, store, queue, config)
-        .for_each(|result| {
-            // Failures are dealt with above. An object that is gone needs nothing, and nobody asks again how often it failed.
-            if let Err(controller::Error::ObjectNotFound(gone)) = result {
-                let namespace = gone.namespace.unwrap_or_default();
-                known
-                    .failures
-                    .forget(&format!("{name}/{namespace}/{}", gone.name));
-            }
-            std::future::ready(())
-        })
-        .await;
-}
-
-async fn observed_pass<K, Pass, Fail>(
+/// One kind's reconciler and what it works from.
+struct Kind<K, Pass> {
     name: &'static str,
+    workers: u16,
+    cache: fn(&Context) -> &Cache<K>,
+    queue: fn(&Context) -> &Queue,
     reconcile: fn(Arc<K>, Arc<Context>) -> Pass,
-    object: Arc<K>,
-    context: Arc<Context>,
-) -> Result<Action, Fail>
+}
+
+// By hand, because deriving would ask the same of the parameters.
+impl<K, Pass> Clone for Kind<K, Pass> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<K, Pass> Copy for Kind<K, Pass> {}
+
+struct Workers<'a> {
+    tasks: &'a mut JoinSet<()>,
+    context: &'a Arc<Context>,
+    shutdown: &'a CancellationToken,
+}
+
+impl Workers<'_> {
+    fn kind<K, Pass, Fail>(&mut self, kind: Kind<K, Pass>)
+    where
+        K: Resource + Send + Sync + 'static,
+        Pass: Future<Output = Result<Option<Duration>, Fail>> + Send + 'static,
+        Fail: Failure + Send + 'static,
+    {
+        for _ in 0..kind.workers {
+            let (context, shutdown) = (Arc::clone(self.context), self.shutdown.clone());
+            self.tasks.spawn(async move {
+                // Until everything has been listed once, an absence means nothing.
+                let ready = context.caches.wait_ready(context.settings.extensions);
+                if shutdown.run_until_cancelled(ready).await.is_none() {
+                    return;
+                }
+                let queue = (kind.queue)(&context);
+                while let Some(key) = shutdown.run_until_cancelled(queue.next()).await {
+                    if let Some(delay) = one(&kind, &key, &context).await {
+                        queue.add_after(key.clone(), delay);
+                    }
+                    queue.done(&key);
+                }
+            });
+        }
+    }
+}
+
+/// One pass, if the object is there. Says when to look again: after a failure with a growing delay.
+async fn one<K, Pass, Fail>(
+    kind: &Kind<K, Pass>,
+    key: &Key,
+    context: &Arc<Context>,
+) -> Option<Duration>
 where
-    K: Resource<DynamicType = ()>,
-    Pass: Future<Output = Result<Action, Fail>>,
+    K: Resource,
+    Pass: Future<Output = Result<Option<Duration>, Fail>>,
     Fail: Failure,
 {
+    let Kind {
+        name, reconcile, ..
+    } = kind;
+    let (namespace, object) = key;
+    let failing = format!("{name}/{namespace}/{object}");
+    let Some(found) = (kind.cache)(context).get(namespace, object) else {
+        // It is gone, and nobody asks again how often it failed.
+        context.failures.forget(&failing);
+        return None;
+    };
     let begin = Instant::now();
-    let key = key(name, &*object);
-    let result = reconcile(object, Arc::clone(&context)).await;
+    let result = reconcile(found, Arc::clone(context)).await;
     let failure = result.as_ref().err().map(Failure::reason);
-    let requeues = result
-        .as_ref()
-        .is_ok_and(|action| *action != Action::await_change());
+    let requeues = matches!(result, Ok(Some(_)));
     context
         .metrics
         .observe_pass(name, begin.elapsed(), failure, requeues);
-    if failure.is_none() {
-        context.failures.forget(&key);
+    match result {
+        Ok(requeue) => {
+            context.failures.forget(&failing);
+            requeue
+        }
+        Err(error) => {
+            let delay = context.failures.count(&failing);
+            tracing::warn!(
+                controller = name,
+                namespace,
+                object,
+                reason = error.reason(),
+                error = %Chain(&error),
+                retry_in = ?delay,
+                "a pass failed"
+            );
+            Some(delay)
+        }
     }
-    result
-}
-
-fn key<K: Resource>(controller: &str, object: &K) -> String {
-    format!(
-        "{controller}/{}/{}",
-        object.namespace().unwrap_or_default(),
-        object.name_any()
-    )
 }
 
 /// Shows an error with its causes.

@@ -4,13 +4,13 @@
 use std::{sync::Arc, time::Duration};
 
 use jiff::Timestamp;
-use kube::{ResourceExt, runtime::controller::Action};
+use kube::ResourceExt;
 use torpor_api::{Sandbox, SandboxStatus};
 
 use crate::{
     calls::{self, Answer},
     context::Context,
-    events,
+    events, watches,
 };
 
 pub mod apply;
@@ -59,15 +59,18 @@ impl Error {
     }
 }
 
-/// One pass over one Sandbox.
-pub async fn reconcile(sandbox: Arc<Sandbox>, context: Arc<Context>) -> Result<Action, Error> {
+/// One pass over one Sandbox. Says when to look again though nothing has changed.
+pub async fn reconcile(
+    sandbox: Arc<Sandbox>,
+    context: Arc<Context>,
+) -> Result<Option<Duration>, Error> {
     if sandbox.metadata.deletion_timestamp.is_some() {
-        return Ok(Action::await_change());
+        return Ok(None);
     }
     let before = sandbox.status.clone().unwrap_or_default();
     let (plan, applied, sandbox) = settle(sandbox, &context).await?;
     if applied.sandbox_deleted {
-        return Ok(Action::await_change());
+        return Ok(None);
     }
     let now = Timestamp::now();
     let (after, requeue) = conclude(&sandbox, &plan, &applied, &context, now);
@@ -87,7 +90,7 @@ pub async fn reconcile(sandbox: Arc<Sandbox>, context: Arc<Context>) -> Result<A
     if !refusals.is_empty() {
         return Err(Error::Refused(refusals));
     }
-    Ok(requeue.map_or_else(Action::await_change, Action::requeue))
+    Ok(requeue)
 }
 
 /// Plans and applies until a plan went through as planned.
@@ -101,6 +104,9 @@ async fn settle(
     for _ in 0..ROUNDS {
         let plan = plan::plan(&observed, Timestamp::now());
         let applied = apply::apply(&plan, &mut observed, &context.api).await;
+        if let Some(pod) = &applied.pod {
+            watches::pod_written(context, (**pod).clone());
+        }
         if let Some(error) = applied.unknown {
             return Err(Error::Unknown(error));
         }
@@ -142,7 +148,10 @@ async fn write_status(
         .patch_status::<Sandbox>(&namespace, &sandbox.name_any(), &patch)
         .await
     {
-        Ok(_) => Ok(()),
+        Ok(written) => {
+            watches::sandbox_written(context, written);
+            Ok(())
+        }
         // It was deleted meanwhile.
         Err(error) if error.answer() == Answer::NotFound => Ok(()),
         Err(error) => Err(Error::WriteStatus(error)),

@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Node;
-use kube::{ResourceExt, runtime::controller::Action};
+use kube::ResourceExt;
 use serde_json::{Value, json};
 use torpor_api::{
     Sandbox, SandboxSnapshot, annotations,
@@ -115,17 +115,17 @@ fn plan_deleted(snapshot: &SandboxSnapshot, around: Around, since: Option<Durati
     }
 }
 
-/// One pass over one snapshot.
+/// One pass over one snapshot. Says when to look again though nothing has changed.
 pub async fn reconcile(
     snapshot: Arc<SandboxSnapshot>,
     context: Arc<Context>,
-) -> Result<Action, Error> {
+) -> Result<Option<Duration>, Error> {
     let namespace = snapshot.namespace().unwrap_or_default();
     let around = look_around(&snapshot, &namespace, &context).await?;
     let name = snapshot.name_any();
     match plan(&snapshot, around, Timestamp::now()) {
         Plan::Nothing => {}
-        Plan::LookAgain(wait) => return Ok(Action::requeue(wait)),
+        Plan::LookAgain(wait) => return Ok(Some(wait)),
         Plan::SetCommitted(draft) => {
             let patch = committed_patch(&snapshot, draft);
             let written = context
@@ -150,7 +150,7 @@ pub async fn reconcile(
             events::publish(&context.api, &*snapshot, note).await;
         }
     }
-    Ok(Action::await_change())
+    Ok(None)
 }
 
 async fn look_around(

@@ -5,6 +5,7 @@ use std::{fmt::Debug, pin::pin, sync::Arc};
 use futures::StreamExt;
 use k8s_openapi::api::{
     core::v1::{PersistentVolumeClaim, Pod, PodSpec, Service, ServiceSpec},
+    networking::v1::NetworkPolicy,
     node::v1::RuntimeClass,
 };
 use kube::{
@@ -12,184 +13,237 @@ use kube::{
     core::{DeserializeGuard, error_boundary::InvalidObject},
     runtime::{
         WatchStreamExt,
-        reflector::{self, ObjectRef, Store, store},
         watcher::{self, Event, watcher},
     },
 };
 use serde::de::DeserializeOwned;
-use tokio::{sync::mpsc, task::JoinSet};
+use tokio::task::JoinSet;
 use torpor_api::{
-    Sandbox, SandboxNode, SandboxSnapshot, SnapshotClass, annotations, conditions, labels,
+    Sandbox, SandboxClaim, SandboxNode, SandboxSnapshot, SandboxTemplate, SandboxWarmPool,
+    SnapshotClass, annotations, conditions, labels,
 };
 
-use crate::cache::{Cache, Change};
+use crate::{
+    cache::{Cache, Change, Key, key_of},
+    context::Context,
+    queue::{Lane, Queue},
+};
 
-/// Everything that is watched beside Sandboxes.
+pub mod extensions;
+
+/// Everything that is watched.
 #[derive(Clone, Debug)]
 pub struct Caches {
+    /// Indexed by the UID of the controller; see [`extensions::sandbox_index`].
+    pub sandboxes: Cache<Sandbox>,
     pub pods: Cache<Pod>,
-    pub claims: Cache<PersistentVolumeClaim>,
+    pub volume_claims: Cache<PersistentVolumeClaim>,
     pub services: Cache<Service>,
     pub snapshots: Cache<SandboxSnapshot>,
     pub nodes: Cache<SandboxNode>,
     pub runtime_classes: Cache<RuntimeClass>,
     pub snapshot_classes: Cache<SnapshotClass>,
+    /// Indexed by the pool that they name.
+    pub claims: Cache<SandboxClaim>,
+    /// Indexed by the template that they name.
+    pub pools: Cache<SandboxWarmPool>,
+    pub templates: Cache<SandboxTemplate>,
+    pub policies: Cache<NetworkPolicy>,
 }
 
 impl Default for Caches {
     fn default() -> Self {
         Self {
+            sandboxes: Cache::new(extensions::sandbox_index),
             pods: Cache::new(|pod| pod.labels().get(labels::SANDBOX_NAME_HASH).cloned()),
-            claims: Cache::new(|_| None),
+            volume_claims: Cache::new(|_| None),
             services: Cache::new(|_| None),
             snapshots: Cache::new(|snapshot| Some(snapshot.spec.sandbox_name.clone())),
             nodes: Cache::new(|_| None),
             runtime_classes: Cache::new(|_| None),
             snapshot_classes: Cache::new(|_| None),
+            claims: Cache::new(|claim| Some(claim.spec.warm_pool_ref.name.clone())),
+            pools: Cache::new(|pool| Some(pool.spec.sandbox_template_ref.name.clone())),
+            templates: Cache::new(|_| None),
+            policies: Cache::new(|_| None),
         }
     }
 }
 
 impl Caches {
-    /// Waits until each kind has been listed once; only then is an absence worth anything.
-    pub async fn wait_ready(&self) {
-        let Self {
-            pods,
-            claims,
-            services,
-            snapshots,
-            nodes,
-            runtime_classes,
-            snapshot_classes,
-        } = self;
+    /// Waits until each kind has been listed once; only then is an absence worth anything. The kinds of the extensions are watched only when they are reconciled.
+    pub async fn wait_ready(&self, extensions: bool) {
         tokio::join!(
-            pods.wait_ready(),
-            claims.wait_ready(),
-            services.wait_ready(),
-            snapshots.wait_ready(),
-            nodes.wait_ready(),
-            runtime_classes.wait_ready(),
-            snapshot_classes.wait_ready(),
+            self.sandboxes.wait_ready(),
+            self.pods.wait_ready(),
+            self.volume_claims.wait_ready(),
+            self.services.wait_ready(),
+            self.snapshots.wait_ready(),
+            self.nodes.wait_ready(),
+            self.runtime_classes.wait_ready(),
+            self.snapshot_classes.wait_ready(),
         );
-    }
-
-    /// Kinds whose first list is not complete yet.
-    pub fn not_ready(&self) -> Vec<&'static str> {
-        let Self {
-            pods,
-            claims,
-            services,
-            snapshots,
-            nodes,
-            runtime_classes,
-            snapshot_classes,
-        } = self;
-        [
-            ("Pod", pods.is_ready()),
-            ("PersistentVolumeClaim", claims.is_ready()),
-            ("Service", services.is_ready()),
-            ("SandboxSnapshot", snapshots.is_ready()),
-            ("SandboxNode", nodes.is_ready()),
-            ("RuntimeClass", runtime_classes.is_ready()),
-            ("SnapshotClass", snapshot_classes.is_ready()),
-        ]
-        .into_iter()
-        .filter_map(|(kind, ready)| (!ready).then_some(kind))
-        .collect()
+        if extensions {
+            tokio::join!(
+                self.claims.wait_ready(),
+                self.pools.wait_ready(),
+                self.templates.wait_ready(),
+                self.policies.wait_ready(),
+            );
+        }
     }
 }
 
-/// Where the watches put the names of what is to be looked at. Unbounded, since both readers only drop the names into a set; what is in flight is bounded by the
-/// watches themselves.
-#[derive(Clone, Debug)]
+/// The names that wait for a pass, per kind.
+#[derive(Debug, Default)]
 pub struct Queues {
-    pub sandboxes: mpsc::UnboundedSender<ObjectRef<Sandbox>>,
-    pub snapshots: mpsc::UnboundedSender<ObjectRef<SandboxSnapshot>>,
-}
-
-/// The stores that the two reconcilers take their objects from.
-#[derive(Debug)]
-pub struct Stores {
-    pub sandboxes: Store<Sandbox>,
-    pub snapshots: Store<SandboxSnapshot>,
+    pub sandboxes: Queue,
+    pub snapshots: Queue,
+    pub claims: Queue,
+    pub pools: Queue,
+    pub templates: Queue,
 }
 
 /// Starts all watches. They end when `tasks` is dropped or aborted.
-pub fn start(client: &Client, caches: &Caches, queues: &Queues, tasks: &mut JoinSet<()>) -> Stores {
-    let (sandboxes, writer) = reflector::store();
-    let known = caches.snapshots.clone();
-    tasks.spawn(watch_sandboxes(
+pub fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
+    let client = context.api.client();
+    start_sandboxes(context, tasks);
+    start_dependents(context, tasks);
+    let known = Arc::clone(context);
+    tasks.spawn(follow_guarded(client.clone(), trim, move |event| {
+        for change in known.caches.nodes.apply(event) {
+            waiting_for_node(&change, &known.caches.sandboxes)
+                .into_iter()
+                .for_each(|key| known.queues.sandboxes.add(key));
+        }
+    }));
+    let known = Arc::clone(context);
+    tasks.spawn(follow(
         client.clone(),
-        writer,
-        known,
-        queues.clone(),
+        watcher::Config::default(),
+        trim,
+        move |event| {
+            known.caches.runtime_classes.apply(event);
+        },
     ));
-    let (snapshots, writer) = reflector::store();
-    let followed = Snapshots {
-        cache: caches.snapshots.clone(),
-        sandboxes: sandboxes.clone(),
-        queues: queues.clone(),
+    let known = Arc::clone(context);
+    tasks.spawn(follow_guarded(client, trim, move |event| {
+        for change in known.caches.snapshot_classes.apply(event) {
+            naming_class(&change, &known.caches.sandboxes)
+                .into_iter()
+                .for_each(|key| known.queues.sandboxes.add(key));
+        }
+    }));
+    if context.settings.extensions {
+        extensions::start(context, tasks);
+    }
+}
+
+fn start_sandboxes(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
+    let known = Arc::clone(context);
+    tasks.spawn(follow_guarded(context.api.client(), trim, move |event| {
+        for change in known.caches.sandboxes.apply(event) {
+            sandbox_changed(&known, &change);
+        }
+    }));
+    let known = Arc::clone(context);
+    tasks.spawn(follow_guarded(context.api.client(), trim, move |event| {
+        for change in known.caches.snapshots.apply(event) {
+            let Some(snapshot) = change.after.as_ref().or(change.before.as_ref()) else {
+                continue;
+            };
+            known.queues.snapshots.add(key_of(&**snapshot));
+            named_by(snapshot, &known.caches.sandboxes)
+                .into_iter()
+                .for_each(|key| known.queues.sandboxes.add(key));
+        }
+    }));
+}
+
+/// Wakes whom a change of a Sandbox concerns.
+pub fn sandbox_changed(context: &Context, change: &Change<Sandbox>) {
+    let Some(sandbox) = change.after.as_ref().or(change.before.as_ref()) else {
+        return;
     };
-    tasks.spawn(watch_snapshots(client.clone(), writer, followed));
+    let key = key_of(&**sandbox);
+    // A snapshot may have been made before its Sandbox.
+    for snapshot in context.caches.snapshots.indexed(&key.0, &key.1) {
+        if !snapshot.is_committed() {
+            context.queues.snapshots.add(key_of(&*snapshot));
+        }
+    }
+    context.queues.sandboxes.add_in(lane_of(sandbox), key);
+    if context.settings.extensions {
+        extensions::sandbox_changed(context, change);
+    }
+}
+
+/// Everybody in this process knows a Sandbox as the apiserver answered a write of it. Its own pass is left to the watch.
+pub fn sandbox_written(context: &Context, sandbox: Sandbox) {
+    if let Some(change) = context.caches.sandboxes.assume(sandbox)
+        && context.settings.extensions
+    {
+        extensions::sandbox_changed(context, &change);
+    }
+}
+
+/// The same for a Pod.
+pub fn pod_written(context: &Context, mut pod: Pod) {
+    trim_pod(&mut pod);
+    context.caches.pods.assume(pod);
+}
+
+/// Nobody waits for an unclaimed member of a pool.
+fn lane_of(sandbox: &Sandbox) -> Lane {
+    match crate::candidates::pool_of(sandbox) {
+        Some(_) => Lane::InAdvance,
+        None => Lane::Awaited,
+    }
+}
+
+/// Asks for a pass over a Sandbox because something of its own has changed.
+fn wake_sandbox(context: &Context, key: Key) {
+    let found = context.caches.sandboxes.get(&key.0, &key.1);
+    let lane = found.map_or(Lane::Awaited, |sandbox| lane_of(&sandbox));
+    context.queues.sandboxes.add_in(lane, key);
+}
+
+/// What belongs to a Sandbox.
+fn start_dependents(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
+    let client = context.api.client();
     let hashed = watcher::Config::default().labels(labels::SANDBOX_NAME_HASH);
-    let all = watcher::Config::default;
-    let Caches {
-        pods,
-        claims,
-        services,
-        nodes,
-        runtime_classes,
-        snapshot_classes,
-        snapshots: _,
-    } = caches.clone();
-    let queue = queues.sandboxes.clone();
+    let known = Arc::clone(context);
     tasks.spawn(follow(
         client.clone(),
         hashed.clone(),
         trim_pod,
         move |event| {
-            pods.apply(event)
+            known
+                .caches
+                .pods
+                .apply(event)
                 .iter()
                 .flat_map(owners)
-                .for_each(|sandbox| wake(&queue, sandbox));
+                .for_each(|key| wake_sandbox(&known, key));
         },
     ));
-    let queue = queues.sandboxes.clone();
+    let known = Arc::clone(context);
     // All Services, not only ours: one that somebody else owns under a Sandbox's name has to be seen.
-    tasks.spawn(follow(client.clone(), all(), trim_service, move |event| {
-        services
+    let all = watcher::Config::default();
+    tasks.spawn(follow(client.clone(), all, trim_service, move |event| {
+        known
+            .caches
+            .services
             .apply(event)
             .iter()
             .flat_map(owners)
-            .for_each(|sandbox| wake(&queue, sandbox));
+            .for_each(|key| known.queues.sandboxes.add(key));
     }));
     // Claims wake nobody, as upstream: they are made before the Pod and not looked at again.
-    tasks.spawn(follow(client.clone(), hashed, trim_claim, move |event| {
-        claims.apply(event);
+    let known = Arc::clone(context);
+    tasks.spawn(follow(client, hashed, trim_claim, move |event| {
+        known.caches.volume_claims.apply(event);
     }));
-    let (queue, known) = (queues.sandboxes.clone(), sandboxes.clone());
-    tasks.spawn(follow_guarded(client.clone(), trim, move |event| {
-        for change in nodes.apply(event) {
-            waiting_for_node(&change, &known)
-                .into_iter()
-                .for_each(|s| wake(&queue, s));
-        }
-    }));
-    tasks.spawn(follow(client.clone(), all(), trim, move |event| {
-        runtime_classes.apply(event);
-    }));
-    let (queue, known) = (queues.sandboxes.clone(), sandboxes.clone());
-    tasks.spawn(follow_guarded(client.clone(), trim, move |event| {
-        for change in snapshot_classes.apply(event) {
-            naming_class(&change, &known)
-                .into_iter()
-                .for_each(|s| wake(&queue, s));
-        }
-    }));
-    Stores {
-        sandboxes,
-        snapshots,
-    }
 }
 
 /// Reads a watch for ever and hands each event on. Faults of the watch are retried with a growing delay.
@@ -252,76 +306,8 @@ fn unguarded<K: Resource<DynamicType = ()>>(event: Event<DeserializeGuard<K>>) -
     })
 }
 
-async fn watch_sandboxes(
-    client: Client,
-    mut writer: store::Writer<Sandbox>,
-    snapshots: Cache<SandboxSnapshot>,
-    queues: Queues,
-) {
-    let store = writer.as_reader();
-    follow_guarded(client, trim, move |event| {
-        writer.apply_watcher_event(&event);
-        match &event {
-            Event::Apply(sandbox) | Event::Delete(sandbox) => {
-                wake(&queues.sandboxes, ObjectRef::from_obj(sandbox));
-                // A snapshot may have been made before its Sandbox.
-                let namespace = sandbox.namespace().unwrap_or_default();
-                for snapshot in snapshots.indexed(&namespace, &sandbox.name_any()) {
-                    if !snapshot.is_committed() {
-                        wake(&queues.snapshots, ObjectRef::from_obj(&*snapshot));
-                    }
-                }
-            }
-            // Any of them may have changed while nobody watched.
-            Event::InitDone => {
-                for sandbox in store.state() {
-                    wake(&queues.sandboxes, ObjectRef::from_obj(&*sandbox));
-                }
-            }
-            Event::Init | Event::InitApply(_) => {}
-        }
-    })
-    .await;
-}
-
-struct Snapshots {
-    cache: Cache<SandboxSnapshot>,
-    sandboxes: Store<Sandbox>,
-    queues: Queues,
-}
-
-async fn watch_snapshots(
-    client: Client,
-    mut writer: store::Writer<SandboxSnapshot>,
-    Snapshots {
-        cache,
-        sandboxes,
-        queues,
-    }: Snapshots,
-) {
-    follow_guarded(client, trim, move |event| {
-        writer.apply_watcher_event(&event);
-        for change in cache.apply(event) {
-            let Some(snapshot) = change.after.as_ref().or(change.before.as_ref()) else {
-                continue;
-            };
-            wake(&queues.snapshots, ObjectRef::from_obj(snapshot));
-            named_by(snapshot, &sandboxes).for_each(|s| wake(&queues.sandboxes, s));
-        }
-    })
-    .await;
-}
-
-fn wake<K: Resource<DynamicType = ()>>(
-    queue: &mpsc::UnboundedSender<ObjectRef<K>>,
-    object: ObjectRef<K>,
-) {
-    // The reader is gone only when the program is ending.
-    let _ = queue.send(object);
-}
-
 /// The Sandbox that controls an object, before or after the change.
-fn owners<K: ResourceExt>(change: &Change<K>) -> Vec<ObjectRef<Sandbox>> {
+fn owners<K: ResourceExt>(change: &Change<K>) -> Vec<Key> {
     let mut found = Vec::new();
     for object in [&change.before, &change.after].into_iter().flatten() {
         let namespace = object.namespace().unwrap_or_default();
@@ -331,7 +317,7 @@ fn owners<K: ResourceExt>(change: &Change<K>) -> Vec<ObjectRef<Sandbox>> {
                 && owner.api_version.starts_with("agents.x-k8s.io/")
         });
         if let Some(owner) = controller {
-            let sandbox = ObjectRef::new(&owner.name).within(&namespace);
+            let sandbox = (namespace, owner.name.clone());
             if !found.contains(&sandbox) {
                 found.push(sandbox);
             }
@@ -341,35 +327,31 @@ fn owners<K: ResourceExt>(change: &Change<K>) -> Vec<ObjectRef<Sandbox>> {
 }
 
 /// The Sandbox that a snapshot is of, and those that start as a copy of it.
-fn named_by(
-    snapshot: &SandboxSnapshot,
-    sandboxes: &Store<Sandbox>,
-) -> impl Iterator<Item = ObjectRef<Sandbox>> {
-    let namespace = snapshot.namespace().unwrap_or_default();
-    let name = snapshot.name_any();
-    let own = ObjectRef::new(&snapshot.spec.sandbox_name).within(&namespace);
-    let copies = sandboxes.state_filter(|sandbox| {
+fn named_by(snapshot: &SandboxSnapshot, sandboxes: &Cache<Sandbox>) -> Vec<Key> {
+    let (namespace, name) = key_of(snapshot);
+    let copies = sandboxes.filtered(|sandbox| {
         sandbox.namespace().as_deref() == Some(&namespace)
-            && [
-                sandbox.metadata.annotations.as_ref(),
-                sandbox.spec.pod_template.annotations(),
-            ]
-            .into_iter()
-            .flatten()
-            .any(|all| all.get(annotations::RESTORE_FROM) == Some(&name))
+            && names(sandbox, annotations::RESTORE_FROM, &name)
     });
-    std::iter::once(own).chain(
-        copies
-            .into_iter()
-            .map(|sandbox| ObjectRef::from_obj(&*sandbox)),
-    )
+    let own = (namespace, snapshot.spec.sandbox_name.clone());
+    std::iter::once(own)
+        .chain(copies.iter().map(|sandbox| key_of(&**sandbox)))
+        .collect()
+}
+
+/// Whether an annotation of the Sandbox or of its pod template has this value.
+fn names(sandbox: &Sandbox, annotation: &str, value: &str) -> bool {
+    [
+        sandbox.metadata.annotations.as_ref(),
+        sandbox.spec.pod_template.annotations(),
+    ]
+    .into_iter()
+    .flatten()
+    .any(|all| all.get(annotation).is_some_and(|named| named == value))
 }
 
 /// Sandboxes whose next step depends on what a node can do. A heartbeat alone wakes nobody.
-fn waiting_for_node(
-    change: &Change<SandboxNode>,
-    sandboxes: &Store<Sandbox>,
-) -> Vec<ObjectRef<Sandbox>> {
+fn waiting_for_node(change: &Change<SandboxNode>, sandboxes: &Cache<Sandbox>) -> Vec<Key> {
     let abilities = |node: &Option<Arc<SandboxNode>>| {
         let status = node.as_ref()?.status.clone()?;
         Some((status.runtimes, status.fingerprint))
@@ -381,40 +363,23 @@ fn waiting_for_node(
         return Vec::new();
     };
     let name = node.name_any();
-    let waiting = sandboxes.state_filter(|sandbox| {
+    let waiting = sandboxes.filtered(|sandbox| {
         let Some(status) = &sandbox.status else {
             return false;
         };
         let restored = conditions::find(&status.conditions, conditions::RESTORED);
         status.node_name == name || restored.is_some_and(|condition| condition.status == "False")
     });
-    waiting
-        .iter()
-        .map(|sandbox| ObjectRef::from_obj(&**sandbox))
-        .collect()
+    waiting.iter().map(|sandbox| key_of(&**sandbox)).collect()
 }
 
-fn naming_class(
-    change: &Change<SnapshotClass>,
-    sandboxes: &Store<Sandbox>,
-) -> Vec<ObjectRef<Sandbox>> {
+fn naming_class(change: &Change<SnapshotClass>, sandboxes: &Cache<Sandbox>) -> Vec<Key> {
     let Some(class) = change.after.as_ref().or(change.before.as_ref()) else {
         return Vec::new();
     };
     let name = class.name_any();
-    let naming = sandboxes.state_filter(|sandbox| {
-        [
-            sandbox.metadata.annotations.as_ref(),
-            sandbox.spec.pod_template.annotations(),
-        ]
-        .into_iter()
-        .flatten()
-        .any(|all| all.get(annotations::SNAPSHOT_CLASS) == Some(&name))
-    });
-    naming
-        .iter()
-        .map(|sandbox| ObjectRef::from_obj(&**sandbox))
-        .collect()
+    let naming = sandboxes.filtered(|sandbox| names(sandbox, annotations::SNAPSHOT_CLASS, &name));
+    naming.iter().map(|sandbox| key_of(&**sandbox)).collect()
 }
 
 fn trim<K: Resource>(object: &mut K) {

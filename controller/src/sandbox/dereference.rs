@@ -106,7 +106,7 @@ pub async fn dereference(
     }
     for template in &sandbox.spec.volume_claim_templates {
         if let Some(claim) = caches
-            .claims
+            .volume_claims
             .get(&namespace, &claim_name(&template.metadata.name, &name))
         {
             observed.learn(Fact::Claim(claim));

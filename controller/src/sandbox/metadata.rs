@@ -20,7 +20,7 @@ const EXTENSION_LABELS: [&str; 2] = [labels::WARM_POOL_SANDBOX, labels::SANDBOX_
 pub fn for_new_pod(sandbox: &Sandbox) -> (Strings, Strings) {
     let template = &sandbox.spec.pod_template;
     let user_labels = allowed(template.labels(), labels::is_system);
-    let user_annotations = allowed(template.annotations(), annotations::is_system);
+    let user_annotations = wanted_annotations(sandbox);
     let mut on_pod = Strings::new();
     for (key, list) in [
         (annotations::PROPAGATED_LABELS, joined(&user_labels)),
@@ -87,7 +87,7 @@ fn update_labels(pod_labels: &mut Strings, on_pod: &Strings, sandbox: &Sandbox) 
 
 fn update_annotations(on_pod: &mut Strings, sandbox: &Sandbox) {
     let template = &sandbox.spec.pod_template;
-    let wanted = allowed(template.annotations(), annotations::is_system);
+    let wanted = wanted_annotations(sandbox);
     let own = [
         annotations::PROPAGATED_LABELS,
         annotations::PROPAGATED_ANNOTATIONS,
@@ -112,6 +112,24 @@ fn update_annotations(on_pod: &mut Strings, sandbox: &Sandbox) {
         }
     }
     on_pod.extend(wanted);
+}
+
+/// Annotations of the template, and for a member of a pool whether the autoscaler may take the Pod away: that stands on the Sandbox, where a claim takes it off without a change
+/// of the spec.
+fn wanted_annotations(sandbox: &Sandbox) -> Strings {
+    let mut wanted = allowed(
+        sandbox.spec.pod_template.annotations(),
+        annotations::is_system,
+    );
+    let evictable = sandbox.annotations().get(annotations::SAFE_TO_EVICT);
+    if let Some(value) = evictable
+        && crate::candidates::pool_of(sandbox).is_some()
+    {
+        wanted
+            .entry(annotations::SAFE_TO_EVICT.to_owned())
+            .or_insert_with(|| value.clone());
+    }
+    wanted
 }
 
 /// Labels that the controller owns: the name hash, those of the extension kinds, who made it.

@@ -1,11 +1,18 @@
 //! The controller against an apiserver in memory: upstream's cases, Torpor's own, and random sequences of events.
 
+mod at_work;
+mod claims;
+mod cluster;
 mod dependents;
 mod lifecycle;
 mod memory;
 mod objects;
+mod pools;
 mod property;
 mod restore;
+mod schedules;
+mod sync;
+mod warm;
 mod wiring;
 mod world;
 

@@ -26,7 +26,7 @@ struct Running {
 impl Running {
     fn start(world: World) -> Self {
         let stop = CancellationToken::new();
-        let work = tokio::spawn(run::run(Arc::clone(&world.context), 4, stop.clone()));
+        let work = tokio::spawn(run::run(Arc::clone(&world.context), stop.clone()));
         Self { world, stop, work }
     }
 

@@ -1,19 +1,10 @@
 //! The controller pass by pass: the caches are brought up to date only when a test says so, which makes every stale view reproducible.
 
-use std::{fmt::Debug, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
-use kube::{Resource, runtime::watcher::Event};
-use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use torpor_api::Sandbox;
-use torpor_controller::{
-    cache::Cache,
-    calls,
-    context::{Context, Failures},
-    metrics::Metrics,
-    sandbox,
-    watches::Caches,
-};
+use torpor_controller::{calls, context::Context, sandbox, settings::Settings};
 
 use crate::{
     apiserver::{Apiserver, Write},
@@ -53,43 +44,7 @@ impl World {
 
     /// Brings every cache up to date.
     pub(crate) fn sync(&self) {
-        let Caches {
-            pods,
-            claims,
-            services,
-            snapshots,
-            nodes,
-            runtime_classes,
-            snapshot_classes,
-        } = &self.context.caches;
-        let hashed = |object: &Value| {
-            object["metadata"]["labels"]
-                .get("agents.x-k8s.io/sandbox-name-hash")
-                .is_some()
-        };
-        self.fill(pods, "pods", hashed);
-        self.fill(claims, "persistentvolumeclaims", hashed);
-        self.fill(services, "services", |_| true);
-        self.fill(snapshots, "sandboxsnapshots", |_| true);
-        self.fill(nodes, "sandboxnodes", |_| true);
-        self.fill(runtime_classes, "runtimeclasses", |_| true);
-        self.fill(snapshot_classes, "snapshotclasses", |_| true);
-    }
-
-    fn fill<K>(&self, cache: &Cache<K>, kind: &str, shown: impl Fn(&Value) -> bool)
-    where
-        K: Resource + DeserializeOwned + Debug,
-    {
-        cache.apply(Event::Init);
-        for object in self
-            .api
-            .list(kind)
-            .into_iter()
-            .filter(|object| shown(object))
-        {
-            cache.apply(Event::InitApply(serde_json::from_value(object).unwrap()));
-        }
-        cache.apply(Event::InitDone);
+        crate::sync::all(&self.api, &self.context);
     }
 
     /// The Sandbox "s" as it is now.
@@ -122,18 +77,16 @@ impl World {
     }
 
     /// One pass with the caches as they are, over the Sandbox as it is.
-    pub(crate) async fn stale_pass(
-        &self,
-    ) -> Result<kube::runtime::controller::Action, sandbox::Error> {
+    pub(crate) async fn stale_pass(&self) -> Result<Option<Duration>, sandbox::Error> {
         let Some(object) = self.api.get("sandboxes", NS, "s") else {
-            return Ok(kube::runtime::controller::Action::await_change());
+            return Ok(None);
         };
         let object: Sandbox = serde_json::from_value(object).unwrap();
         sandbox::reconcile(Arc::new(object), Arc::clone(&self.context)).await
     }
 
     /// One pass with everything up to date.
-    pub(crate) async fn pass(&self) -> Result<kube::runtime::controller::Action, sandbox::Error> {
+    pub(crate) async fn pass(&self) -> Result<Option<Duration>, sandbox::Error> {
         self.sync();
         self.stale_pass().await
     }
@@ -280,11 +233,13 @@ impl World {
 }
 
 fn context(api: &Apiserver, timeout: Duration) -> Arc<Context> {
-    Arc::new(Context {
-        api: calls::Apiserver::new(api.client(), timeout),
-        caches: Caches::default(),
-        cluster_domain: "cluster.local".to_owned(),
-        metrics: Metrics::default(),
-        failures: Failures::default(),
-    })
+    let settings = Settings {
+        sandbox_workers: 4,
+        ..Settings::default()
+    };
+    Arc::new(Context::new(
+        calls::Apiserver::new(api.client(), timeout),
+        "cluster.local".to_owned(),
+        settings,
+    ))
 }

@@ -13,9 +13,13 @@ use http::{Method, Request, Response, StatusCode};
 use http_body_util::BodyExt;
 use kube::Client;
 use serde_json::{Value, json};
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 
 pub mod merge_patch;
+
+mod state;
+
+use self::state::State;
 
 /// Plural, namespace (empty for cluster-scoped kinds), name.
 pub type Key = (String, String, String);
@@ -47,17 +51,6 @@ pub enum FaultAnswer {
     LoseAnswer,
 }
 
-#[derive(Debug, Default)]
-struct State {
-    version: u64,
-    uids: u64,
-    objects: BTreeMap<Key, Value>,
-    history: Vec<(u64, &'static str, Key, Value)>,
-    writes: Vec<Write>,
-    tokens: Vec<String>,
-    faults: Vec<Fault>,
-}
-
 /// Clones are the same apiserver.
 #[derive(Clone, Debug)]
 pub struct Apiserver {
@@ -76,7 +69,7 @@ struct Call {
 
 type Answer = Result<Value, (StatusCode, &'static str, String)>;
 
-const KINDS: [(&str, &str, &str); 14] = [
+const KINDS: [(&str, &str, &str); 16] = [
     ("pods", "Pod", "v1"),
     ("services", "Service", "v1"),
     ("persistentvolumeclaims", "PersistentVolumeClaim", "v1"),
@@ -92,6 +85,12 @@ const KINDS: [(&str, &str, &str); 14] = [
     (
         "sandboxclaims",
         "SandboxClaim",
+        "extensions.agents.x-k8s.io/v1beta1",
+    ),
+    ("networkpolicies", "NetworkPolicy", "networking.k8s.io/v1"),
+    (
+        "sandboxtemplates",
+        "SandboxTemplate",
         "extensions.agents.x-k8s.io/v1beta1",
     ),
     (
@@ -116,6 +115,13 @@ impl Apiserver {
         }
     }
 
+    /// One whose objects are made when they are made, and not at the beginning of 2026.
+    pub fn with_clock() -> Self {
+        let server = Self::new();
+        server.state.lock().unwrap().has_clock = true;
+        server
+    }
+
     /// The real client, connected to it.
     pub fn client(&self) -> Client {
         let server = self.clone();
@@ -123,6 +129,25 @@ impl Apiserver {
             tower::service_fn(move |request| {
                 let server = server.clone();
                 async move { Ok::<_, Infallible>(server.answer(request).await) }
+            }),
+            "default",
+        )
+    }
+
+    /// A client whose every call waits until the gate lets it through.
+    pub fn gated_client(&self, gate: &Arc<Semaphore>) -> Client {
+        let (server, gate) = (self.clone(), Arc::clone(gate));
+        Client::new(
+            tower::service_fn(move |request| {
+                let (server, gate) = (server.clone(), Arc::clone(&gate));
+                async move {
+                    // A gate that is closed for good belongs to a process that is dead.
+                    if let Ok(permit) = gate.acquire().await {
+                        permit.forget();
+                        return Ok::<_, Infallible>(server.answer(request).await);
+                    }
+                    std::future::pending().await
+                }
             }),
             "default",
         )
@@ -192,6 +217,13 @@ impl Apiserver {
         self.state.lock().unwrap().tokens.push(token.to_owned());
     }
 
+    /// Deletes what is owned by somebody who is gone. (What is there when its owner goes is deleted with it.)
+    pub fn collect_garbage(&self) {
+        let mut state = self.state.lock().unwrap();
+        state.collect_garbage();
+        self.notify(state.version);
+    }
+
     /// Makes the next matching write go wrong.
     pub fn fail(&self, fault: Fault) {
         self.state.lock().unwrap().faults.push(fault);
@@ -202,10 +234,19 @@ impl Apiserver {
         self.state.lock().unwrap().faults.clear();
     }
 
+    /// Reads of single objects since the last call.
+    pub fn take_reads(&self) -> Vec<String> {
+        std::mem::take(&mut self.state.lock().unwrap().reads)
+    }
+
+    /// Writes since the last call.
+    pub fn take_all_writes(&self) -> Vec<Write> {
+        std::mem::take(&mut self.state.lock().unwrap().writes)
+    }
+
     /// Writes since the last call, Events left out.
     pub fn take_writes(&self) -> Vec<Write> {
-        let writes = std::mem::take(&mut self.state.lock().unwrap().writes);
-        writes
+        self.take_all_writes()
             .into_iter()
             .filter(|write| write.kind != "events")
             .collect()
@@ -241,6 +282,8 @@ impl Apiserver {
                 (None, true) => self.watch(&call),
                 (None, false) => respond(Ok(self.list_answer(&call))),
                 (Some(name), _) => {
+                    let read = format!("{} {name}", call.kind);
+                    self.state.lock().unwrap().reads.push(read);
                     let found = self.get(&call.kind, &call.namespace, name);
                     respond(found.ok_or_else(|| not_found(&call.kind, name)))
                 }
@@ -315,7 +358,7 @@ impl Apiserver {
             "create" => state.create(&call.kind, &call.namespace, body),
             "patch" | "patch status" => state.patch(&key, &body, call.status),
             "replace" => state.replace(&key, body),
-            _ => state.checked_delete(&key, &body["preconditions"]),
+            _ => state.checked_delete(&key, &body),
         };
         self.notify(state.version);
         answer
@@ -439,163 +482,6 @@ impl Call {
                     .strip_prefix("metadata.name=")
                     .is_some_and(|name| name == key.2)
             })
-    }
-}
-
-impl State {
-    fn create(&mut self, kind: &str, namespace: &str, mut object: Value) -> Answer {
-        let name = object["metadata"]["name"]
-            .as_str()
-            .unwrap_or_default()
-            .to_owned();
-        let key = key(kind, namespace, &name);
-        if self.objects.contains_key(&key) {
-            let message = format!("{kind} \"{name}\" already exists");
-            return Err((StatusCode::CONFLICT, "AlreadyExists", message));
-        }
-        let (_, api_kind, api_version) = *KINDS.iter().find(|(p, ..)| *p == kind).unwrap();
-        self.uids += 1;
-        let metadata = &mut object["metadata"];
-        metadata["uid"] = format!("{:08x}-0000-4000-8000-000000000000", self.uids).into();
-        metadata["generation"] = 1.into();
-        if metadata.get("creationTimestamp").is_none() {
-            metadata["creationTimestamp"] = "2026-01-01T00:00:00Z".into();
-        }
-        object["kind"] = api_kind.into();
-        object["apiVersion"] = api_version.into();
-        if kind == "pods" {
-            object["status"] = json!({"phase": "Pending"});
-        }
-        Ok(self.store(key, object))
-    }
-
-    fn patch(&mut self, key: &Key, patch: &Value, status: bool) -> Answer {
-        let Some(object) = self.objects.get(key) else {
-            return Err(not_found(&key.0, &key.2));
-        };
-        for field in ["uid", "resourceVersion"] {
-            let wanted = &patch["metadata"][field];
-            if !wanted.is_null() && *wanted != object["metadata"][field] {
-                let message = format!("the {field} is another");
-                return Err((StatusCode::CONFLICT, "Conflict", message));
-            }
-        }
-        let mut patched = object.clone();
-        if status {
-            merge_patch::apply(&mut patched, &json!({"status": patch["status"]}));
-        } else {
-            merge_patch::apply(&mut patched, patch);
-            // The status is another resource for all kinds that are patched here.
-            patched["status"] = object["status"].clone();
-            if patched["status"].is_null() {
-                patched.as_object_mut().unwrap().remove("status");
-            }
-            if patched["spec"] != object["spec"] {
-                let generation = object["metadata"]["generation"].as_u64().unwrap_or(1);
-                patched["metadata"]["generation"] = (generation + 1).into();
-            }
-        }
-        Ok(self.store(key.clone(), patched))
-    }
-
-    fn replace(&mut self, key: &Key, object: Value) -> Answer {
-        let Some(current) = self.objects.get(key) else {
-            return Err(not_found(&key.0, &key.2));
-        };
-        if current["metadata"]["resourceVersion"] != object["metadata"]["resourceVersion"] {
-            return Err((
-                StatusCode::CONFLICT,
-                "Conflict",
-                "another resourceVersion".to_owned(),
-            ));
-        }
-        Ok(self.store(key.clone(), object))
-    }
-
-    fn checked_delete(&mut self, key: &Key, preconditions: &Value) -> Answer {
-        let Some(object) = self.objects.get(key) else {
-            return Err(not_found(&key.0, &key.2));
-        };
-        for field in ["uid", "resourceVersion"] {
-            let wanted = &preconditions[field];
-            if !wanted.is_null() && *wanted != object["metadata"][field] {
-                let message = format!("Precondition failed: {field}");
-                return Err((StatusCode::CONFLICT, "Conflict", message));
-            }
-        }
-        let object = object.clone();
-        self.delete(key);
-        Ok(object)
-    }
-
-    fn delete(&mut self, key: &Key) {
-        let Some(object) = self.objects.get(key) else {
-            return;
-        };
-        let held = object["metadata"]["finalizers"]
-            .as_array()
-            .is_some_and(|f| !f.is_empty());
-        if key.0 != "pods" && !held {
-            return self.remove(key);
-        }
-        if object["metadata"].get("deletionTimestamp").is_none() {
-            let mut object = object.clone();
-            object["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z".into();
-            self.store(key.clone(), object);
-        }
-    }
-
-    /// Stores an object under a new version; a write that changes nothing makes none.
-    fn store(&mut self, key: Key, mut object: Value) -> Value {
-        let before = self.objects.get(&key);
-        if let Some(before) = before {
-            object["metadata"]["resourceVersion"] = before["metadata"]["resourceVersion"].clone();
-            if *before == object {
-                return object;
-            }
-        }
-        let type_ = if before.is_some() {
-            "MODIFIED"
-        } else {
-            "ADDED"
-        };
-        self.version += 1;
-        object["metadata"]["resourceVersion"] = self.version.to_string().into();
-        let dying = object["metadata"].get("deletionTimestamp").is_some() && key.0 != "pods";
-        let held = object["metadata"]["finalizers"]
-            .as_array()
-            .is_some_and(|f| !f.is_empty());
-        self.history
-            .push((self.version, type_, key.clone(), object.clone()));
-        self.objects.insert(key.clone(), object.clone());
-        if dying && !held {
-            self.remove(&key);
-        }
-        object
-    }
-
-    /// Takes an object away, and what it controls.
-    fn remove(&mut self, key: &Key) {
-        let Some(mut object) = self.objects.remove(key) else {
-            return;
-        };
-        self.version += 1;
-        object["metadata"]["resourceVersion"] = self.version.to_string().into();
-        let uid = object["metadata"]["uid"].clone();
-        self.history
-            .push((self.version, "DELETED", key.clone(), object));
-        let owned: Vec<Key> = self
-            .objects
-            .iter()
-            .filter(|(_, object)| {
-                let owners = object["metadata"]["ownerReferences"].as_array();
-                owners.is_some_and(|all| all.iter().any(|owner| owner["uid"] == uid))
-            })
-            .map(|(key, _)| key.clone())
-            .collect();
-        for key in owned {
-            self.delete(&key);
-        }
     }
 }
 

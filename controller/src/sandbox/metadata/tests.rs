@@ -140,3 +140,48 @@ fn torpors_wishes_are_set_and_taken_off() {
     );
     assert_eq!(torpor_patch_for(&pod, &wishes), Some(expected));
 }
+
+#[test]
+fn a_member_of_a_pool_may_be_evicted_until_it_is_claimed() {
+    let evictable = |kind: &str, template: Value| {
+        let mut sandbox = owned_by(kind, EXTENSIONS, json!({}));
+        let key = "cluster-autoscaler.kubernetes.io/safe-to-evict";
+        sandbox
+            .annotations_mut()
+            .insert(key.to_owned(), "true".to_owned());
+        let metadata = json!({"annotations": template});
+        sandbox.spec.pod_template.metadata = serde_json::from_value(metadata).unwrap();
+        for_new_pod(&sandbox).1.get(key).cloned()
+    };
+    let none = json!({});
+    assert_eq!(
+        evictable("SandboxWarmPool", none.clone()).as_deref(),
+        Some("true")
+    );
+    assert_eq!(evictable("SandboxClaim", none), None);
+    let decided = json!({"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"});
+    assert_eq!(
+        evictable("SandboxWarmPool", decided).as_deref(),
+        Some("false")
+    );
+}
+
+#[test]
+fn a_claim_takes_the_permission_to_evict_off_the_pod() {
+    let mut member = owned_by(
+        "SandboxWarmPool",
+        EXTENSIONS,
+        json!({POOL: "p", TEMPLATE: "t"}),
+    );
+    let key = "cluster-autoscaler.kubernetes.io/safe-to-evict";
+    member
+        .annotations_mut()
+        .insert(key.to_owned(), "true".to_owned());
+    let (labels, annotations) = for_new_pod(&member);
+    let claimed = owned_by("SandboxClaim", EXTENSIONS, json!({TEMPLATE: "t"}));
+    let patch = patch_for(&pod(json!(labels), json!(annotations)), &claimed, &[]).unwrap();
+    assert_eq!(
+        patch["metadata"],
+        json!({"labels": {POOL: null}, "annotations": {key: null, "agents.x-k8s.io/propagated-annotations": ""}})
+    );
+}

@@ -1,0 +1,272 @@
+//! Members of warm pools that a claim may take, kept up to date by the watch, so that taking one costs neither a call nor a walk over the pool.
+//!
+//! Order, as upstream: Ready ones first; among them from the node with the most left, so that the load is spread; on a node the oldest first. What nobody has scheduled
+//! counts as being on a node of its own. A member is offered to one claim at a time; the apiserver has the last word through the fence of the write.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use jiff::Timestamp;
+use kube::{Resource, ResourceExt};
+use torpor_api::{Sandbox, SandboxWarmPool, conditions, extensions, labels};
+
+use crate::cache::Change;
+
+/// How far a member has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Stage {
+    Ready,
+    /// It has an address, but is not ready.
+    Addressed,
+    /// It has no address yet: not to be had.
+    Pending,
+}
+
+/// What decides about a member's turn.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Entry {
+    stage: Stage,
+    node: String,
+    age: (Timestamp, String),
+}
+
+/// What a pool has to offer.
+#[derive(Debug)]
+pub enum Offer {
+    Sandbox(Taken),
+    /// Members are on their way.
+    Pending,
+    Nothing,
+}
+
+/// Members of all pools. Clones share the content.
+#[derive(Clone, Debug, Default)]
+pub struct Candidates(Arc<Mutex<HashMap<String, Pool>>>);
+
+#[derive(Debug, Default)]
+struct Pool {
+    members: HashMap<String, Member>,
+    free: BTreeMap<Stage, BTreeMap<String, BTreeSet<(Timestamp, String)>>>,
+}
+
+#[derive(Debug)]
+struct Member {
+    entry: Entry,
+    taken: bool,
+    sandbox: Arc<Sandbox>,
+}
+
+/// A member that is offered to one claim; it is free again when this is dropped and it is still in its pool.
+#[derive(Debug)]
+pub struct Taken {
+    candidates: Candidates,
+    pool: String,
+    pub sandbox: Arc<Sandbox>,
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        let mut pools = self.candidates.lock();
+        if let Some(pool) = pools.get_mut(&self.pool) {
+            pool.give_back(&self.sandbox.name_any());
+        }
+    }
+}
+
+impl Candidates {
+    /// Takes a change of a Sandbox in.
+    pub fn update(&self, change: &Change<Sandbox>) {
+        let pool_before = change.before.as_deref().and_then(pool_of);
+        let after = change.after.as_ref().and_then(|sandbox| {
+            let entry = entry_of(sandbox)?;
+            Some((pool_of(sandbox)?.to_owned(), entry, Arc::clone(sandbox)))
+        });
+        if pool_before.is_none() && after.is_none() {
+            return;
+        }
+        let mut pools = self.lock();
+        if let (Some(uid), Some(before)) = (pool_before, &change.before)
+            && after.as_ref().is_none_or(|(pool, ..)| pool != uid)
+            && let Some(pool) = pools.get_mut(uid)
+        {
+            pool.remove(&before.name_any());
+            if pool.members.is_empty() {
+                pools.remove(uid);
+            }
+        }
+        if let Some((uid, entry, sandbox)) = after {
+            pools.entry(uid).or_default().put(entry, sandbox);
+        }
+    }
+
+    /// The member whose turn it is.
+    pub fn take(&self, pool_uid: &str) -> Offer {
+        let mut pools = self.lock();
+        let Some(pool) = pools.get_mut(pool_uid) else {
+            return Offer::Nothing;
+        };
+        match pool.choose() {
+            Some(name) => match pool.take(&name) {
+                Some(sandbox) => Offer::Sandbox(self.taken(pool_uid, sandbox)),
+                None => Offer::Nothing,
+            },
+            None if pool.free.contains_key(&Stage::Pending) => Offer::Pending,
+            None => Offer::Nothing,
+        }
+    }
+
+    /// A certain member, if it is free.
+    pub fn take_named(&self, pool_uid: &str, name: &str) -> Option<Taken> {
+        let sandbox = self.lock().get_mut(pool_uid)?.take(name)?;
+        Some(self.taken(pool_uid, sandbox))
+    }
+
+    fn taken(&self, pool_uid: &str, sandbox: Arc<Sandbox>) -> Taken {
+        Taken {
+            candidates: self.clone(),
+            pool: pool_uid.to_owned(),
+            sandbox,
+        }
+    }
+
+    // A panic elsewhere leaves the sets as they were.
+    fn lock(&self) -> MutexGuard<'_, HashMap<String, Pool>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Pool {
+    fn put(&mut self, entry: Entry, sandbox: Arc<Sandbox>) {
+        let name = entry.age.1.clone();
+        // The same object as before stays with the claim that it is offered to.
+        let taken = self
+            .members
+            .get(&name)
+            .is_some_and(|known| known.taken && known.sandbox.uid() == sandbox.uid());
+        self.remove(&name);
+        if !taken {
+            self.free(&entry);
+        }
+        let member = Member {
+            entry,
+            taken,
+            sandbox,
+        };
+        self.members.insert(name, member);
+    }
+
+    fn remove(&mut self, name: &str) {
+        if let Some(member) = self.members.remove(name) {
+            self.occupy(&member.entry);
+        }
+    }
+
+    fn take(&mut self, name: &str) -> Option<Arc<Sandbox>> {
+        let member = self.members.get_mut(name).filter(|member| !member.taken)?;
+        member.taken = true;
+        let (entry, sandbox) = (member.entry.clone(), Arc::clone(&member.sandbox));
+        self.occupy(&entry);
+        Some(sandbox)
+    }
+
+    fn give_back(&mut self, name: &str) {
+        let Some(member) = self.members.get_mut(name).filter(|member| member.taken) else {
+            return;
+        };
+        member.taken = false;
+        let entry = member.entry.clone();
+        self.free(&entry);
+    }
+
+    fn choose(&self) -> Option<String> {
+        for stage in [Stage::Ready, Stage::Addressed] {
+            let Some(nodes) = self.free.get(&stage) else {
+                continue;
+            };
+            // Of equally full nodes the one with the oldest member; what is on no node comes last.
+            let fullest = nodes.iter().max_by_key(|(node, members)| {
+                let oldest = members.first().map(|(created, _)| *created);
+                (!node.is_empty(), members.len(), std::cmp::Reverse(oldest))
+            });
+            if let Some((_, name)) = fullest.and_then(|(_, members)| members.first()) {
+                return Some(name.clone());
+            }
+        }
+        None
+    }
+
+    fn free(&mut self, entry: &Entry) {
+        self.free
+            .entry(entry.stage)
+            .or_default()
+            .entry(entry.node.clone())
+            .or_default()
+            .insert(entry.age.clone());
+    }
+
+    fn occupy(&mut self, entry: &Entry) {
+        let Some(nodes) = self.free.get_mut(&entry.stage) else {
+            return;
+        };
+        if let Some(members) = nodes.get_mut(&entry.node) {
+            members.remove(&entry.age);
+            if members.is_empty() {
+                nodes.remove(&entry.node);
+            }
+        }
+        if nodes.is_empty() {
+            self.free.remove(&entry.stage);
+        }
+    }
+}
+
+/// UID of the pool that controls a Sandbox.
+pub fn pool_of(sandbox: &Sandbox) -> Option<&str> {
+    let owner = sandbox
+        .owner_references()
+        .iter()
+        .find(|owner| owner.controller == Some(true))?;
+    // Any version of the group, because an older controller may have written it.
+    let group = owner.api_version.split_once('/').map(|(group, _)| group);
+    (owner.kind == SandboxWarmPool::kind(&()) && group == Some(extensions::GROUP))
+        .then_some(owner.uid.as_str())
+}
+
+/// Whether a Sandbox is a member of a pool that a claim could take.
+pub fn is_member(sandbox: &Sandbox) -> bool {
+    let has = |label| sandbox.labels().contains_key(label);
+    sandbox.metadata.deletion_timestamp.is_none()
+        && has(labels::WARM_POOL_SANDBOX)
+        && has(labels::SANDBOX_TEMPLATE_REF_HASH)
+        && pool_of(sandbox).is_some()
+}
+
+fn entry_of(sandbox: &Sandbox) -> Option<Entry> {
+    if !is_member(sandbox) {
+        return None;
+    }
+    let status = sandbox.status.as_ref();
+    let addressed = status.is_some_and(|status| !status.pod_ips.is_empty());
+    let ready =
+        status.is_some_and(|status| conditions::is_true(&status.conditions, conditions::READY));
+    let created = sandbox.metadata.creation_timestamp.as_ref();
+    Some(Entry {
+        stage: match (addressed, ready) {
+            (false, _) => Stage::Pending,
+            (true, true) => Stage::Ready,
+            (true, false) => Stage::Addressed,
+        },
+        node: status
+            .map(|status| status.node_name.clone())
+            .unwrap_or_default(),
+        age: (
+            created.map_or(Timestamp::UNIX_EPOCH, |created| created.0),
+            sandbox.name_any(),
+        ),
+    })
+}
+
+#[cfg(test)]
+mod tests;

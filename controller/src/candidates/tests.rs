@@ -1,0 +1,133 @@
+use rstest::rstest;
+use serde_json::{Value, json};
+
+use super::*;
+use crate::merge_patch;
+
+fn member(name: &str, change: Value) -> Sandbox {
+    let mut whole = json!({
+        "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox",
+        "metadata": {
+            "name": name, "namespace": "ns", "uid": format!("u-{name}"),
+            "creationTimestamp": "2026-01-01T00:00:00Z",
+            "labels": {
+                "agents.x-k8s.io/warm-pool-sandbox": "h",
+                "agents.x-k8s.io/sandbox-template-ref-hash": "t",
+            },
+            "ownerReferences": [{
+                "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxWarmPool",
+                "name": "pool", "uid": "u-pool", "controller": true,
+            }],
+        },
+        "spec": {"podTemplate": {"spec": {"containers": []}}},
+        "status": {
+            "podIPs": ["10.0.0.1"], "nodeName": "n1",
+            "conditions": [{
+                "type": "Ready", "status": "True", "reason": "R", "message": "",
+                "lastTransitionTime": "2026-01-01T00:00:00Z",
+            }],
+        },
+    });
+    merge_patch::apply(&mut whole, &change);
+    serde_json::from_value(whole).unwrap()
+}
+
+fn on(node: &str, created: &str) -> Value {
+    json!({"metadata": {"creationTimestamp": created}, "status": {"nodeName": node}})
+}
+
+fn pool(members: &[(&str, Value)]) -> Candidates {
+    let candidates = Candidates::default();
+    for (name, change) in members {
+        candidates.update(&appeared(member(name, change.clone())));
+    }
+    candidates
+}
+
+fn appeared(sandbox: Sandbox) -> Change<Sandbox> {
+    Change {
+        before: None,
+        after: Some(Arc::new(sandbox)),
+    }
+}
+
+fn take(candidates: &Candidates) -> Taken {
+    match candidates.take("u-pool") {
+        Offer::Sandbox(taken) => taken,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn name(taken: &Taken) -> String {
+    taken.sandbox.name_any()
+}
+
+const EARLY: &str = "2026-01-01T00:00:00Z";
+const LATE: &str = "2026-01-01T00:00:09Z";
+
+#[test]
+fn ready_before_unready_then_the_fullest_node_then_the_oldest() {
+    let candidates = pool(&[
+        ("a", on("n1", EARLY)),
+        ("b", on("n2", LATE)),
+        ("c", on("n2", EARLY)),
+        ("d", json!({"status": {"conditions": [], "nodeName": "n3"}})),
+        ("e", json!({"status": {"nodeName": null}})),
+    ]);
+    let taken: Vec<Taken> = (0..5).map(|_| take(&candidates)).collect();
+    let order: Vec<String> = taken.iter().map(name).collect();
+    assert_eq!(order, ["c", "a", "b", "e", "d"]);
+    assert!(matches!(candidates.take("u-pool"), Offer::Nothing));
+}
+
+#[test]
+fn what_is_offered_is_offered_once_and_comes_back_when_it_was_not_used() {
+    let candidates = pool(&[("a", json!({}))]);
+    let taken = take(&candidates);
+    assert!(matches!(candidates.take("u-pool"), Offer::Nothing));
+    // News about it does not free it.
+    candidates.update(&appeared(member("a", on("n2", EARLY))));
+    assert!(candidates.take_named("u-pool", "a").is_none());
+    drop(taken);
+    assert_eq!(name(&take(&candidates)), "a");
+}
+
+#[test]
+fn what_was_claimed_or_deleted_meanwhile_does_not_come_back() {
+    for after in [
+        None,
+        Some(json!({"metadata": {"deletionTimestamp": EARLY}})),
+        Some(json!({"metadata": {"ownerReferences": [{
+            "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxClaim",
+            "name": "c", "uid": "u-c", "controller": true,
+        }]}})),
+    ] {
+        let candidates = pool(&[("a", json!({}))]);
+        let taken = take(&candidates);
+        candidates.update(&Change {
+            before: Some(Arc::clone(&taken.sandbox)),
+            after: after.map(|change| Arc::new(member("a", change))),
+        });
+        drop(taken);
+        assert!(matches!(candidates.take("u-pool"), Offer::Nothing));
+    }
+}
+
+#[test]
+fn members_without_an_address_are_on_their_way() {
+    let candidates = pool(&[("a", json!({"status": null}))]);
+    assert!(matches!(candidates.take("u-pool"), Offer::Pending));
+    assert!(matches!(candidates.take("u-other"), Offer::Nothing));
+}
+
+#[rstest]
+#[case::no_pool_label(json!({"metadata": {"labels": {"agents.x-k8s.io/warm-pool-sandbox": null}}}), false)]
+#[case::no_template_label(json!({"metadata": {"labels": {"agents.x-k8s.io/sandbox-template-ref-hash": null}}}), false)]
+#[case::going(json!({"metadata": {"deletionTimestamp": EARLY}}), false)]
+#[case::nobodys(json!({"metadata": {"ownerReferences": null}}), false)]
+#[case::of_another_group(json!({"metadata": {"ownerReferences": [{"apiVersion": "x.io/v1", "kind": "SandboxWarmPool", "name": "p", "uid": "u", "controller": true}]}}), false)]
+#[case::of_an_older_version(json!({"metadata": {"ownerReferences": [{"apiVersion": "extensions.agents.x-k8s.io/v1alpha1", "kind": "SandboxWarmPool", "name": "p", "uid": "u", "controller": true}]}}), true)]
+#[case::as_it_is(json!({}), true)]
+fn who_is_a_member(#[case] change: Value, #[case] expected: bool) {
+    assert_eq!(is_member(&member("a", change)), expected);
+}

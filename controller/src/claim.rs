@@ -1,0 +1,186 @@
+//! The SandboxClaim kind: each claim gets one Sandbox, out of a pool or made for it. One pass: **dereference** → **plan** (pure) → **apply** → **status** (pure), as for a Sandbox.
+//!
+//! A claim that takes a member of a pool is Ready after two writes: the Sandbox is assigned ([`adopt::assignment`]), and the claim's status says so. Everything that decides comes
+//! from the watch caches. What is written after that (when it was seen and ready, an Event, the Pod's labels) nobody waits for. [`binding`] says why no schedule of crashes and no second
+//! controller can give a claim two Sandboxes or a Sandbox two claims.
+
+use std::{sync::Arc, time::Duration};
+
+use jiff::Timestamp;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
+use kube::{Resource, ResourceExt};
+use torpor_api::{SandboxClaim, extensions::SandboxClaimStatus};
+
+use crate::{
+    calls::{self, Answer},
+    context::Context,
+};
+
+pub mod adopt;
+mod after;
+pub mod apply;
+pub mod binding;
+pub mod dereference;
+pub mod metadata;
+pub mod plan;
+pub mod sandbox_spec;
+pub mod sightings;
+pub mod status;
+
+use self::{
+    apply::{Happened, Step},
+    dereference::Session,
+    plan::{Outlook, Plan},
+};
+
+/// How often the plan is made anew within one pass, before the rest is left to the next one.
+const ROUNDS: usize = 16;
+/// How often the status is worked out anew when somebody else has changed the claim meanwhile.
+const REWRITES: usize = 4;
+
+/// A pass did not come through; it is tried again with a growing delay.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("cannot see what is there")]
+    Observe(#[source] calls::Error),
+    #[error("cannot tell whether a step took effect")]
+    Unknown(#[source] calls::Error),
+    #[error("cannot write the status")]
+    WriteStatus(#[source] calls::Error),
+    /// In the status already, in these words.
+    #[error("{0}")]
+    Refused(String),
+    #[error("the objects around the SandboxClaim keep changing")]
+    Unsettled,
+}
+
+impl Error {
+    /// Stable name, for metrics and logs.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Observe(_) => "ObserveFailed",
+            Self::Unknown(_) => "OutcomeUnknown",
+            Self::WriteStatus(_) => "StatusWriteFailed",
+            Self::Refused(_) => "Refused",
+            Self::Unsettled => "Unsettled",
+        }
+    }
+}
+
+/// Owner reference of a claim for its Sandbox.
+pub fn owner_reference(claim: &SandboxClaim) -> OwnerReference {
+    OwnerReference {
+        api_version: SandboxClaim::api_version(&()).into_owned(),
+        kind: SandboxClaim::kind(&()).into_owned(),
+        name: claim.name_any(),
+        uid: claim.uid().unwrap_or_default(),
+        controller: Some(true),
+        block_owner_deletion: Some(true),
+    }
+}
+
+/// One pass over one claim. Says when to look again though nothing has changed.
+pub async fn reconcile(
+    claim: Arc<SandboxClaim>,
+    context: Arc<Context>,
+) -> Result<Option<Duration>, Error> {
+    if claim.metadata.deletion_timestamp.is_some() {
+        return Ok(None);
+    }
+    let mut session = dereference::dereference(claim, &context);
+    for _ in 0..REWRITES {
+        let plan = settle(&mut session, &context).await?;
+        if plan.ends {
+            return Ok(None);
+        }
+        match conclude(&mut session, &plan, &context).await? {
+            Concluded::Said => return after::finish(&session, &plan, &context).await,
+            Concluded::Changed(claim) => session.start_anew(claim),
+            Concluded::Gone => return Ok(None),
+        }
+    }
+    Err(Error::Unsettled)
+}
+
+/// Plans and applies until a plan went through as planned.
+async fn settle(session: &mut Session, context: &Context) -> Result<Plan, Error> {
+    for _ in 0..ROUNDS {
+        let mut plan = plan::plan(&session.observed, Timestamp::now());
+        if plan.wants_member {
+            session.ask_pool(context);
+            continue;
+        }
+        match apply::apply(&plan, session, context).await? {
+            Step::Through => return Ok(plan),
+            Step::Again => {}
+            Step::Refused(why) => {
+                plan.requeue = why.retry();
+                plan.outlook = Outlook::Refused { why, sandbox: None };
+                return Ok(plan);
+            }
+            Step::Failed(message) => {
+                let sandbox = match plan.outlook {
+                    Outlook::Sandbox(sandbox) => Some(sandbox),
+                    Outlook::Refused { sandbox, .. } => sandbox,
+                    _ => None,
+                };
+                plan.outlook = Outlook::Failed { message, sandbox };
+                return Ok(plan);
+            }
+        }
+    }
+    Err(Error::Unsettled)
+}
+
+enum Concluded {
+    Said,
+    /// Somebody else has changed the claim: this is how it is now.
+    Changed(Arc<SandboxClaim>),
+    Gone,
+}
+
+/// Writes the status, if it says something new, on exactly the version of the claim that it was worked out for.
+async fn conclude(
+    session: &mut Session,
+    plan: &Plan,
+    context: &Context,
+) -> Result<Concluded, Error> {
+    let claim = Arc::clone(&session.observed.claim);
+    let before = claim.status.clone().unwrap_or_default();
+    let after = status::next(&claim, &plan.outlook, Timestamp::now());
+    let Some(patch) = status::patch(&claim, &before, &after) else {
+        return Ok(Concluded::Said);
+    };
+    let (namespace, name) = (claim.namespace().unwrap_or_default(), claim.name_any());
+    let api = &context.api;
+    match api
+        .patch_status::<SandboxClaim>(&namespace, &name, &patch)
+        .await
+    {
+        Ok(written) => {
+            context.caches.claims.assume(written.clone());
+            session.observed.claim = Arc::new(written);
+            session.happened.push(Happened::Said {
+                before: Box::new(before),
+                after: Box::new(after),
+            });
+            Ok(Concluded::Said)
+        }
+        Err(error) if error.answer() == Answer::Conflict => {
+            let found = api.get::<SandboxClaim>(&namespace, &name).await;
+            match found.map_err(Error::Observe)? {
+                Some(now) if now.metadata.uid != claim.metadata.uid => Ok(Concluded::Gone),
+                Some(now) if now.metadata.deletion_timestamp.is_some() => Ok(Concluded::Gone),
+                Some(now) => Ok(Concluded::Changed(Arc::new(now))),
+                None => Ok(Concluded::Gone),
+            }
+        }
+        Err(error) if error.answer() == Answer::NotFound => Ok(Concluded::Gone),
+        Err(error) => Err(Error::WriteStatus(error)),
+    }
+}
+
+/// Whether a status says Ready=True.
+fn is_ready(status: &SandboxClaimStatus) -> bool {
+    torpor_api::conditions::is_true(&status.conditions, torpor_api::conditions::READY)
+}

@@ -1,0 +1,118 @@
+//! No client required. The writes that make a Sandbox a claim's, and keep it what the claim asks for. Each carries uid and resourceVersion, so that it takes effect on the Sandbox
+//! that was looked at or not at all.
+
+use kube::ResourceExt;
+use serde_json::{Map, Value, json};
+use torpor_api::{Sandbox, SandboxClaim, annotations, labels, sandbox::PodMetadata};
+
+use super::{
+    metadata::{self, Invalid, lists},
+    sandbox_spec::created_by,
+};
+use crate::merge_patch;
+
+/// Labels that only an unclaimed member has.
+const MEMBER_LABELS: [&str; 3] = [
+    labels::WARM_POOL_SANDBOX,
+    labels::SANDBOX_TEMPLATE_HASH,
+    labels::SANDBOX_POD_TEMPLATE_HASH,
+];
+
+/// Hands a member of a pool over to a claim, in one write. The spec is touched only where the Pod's metadata changes: then nothing but the metadata of the Pod has to follow.
+pub fn assignment(
+    claim: &SandboxClaim,
+    member: &Sandbox,
+    pod_metadata: &PodMetadata,
+    replaces: Option<&str>,
+) -> Value {
+    let mut on_labels = Map::new();
+    for label in MEMBER_LABELS {
+        if member.labels().contains_key(label) {
+            on_labels.insert(label.to_owned(), Value::Null);
+        }
+    }
+    on_labels.insert(labels::LAUNCH_TYPE.to_owned(), "warm".into());
+    on_labels.insert(labels::CLAIM_UID.to_owned(), json!(claim.uid()));
+    on_labels.insert(labels::CREATED_BY.to_owned(), created_by(claim).into());
+    let mut patch = fenced(member);
+    patch["metadata"]["labels"] = on_labels.into();
+    patch["metadata"]["annotations"] = annotations_of(claim, member, replaces);
+    let mut owners: Vec<_> = member.owner_references().to_vec();
+    owners.retain(|owner| owner.controller != Some(true));
+    owners.push(super::owner_reference(claim));
+    patch["metadata"]["ownerReferences"] = json!(owners);
+    set_pod_metadata(&mut patch, member, pod_metadata);
+    patch
+}
+
+fn annotations_of(claim: &SandboxClaim, member: &Sandbox, replaces: Option<&str>) -> Value {
+    let mut all = Map::new();
+    // Nobody may see the Sandbox Ready for a claim without the name of its Pod.
+    if !member.annotations().contains_key(annotations::POD_NAME) {
+        all.insert(annotations::POD_NAME.to_owned(), member.name_any().into());
+    }
+    if member
+        .annotations()
+        .contains_key(annotations::SAFE_TO_EVICT)
+    {
+        all.insert(annotations::SAFE_TO_EVICT.to_owned(), Value::Null);
+    }
+    for (key, list) in lists(claim) {
+        if let Some(list) = list {
+            all.insert(key.to_owned(), list.into());
+        }
+    }
+    if let Some(trace) = claim.annotations().get(annotations::TRACE_CONTEXT) {
+        all.insert(annotations::TRACE_CONTEXT.to_owned(), trace.clone().into());
+    }
+    if let Some(gone) = replaces {
+        all.insert(annotations::REPLACES.to_owned(), gone.into());
+    }
+    all.into()
+}
+
+/// Writes on a Sandbox which one it takes the place of.
+pub fn mark(sandbox: &Sandbox, replaces: &str) -> Value {
+    let mut patch = fenced(sandbox);
+    patch["metadata"]["annotations"] = json!({annotations::REPLACES: replaces});
+    patch
+}
+
+/// Brings what the claim adds to the Pod's metadata up to date; `None` when it is.
+pub fn propagation(claim: &SandboxClaim, sandbox: &Sandbox) -> Result<Option<Value>, Invalid> {
+    let pod_metadata = metadata::merged(Some(&metadata::without_claims(sandbox)), claim)?;
+    let mut patch = fenced(sandbox);
+    let mut changed = set_pod_metadata(&mut patch, sandbox, &pod_metadata);
+    for (key, list) in lists(claim) {
+        if sandbox.annotations().get(key) != list.as_ref() {
+            patch["metadata"]["annotations"][key] = json!(list);
+            changed = true;
+        }
+    }
+    Ok(changed.then_some(patch))
+}
+
+fn fenced(sandbox: &Sandbox) -> Value {
+    json!({"metadata": {
+        "uid": sandbox.uid(),
+        "resourceVersion": sandbox.resource_version(),
+    }})
+}
+
+/// Whether there was anything to set.
+fn set_pod_metadata(patch: &mut Value, sandbox: &Sandbox, wanted: &PodMetadata) -> bool {
+    let now = sandbox
+        .spec
+        .pod_template
+        .metadata
+        .clone()
+        .unwrap_or_default();
+    let Some(difference) = merge_patch::difference(&json!(now), &json!(wanted)) else {
+        return false;
+    };
+    patch["spec"] = json!({"podTemplate": {"metadata": difference}});
+    true
+}
+
+#[cfg(test)]
+mod tests;

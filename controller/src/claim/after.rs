@@ -1,0 +1,186 @@
+//! What is told once the status is written: metrics, one patch of annotations, Events. Nobody waits for any of it, and none of it decides about the Sandbox.
+
+use std::time::Duration;
+
+use jiff::Timestamp;
+use kube::ResourceExt;
+use serde_json::{Map, Value, json};
+use torpor_api::{
+    Sandbox, SandboxClaim, annotations, conditions,
+    extensions::SandboxClaimStatus,
+    reasons::{claim as reasons, event},
+};
+
+use super::{
+    Error,
+    apply::Happened,
+    dereference::Session,
+    is_ready,
+    plan::{Outlook, Plan},
+};
+use crate::{
+    calls::Answer,
+    context::Context,
+    events::{self, Note, Severity},
+};
+
+/// When the annotations are tried again after they could not be written.
+const RETRY: Duration = Duration::from_secs(5);
+
+/// Tells. Says when to look at the claim again.
+pub(super) async fn finish(
+    session: &Session,
+    plan: &Plan,
+    context: &Context,
+) -> Result<Option<Duration>, Error> {
+    let now = Timestamp::now();
+    let claim = &session.observed.claim;
+    let sandbox = match &plan.outlook {
+        Outlook::Sandbox(sandbox) => Some(&**sandbox),
+        _ => None,
+    };
+    let became_ready = count(session, sandbox, context, now);
+    let patch = sandbox
+        .filter(|_| context.settings.claims.observability)
+        .and_then(|sandbox| annotation_patch(claim, sandbox, became_ready, context, now));
+    let notes = if context.settings.claims.events {
+        notes(session)
+    } else {
+        Vec::new()
+    };
+    let publish = async {
+        for note in notes {
+            events::publish(&context.api, &**claim, note).await;
+        }
+    };
+    let (written, ()) = tokio::join!(annotate(claim, patch, context), publish);
+    let requeue = plan.requeue.into_iter().chain(written.err()).min();
+    match &plan.outlook {
+        Outlook::Failed { message, .. } => Err(Error::Refused(message.clone())),
+        _ => Ok(requeue),
+    }
+}
+
+/// Counts what happened. Whether the claim became Ready for the first time.
+fn count(session: &Session, sandbox: Option<&Sandbox>, context: &Context, now: Timestamp) -> bool {
+    let claim = &session.observed.claim;
+    let Some(sandbox) = sandbox else {
+        return false;
+    };
+    let got = session
+        .happened
+        .iter()
+        .any(|what| matches!(what, Happened::Adopted(_) | Happened::Created(_)));
+    if got {
+        context.metrics.count_claim(claim, sandbox);
+    }
+    let ready = claim.status.as_ref().is_some_and(is_ready);
+    let first = ready && context.sightings.count(claim);
+    if first {
+        let seen = context.sightings.of(claim, now).first_seen;
+        context
+            .metrics
+            .observe_claim_ready(claim, sandbox, seen, now);
+    }
+    first
+}
+
+/// When the claim was seen and ready, and what it holds: one write, once it is Ready.
+fn annotation_patch(
+    claim: &SandboxClaim,
+    sandbox: &Sandbox,
+    became_ready: bool,
+    context: &Context,
+    now: Timestamp,
+) -> Option<Value> {
+    let known = claim.annotations();
+    let ready = claim.status.as_ref().is_some_and(is_ready);
+    let current = known.get(annotations::SANDBOX_NAME) == Some(&sandbox.name_any());
+    if !ready || (current && known.contains_key(annotations::CLAIM_FIRST_READY_AT)) {
+        return None;
+    }
+    let mut all = Map::new();
+    all.insert(
+        annotations::SANDBOX_NAME.to_owned(),
+        sandbox.name_any().into(),
+    );
+    if !known.contains_key(annotations::CONTROLLER_FIRST_OBSERVED_AT) {
+        let seen = context.sightings.of(claim, now).first_seen.to_string();
+        all.insert(
+            annotations::CONTROLLER_FIRST_OBSERVED_AT.to_owned(),
+            seen.into(),
+        );
+    }
+    if !known.contains_key(annotations::CLAIM_FIRST_READY_AT) {
+        let at = if became_ready {
+            now.to_string()
+        } else {
+            annotations::UNKNOWN_TIME.to_owned()
+        };
+        all.insert(annotations::CLAIM_FIRST_READY_AT.to_owned(), at.into());
+    }
+    Some(json!({"metadata": {"uid": claim.uid(), "annotations": all}}))
+}
+
+/// An error says when to try again.
+async fn annotate(
+    claim: &SandboxClaim,
+    patch: Option<Value>,
+    context: &Context,
+) -> Result<(), Duration> {
+    let Some(patch) = patch else {
+        return Ok(());
+    };
+    let (namespace, name) = (claim.namespace().unwrap_or_default(), claim.name_any());
+    match context
+        .api
+        .patch::<SandboxClaim>(&namespace, &name, &patch)
+        .await
+    {
+        Ok(written) => {
+            context.caches.claims.assume(written);
+            Ok(())
+        }
+        // It was deleted meanwhile.
+        Err(error) if matches!(error.answer(), Answer::NotFound | Answer::Conflict) => Ok(()),
+        Err(error) => {
+            tracing::warn!(%error, claim = name, "cannot write the annotations of a claim");
+            Err(RETRY)
+        }
+    }
+}
+
+fn notes(session: &Session) -> Vec<Note> {
+    let normal = |reason, message| Note {
+        severity: Severity::Normal,
+        reason,
+        message,
+    };
+    session
+        .happened
+        .iter()
+        .filter_map(|what| match what {
+            Happened::Adopted(name) => Some(normal(
+                event::SANDBOX_ADOPTED,
+                format!("Adopted warm pool Sandbox {name:?}"),
+            )),
+            Happened::Created(name) => Some(normal(
+                event::SANDBOX_PROVISIONED,
+                format!("Created Sandbox {name:?}"),
+            )),
+            Happened::Said { before, after } => {
+                let message = newly_expired(before, after)?;
+                Some(normal(event::CLAIM_EXPIRED, message))
+            }
+        })
+        .collect()
+}
+
+fn newly_expired(before: &SandboxClaimStatus, after: &SandboxClaimStatus) -> Option<String> {
+    let expired = |status: &SandboxClaimStatus| {
+        conditions::find(&status.conditions, conditions::READY)
+            .filter(|ready| ready.reason == reasons::CLAIM_EXPIRED)
+            .map(|ready| ready.message.clone())
+    };
+    expired(after).filter(|_| expired(before).is_none())
+}

@@ -1,0 +1,258 @@
+//! Takes the steps of a plan, one call each, without choosing. What it finds different from what the plan assumed it reports as a fact, and the plan is made again.
+
+use std::sync::Arc;
+
+use k8s_openapi::api::networking::v1::NetworkPolicy;
+use kube::ResourceExt;
+use serde_json::Value;
+use torpor_api::{
+    Sandbox, SandboxClaim, SandboxTemplate, SandboxWarmPool, extensions::SandboxClaimStatus,
+};
+
+use super::{
+    Error,
+    dereference::Session,
+    plan::{Action, Offered, Plan, Refusal},
+};
+use crate::{
+    calls::{self, Answer},
+    candidates::{is_member, pool_of},
+    context::Context,
+    watches,
+};
+
+/// How the steps of a plan ended.
+#[derive(Debug)]
+pub enum Step {
+    /// As planned.
+    Through,
+    /// Plan again with what was learnt.
+    Again,
+    Refused(Refusal),
+    /// The apiserver refused, in these words.
+    Failed(String),
+}
+
+/// What a pass has done.
+#[derive(Debug)]
+pub enum Happened {
+    Adopted(String),
+    Created(String),
+    Said {
+        before: Box<SandboxClaimStatus>,
+        after: Box<SandboxClaimStatus>,
+    },
+}
+
+/// Takes the steps in order. The first that does not end as planned ends it.
+pub async fn apply(plan: &Plan, session: &mut Session, context: &Context) -> Result<Step, Error> {
+    for action in &plan.steps {
+        match execute(action, session, context).await? {
+            Step::Through => {}
+            other => return Ok(other),
+        }
+    }
+    Ok(Step::Through)
+}
+
+/// One arm per action. Nothing is decided here.
+async fn execute(action: &Action, session: &mut Session, context: &Context) -> Result<Step, Error> {
+    let claim = Arc::clone(&session.observed.claim);
+    let namespace = &claim.namespace().unwrap_or_default();
+    let api = &context.api;
+    match action {
+        Action::Ask(name) => {
+            look(name, session, context).await?;
+            settled(session, context);
+            Ok(Step::Again)
+        }
+        Action::Refresh => {
+            refresh(session, context).await?;
+            Ok(Step::Again)
+        }
+        Action::Assign { name, patch } => assign(name, patch, session, context).await,
+        Action::PatchSandbox { name, patch } => {
+            match api.patch::<Sandbox>(namespace, name, patch).await {
+                Ok(sandbox) => take_in(sandbox, session, context),
+                Err(error) => match error.answer() {
+                    Answer::Conflict | Answer::NotFound => look(name, session, context).await?,
+                    _ => return refused(error),
+                },
+            }
+            Ok(Step::Again)
+        }
+        Action::CreateSandbox(sandbox) => create(sandbox, session, context).await,
+        Action::DeleteSandbox {
+            name,
+            uid,
+            resource_version,
+        } => {
+            let version = resource_version.as_deref();
+            gone(api.delete::<Sandbox>(namespace, name, uid, version).await)
+        }
+        Action::DeleteClaim { foreground } => {
+            let (name, uid) = (claim.name_any(), claim.uid().unwrap_or_default());
+            let deleted = if *foreground {
+                api.delete_foreground::<SandboxClaim>(namespace, &name, &uid)
+                    .await
+            } else {
+                api.delete::<SandboxClaim>(namespace, &name, &uid, None)
+                    .await
+            };
+            gone(deleted)
+        }
+        Action::DeletePolicy { name, uid } => gone(
+            api.delete::<NetworkPolicy>(namespace, name, uid, None)
+                .await,
+        ),
+    }
+}
+
+fn refused(error: calls::Error) -> Result<Step, Error> {
+    match error.answer() {
+        Answer::Unknown => Err(Error::Unknown(error)),
+        _ => Ok(Step::Failed(error.to_string())),
+    }
+}
+
+/// What is gone already, or is another object or another version by now, is left alone.
+fn gone(deleted: Result<(), calls::Error>) -> Result<Step, Error> {
+    match deleted {
+        Ok(()) => Ok(Step::Through),
+        Err(error) if matches!(error.answer(), Answer::NotFound | Answer::Conflict) => {
+            Ok(Step::Through)
+        }
+        Err(error) => refused(error),
+    }
+}
+
+fn settled(session: &mut Session, context: &Context) {
+    let claim = &session.observed.claim;
+    context.sightings.set_unsettled(claim, None);
+    session.observed.known.unsettled = None;
+}
+
+/// Everybody in this process knows the Sandbox as it is now.
+fn take_in(sandbox: Sandbox, session: &mut Session, context: &Context) {
+    watches::sandbox_written(context, sandbox.clone());
+    session.learn(Arc::new(sandbox));
+}
+
+/// Asks the apiserver for a Sandbox.
+async fn look(name: &str, session: &mut Session, context: &Context) -> Result<(), Error> {
+    let namespace = session.observed.claim.namespace().unwrap_or_default();
+    let found = context.api.get::<Sandbox>(&namespace, name).await;
+    match found.map_err(Error::Observe)? {
+        Some(sandbox) => take_in(sandbox, session, context),
+        None => session.learn_not_ours(name),
+    }
+    Ok(())
+}
+
+/// Asks the apiserver for pool and template.
+async fn refresh(session: &mut Session, context: &Context) -> Result<(), Error> {
+    let observed = &mut session.observed;
+    let namespace = observed.claim.namespace().unwrap_or_default();
+    let api = &context.api;
+    let name = &observed.claim.spec.warm_pool_ref.name;
+    let pool = api.get::<SandboxWarmPool>(&namespace, name).await;
+    observed.pool = pool.map_err(Error::Observe)?.map(Arc::new);
+    observed.template = None;
+    if let Some(pool) = &observed.pool {
+        let name = &pool.spec.sandbox_template_ref.name;
+        let template = api.get::<SandboxTemplate>(&namespace, name).await;
+        observed.template = template.map_err(Error::Observe)?.map(Arc::new);
+    }
+    observed.fresh = true;
+    Ok(())
+}
+
+/// The claim becomes the member's controller, unless the member has changed since it was looked at.
+async fn assign(
+    name: &str,
+    patch: &Value,
+    session: &mut Session,
+    context: &Context,
+) -> Result<Step, Error> {
+    let claim = Arc::clone(&session.observed.claim);
+    let namespace = claim.namespace().unwrap_or_default();
+    context
+        .sightings
+        .set_unsettled(&claim, Some(name.to_owned()));
+    session.observed.offer = Offered::Unasked;
+    let assigned = context.api.patch::<Sandbox>(&namespace, name, patch).await;
+    match assigned {
+        Ok(sandbox) => {
+            take_in(sandbox, session, context);
+            session.happened.push(Happened::Adopted(name.to_owned()));
+        }
+        Err(error) if matches!(error.answer(), Answer::Conflict | Answer::NotFound) => {
+            session.observed.lost += 1;
+            lost(name, session, context).await?;
+        }
+        Err(error) if error.answer() == Answer::Unknown => return Err(Error::Unknown(error)),
+        Err(error) => {
+            settled(session, context);
+            return refused(error);
+        }
+    }
+    settled(session, context);
+    // In the pool or not, the cache knows it as it is.
+    if session.observed.offer == Offered::Unasked {
+        session.taken = None;
+    }
+    Ok(Step::Again)
+}
+
+/// The member is not as it was. If it is still to be had, it is offered again as it is now; else the pool has others.
+async fn lost(name: &str, session: &mut Session, context: &Context) -> Result<(), Error> {
+    let namespace = session.observed.claim.namespace().unwrap_or_default();
+    let found = context.api.get::<Sandbox>(&namespace, name).await;
+    let Some(sandbox) = found.map_err(Error::Unknown)? else {
+        session.learn_not_ours(name);
+        return Ok(());
+    };
+    let pool = session.observed.pool.as_ref().and_then(|pool| pool.uid());
+    let again = is_member(&sandbox) && pool_of(&sandbox) == pool.as_deref();
+    take_in(sandbox.clone(), session, context);
+    if again && session.observed.lost < super::plan::ATTEMPTS {
+        session.observed.offer = Offered::Sandbox(Arc::new(sandbox));
+    }
+    Ok(())
+}
+
+async fn create(sandbox: &Value, session: &mut Session, context: &Context) -> Result<Step, Error> {
+    let claim = Arc::clone(&session.observed.claim);
+    let (namespace, name) = (claim.namespace().unwrap_or_default(), claim.name_any());
+    context.sightings.set_unsettled(&claim, Some(name.clone()));
+    let created = context
+        .api
+        .create::<Sandbox>(&namespace, sandbox.clone())
+        .await;
+    match created {
+        Ok(sandbox) => {
+            session.learn(Arc::new(sandbox));
+            session.happened.push(Happened::Created(name));
+        }
+        Err(error) if error.answer() == Answer::AlreadyExists => {
+            look(&name, session, context).await?;
+            if session.observed.known.not_ours.contains(&name) && !is_there(session) {
+                settled(session, context);
+                return Ok(Step::Refused(Refusal::CreatePending));
+            }
+        }
+        Err(error) if error.answer() == Answer::Unknown => return Err(Error::Unknown(error)),
+        Err(error) => {
+            settled(session, context);
+            return refused(error);
+        }
+    }
+    settled(session, context);
+    Ok(Step::Again)
+}
+
+/// Whether the Sandbox with the claim's name was found.
+fn is_there(session: &Session) -> bool {
+    let namesake = session.observed.namesake.as_ref();
+    namesake.is_some_and(|sandbox| sandbox.metadata.deletion_timestamp.is_none())
+}

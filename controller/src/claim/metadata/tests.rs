@@ -1,0 +1,92 @@
+use rstest::rstest;
+use serde_json::{Value, json};
+
+use super::*;
+
+fn claim(labels: Value, annotations: Value) -> SandboxClaim {
+    serde_json::from_value(json!({
+        "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxClaim",
+        "metadata": {"name": "c"},
+        "spec": {
+            "warmPoolRef": {"name": "p"},
+            "additionalPodMetadata": {"labels": labels, "annotations": annotations},
+        },
+    }))
+    .unwrap()
+}
+
+fn domains() -> Vec<String> {
+    vec!["sandbox.users.io".to_owned(), "example.com".to_owned()]
+}
+
+#[rstest]
+#[case::allowed_domain(json!({"sandbox.users.io/team": "a"}), None)]
+#[case::below_an_allowed_domain(json!({"x.example.com/team": "a"}), None)]
+#[case::empty_value(json!({"example.com/team": ""}), None)]
+#[case::only_looks_below(json!({"evilexample.com/team": "a"}), Some("label \"evilexample.com/team\" is not allowed: its domain is none of sandbox.users.io, example.com"))]
+#[case::no_domain(json!({"team": "a"}), Some("label \"team\" is not allowed: its domain is none of sandbox.users.io, example.com"))]
+#[case::the_routers(json!({"app": "sandbox-router"}), Some("label app=sandbox-router is reserved for the router"))]
+#[case::a_system_label(json!({"agents.x-k8s.io/sandbox-name-hash": "x"}), Some("label \"agents.x-k8s.io/sandbox-name-hash\" is not allowed: its domain is none of sandbox.users.io, example.com"))]
+#[case::malformed_name(json!({"example.com/-a": "a"}), Some("label \"example.com/-a\" is not well-formed: a name has 1 to 63 letters, digits, '-', '_' or '.', and begins and ends with a letter or digit"))]
+#[case::malformed_domain(json!({"Example.com/a": "a"}), Some("label \"Example.com/a\" is not well-formed: the part before the slash is no domain"))]
+#[case::malformed_value(json!({"example.com/a": "a b"}), Some("value of label \"example.com/a\" is not well-formed: a value has at most 63 letters, digits, '-', '_' or '.', and begins and ends with a letter or digit"))]
+fn labels_need_an_allowed_domain(#[case] labels: Value, #[case] error: Option<&str>) {
+    let checked = check(&claim(labels, Value::Null), &domains());
+    assert_eq!(checked.err().map(|e| e.to_string()).as_deref(), error);
+}
+
+#[rstest]
+#[case("team", true)]
+#[case("anything.example.org/x", true)]
+#[case("cluster-autoscaler.kubernetes.io/safe-to-evict", true)]
+#[case("kubernetes.io/x", false)]
+#[case("pod-security.kubernetes.io/enforce", false)]
+#[case("x.k8s.io/y", false)]
+#[case("agents.x-k8s.io/pod-name", false)]
+#[case("notkubernetes.io/x", true)]
+#[case("a b", false)]
+fn annotations_must_not_be_of_a_reserved_domain(#[case] key: &str, #[case] allowed: bool) {
+    let claim = claim(Value::Null, json!({key: "v"}));
+    assert_eq!(check(&claim, &domains()).is_ok(), allowed);
+}
+
+fn metadata(labels: Value, annotations: Value) -> PodMetadata {
+    serde_json::from_value(json!({"labels": labels, "annotations": annotations})).unwrap()
+}
+
+#[test]
+fn the_claim_adds_to_the_template_and_replaces_nothing() {
+    let template = metadata(json!({"a": "1"}), Value::Null);
+    let both = merged(
+        Some(&template),
+        &claim(json!({"a": "1", "b": "2"}), json!({"n": "3"})),
+    );
+    assert_eq!(
+        both.unwrap(),
+        metadata(json!({"a": "1", "b": "2"}), json!({"n": "3"}))
+    );
+    let conflict = merged(Some(&template), &claim(json!({"a": "2"}), Value::Null));
+    assert_eq!(
+        conflict.unwrap_err().to_string(),
+        "label \"a\" conflicts with the template: it has the value \"1\", the claim wants \"2\""
+    );
+    assert_eq!(
+        merged(None, &claim(Value::Null, Value::Null)).unwrap(),
+        PodMetadata::default()
+    );
+}
+
+#[test]
+fn what_came_from_the_claim_can_be_told_apart_again() {
+    let template = metadata(json!({"a": "1"}), json!({"m": "1"}));
+    let claim = claim(json!({"b": "2", "c": "3"}), json!({"n": "3"}));
+    let mut sandbox = Sandbox::default();
+    sandbox.spec.pod_template.metadata = Some(merged(Some(&template), &claim).unwrap());
+    for (key, list) in lists(&claim) {
+        sandbox
+            .annotations_mut()
+            .insert(key.to_owned(), list.unwrap());
+    }
+    assert_eq!(sandbox.annotations()[annotations::CLAIM_LABELS], "b,c");
+    assert_eq!(without_claims(&sandbox), template);
+}

@@ -1,0 +1,429 @@
+//! No client required. Decides what to do for one claim: pure, total, deterministic.
+//!
+//! Order, as upstream: expiry; then the Sandbox that the claim has; then its own name; then a member of the pool; then a Sandbox of its own. A claim that brings environment
+//! variables or volumes takes no member of a pool, because a member's Pod runs already.
+
+use std::{sync::Arc, time::Duration};
+
+use jiff::Timestamp;
+use kube::ResourceExt;
+use serde_json::Value;
+use torpor_api::{
+    Sandbox, SandboxClaim, SandboxTemplate, SandboxWarmPool, conditions,
+    extensions::{ClaimShutdownPolicy, WarmPoolUpdateStrategyType},
+    reasons::claim as reasons,
+};
+
+use super::{
+    adopt,
+    binding::{self, Binding, Known},
+    metadata::{self, Invalid},
+    sandbox_spec::{self, Rejected},
+};
+use crate::{blueprint::Blueprint, sandbox};
+
+/// Everything that decides about one claim.
+#[derive(Clone, Debug, Default)]
+pub struct Observed {
+    pub claim: Arc<SandboxClaim>,
+    pub known: Known,
+    pub pool: Option<Arc<SandboxWarmPool>>,
+    pub template: Option<Arc<SandboxTemplate>>,
+    /// Pool and template are as the apiserver has them, and not only as the caches show them.
+    pub fresh: bool,
+    /// A Sandbox with the claim's own name, whoever controls it.
+    pub namesake: Option<Arc<Sandbox>>,
+    /// Name of a Sandbox that the status names and that somebody else controls.
+    pub foreign: Option<String>,
+    /// NetworkPolicy that an old version of upstream's controller made for the claim: name and UID.
+    pub legacy_policy: Option<(String, String)>,
+    pub offer: Offered,
+    /// Members that were offered in this pass and could not be had.
+    pub lost: usize,
+    pub label_domains: Vec<String>,
+}
+
+/// What the pool offers.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub enum Offered {
+    /// It was not asked yet.
+    #[default]
+    Unasked,
+    Sandbox(Arc<Sandbox>),
+    /// Members are on their way.
+    Pending,
+    Nothing,
+}
+
+/// One call.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Action {
+    /// Read the Sandbox of this name from the apiserver.
+    Ask(String),
+    /// Read pool and template from the apiserver.
+    Refresh,
+    /// Make the claim the controller of a member of a pool.
+    Assign {
+        name: String,
+        patch: Value,
+    },
+    /// Change a Sandbox that is the claim's already.
+    PatchSandbox {
+        name: String,
+        patch: Value,
+    },
+    CreateSandbox(Value),
+    DeleteSandbox {
+        name: String,
+        uid: String,
+        resource_version: Option<String>,
+    },
+    DeleteClaim {
+        foreground: bool,
+    },
+    /// What an old version of upstream's controller made for each claim.
+    DeletePolicy {
+        name: String,
+        uid: String,
+    },
+}
+
+/// Why the claim has no Sandbox, or not the one that it asks for.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum Refusal {
+    #[error("SandboxWarmPool {0:?} not found")]
+    PoolNotFound(String),
+    #[error("SandboxTemplate {0:?} not found")]
+    TemplateNotFound(String),
+    #[error(transparent)]
+    Metadata(#[from] Invalid),
+    #[error(transparent)]
+    Rejected(#[from] Rejected),
+    #[error(
+        "Sandbox {0:?} exists and is not controlled by this claim. Please use a different claim name or delete the sandbox manually"
+    )]
+    NameTaken(String),
+    #[error("Sandbox already created; waiting for cache to converge")]
+    CreatePending,
+    #[error("{0} pool members were taken by others; the next pass retries from a converged view")]
+    Contention(usize),
+}
+
+impl Refusal {
+    /// Reason of the Ready condition.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::PoolNotFound(_) => reasons::WARM_POOL_NOT_FOUND,
+            Self::TemplateNotFound(_) => reasons::TEMPLATE_NOT_FOUND,
+            Self::Metadata(_) => reasons::INVALID_METADATA,
+            Self::Rejected(rejected) if rejected.is_about_env() => {
+                reasons::ENV_VARS_INJECTION_REJECTED
+            }
+            Self::Rejected(_) => reasons::VOLUME_CLAIM_TEMPLATES_ERROR,
+            Self::NameTaken(_) => reasons::RECONCILER_ERROR,
+            Self::CreatePending => reasons::SANDBOX_CREATE_PENDING,
+            Self::Contention(_) => reasons::ADOPTION_CONFLICT,
+        }
+    }
+
+    /// Whether it may only seem so because the caches are behind. Clients give up at once on these reasons, so that none may be told that is not so.
+    fn may_be_stale(&self) -> bool {
+        matches!(
+            self,
+            Self::PoolNotFound(_)
+                | Self::TemplateNotFound(_)
+                | Self::Metadata(Invalid::Conflict { .. })
+                | Self::Rejected(_)
+        )
+    }
+
+    /// When to look again; `None`: once the user has changed something.
+    pub fn retry(&self) -> Option<Duration> {
+        match self {
+            Self::PoolNotFound(_) | Self::TemplateNotFound(_) | Self::NameTaken(_) => {
+                Some(MISSING_RETRY)
+            }
+            Self::Metadata(_) | Self::Rejected(_) => None,
+            Self::CreatePending | Self::Contention(_) => Some(CACHE_LAG_RETRY),
+        }
+    }
+}
+
+/// What the status is to say.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub enum Outlook {
+    /// As the Sandbox.
+    Sandbox(Arc<Sandbox>),
+    #[default]
+    NoSandbox,
+    Refused {
+        why: Refusal,
+        sandbox: Option<Arc<Sandbox>>,
+    },
+    /// The apiserver refused a step, in these words.
+    Failed {
+        message: String,
+        sandbox: Option<Arc<Sandbox>>,
+    },
+    Expired {
+        sandbox: Option<Arc<Sandbox>>,
+        /// Name of a Sandbox that the status names and that is not the claim's.
+        foreign: Option<String>,
+    },
+}
+
+/// What to do, and what to say.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Plan {
+    pub steps: Vec<Action>,
+    pub outlook: Outlook,
+    /// The pool has to be asked for a member before the plan is complete.
+    pub wants_member: bool,
+    /// The claim is deleted once the steps are taken.
+    pub ends: bool,
+    pub requeue: Option<Duration>,
+}
+
+/// Upstream's times.
+const MISSING_RETRY: Duration = Duration::from_secs(60);
+const MEMBER_RETRY: Duration = Duration::from_millis(500);
+const MEMBER_GRACE: Duration = Duration::from_secs(2);
+const CACHE_LAG_RETRY: Duration = Duration::from_millis(200);
+const AT_ONCE: Duration = Duration::from_millis(1);
+/// How many members are tried in one pass.
+pub const ATTEMPTS: usize = 3;
+
+/// Decides.
+pub fn plan(observed: &Observed, now: Timestamp) -> Plan {
+    let mut plan = match expires_at(&observed.claim) {
+        Some(time) if time <= now => plan_expired(observed),
+        time => {
+            let mut plan = plan_active(observed, now);
+            let left = time.and_then(|time| Duration::try_from(time.duration_since(now)).ok());
+            plan.requeue = plan.requeue.into_iter().chain(left).min();
+            plan
+        }
+    };
+    if let Some((name, uid)) = observed.legacy_policy.clone() {
+        plan.steps.insert(0, Action::DeletePolicy { name, uid });
+    }
+    plan
+}
+
+/// The earlier of the shutdown time and the end of the time to live after the Sandbox has finished.
+pub fn expires_at(claim: &SandboxClaim) -> Option<Timestamp> {
+    let lifecycle = claim.spec.lifecycle.as_ref()?;
+    let shutdown = lifecycle.shutdown_time.as_ref().map(|time| time.0);
+    let conditions = claim.status.as_ref().map(|status| &status.conditions[..]);
+    let finished = conditions::find(conditions.unwrap_or_default(), conditions::FINISHED)
+        .filter(|condition| condition.status == "True");
+    let ttl = lifecycle.ttl_seconds_after_finished.zip(finished);
+    let outlived = ttl.and_then(|(seconds, finished)| {
+        let seconds = jiff::SignedDuration::from_secs(seconds.into());
+        finished.last_transition_time.0.checked_add(seconds).ok()
+    });
+    shutdown.into_iter().chain(outlived).min()
+}
+
+/// Whether the status says already that the claim has expired.
+pub fn marked_expired(claim: &SandboxClaim) -> bool {
+    let conditions = claim.status.as_ref().map(|status| &status.conditions[..]);
+    conditions::find(conditions.unwrap_or_default(), conditions::READY)
+        .is_some_and(|ready| ready.reason == reasons::CLAIM_EXPIRED)
+}
+
+fn plan_expired(observed: &Observed) -> Plan {
+    let claim = &*observed.claim;
+    let committed = binding::committed_name(claim);
+    let known = &observed.known;
+    if let Binding::ToAsk(name) = binding::bind(claim, known) {
+        return Plan {
+            steps: vec![Action::Ask(name)],
+            ..Plan::default()
+        };
+    }
+    let sandbox = match committed {
+        Some(name) => known.owned.get(name).cloned(),
+        None => known.owned.values().next().cloned(),
+    };
+    let mut plan = Plan {
+        outlook: Outlook::Expired {
+            sandbox,
+            foreign: observed.foreign.clone(),
+        },
+        ..Plan::default()
+    };
+    if !marked_expired(claim) {
+        // The mark first, so that whoever watches sees why the claim goes.
+        plan.requeue = Some(AT_ONCE);
+        return plan;
+    }
+    let lifecycle = claim.spec.lifecycle.clone().unwrap_or_default();
+    match lifecycle.shutdown_policy.unwrap_or_default() {
+        ClaimShutdownPolicy::Retain => {
+            let living = known
+                .owned
+                .values()
+                .filter(|sandbox| sandbox.metadata.deletion_timestamp.is_none());
+            plan.steps
+                .extend(living.map(|sandbox| delete(sandbox, None)));
+        }
+        policy => {
+            let foreground = policy == ClaimShutdownPolicy::DeleteForeground;
+            plan.steps.push(Action::DeleteClaim { foreground });
+            plan.ends = true;
+        }
+    }
+    plan
+}
+
+fn delete(sandbox: &Sandbox, resource_version: Option<String>) -> Action {
+    Action::DeleteSandbox {
+        name: sandbox.name_any(),
+        uid: sandbox.uid().unwrap_or_default(),
+        resource_version,
+    }
+}
+
+fn plan_active(observed: &Observed, now: Timestamp) -> Plan {
+    let claim = &*observed.claim;
+    let allowed = metadata::check(claim, &observed.label_domains);
+    match binding::bind(claim, &observed.known) {
+        Binding::ToAsk(name) => Plan {
+            steps: vec![Action::Ask(name)],
+            ..Plan::default()
+        },
+        Binding::ToMark { sandbox, replaces } => Plan {
+            steps: vec![Action::PatchSandbox {
+                name: sandbox.name_any(),
+                patch: adopt::mark(&sandbox, &replaces),
+            }],
+            ..Plan::default()
+        },
+        Binding::Bound { sandbox, surplus } => {
+            let mut plan = plan_bound(claim, allowed, sandbox);
+            plan.steps.extend(surplus.iter().map(|other| {
+                // As it was seen: whoever commits it writes it first.
+                delete(other, other.resource_version())
+            }));
+            plan
+        }
+        Binding::Unbound { replaces } => {
+            let unbound = allowed
+                .map_err(Refusal::from)
+                .and_then(|()| plan_unbound(observed, replaces.as_deref(), now));
+            match unbound {
+                Ok(plan) => plan,
+                Err(why) if why.may_be_stale() && !observed.fresh => Plan {
+                    steps: vec![Action::Refresh],
+                    ..Plan::default()
+                },
+                Err(why) => refused(why, None),
+            }
+        }
+    }
+}
+
+fn refused(why: Refusal, sandbox: Option<Arc<Sandbox>>) -> Plan {
+    Plan {
+        requeue: why.retry(),
+        outlook: Outlook::Refused { why, sandbox },
+        ..Plan::default()
+    }
+}
+
+/// Edits of the claim reach the Sandbox and its Pod; what is not allowed is told, and the Sandbox goes on as it is.
+fn plan_bound(claim: &SandboxClaim, allowed: Result<(), Invalid>, sandbox: Arc<Sandbox>) -> Plan {
+    let patch = allowed.and_then(|()| adopt::propagation(claim, &sandbox));
+    match patch {
+        Err(why) => refused(why.into(), Some(sandbox)),
+        Ok(patch) => Plan {
+            steps: patch
+                .map(|patch| Action::PatchSandbox {
+                    name: sandbox.name_any(),
+                    patch,
+                })
+                .into_iter()
+                .collect(),
+            outlook: Outlook::Sandbox(sandbox),
+            ..Plan::default()
+        },
+    }
+}
+
+fn plan_unbound(
+    observed: &Observed,
+    replaces: Option<&str>,
+    now: Timestamp,
+) -> Result<Plan, Refusal> {
+    let claim = &*observed.claim;
+    if let Some(namesake) = &observed.namesake
+        && !binding::owns(claim, namesake)
+    {
+        return Err(Refusal::NameTaken(namesake.name_any()));
+    }
+    let pool_name = &claim.spec.warm_pool_ref.name;
+    let not_found = || Refusal::PoolNotFound(pool_name.clone());
+    let pool = observed.pool.as_deref().ok_or_else(not_found)?;
+    let template_name = &pool.spec.sandbox_template_ref.name;
+    let not_found = || Refusal::TemplateNotFound(template_name.clone());
+    let template = observed.template.as_deref().ok_or_else(not_found)?;
+    let pod_metadata = metadata::merged(template.spec.pod_template.metadata.as_ref(), claim)?;
+    let cold = || -> Result<Plan, Refusal> {
+        let mut sandbox = sandbox_spec::sandbox(claim, template, &pod_metadata)?;
+        if let Some(gone) = replaces {
+            sandbox["metadata"]["annotations"][torpor_api::annotations::REPLACES] = gone.into();
+        }
+        Ok(Plan {
+            steps: vec![Action::CreateSandbox(sandbox)],
+            ..Plan::default()
+        })
+    };
+    let brings_more = !claim.spec.env.is_empty() || !claim.spec.volume_claim_templates.is_empty();
+    if brings_more || replaces == Some(claim.name_any().as_str()) {
+        return cold();
+    }
+    match &observed.offer {
+        Offered::Unasked if observed.lost >= ATTEMPTS => Err(Refusal::Contention(observed.lost)),
+        Offered::Unasked => Ok(Plan {
+            wants_member: true,
+            ..Plan::default()
+        }),
+        Offered::Sandbox(member) => {
+            let patch = adopt::assignment(claim, member, &pod_metadata, replaces);
+            let name = member.name_any();
+            Ok(Plan {
+                steps: vec![Action::Assign { name, patch }],
+                ..Plan::default()
+            })
+        }
+        Offered::Pending if is_young(claim, now) => Ok(Plan {
+            requeue: Some(MEMBER_RETRY),
+            ..Plan::default()
+        }),
+        Offered::Pending | Offered::Nothing => cold(),
+    }
+}
+
+fn is_young(claim: &SandboxClaim, now: Timestamp) -> bool {
+    let created = claim.metadata.creation_timestamp.as_ref();
+    created
+        .and_then(|created| Duration::try_from(now.duration_since(created.0)).ok())
+        .is_some_and(|age| age < MEMBER_GRACE)
+}
+
+/// Whether a member may be handed out: under Recreate only what is as the template says. Under OnReplenish older ones are, as upstream.
+pub fn is_acceptable(member: &Sandbox, pool: &SandboxWarmPool, blueprint: &Blueprint<'_>) -> bool {
+    let strategy = pool.spec.update_strategy.as_ref();
+    strategy.is_none_or(|strategy| strategy.type_ == WarmPoolUpdateStrategyType::OnReplenish)
+        || !blueprint.is_stale(member)
+}
+
+/// Whether the Sandbox has run into its own shutdown time.
+pub fn sandbox_expired(sandbox: &Sandbox, now: Timestamp) -> bool {
+    sandbox::plan::marked_expired(sandbox)
+        || sandbox::plan::expiry(sandbox, now) == sandbox::plan::Expiry::Past
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,229 @@
+//! No client required. The Sandbox that is made for a claim that takes none from a pool, as JSON, so that fields of a newer Kubernetes stay in it.
+
+use kube::{Resource, ResourceExt};
+use serde_json::{Map, Value, json};
+use torpor_api::{
+    SandboxClaim, SandboxTemplate, annotations,
+    extensions::{ClaimEnvVar, InjectionPolicy},
+    labels, name_hash,
+    sandbox::{PodMetadata, VolumeClaimTemplate},
+};
+
+use super::metadata;
+use crate::blueprint;
+
+/// A claim brings what the template does not let it bring.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Rejected {
+    #[error(
+        "environment variables are not allowed: the template's envVarsInjectionPolicy is Disallowed"
+    )]
+    EnvDisallowed,
+    #[error(
+        "environment variable {name:?} is in container {container:?} already; the template's envVarsInjectionPolicy Allowed lets a claim add new ones only"
+    )]
+    EnvExists { name: String, container: String },
+    #[error(
+        "container {container:?} uses envFrom, so that nobody can tell whether {name:?} is new; the template's envVarsInjectionPolicy Allowed lets a claim add new ones only"
+    )]
+    EnvFrom { name: String, container: String },
+    #[error(
+        "environment variable {name:?} is for container {container:?}, which the template does not have"
+    )]
+    NoSuchContainer { name: String, container: String },
+    #[error(
+        "volumeClaimTemplates are not allowed: the template's volumeClaimTemplatesPolicy is Disallowed"
+    )]
+    VolumesDisallowed,
+    #[error(
+        "volumeClaimTemplate {0:?} is in the template already; the template's volumeClaimTemplatesPolicy Allowed lets a claim add new ones only"
+    )]
+    VolumeExists(String),
+    #[error("a volumeClaimTemplate of the claim has no name")]
+    VolumeWithoutName,
+    #[error("volumeClaimTemplate {0:?} is in the claim twice")]
+    VolumeTwice(String),
+}
+
+impl Rejected {
+    /// Whether it is about environment variables and not about volumes.
+    pub fn is_about_env(&self) -> bool {
+        matches!(
+            self,
+            Self::EnvDisallowed
+                | Self::EnvExists { .. }
+                | Self::EnvFrom { .. }
+                | Self::NoSuchContainer { .. }
+        )
+    }
+}
+
+/// The Sandbox to create. `pod_metadata` is the template's with what the claim adds.
+pub fn sandbox(
+    claim: &SandboxClaim,
+    template: &SandboxTemplate,
+    pod_metadata: &PodMetadata,
+) -> Result<Value, Rejected> {
+    let mut spec = blueprint::secured_pod_spec(template);
+    inject_env(
+        &mut spec,
+        &claim.spec.env,
+        template.spec.env_vars_injection_policy,
+    )?;
+    let volumes = merge_volumes(
+        &template.spec.volume_claim_templates,
+        &claim.spec.volume_claim_templates,
+        template.spec.volume_claim_templates_policy,
+    )?;
+    let mut on_sandbox = json!({annotations::SANDBOX_TEMPLATE_REF: template.name_any()});
+    for (key, list) in metadata::lists(claim) {
+        if let Some(list) = list {
+            on_sandbox[key] = list.into();
+        }
+    }
+    if let Some(trace) = claim.annotations().get(annotations::TRACE_CONTEXT) {
+        on_sandbox[annotations::TRACE_CONTEXT] = trace.clone().into();
+    }
+    Ok(json!({
+        "apiVersion": torpor_api::Sandbox::api_version(&()),
+        "kind": torpor_api::Sandbox::kind(&()),
+        "metadata": {
+            "name": claim.name_any(),
+            "namespace": claim.namespace(),
+            "labels": {
+                labels::CLAIM_UID: claim.uid(),
+                labels::LAUNCH_TYPE: "cold",
+                labels::SANDBOX_TEMPLATE_REF_HASH: name_hash(&template.name_any()),
+                labels::CREATED_BY: created_by(claim),
+            },
+            "annotations": on_sandbox,
+            "ownerReferences": [super::owner_reference(claim)],
+        },
+        "spec": blueprint::sandbox_spec(template, Some(pod_metadata), spec, &volumes),
+    }))
+}
+
+/// Who made the claim, as far as a label may say.
+pub fn created_by(claim: &SandboxClaim) -> &'static str {
+    let label = claim.labels().get(labels::CREATED_BY);
+    label.map_or("unknown", |creator| labels::created_by(creator))
+}
+
+fn inject_env(
+    spec: &mut Map<String, Value>,
+    wanted: &[ClaimEnvVar],
+    policy: InjectionPolicy,
+) -> Result<(), Rejected> {
+    if wanted.is_empty() {
+        return Ok(());
+    }
+    if policy == InjectionPolicy::Disallowed {
+        return Err(Rejected::EnvDisallowed);
+    }
+    for variable in wanted {
+        let container = container_mut(spec, &variable.container_name).ok_or_else(|| {
+            Rejected::NoSuchContainer {
+                name: variable.name.clone(),
+                container: variable.container_name.clone(),
+            }
+        })?;
+        set_env(container, variable, policy)?;
+    }
+    Ok(())
+}
+
+/// The container of that name, also among the init containers; without a name the first container.
+fn container_mut<'a>(
+    spec: &'a mut Map<String, Value>,
+    name: &str,
+) -> Option<&'a mut Map<String, Value>> {
+    let list = |spec: &Map<String, Value>, list: &str| {
+        let all = spec.get(list).and_then(Value::as_array)?;
+        if name.is_empty() {
+            return (!all.is_empty() && list == "containers").then_some(0);
+        }
+        all.iter().position(|container| container["name"] == name)
+    };
+    let (from, at) = ["containers", "initContainers"]
+        .into_iter()
+        .find_map(|from| Some((from, list(spec, from)?)))?;
+    spec.get_mut(from)?.get_mut(at)?.as_object_mut()
+}
+
+fn set_env(
+    container: &mut Map<String, Value>,
+    variable: &ClaimEnvVar,
+    policy: InjectionPolicy,
+) -> Result<(), Rejected> {
+    let name_of = |container: &Map<String, Value>| {
+        let name = container.get("name").and_then(Value::as_str);
+        name.unwrap_or_default().to_owned()
+    };
+    let opaque = container
+        .get("envFrom")
+        .and_then(Value::as_array)
+        .is_some_and(|sources| !sources.is_empty());
+    if policy == InjectionPolicy::Allowed && opaque {
+        return Err(Rejected::EnvFrom {
+            name: variable.name.clone(),
+            container: name_of(container),
+        });
+    }
+    let container_name = name_of(container);
+    let entry = json!({"name": variable.name, "value": variable.value});
+    let all = container.entry("env").or_insert_with(|| json!([]));
+    if !all.is_array() {
+        *all = json!([]);
+    }
+    let all = all.as_array_mut().into_iter().flatten();
+    for existing in all {
+        if existing["name"] != variable.name.as_str() {
+            continue;
+        }
+        if policy == InjectionPolicy::Allowed {
+            return Err(Rejected::EnvExists {
+                name: variable.name.clone(),
+                container: container_name,
+            });
+        }
+        *existing = entry;
+        return Ok(());
+    }
+    if let Some(Value::Array(all)) = container.get_mut("env") {
+        all.push(entry);
+    }
+    Ok(())
+}
+
+fn merge_volumes(
+    template: &[VolumeClaimTemplate],
+    wanted: &[VolumeClaimTemplate],
+    policy: InjectionPolicy,
+) -> Result<Vec<VolumeClaimTemplate>, Rejected> {
+    if wanted.is_empty() {
+        return Ok(template.to_vec());
+    }
+    if policy == InjectionPolicy::Disallowed {
+        return Err(Rejected::VolumesDisallowed);
+    }
+    let mut merged = template.to_vec();
+    let mut seen = std::collections::BTreeSet::new();
+    for volume in wanted {
+        let name = &volume.metadata.name;
+        if name.is_empty() {
+            return Err(Rejected::VolumeWithoutName);
+        }
+        if !seen.insert(name) {
+            return Err(Rejected::VolumeTwice(name.clone()));
+        }
+        match merged.iter_mut().find(|known| known.metadata.name == *name) {
+            None => merged.push(volume.clone()),
+            Some(known) if policy == InjectionPolicy::Overrides => *known = volume.clone(),
+            Some(_) => return Err(Rejected::VolumeExists(name.clone())),
+        }
+    }
+    Ok(merged)
+}
+
+#[cfg(test)]
+mod tests;

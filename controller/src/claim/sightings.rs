@@ -1,0 +1,132 @@
+//! What this process knows of claims that stands in no object yet: when each was first seen, and which write is without an answer. All of it may be lost at any moment;
+//! the objects and the fences of the writes are what keeps claims right.
+
+use std::{
+    collections::HashMap,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+use jiff::Timestamp;
+use kube::ResourceExt;
+use torpor_api::{SandboxClaim, annotations, conditions};
+
+/// What this process knows of claims, by UID.
+#[derive(Debug, Default)]
+pub struct Sightings(Mutex<HashMap<String, Sighting>>);
+
+/// What this process knows of one claim.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sighting {
+    /// When a controller saw the claim first.
+    pub first_seen: Timestamp,
+    /// A Sandbox that was assigned or created, and nobody knows whether it took effect.
+    pub unsettled: Option<String>,
+    /// The first Ready was counted, by this process or an earlier one.
+    pub counted: bool,
+}
+
+impl Sightings {
+    /// Takes note of a claim.
+    pub fn see(&self, claim: &SandboxClaim, now: Timestamp) {
+        let uid = claim.uid().unwrap_or_default();
+        self.lock().entry(uid).or_insert_with(|| first(claim, now));
+    }
+
+    /// What is known of a claim.
+    pub fn of(&self, claim: &SandboxClaim, now: Timestamp) -> Sighting {
+        let known = self.lock().get(&claim.uid().unwrap_or_default()).cloned();
+        known.unwrap_or_else(|| first(claim, now))
+    }
+
+    /// Takes note of a Sandbox whose write may or may not take effect; `None` when the outcome is known.
+    pub fn set_unsettled(&self, claim: &SandboxClaim, sandbox: Option<String>) {
+        let uid = claim.uid().unwrap_or_default();
+        if let Some(sighting) = self.lock().get_mut(&uid) {
+            sighting.unsettled = sandbox;
+        }
+    }
+
+    /// The first Ready is counted now. `false`: it was before.
+    pub fn count(&self, claim: &SandboxClaim) -> bool {
+        let uid = claim.uid().unwrap_or_default();
+        let mut all = self.lock();
+        all.get_mut(&uid)
+            .is_some_and(|sighting| !std::mem::replace(&mut sighting.counted, true))
+    }
+
+    /// The claim is gone.
+    pub fn forget(&self, claim: &SandboxClaim) {
+        let uid = claim.uid().unwrap_or_default();
+        self.lock().remove(&uid);
+    }
+
+    // A panic elsewhere leaves the map as it was.
+    fn lock(&self) -> MutexGuard<'_, HashMap<String, Sighting>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A claim that is Ready when it is seen for the first time became so without this process.
+fn first(claim: &SandboxClaim, now: Timestamp) -> Sighting {
+    let annotation = |key| claim.annotations().get(key);
+    let earlier = annotation(annotations::CONTROLLER_FIRST_OBSERVED_AT);
+    let conditions = claim.status.as_ref().map(|status| &status.conditions);
+    Sighting {
+        first_seen: earlier.and_then(|time| time.parse().ok()).unwrap_or(now),
+        unsettled: None,
+        counted: annotation(annotations::CLAIM_FIRST_READY_AT).is_some()
+            || conditions.is_some_and(|all| conditions::is_true(all, conditions::READY)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn claim(metadata: Value, status: Value) -> SandboxClaim {
+        let mut whole = json!({
+            "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxClaim",
+            "metadata": {"name": "c", "uid": "u"},
+            "spec": {"warmPoolRef": {"name": "p"}}, "status": status,
+        });
+        crate::merge_patch::apply(&mut whole, &json!({"metadata": metadata}));
+        serde_json::from_value(whole).unwrap()
+    }
+
+    fn at(second: i64) -> Timestamp {
+        Timestamp::from_second(second).unwrap()
+    }
+
+    #[test]
+    fn a_claim_is_seen_once_and_counted_once() {
+        let sightings = Sightings::default();
+        let claim = claim(json!({}), Value::Null);
+        sightings.see(&claim, at(1));
+        sightings.see(&claim, at(2));
+        assert_eq!(sightings.of(&claim, at(3)).first_seen, at(1));
+        assert!(sightings.count(&claim));
+        assert!(!sightings.count(&claim));
+    }
+
+    #[test]
+    fn what_an_earlier_process_saw_holds() {
+        let sightings = Sightings::default();
+        let seen = claim(
+            json!({"annotations": {annotations::CONTROLLER_FIRST_OBSERVED_AT: "1970-01-01T00:00:05.5Z"}}),
+            Value::Null,
+        );
+        let first = sightings.of(&seen, at(9)).first_seen;
+        assert_eq!(first, Timestamp::from_millisecond(5500).unwrap());
+        let ready = claim(
+            json!({"uid": "u2"}),
+            json!({"conditions": [{
+                "type": "Ready", "status": "True", "reason": "R", "message": "",
+                "lastTransitionTime": "2026-01-01T00:00:00Z",
+            }]}),
+        );
+        sightings.see(&ready, at(9));
+        assert!(!sightings.count(&ready));
+    }
+}

@@ -1,0 +1,145 @@
+//! The SandboxWarmPool kind: it keeps a number of Sandboxes with running Pods ready to be claimed. One pass: gather → **plan** (pure) → apply → status.
+//!
+//! A pool never has more than it is asked for: members that were asked for and that the watch has not shown yet count as there ([`memory::Memory`]), and the name of a member is
+//! chosen before it is made, so that a create without an answer is repeated under the same name and makes one object.
+
+use std::{sync::Arc, time::Duration};
+
+use jiff::Timestamp;
+use kube::ResourceExt;
+use serde_json::{Value, json};
+use torpor_api::{SandboxWarmPool, extensions::SandboxWarmPoolStatus, name_hash};
+
+use crate::{
+    calls::{self, Answer},
+    context::Context,
+    events::{self, Note},
+    merge_patch,
+    watches::extensions::orphan_index,
+};
+
+mod apply;
+pub mod member;
+pub mod memory;
+pub mod plan;
+
+use self::plan::Observed;
+
+/// A pass did not come through; it is tried again with a growing delay.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("cannot tell whether a step took effect")]
+    Unknown(#[source] calls::Error),
+    #[error("a step was refused")]
+    Refused(#[source] calls::Error),
+    #[error("cannot write the status")]
+    WriteStatus(#[source] calls::Error),
+}
+
+impl Error {
+    /// Stable name, for metrics and logs.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Unknown(_) => "OutcomeUnknown",
+            Self::Refused(_) => "Refused",
+            Self::WriteStatus(_) => "StatusWriteFailed",
+        }
+    }
+}
+
+/// One pass over one pool. Says when to look again though nothing has changed.
+pub async fn reconcile(
+    pool: Arc<SandboxWarmPool>,
+    context: Arc<Context>,
+) -> Result<Option<Duration>, Error> {
+    if pool.metadata.deletion_timestamp.is_some() {
+        return Ok(None);
+    }
+    let observed = gather(&pool, &context);
+    let plan = plan::plan(&observed, Timestamp::now());
+    let done = apply::apply(&plan, &observed, &context).await;
+    if let Some(note) = context.pools.notes(&pool, &plan) {
+        publish(&pool, note, &context).await;
+    }
+    // What was done shows in the status, whether all of it came through or not.
+    let status_due = write_status(&pool, &context).await?;
+    let pressed = done?;
+    let looks = [plan.requeue, status_due, pressed];
+    Ok(looks.into_iter().flatten().min())
+}
+
+/// Reads the caches and what this process remembers of the pool.
+fn gather(pool: &Arc<SandboxWarmPool>, context: &Context) -> Observed {
+    let namespace = pool.namespace().unwrap_or_default();
+    let caches = &context.caches;
+    let uid = pool.uid().unwrap_or_default();
+    let orphans = orphan_index(&name_hash(&pool.name_any()));
+    let template = &pool.spec.sandbox_template_ref.name;
+    let settings = context.settings.pools.clone();
+    // What is remembered is read before the cache: what the watch shows in between is then counted twice and not missed.
+    let mut remembered = context.pools.remembered(&uid, &settings);
+    remembered.creating.retain(|name| {
+        // Seen, and perhaps claimed already.
+        let seen = caches.sandboxes.get(&namespace, name);
+        if let Some(sandbox) = &seen {
+            context.pools.seen(&uid, sandbox, false);
+        }
+        seen.is_none()
+    });
+    Observed {
+        pool: Arc::clone(pool),
+        template: caches.templates.get(&namespace, template),
+        members: caches.sandboxes.indexed(&namespace, &uid),
+        orphans: caches.sandboxes.indexed(&namespace, &orphans),
+        pressed: context.api.is_pressed(),
+        remembered,
+        settings,
+    }
+}
+
+async fn publish(pool: &SandboxWarmPool, note: Note, context: &Context) {
+    events::publish(&context.api, pool, note).await;
+}
+
+/// Writes the status if it says something new. In a storm of changes not each of them is written: says when the next one may be.
+async fn write_status(
+    pool: &Arc<SandboxWarmPool>,
+    context: &Context,
+) -> Result<Option<Duration>, Error> {
+    let observed = gather(pool, context);
+    let after = plan::status(&observed);
+    let before = pool.status.clone().unwrap_or_default();
+    let Some(patch) = status_patch(pool, &before, &after) else {
+        return Ok(None);
+    };
+    let uid = pool.uid().unwrap_or_default();
+    let settled =
+        plan::is_settled(&observed) || before.observed_generation != after.observed_generation;
+    let interval = context.settings.pools.status_interval;
+    if let Some(wait) = context.pools.status_wait(&uid, interval, settled) {
+        return Ok(Some(wait));
+    }
+    let (namespace, name) = (pool.namespace().unwrap_or_default(), pool.name_any());
+    match context
+        .api
+        .patch_status::<SandboxWarmPool>(&namespace, &name, &patch)
+        .await
+    {
+        Ok(written) => {
+            context.caches.pools.assume(written);
+            Ok(None)
+        }
+        Err(error) if matches!(error.answer(), Answer::NotFound | Answer::Conflict) => Ok(None),
+        Err(error) => Err(Error::WriteStatus(error)),
+    }
+}
+
+/// The uid makes the apiserver refuse when another pool has taken the name.
+fn status_patch(
+    pool: &SandboxWarmPool,
+    before: &SandboxWarmPoolStatus,
+    after: &SandboxWarmPoolStatus,
+) -> Option<Value> {
+    let difference = merge_patch::difference(&json!(before), &json!(after))?;
+    Some(json!({"metadata": {"uid": pool.uid()}, "status": difference}))
+}

@@ -1,0 +1,108 @@
+//! No client required. A member of a pool, as JSON, so that fields of a newer Kubernetes stay in it.
+
+use kube::{Resource, ResourceExt};
+use serde_json::{Value, json};
+use torpor_api::{SandboxTemplate, SandboxWarmPool, annotations, labels, name_hash};
+
+use crate::blueprint;
+
+/// Letters and digits of generated names, Kubernetes' own: no vowels, nothing that looks like something else.
+const ALPHABET: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
+const SUFFIX: usize = 5;
+/// Longest name that Kubernetes generates.
+const LONGEST: usize = 63;
+
+/// Name of a new member: as the apiserver would generate it, but known before the call.
+pub fn name(pool: &str, salt: u64, number: usize) -> String {
+    let mut state = salt ^ (number as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let mut stem = pool;
+    while stem.len() > LONGEST - SUFFIX - 1 {
+        stem = &stem[..stem.len() - 1];
+    }
+    let mut name = format!("{stem}-");
+    for _ in 0..SUFFIX {
+        // splitmix64: neighbouring numbers give unrelated letters.
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^= mixed >> 31;
+        let at = usize::try_from(mixed % ALPHABET.len() as u64).unwrap_or_default();
+        name.push(char::from(ALPHABET[at]));
+    }
+    name
+}
+
+/// The Sandbox to create. Whether the autoscaler may take its Pod is said on the Sandbox and not in its pod template: what a claim takes off is then no change of the spec.
+pub fn sandbox(
+    pool: &SandboxWarmPool,
+    template: &SandboxTemplate,
+    name: &str,
+    eviction: bool,
+) -> Value {
+    let spec = &template.spec;
+    let mut on_sandbox = json!({annotations::SANDBOX_TEMPLATE_REF: template.name_any()});
+    let decided = spec
+        .pod_template
+        .annotations()
+        .is_some_and(|all| all.contains_key(annotations::SAFE_TO_EVICT));
+    if eviction && !decided {
+        on_sandbox[annotations::SAFE_TO_EVICT] = "true".into();
+    }
+    json!({
+        "apiVersion": torpor_api::Sandbox::api_version(&()),
+        "kind": torpor_api::Sandbox::kind(&()),
+        "metadata": {
+            "name": name,
+            "namespace": pool.namespace(),
+            "labels": {
+                labels::WARM_POOL_SANDBOX: name_hash(&pool.name_any()),
+                labels::SANDBOX_TEMPLATE_REF_HASH: name_hash(&template.name_any()),
+                labels::SANDBOX_TEMPLATE_HASH: blueprint::blueprint_hash(template),
+                labels::SANDBOX_POD_TEMPLATE_HASH: blueprint::pod_template_hash(template),
+                labels::LAUNCH_TYPE: "warm",
+                labels::CREATED_BY: "controller",
+            },
+            "annotations": on_sandbox,
+            "ownerReferences": [owner_reference(pool)],
+        },
+        "spec": blueprint::sandbox_spec(
+            template,
+            spec.pod_template.metadata.as_ref(),
+            blueprint::secured_pod_spec(template),
+            &spec.volume_claim_templates,
+        ),
+    })
+}
+
+/// Owner reference of a pool for its members.
+pub fn owner_reference(pool: &SandboxWarmPool) -> Value {
+    json!({
+        "apiVersion": SandboxWarmPool::api_version(&()),
+        "kind": SandboxWarmPool::kind(&()),
+        "name": pool.name_any(),
+        "uid": pool.uid(),
+        "controller": true,
+        "blockOwnerDeletion": true,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn names_are_like_generated_ones_and_differ() {
+        let names: BTreeSet<String> = (0..500).map(|number| name("py", 7, number)).collect();
+        assert!(names.len() > 498, "{}", names.len());
+        for name in &names {
+            let suffix = name.strip_prefix("py-").unwrap();
+            assert_eq!(suffix.len(), SUFFIX);
+            assert!(suffix.bytes().all(|c| ALPHABET.contains(&c)), "{name}");
+        }
+        assert_eq!(name("py", 7, 1), name("py", 7, 1));
+        assert_ne!(name("py", 7, 1), name("py", 8, 1));
+        assert_eq!(name(&"p".repeat(253), 7, 1).len(), LONGEST);
+    }
+}

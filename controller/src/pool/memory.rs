@@ -1,0 +1,303 @@
+//! What this process remembers of pools between passes: members that it has asked for or deleted and that the watch has not shown yet, and the times that shape refills. After a
+//! restart nothing of it is needed: the first list shows everything that was done.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use kube::ResourceExt;
+use torpor_api::{Sandbox, SandboxWarmPool, reasons::event};
+
+use super::plan::Plan;
+use crate::{
+    events::{Note, Severity},
+    settings::PoolSettings,
+};
+
+/// After this an expectation is given up, as upstream: the watch was down while the member came and went.
+const FORGET_AFTER: Duration = Duration::from_secs(300);
+
+/// What this process remembers of pools, by UID.
+#[derive(Debug, Default)]
+pub struct Memory(Mutex<HashMap<String, Pool>>);
+
+#[derive(Debug, Default)]
+struct Pool {
+    creating: BTreeMap<String, Creating>,
+    deleting: BTreeMap<String, Instant>,
+    /// Until when nothing is made, because members have left.
+    hold: Option<Instant>,
+    tokens: Option<(f64, Instant)>,
+    status_written: Option<Instant>,
+    /// The pool was said not to progress.
+    stalled: bool,
+    /// Makes names differ from pass to pass.
+    names: u64,
+}
+
+#[derive(Debug)]
+struct Creating {
+    since: Instant,
+    /// There was no answer.
+    uncertain: bool,
+}
+
+/// What a pass gets to see of it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Remembered {
+    /// Names of members that were asked for and are not to be seen yet.
+    pub creating: BTreeSet<String>,
+    /// Those of them whose create had no answer.
+    pub uncertain: BTreeSet<String>,
+    /// UIDs of members that were deleted and are still to be seen.
+    pub deleting: BTreeSet<String>,
+    /// How long nothing is made.
+    pub hold: Option<Duration>,
+    /// How many may be made now; `None`: no limit.
+    pub allowance: Option<usize>,
+    /// How long until one more may be made.
+    pub next_token: Option<Duration>,
+    /// Differs from pass to pass and from process to process.
+    pub salt: u64,
+}
+
+impl Memory {
+    /// What is remembered of a pool. What is too old is forgotten.
+    pub fn remembered(&self, uid: &str, settings: &PoolSettings) -> Remembered {
+        let now = Instant::now();
+        let mut all = self.lock();
+        let pool = all.entry(uid.to_owned()).or_default();
+        pool.creating
+            .retain(|_, creating| now - creating.since < FORGET_AFTER);
+        pool.deleting.retain(|_, since| now - *since < FORGET_AFTER);
+        pool.names = pool.names.wrapping_add(1);
+        let (allowance, next_token) = pool.allowance(settings.max_refill_rate, now);
+        Remembered {
+            uncertain: pool
+                .creating
+                .iter()
+                .filter(|(_, creating)| creating.uncertain)
+                .map(|(name, _)| name.clone())
+                .collect(),
+            creating: pool.creating.keys().cloned().collect(),
+            deleting: pool.deleting.keys().cloned().collect(),
+            hold: pool
+                .hold
+                .and_then(|until| until.checked_duration_since(now)),
+            allowance,
+            next_token,
+            salt: salt(pool.names),
+        }
+    }
+
+    /// A member is about to be made.
+    pub fn creating(&self, uid: &str, name: &str) {
+        let mut all = self.lock();
+        let pool = all.entry(uid.to_owned()).or_default();
+        let creating = Creating {
+            since: Instant::now(),
+            uncertain: true,
+        };
+        // A repeated create takes no second token.
+        if pool.creating.insert(name.to_owned(), creating).is_none()
+            && let Some((tokens, _)) = &mut pool.tokens
+        {
+            *tokens -= 1.0;
+        }
+    }
+
+    /// The member was made.
+    pub fn created(&self, uid: &str, name: &str) {
+        if let Some(pool) = self.lock().get_mut(uid)
+            && let Some(creating) = pool.creating.get_mut(name)
+        {
+            creating.uncertain = false;
+        }
+    }
+
+    /// The member was not made.
+    pub fn not_created(&self, uid: &str, name: &str) {
+        if let Some(pool) = self.lock().get_mut(uid) {
+            pool.creating.remove(name);
+        }
+    }
+
+    /// The member is being deleted.
+    pub fn deleting(&self, uid: &str, member: &str) {
+        let mut all = self.lock();
+        let pool = all.entry(uid.to_owned()).or_default();
+        pool.deleting.insert(member.to_owned(), Instant::now());
+    }
+
+    /// The watch has shown a Sandbox, or that it is gone.
+    pub fn seen(&self, pool_uid: &str, sandbox: &Sandbox, gone: bool) {
+        if let Some(pool) = self.lock().get_mut(pool_uid) {
+            pool.creating.remove(&sandbox.name_any());
+            if gone {
+                pool.deleting.remove(&sandbox.uid().unwrap_or_default());
+            }
+        }
+    }
+
+    /// A member has left the pool.
+    pub fn left(&self, pool_uid: &str, delay: Duration) {
+        if delay.is_zero() {
+            return;
+        }
+        if let Some(pool) = self.lock().get_mut(pool_uid) {
+            pool.hold = Some(Instant::now() + delay);
+        }
+    }
+
+    /// The pool is gone.
+    pub fn forget(&self, uid: &str) {
+        self.lock().remove(uid);
+    }
+
+    /// How long the status has to wait; `None`: it is written now. A settled pool's status does not wait.
+    pub fn status_wait(&self, uid: &str, interval: Duration, settled: bool) -> Option<Duration> {
+        let now = Instant::now();
+        let mut all = self.lock();
+        let pool = all.entry(uid.to_owned()).or_default();
+        let due = pool.status_written.map(|written| written + interval);
+        let wait = due.and_then(|due| due.checked_duration_since(now));
+        let wait = wait.filter(|wait| !settled && !wait.is_zero());
+        if wait.is_none() {
+            pool.status_written = Some(now);
+        }
+        wait
+    }
+
+    /// Events for a pool that no longer progresses, or progresses again.
+    pub fn notes(&self, pool: &SandboxWarmPool, plan: &Plan) -> Option<Note> {
+        let uid = pool.uid().unwrap_or_default();
+        let mut all = self.lock();
+        let known = all.entry(uid).or_default();
+        let was = std::mem::replace(&mut known.stalled, plan.stalled.is_some());
+        match (&plan.stalled, was) {
+            (Some(why), false) => Some(Note {
+                severity: Severity::Warning,
+                reason: event::WARM_POOL_NOT_PROGRESSING,
+                message: why.clone(),
+            }),
+            (None, true) => Some(Note {
+                severity: Severity::Normal,
+                reason: event::WARM_POOL_PROGRESSING,
+                message: "Members of the pool are scheduled again".to_owned(),
+            }),
+            _ => None,
+        }
+    }
+
+    // A panic elsewhere leaves the map as it was.
+    fn lock(&self) -> MutexGuard<'_, HashMap<String, Pool>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Pool {
+    /// A token bucket that holds what a second brings, and at least one.
+    fn allowance(&mut self, rate: f64, now: Instant) -> (Option<usize>, Option<Duration>) {
+        if rate <= 0.0 {
+            self.tokens = None;
+            return (None, None);
+        }
+        let most = rate.max(1.0);
+        let (tokens, since) = self.tokens.unwrap_or((most, now));
+        let tokens = most.min(tokens + (now - since).as_secs_f64() * rate);
+        self.tokens = Some((tokens, now));
+        let whole = tokens.max(0.0).floor();
+        // A rate is far below what a usize holds, and the value is not negative.
+        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+        let allowance = whole as usize;
+        let missing = (1.0 - tokens.fract()).max(0.0) / rate;
+        (Some(allowance), Duration::try_from_secs_f64(missing).ok())
+    }
+}
+
+/// A number that differs between processes, because the standard library's hasher is seeded anew in each.
+fn salt(number: u64) -> u64 {
+    use std::hash::{BuildHasher, RandomState};
+    RandomState::new().hash_one(number)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sandbox(name: &str, uid: &str) -> Sandbox {
+        let mut sandbox = Sandbox::default();
+        sandbox.metadata.name = Some(name.into());
+        sandbox.metadata.uid = Some(uid.into());
+        sandbox
+    }
+
+    fn of(memory: &Memory) -> Remembered {
+        memory.remembered("p", &PoolSettings::default())
+    }
+
+    #[test]
+    fn what_was_asked_for_is_remembered_until_it_is_seen() {
+        let memory = Memory::default();
+        memory.creating("p", "a");
+        assert!(of(&memory).uncertain.contains("a"));
+        memory.created("p", "a");
+        let remembered = of(&memory);
+        assert!(remembered.creating.contains("a") && remembered.uncertain.is_empty());
+        memory.seen("p", &sandbox("a", "u"), false);
+        assert!(of(&memory).creating.is_empty());
+        memory.creating("p", "b");
+        memory.not_created("p", "b");
+        assert!(of(&memory).creating.is_empty());
+    }
+
+    #[test]
+    fn what_was_deleted_is_remembered_until_it_is_gone() {
+        let memory = Memory::default();
+        memory.deleting("p", "u");
+        memory.seen("p", &sandbox("a", "u"), false);
+        assert!(of(&memory).deleting.contains("u"));
+        memory.seen("p", &sandbox("a", "u"), true);
+        assert!(of(&memory).deleting.is_empty());
+    }
+
+    #[test]
+    fn a_refill_takes_what_a_second_brings_and_then_waits() {
+        let memory = Memory::default();
+        let settings = PoolSettings {
+            max_refill_rate: 3.0,
+            ..PoolSettings::default()
+        };
+        assert_eq!(memory.remembered("p", &settings).allowance, Some(3));
+        for name in ["a", "b", "c"] {
+            memory.creating("p", name);
+        }
+        let remembered = memory.remembered("p", &settings);
+        assert_eq!(remembered.allowance, Some(0));
+        let wait = remembered.next_token.unwrap();
+        assert!(wait <= Duration::from_secs_f64(0.34), "{wait:?}");
+        assert_eq!(of(&memory).allowance, None);
+    }
+
+    #[test]
+    fn members_that_leave_hold_the_refill_up_and_each_begins_the_wait_anew() {
+        let memory = Memory::default();
+        of(&memory);
+        memory.left("p", Duration::ZERO);
+        assert_eq!(of(&memory).hold, None);
+        memory.left("p", Duration::from_secs(5));
+        memory.left("p", Duration::from_secs(60));
+        assert!(of(&memory).hold.unwrap() > Duration::from_secs(50));
+    }
+
+    #[test]
+    fn the_status_of_a_pool_in_a_storm_is_written_now_and_then() {
+        let memory = Memory::default();
+        let interval = Duration::from_secs(60);
+        assert_eq!(memory.status_wait("p", interval, false), None);
+        assert!(memory.status_wait("p", interval, false).is_some());
+        assert_eq!(memory.status_wait("p", interval, true), None);
+    }
+}

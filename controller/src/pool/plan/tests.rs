@@ -1,0 +1,342 @@
+use rstest::rstest;
+
+use super::*;
+use crate::merge_patch;
+
+fn now() -> Timestamp {
+    "2026-01-01T01:00:00Z".parse().unwrap()
+}
+
+fn pool(change: Value) -> Arc<SandboxWarmPool> {
+    let mut whole = json!({
+        "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxWarmPool",
+        "metadata": {"name": "p", "namespace": "ns", "uid": "u-p", "generation": 4},
+        "spec": {"replicas": 3, "sandboxTemplateRef": {"name": "t"}},
+    });
+    merge_patch::apply(&mut whole, &change);
+    Arc::new(serde_json::from_value(whole).unwrap())
+}
+
+fn template(change: Value) -> Arc<SandboxTemplate> {
+    let mut whole = json!({
+        "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxTemplate",
+        "metadata": {"name": "t", "namespace": "ns"},
+        "spec": {"podTemplate": {"spec": {"containers": [{"name": "c", "image": "img"}]}}},
+    });
+    merge_patch::apply(&mut whole, &change);
+    Arc::new(serde_json::from_value(whole).unwrap())
+}
+
+/// A member that was made just now and is Ready.
+fn member(name: &str, change: Value) -> Arc<Sandbox> {
+    let mut whole = member::sandbox(&pool(json!({})), &template(json!({})), name, true);
+    let rest = json!({
+        "metadata": {
+            "uid": format!("u-{name}"), "resourceVersion": "5",
+            "creationTimestamp": "2026-01-01T00:59:00Z",
+        },
+        "status": {"conditions": [condition("Ready", "True", "DependenciesReady")]},
+    });
+    merge_patch::apply(&mut whole, &rest);
+    merge_patch::apply(&mut whole, &change);
+    Arc::new(serde_json::from_value(whole).unwrap())
+}
+
+fn condition(type_: &str, status: &str, reason: &str) -> Value {
+    json!({
+        "type": type_, "status": status, "reason": reason, "message": "0/3 nodes",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    })
+}
+
+fn unready() -> Value {
+    json!({"status": {"conditions": [condition("Ready", "False", "DependenciesNotReady")]}})
+}
+
+fn old(mut change: Value) -> Value {
+    change["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z".into();
+    change
+}
+
+fn going() -> Value {
+    json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}})
+}
+
+fn observed(members: &[Arc<Sandbox>]) -> Observed {
+    Observed {
+        pool: pool(json!({})),
+        template: Some(template(json!({}))),
+        members: members.to_vec(),
+        ..Observed::default()
+    }
+}
+
+fn steps(plan: &Plan) -> Vec<String> {
+    plan.steps
+        .iter()
+        .map(|step| match step {
+            Action::Adopt { name, .. } => format!("adopt {name}"),
+            Action::Delete {
+                name,
+                resource_version,
+                ..
+            } => {
+                assert_eq!(
+                    resource_version.as_deref(),
+                    Some("5"),
+                    "every delete is fenced"
+                );
+                format!("delete {name}")
+            }
+        })
+        .collect()
+}
+
+fn ready(names: &[&str]) -> Vec<Arc<Sandbox>> {
+    names.iter().map(|name| member(name, json!({}))).collect()
+}
+
+fn asked_for(names: &[&str]) -> Remembered {
+    Remembered {
+        creating: names.iter().map(|name| (*name).to_owned()).collect(),
+        ..Remembered::default()
+    }
+}
+
+// --- how many -----------------------------------------------------------------------------------------------------------------------------
+
+#[rstest]
+#[case::empty(&[], &[], 3)]
+#[case::some(&["a"], &[], 2)]
+#[case::full(&["a", "b", "c"], &[], 0)]
+#[case::asked_for(&["a"], &["x", "y"], 0)]
+#[case::asked_for_and_seen(&["a"], &["a"], 2)]
+fn what_is_missing_is_made(#[case] there: &[&str], #[case] coming: &[&str], #[case] made: usize) {
+    let mut observed = observed(&ready(there));
+    observed.remembered = asked_for(coming);
+    let plan = plan(&observed, now());
+    assert_eq!(plan.create.len(), made);
+    assert!(plan.steps.is_empty());
+}
+
+#[test]
+fn what_is_going_counts_until_it_is_gone() {
+    let mut view = observed(&[member("a", going()), member("b", json!({}))]);
+    assert_eq!(plan(&view, now()).create.len(), 1);
+    view.remembered.deleting.insert("u-b".to_owned());
+    assert_eq!(plan(&view, now()).create.len(), 1);
+    assert_eq!(status(&view).replicas, Some(0));
+}
+
+#[test]
+fn of_too_many_the_unready_go_first_and_then_the_newest() {
+    let members = [
+        member("a", old(json!({}))),
+        member("b", json!({})),
+        member("c", old(json!({}))),
+        member("d", unready()),
+        member(
+            "e",
+            json!({"metadata": {"creationTimestamp": "2026-01-01T00:59:30Z"}}),
+        ),
+    ];
+    let mut view = observed(&members);
+    assert_eq!(steps(&plan(&view, now())), ["delete d", "delete e"]);
+    view.pool = pool(json!({"spec": {"replicas": 0}}));
+    assert_eq!(plan(&view, now()).steps.len(), 5);
+    view.settings.max_batch = 2;
+    assert_eq!(plan(&view, now()).steps.len(), 2);
+}
+
+#[test]
+fn a_pool_without_a_number_has_one_member() {
+    let mut view = observed(&[]);
+    view.pool = pool(json!({"spec": {"replicas": null}}));
+    assert_eq!(plan(&view, now()).create.len(), 1);
+}
+
+#[test]
+fn a_create_without_an_answer_is_repeated_under_its_name() {
+    let mut view = observed(&ready(&["a"]));
+    view.remembered = asked_for(&["x", "y"]);
+    view.remembered.uncertain.insert("y".to_owned());
+    assert_eq!(plan(&view, now()).create, ["y"]);
+}
+
+#[test]
+fn names_differ_from_pass_to_pass() {
+    let mut view = observed(&[]);
+    let first = plan(&view, now()).create;
+    assert_eq!(plan(&view, now()).create, first);
+    view.remembered.salt = 1;
+    let second = plan(&view, now()).create;
+    assert!(first.iter().all(|name| !second.contains(name)));
+}
+
+// --- when ---------------------------------------------------------------------------------------------------------------------------------
+
+#[rstest]
+#[case::no_template(|o: &mut Observed| o.template = None, 0, Some(60_000))]
+#[case::pressed(|o: &mut Observed| o.pressed = true, 0, Some(1000))]
+#[case::held_up(|o: &mut Observed| o.remembered.hold = Some(Duration::from_secs(9)), 0, Some(9000))]
+#[case::batch(|o: &mut Observed| o.settings.max_batch = 2, 2, Some(1))]
+#[case::rate(|o: &mut Observed| { o.remembered.allowance = Some(1); o.remembered.next_token = Some(Duration::from_millis(300)); }, 1, Some(300))]
+#[case::no_token(|o: &mut Observed| { o.remembered.allowance = Some(0); o.remembered.next_token = Some(Duration::from_millis(300)); }, 0, Some(300))]
+fn refills_wait_where_they_have_to(
+    #[case] edit: fn(&mut Observed),
+    #[case] made: usize,
+    #[case] requeue: Option<u64>,
+) {
+    let mut view = observed(&[]);
+    edit(&mut view);
+    let plan = plan(&view, now());
+    assert_eq!((plan.create.len(), plan.missing), (made, 3));
+    assert_eq!(plan.requeue, requeue.map(Duration::from_millis));
+}
+
+// --- staleness ----------------------------------------------------------------------------------------------------------------------------
+
+fn strategy(type_: &str) -> Value {
+    json!({"spec": {"updateStrategy": {"type": type_}}})
+}
+
+fn image(name: &str) -> Value {
+    json!({"spec": {"podTemplate": {"spec": {"containers": [{"name": "c", "image": name}]}}}})
+}
+
+#[rstest]
+#[case::by_default(json!({}), image("new"), &[])]
+#[case::on_replenish(strategy("OnReplenish"), image("new"), &[])]
+#[case::recreate(strategy("Recreate"), image("new"), &["delete a", "delete b"])]
+#[case::recreate_and_metadata_only(strategy("Recreate"), json!({"spec": {"podTemplate": {"metadata": {"labels": {"a": "b"}}}}}), &[])]
+#[case::recreate_and_another_template(strategy("Recreate"), json!({"metadata": {"name": "u"}}), &["delete a", "delete b"])]
+fn stale_members_go_at_once_only_under_recreate(
+    #[case] of_pool: Value,
+    #[case] of_template: Value,
+    #[case] expected: &[&str],
+) {
+    let mut view = observed(&ready(&["a", "b"]));
+    view.pool = pool(of_pool);
+    view.template = Some(template(of_template));
+    let plan = plan(&view, now());
+    assert_eq!(steps(&plan), expected);
+    // Those that go still count.
+    assert_eq!(plan.create.len(), 1);
+}
+
+#[test]
+fn without_its_template_a_pool_keeps_what_it_has() {
+    let mut view = observed(&ready(&["a"]));
+    view.pool = pool(strategy("Recreate"));
+    view.template = None;
+    assert!(plan(&view, now()).steps.is_empty());
+}
+
+// --- orphans ------------------------------------------------------------------------------------------------------------------------------
+
+#[test]
+fn orphans_that_are_as_the_template_says_come_back_and_others_go() {
+    let nobodys = |name: &str, change: Value| {
+        let mut change = change;
+        change["metadata"]["ownerReferences"] = Value::Null;
+        member(name, change)
+    };
+    let mut view = observed(&ready(&["a"]));
+    let other = json!({
+        "metadata": {"labels": {"agents.x-k8s.io/sandbox-template-hash": "old"}},
+        "spec": {"service": true},
+    });
+    view.orphans = vec![
+        nobodys("good", json!({})),
+        nobodys("stale", other),
+        nobodys("going", going()),
+    ];
+    let plan = plan(&view, now());
+    assert_eq!(steps(&plan), ["adopt good", "delete stale"]);
+    assert_eq!(plan.create.len(), 1);
+    let Action::Adopt { patch, .. } = &plan.steps[0] else {
+        unreachable!("it is the first")
+    };
+    assert_eq!(patch["metadata"]["ownerReferences"][0]["uid"], "u-p");
+    assert_eq!(patch["metadata"]["resourceVersion"], "5");
+}
+
+#[test]
+fn an_orphan_that_finds_no_room_goes() {
+    let mut view = observed(&ready(&["a", "b", "c"]));
+    view.orphans = vec![member("o", json!({"metadata": {"ownerReferences": null}}))];
+    assert_eq!(steps(&plan(&view, now())), ["delete o"]);
+}
+
+// --- members that do not become ready -----------------------------------------------------------------------------------------------------
+
+fn unschedulable() -> Value {
+    json!({"status": {"conditions": [
+        condition("Ready", "False", "DependenciesNotReady"),
+        condition("PodScheduled", "False", "Unschedulable"),
+    ]}})
+}
+
+#[test]
+fn a_member_that_does_not_become_ready_in_time_is_replaced() {
+    let view = observed(&[member("young", unready()), member("stuck", old(unready()))]);
+    let plan = plan(&view, now());
+    assert_eq!(steps(&plan), ["delete stuck"]);
+    let wait = plan.requeue.unwrap().as_secs();
+    // Four minutes are left, and two seconds, and up to half as long again.
+    assert!((242..=363).contains(&wait), "{wait}");
+}
+
+#[test]
+fn a_member_that_was_ready_has_its_time_anew() {
+    let mut change = old(unready());
+    change["status"]["conditions"][0]["lastTransitionTime"] = "2026-01-01T00:58:00Z".into();
+    assert!(
+        plan(&observed(&[member("a", change)]), now())
+            .steps
+            .is_empty()
+    );
+}
+
+#[test]
+fn a_member_that_no_node_has_room_for_is_kept_and_told_of() {
+    let held = observed(&[member("a", old(unschedulable()))]);
+    let told = plan(&held, now());
+    assert!(told.steps.is_empty());
+    assert_eq!(told.requeue, Some(Duration::from_secs(60)));
+    assert_eq!(
+        told.stalled.as_deref(),
+        Some("1 of 3 members are not scheduled after 300s and are kept waiting: 0/3 nodes")
+    );
+    let young = observed(&[member("a", unschedulable())]);
+    assert_eq!(plan(&young, now()).stalled, None);
+}
+
+// --- status -------------------------------------------------------------------------------------------------------------------------------
+
+#[test]
+fn the_status_counts_what_stays() {
+    let mut view = observed(&[
+        member("a", json!({})),
+        member("b", unready()),
+        member("c", going()),
+    ]);
+    view.remembered = asked_for(&["d"]);
+    let status = status(&view);
+    assert_eq!(
+        json!(status),
+        json!({
+            "observedGeneration": 4, "replicas": 3, "readyReplicas": 1,
+            "selector": format!("agents.x-k8s.io/warm-pool-sandbox={}", name_hash("p")),
+        })
+    );
+    assert!(!is_settled(&view));
+    assert!(is_settled(&observed(&ready(&["a", "b", "c"]))));
+}
+
+#[test]
+fn a_pool_that_goes_leaves_its_members_to_garbage_collection() {
+    let mut view = observed(&[]);
+    view.pool = pool(going());
+    assert_eq!(plan(&view, now()), Plan::default());
+}

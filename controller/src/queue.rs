@@ -1,0 +1,352 @@
+//! Names of objects that wait for a pass. A name waits at most once, one pass at a time is under way per object, and namespaces take turns, so that one that asks for
+//! thousands of sandboxes at once does not make the others wait.
+//!
+//! There are two lanes. What somebody waits for is taken before what is made in advance, and only so many passes of the latter are under way at once: the refill of pools leaves
+//! the apiserver to those who claim.
+
+use std::{
+    collections::{BTreeSet, HashMap, HashSet, VecDeque},
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+use tokio::{
+    sync::Notify,
+    time::{Duration, Instant},
+};
+
+use crate::cache::Key;
+
+/// How many passes over what is made in advance are under way at once.
+const ADVANCE_AT_ONCE: usize = 16;
+
+/// Whether somebody waits for an object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lane {
+    Awaited,
+    InAdvance,
+}
+
+/// Names that wait, that wait for a time, and that are being worked on. Bounded by the number of objects, because each is in it once.
+#[derive(Debug, Default)]
+pub struct Queue {
+    content: Mutex<Content>,
+    changed: Notify,
+}
+
+#[derive(Debug, Default)]
+struct Content {
+    awaited: Waiting,
+    in_advance: Waiting,
+    known: HashSet<Key>,
+    working: HashMap<Key, Lane>,
+    /// How many of those that are being worked on are made in advance.
+    advancing: usize,
+    /// Asked for again while it was being worked on.
+    again: HashMap<Key, Lane>,
+    timed: BTreeSet<(Instant, Key)>,
+    due: HashMap<Key, Instant>,
+}
+
+/// Names of one lane.
+#[derive(Debug, Default)]
+struct Waiting {
+    /// Namespaces with something to do, in the order of their turns.
+    turns: VecDeque<String>,
+    names: HashMap<String, VecDeque<String>>,
+}
+
+impl Queue {
+    /// Asks for a pass that somebody waits for.
+    pub fn add(&self, key: Key) {
+        self.add_in(Lane::Awaited, key);
+    }
+
+    /// Asks for a pass.
+    pub fn add_in(&self, lane: Lane, key: Key) {
+        let mut content = self.lock();
+        content.forget_time(&key);
+        content.push(lane, key);
+        drop(content);
+        self.changed.notify_one();
+    }
+
+    /// Asks for a pass after a while. Of two times the earlier one counts.
+    pub fn add_after(&self, key: Key, delay: Duration) {
+        let at = Instant::now() + delay;
+        let mut content = self.lock();
+        if content.known.contains(&key) || content.due.get(&key).is_some_and(|due| *due <= at) {
+            return;
+        }
+        content.forget_time(&key);
+        content.timed.insert((at, key.clone()));
+        content.due.insert(key, at);
+        drop(content);
+        self.changed.notify_one();
+    }
+
+    /// The next name; it is being worked on until [`Queue::done`].
+    pub async fn next(&self) -> Key {
+        loop {
+            let wake_at = {
+                let mut content = self.lock();
+                content.ripen(Instant::now());
+                if let Some(key) = content.pop() {
+                    let more = content.has_more();
+                    drop(content);
+                    if more {
+                        // One notification may stand for several names.
+                        self.changed.notify_one();
+                    }
+                    return key;
+                }
+                content.timed.first().map(|(at, _)| *at)
+            };
+            let changed = self.changed.notified();
+            match wake_at {
+                Some(at) => drop(tokio::time::timeout_at(at, changed).await),
+                None => changed.await,
+            }
+        }
+    }
+
+    /// The pass has ended.
+    pub fn done(&self, key: &Key) {
+        let mut content = self.lock();
+        if content.working.remove(key) == Some(Lane::InAdvance) {
+            content.advancing -= 1;
+        }
+        if let Some(lane) = content.again.remove(key) {
+            content.push(lane, key.clone());
+        }
+        let more = content.has_more();
+        drop(content);
+        if more {
+            self.changed.notify_one();
+        }
+    }
+
+    /// Whether anything waits or is being worked on.
+    pub fn is_busy(&self) -> bool {
+        let content = self.lock();
+        !content.known.is_empty() || !content.working.is_empty()
+    }
+
+    /// How many names wait for a worker.
+    pub fn depth(&self) -> usize {
+        self.lock().known.len()
+    }
+
+    // A panic elsewhere leaves the sets as they were.
+    fn lock(&self) -> MutexGuard<'_, Content> {
+        self.content.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Content {
+    fn push(&mut self, lane: Lane, key: Key) {
+        if self.working.contains_key(&key) {
+            let again = self.again.entry(key).or_insert(lane);
+            if lane == Lane::Awaited {
+                *again = lane;
+            }
+            return;
+        }
+        if !self.known.insert(key.clone()) {
+            // Waited for by now: it goes over to the other lane.
+            if lane == Lane::InAdvance || !self.in_advance.remove(&key) {
+                return;
+            }
+        }
+        match lane {
+            Lane::Awaited => self.awaited.push(key),
+            Lane::InAdvance => self.in_advance.push(key),
+        }
+    }
+
+    fn has_more(&self) -> bool {
+        let room = self.advancing < ADVANCE_AT_ONCE;
+        !self.awaited.turns.is_empty() || (room && !self.in_advance.turns.is_empty())
+    }
+
+    fn pop(&mut self) -> Option<Key> {
+        let (lane, key) = match self.awaited.pop() {
+            Some(key) => (Lane::Awaited, key),
+            None if self.advancing < ADVANCE_AT_ONCE => (Lane::InAdvance, self.in_advance.pop()?),
+            None => return None,
+        };
+        if lane == Lane::InAdvance {
+            self.advancing += 1;
+        }
+        self.known.remove(&key);
+        self.working.insert(key.clone(), lane);
+        Some(key)
+    }
+
+    /// Moves what has waited long enough.
+    fn ripen(&mut self, now: Instant) {
+        while let Some((at, key)) = self.timed.first().cloned() {
+            if at > now {
+                return;
+            }
+            self.forget_time(&key);
+            self.push(Lane::Awaited, key);
+        }
+    }
+
+    fn forget_time(&mut self, key: &Key) {
+        if let Some(at) = self.due.remove(key) {
+            self.timed.remove(&(at, key.clone()));
+        }
+    }
+}
+
+impl Waiting {
+    fn push(&mut self, (namespace, name): Key) {
+        let names = self.names.entry(namespace.clone()).or_default();
+        if names.is_empty() {
+            self.turns.push_back(namespace);
+        }
+        names.push_back(name);
+    }
+
+    fn pop(&mut self) -> Option<Key> {
+        let namespace = self.turns.pop_front()?;
+        let names = self.names.get_mut(&namespace)?;
+        let name = names.pop_front()?;
+        if names.is_empty() {
+            self.names.remove(&namespace);
+        } else {
+            self.turns.push_back(namespace.clone());
+        }
+        Some((namespace, name))
+    }
+
+    /// Whether the name waited here.
+    fn remove(&mut self, (namespace, name): &Key) -> bool {
+        let Some(names) = self.names.get_mut(namespace) else {
+            return false;
+        };
+        let Some(at) = names.iter().position(|waiting| waiting == name) else {
+            return false;
+        };
+        names.remove(at);
+        if names.is_empty() {
+            self.names.remove(namespace);
+            self.turns.retain(|turn| turn != namespace);
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    fn key(namespace: &str, name: &str) -> Key {
+        (namespace.to_owned(), name.to_owned())
+    }
+
+    async fn names(queue: &Queue, count: usize) -> Vec<String> {
+        let mut names = Vec::new();
+        for _ in 0..count {
+            let (namespace, name) = queue.next().await;
+            names.push(format!("{namespace}/{name}"));
+        }
+        names
+    }
+
+    #[tokio::test]
+    async fn namespaces_take_turns() {
+        let queue = Queue::default();
+        for name in ["1", "2", "3"] {
+            queue.add(key("big", name));
+        }
+        queue.add(key("small", "1"));
+        assert_eq!(
+            names(&queue, 4).await,
+            ["big/1", "small/1", "big/2", "big/3"]
+        );
+    }
+
+    #[tokio::test]
+    async fn a_name_waits_once_and_one_pass_is_under_way() {
+        let queue = Queue::default();
+        queue.add(key("ns", "a"));
+        queue.add(key("ns", "a"));
+        assert_eq!(names(&queue, 1).await, ["ns/a"]);
+        assert_eq!(queue.depth(), 0);
+        queue.add(key("ns", "a"));
+        assert_eq!(queue.depth(), 0, "not while it is being worked on");
+        queue.done(&key("ns", "a"));
+        assert_eq!(names(&queue, 1).await, ["ns/a"]);
+    }
+
+    #[tokio::test]
+    async fn the_earlier_of_two_times_counts() {
+        let queue = Queue::default();
+        let hour = Duration::from_secs(3600);
+        queue.add_after(key("ns", "a"), hour);
+        queue.add_after(key("ns", "a"), Duration::from_millis(5));
+        queue.add_after(key("ns", "a"), hour * 2);
+        assert_eq!(names(&queue, 1).await, ["ns/a"]);
+        queue.done(&key("ns", "a"));
+        let content = queue.lock();
+        assert!(content.timed.is_empty() && content.due.is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_name_that_is_asked_for_now_does_not_come_again_at_its_time() {
+        let queue = Queue::default();
+        queue.add_after(key("ns", "a"), Duration::from_secs(3600));
+        queue.add(key("ns", "a"));
+        assert_eq!(names(&queue, 1).await, ["ns/a"]);
+        assert!(queue.lock().timed.is_empty());
+    }
+
+    #[tokio::test]
+    async fn what_somebody_waits_for_comes_before_what_is_made_in_advance() {
+        let queue = Queue::default();
+        for name in ["1", "2", "3"] {
+            queue.add_in(Lane::InAdvance, key("a", name));
+        }
+        queue.add(key("b", "1"));
+        queue.add(key("a", "3"));
+        assert_eq!(names(&queue, 4).await, ["b/1", "a/3", "a/1", "a/2"]);
+        assert_eq!(queue.depth(), 0);
+    }
+
+    #[tokio::test]
+    async fn only_so_many_passes_in_advance_are_under_way() {
+        let queue = Queue::default();
+        for name in 0..=ADVANCE_AT_ONCE {
+            queue.add_in(Lane::InAdvance, key("ns", &name.to_string()));
+        }
+        names(&queue, ADVANCE_AT_ONCE).await;
+        let last = key("ns", &ADVANCE_AT_ONCE.to_string());
+        assert!(queue.lock().pop().is_none(), "there is no room");
+        queue.add(key("ns", "awaited"));
+        assert_eq!(names(&queue, 1).await, ["ns/awaited"]);
+        queue.done(&key("ns", "0"));
+        assert_eq!(queue.next().await, last);
+    }
+
+    #[tokio::test]
+    async fn every_worker_that_waits_gets_a_name() {
+        let queue = Arc::new(Queue::default());
+        let workers: Vec<_> = (0..4)
+            .map(|_| {
+                let queue = Arc::clone(&queue);
+                tokio::spawn(async move { queue.next().await })
+            })
+            .collect();
+        for name in 0..4 {
+            queue.add(key("ns", &name.to_string()));
+        }
+        for worker in workers {
+            worker.await.unwrap();
+        }
+        assert_eq!(queue.depth(), 0);
+    }
+}

@@ -1,0 +1,108 @@
+//! What the command line decides about how kinds are reconciled.
+
+use std::time::Duration;
+
+/// How kinds are reconciled. The defaults are upstream's.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Reconcile SandboxClaims, SandboxTemplates and SandboxWarmPools too.
+    pub extensions: bool,
+    pub sandbox_workers: u16,
+    pub claim_workers: u16,
+    pub pool_workers: u16,
+    pub template_workers: u16,
+    pub pools: PoolSettings,
+    pub claims: ClaimSettings,
+}
+
+/// How pools are filled.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PoolSettings {
+    /// Most members that are made or deleted in one pass.
+    pub max_batch: usize,
+    /// How long to wait after a member has left, so that a burst of claims is served first. Each further one that leaves begins the wait anew.
+    pub replenish_delay: Duration,
+    /// Members per second and pool; 0 does not limit.
+    pub max_refill_rate: f64,
+    /// How long a member may take to become ready before it is replaced.
+    pub readiness_grace: Duration,
+    /// How often a member that no node has room for is looked at again.
+    pub unschedulable_recheck: Duration,
+    /// Whether the cluster autoscaler may take unclaimed members away.
+    pub eviction: bool,
+    /// How often the status of a pool is written at most while members come and go. Torpor's.
+    pub status_interval: Duration,
+}
+
+/// How claims are served.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ClaimSettings {
+    pub events: bool,
+    /// Write when a claim was first seen and first ready.
+    pub observability: bool,
+    /// Domains whose labels a claim may put on its Pod.
+    pub label_domains: Vec<String>,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            extensions: false,
+            sandbox_workers: 100,
+            claim_workers: 50,
+            pool_workers: 1,
+            template_workers: 1,
+            pools: PoolSettings::default(),
+            claims: ClaimSettings::default(),
+        }
+    }
+}
+
+impl Default for PoolSettings {
+    fn default() -> Self {
+        Self {
+            max_batch: 300,
+            replenish_delay: Duration::ZERO,
+            max_refill_rate: 0.0,
+            readiness_grace: Duration::from_secs(300),
+            unschedulable_recheck: Duration::from_secs(60),
+            eviction: true,
+            status_interval: Duration::from_millis(500),
+        }
+    }
+}
+
+impl Default for ClaimSettings {
+    fn default() -> Self {
+        Self {
+            events: true,
+            observability: true,
+            label_domains: vec!["sandbox.users.io".to_owned()],
+        }
+    }
+}
+
+/// The domains that a file lists: one a line or separated by commas, `#` begins a comment. `None` when it lists none.
+pub fn label_domains(text: &str) -> Option<Vec<String>> {
+    let domains: Vec<String> = text
+        .lines()
+        .map(|line| line.split('#').next().unwrap_or_default())
+        .flat_map(|line| line.split(','))
+        .map(|domain| domain.trim().to_ascii_lowercase())
+        .filter(|domain| !domain.is_empty())
+        .collect();
+    (!domains.is_empty()).then_some(domains)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_allow_list_is_read_line_by_line() {
+        let text = "# ours\nexample.com\n team.example.org , Other.io # and theirs\n\n";
+        let expected = ["example.com", "team.example.org", "other.io"];
+        assert_eq!(label_domains(text).unwrap(), expected);
+        assert_eq!(label_domains("# nothing\n"), None);
+    }
+}

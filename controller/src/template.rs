@@ -1,0 +1,119 @@
+//! The SandboxTemplate kind: a label by which its Sandboxes are found, and one NetworkPolicy that they share. A template has no status.
+
+use std::{sync::Arc, time::Duration};
+
+use k8s_openapi::api::networking::v1::NetworkPolicy;
+use kube::ResourceExt;
+use torpor_api::SandboxTemplate;
+
+use crate::{
+    calls::{self, Answer},
+    context::Context,
+};
+
+pub mod plan;
+
+use self::plan::{Action, Observed};
+
+/// How often the plan is made anew within one pass.
+const ROUNDS: usize = 4;
+
+/// A pass did not come through; it is tried again with a growing delay.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("cannot see what is there")]
+    Observe(#[source] calls::Error),
+    #[error("cannot write")]
+    Write(#[source] calls::Error),
+    #[error(
+        "NetworkPolicy {0:?} exists and is not controlled by this SandboxTemplate; it is left alone, and the sandboxes are without the template's rules"
+    )]
+    NotOwned(String),
+    #[error("the objects around the SandboxTemplate keep changing")]
+    Unsettled,
+}
+
+impl Error {
+    /// Stable name, for metrics and logs.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Observe(_) => "ObserveFailed",
+            Self::Write(_) => "WriteFailed",
+            Self::NotOwned(_) => "NotOwned",
+            Self::Unsettled => "Unsettled",
+        }
+    }
+}
+
+/// One pass over one template.
+pub async fn reconcile(
+    template: Arc<SandboxTemplate>,
+    context: Arc<Context>,
+) -> Result<Option<Duration>, Error> {
+    let namespace = template.namespace().unwrap_or_default();
+    let name = plan::policy_name(&template);
+    let mut observed = Observed {
+        policy: context.caches.policies.get(&namespace, &name),
+        template,
+    };
+    for _ in 0..ROUNDS {
+        let steps = plan::plan(&observed).map_err(Error::NotOwned)?;
+        let mut as_planned = true;
+        for step in &steps {
+            as_planned &= execute(step, &namespace, &mut observed, &context).await?;
+        }
+        if as_planned {
+            return Ok(None);
+        }
+    }
+    Err(Error::Unsettled)
+}
+
+/// Takes one step; one call per arm. `false`: the world was not as planned, and is in `observed` as it is.
+async fn execute(
+    step: &Action,
+    namespace: &str,
+    observed: &mut Observed,
+    context: &Context,
+) -> Result<bool, Error> {
+    let api = &context.api;
+    let policy = plan::policy_name(&observed.template);
+    let done = match step {
+        Action::LabelTemplate(patch) => {
+            let name = observed.template.name_any();
+            api.patch::<SandboxTemplate>(namespace, &name, patch)
+                .await
+                .map(drop)
+        }
+        Action::CreatePolicy(object) => api
+            .create::<NetworkPolicy>(namespace, object.clone())
+            .await
+            .map(drop),
+        Action::PatchPolicy(patch) => api
+            .patch::<NetworkPolicy>(namespace, &policy, patch)
+            .await
+            .map(drop),
+        Action::DeletePolicy { uid } => {
+            api.delete::<NetworkPolicy>(namespace, &policy, uid, None)
+                .await
+        }
+    };
+    match done {
+        Ok(()) => Ok(true),
+        // The template is gone or another one: its events are on their way.
+        Err(error) if matches!(step, Action::LabelTemplate(_)) && is_newer(&error) => Ok(true),
+        Err(error) if is_newer(&error) => {
+            let found = api.get::<NetworkPolicy>(namespace, &policy).await;
+            observed.policy = found.map_err(Error::Observe)?.map(Arc::new);
+            Ok(false)
+        }
+        Err(error) => Err(Error::Write(error)),
+    }
+}
+
+fn is_newer(error: &calls::Error) -> bool {
+    matches!(
+        error.answer(),
+        Answer::Conflict | Answer::NotFound | Answer::AlreadyExists
+    )
+}

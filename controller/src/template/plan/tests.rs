@@ -1,0 +1,178 @@
+use rstest::rstest;
+
+use super::*;
+
+fn template(change: Value) -> Arc<SandboxTemplate> {
+    let mut whole = json!({
+        "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxTemplate",
+        "metadata": {
+            "name": "t", "namespace": "ns", "uid": "u-t",
+            "labels": {"agents.x-k8s.io/sandbox-template-ref-hash": name_hash("t")},
+        },
+        "spec": {"podTemplate": {"spec": {"containers": []}}},
+    });
+    merge_patch::apply(&mut whole, &change);
+    Arc::new(serde_json::from_value(whole).unwrap())
+}
+
+fn policy_of(template: &SandboxTemplate) -> Arc<NetworkPolicy> {
+    let mut made = policy(template);
+    made["metadata"]["uid"] = "u-n".into();
+    made["metadata"]["resourceVersion"] = "4".into();
+    Arc::new(serde_json::from_value(made).unwrap())
+}
+
+fn planned(
+    template: &Arc<SandboxTemplate>,
+    policy: Option<Arc<NetworkPolicy>>,
+) -> Result<Vec<Action>, String> {
+    plan(&Observed {
+        template: Arc::clone(template),
+        policy,
+    })
+}
+
+fn unmanaged() -> Value {
+    json!({"spec": {"networkPolicyManagement": "Unmanaged"}})
+}
+
+#[test]
+fn a_template_gets_its_label_and_the_strict_default() {
+    let new = template(json!({"metadata": {"labels": null}}));
+    let steps = planned(&new, None).unwrap();
+    let [Action::LabelTemplate(label), Action::CreatePolicy(policy)] = &steps[..] else {
+        panic!("{steps:?}")
+    };
+    assert_eq!(
+        label["metadata"]["labels"]["agents.x-k8s.io/sandbox-template-ref-hash"],
+        name_hash("t")
+    );
+    insta::assert_json_snapshot!(policy["spec"], @r#"
+    {
+      "egress": [
+        {
+          "to": [
+            {
+              "ipBlock": {
+                "cidr": "0.0.0.0/0",
+                "except": [
+                  "10.0.0.0/8",
+                  "172.16.0.0/12",
+                  "192.168.0.0/16",
+                  "169.254.0.0/16"
+                ]
+              }
+            },
+            {
+              "ipBlock": {
+                "cidr": "::/0",
+                "except": [
+                  "fc00::/7",
+                  "fe80::/10"
+                ]
+              }
+            }
+          ]
+        }
+      ],
+      "ingress": [
+        {
+          "from": [
+            {
+              "namespaceSelector": {
+                "matchLabels": {
+                  "kubernetes.io/metadata.name": "agent-sandbox-system"
+                }
+              },
+              "podSelector": {
+                "matchLabels": {
+                  "app": "sandbox-router"
+                }
+              }
+            }
+          ]
+        }
+      ],
+      "podSelector": {
+        "matchLabels": {
+          "agents.x-k8s.io/sandbox-template-ref-hash": "f10c3da3"
+        }
+      },
+      "policyTypes": [
+        "Ingress",
+        "Egress"
+      ]
+    }
+    "#);
+    assert_eq!(policy["metadata"]["name"], "t-network-policy");
+    assert_eq!(policy["metadata"]["ownerReferences"][0]["uid"], "u-t");
+}
+
+#[rstest]
+#[case::no_rules_let_nothing_through(json!({}), json!([]), json!([]))]
+#[case::rules_of_ones_own(
+    json!({"egress": [{"ports": [{"port": 53, "protocol": "UDP"}, {"port": 443}]}]}),
+    json!([]),
+    json!([{"ports": [{"port": 53, "protocol": "UDP"}, {"port": 443, "protocol": "TCP"}]}])
+)]
+fn rules_of_the_template_are_the_only_ones(
+    #[case] rules: Value,
+    #[case] ingress: Value,
+    #[case] egress: Value,
+) {
+    let steps = planned(&template(json!({"spec": {"networkPolicy": rules}})), None).unwrap();
+    let [Action::CreatePolicy(policy)] = &steps[..] else {
+        panic!("{steps:?}")
+    };
+    assert_eq!(policy["spec"]["ingress"], ingress);
+    assert_eq!(policy["spec"]["egress"], egress);
+    assert_eq!(policy["spec"]["policyTypes"], json!(["Ingress", "Egress"]));
+}
+
+#[test]
+fn a_policy_that_says_it_is_left_and_another_is_brought_back() {
+    let template = template(json!({}));
+    let policy = policy_of(&template);
+    assert_eq!(planned(&template, Some(Arc::clone(&policy))), Ok(vec![]));
+    let mut loosened = (*policy).clone();
+    loosened.spec.as_mut().unwrap().egress = None;
+    let steps = planned(&template, Some(Arc::new(loosened))).unwrap();
+    let [Action::PatchPolicy(patch)] = &steps[..] else {
+        panic!("{steps:?}")
+    };
+    assert_eq!(
+        patch["metadata"],
+        json!({"uid": "u-n", "resourceVersion": "4"})
+    );
+    assert_eq!(patch["spec"]["egress"], default_egress());
+}
+
+#[test]
+fn unmanaged_deletes_its_own_and_leaves_others() {
+    let own = policy_of(&template(json!({})));
+    let unmanaged = template(unmanaged());
+    let uid = "u-n".to_owned();
+    assert_eq!(
+        planned(&unmanaged, Some(Arc::clone(&own))),
+        Ok(vec![Action::DeletePolicy { uid }])
+    );
+    assert_eq!(planned(&unmanaged, None), Ok(vec![]));
+    let mut foreign = (*own).clone();
+    foreign.metadata.owner_references = None;
+    assert_eq!(
+        planned(&unmanaged, Some(Arc::new(foreign.clone()))),
+        Ok(vec![])
+    );
+    assert_eq!(
+        planned(&template(json!({})), Some(Arc::new(foreign))),
+        Err("t-network-policy".to_owned())
+    );
+}
+
+#[test]
+fn a_template_that_goes_takes_its_policy_along_by_itself() {
+    let going = template(
+        json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z", "labels": null}}),
+    );
+    assert_eq!(planned(&going, None), Ok(vec![]));
+}

@@ -1,0 +1,231 @@
+//! The watches of SandboxClaim, SandboxTemplate, SandboxWarmPool and NetworkPolicy, and what a change of a Sandbox means to its claim or its pool.
+
+use std::sync::Arc;
+
+use jiff::Timestamp;
+use k8s_openapi::{
+    api::networking::v1::NetworkPolicy, apimachinery::pkg::apis::meta::v1::OwnerReference,
+};
+use kube::{Resource, ResourceExt, runtime::watcher};
+use tokio::task::JoinSet;
+use torpor_api::{
+    Sandbox, SandboxClaim, SandboxTemplate, SandboxWarmPool,
+    conditions::{self, find},
+    extensions::GROUP,
+    labels,
+};
+
+use super::{follow, follow_guarded, trim};
+use crate::{
+    cache::{Change, key_of},
+    candidates::pool_of,
+    context::Context,
+};
+
+/// Starts the watches.
+pub(super) fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
+    let client = context.api.client();
+    let known = Arc::clone(context);
+    tasks.spawn(follow_guarded(client.clone(), trim, move |event| {
+        for change in known.caches.claims.apply(event) {
+            claim_changed(&known, &change);
+        }
+    }));
+    let known = Arc::clone(context);
+    tasks.spawn(follow_guarded(client.clone(), trim, move |event| {
+        for change in known.caches.pools.apply(event) {
+            pool_changed(&known, &change);
+        }
+    }));
+    let known = Arc::clone(context);
+    tasks.spawn(follow_guarded(client.clone(), trim, move |event| {
+        for change in known.caches.templates.apply(event) {
+            template_changed(&known, &change);
+        }
+    }));
+    let known = Arc::clone(context);
+    let all = watcher::Config::default();
+    tasks.spawn(follow(client, all, trim, move |event| {
+        for change in known.caches.policies.apply(event) {
+            policy_changed(&known, &change);
+        }
+    }));
+}
+
+/// The controller of an object.
+pub fn controller_of<K: Resource>(object: &K) -> Option<&OwnerReference> {
+    let owners = object.meta().owner_references.iter().flatten();
+    owners
+        .into_iter()
+        .find(|owner| owner.controller == Some(true))
+}
+
+/// The controller, if it is of this kind of the extensions' group, in whatever version.
+pub fn controller_of_kind<'a, K: Resource>(
+    object: &'a K,
+    kind: &str,
+) -> Option<&'a OwnerReference> {
+    controller_of(object).filter(|owner| {
+        let group = owner.api_version.split_once('/').map(|(group, _)| group);
+        owner.kind == kind && group == Some(GROUP)
+    })
+}
+
+/// Index of Sandboxes: the UID of the controller; of one that nobody controls, the pool that its label names.
+pub fn sandbox_index(sandbox: &Sandbox) -> Option<String> {
+    match controller_of(sandbox) {
+        Some(owner) => Some(owner.uid.clone()),
+        None => {
+            let hash = sandbox.labels().get(labels::WARM_POOL_SANDBOX)?;
+            Some(orphan_index(hash))
+        }
+    }
+}
+
+/// Index value of the Sandboxes that nobody controls and that name the pool with this hash.
+pub fn orphan_index(pool_hash: &str) -> String {
+    format!("orphan {pool_hash}")
+}
+
+/// Offers what claims may take, and wakes the claim or the pool.
+pub(super) fn sandbox_changed(context: &Context, change: &Change<Sandbox>) {
+    context.candidates.update(change);
+    remember(context, change);
+    let (before, after) = (change.before.as_deref(), change.after.as_deref());
+    let matters = match (before, after) {
+        (Some(before), Some(after)) => matters_to_owner(before, after),
+        _ => true,
+    };
+    for sandbox in [before, after].into_iter().flatten() {
+        let namespace = sandbox.namespace().unwrap_or_default();
+        if let Some(claim) = controller_of_kind(sandbox, &SandboxClaim::kind(&()))
+            && matters
+        {
+            context.queues.claims.add((namespace, claim.name.clone()));
+        } else if let Some(pool) = controller_of_kind(sandbox, &SandboxWarmPool::kind(&()))
+            && matters
+        {
+            context.queues.pools.add((namespace, pool.name.clone()));
+        } else if controller_of(sandbox).is_none() {
+            wake_pools_of_orphan(context, sandbox, &namespace);
+        }
+    }
+}
+
+/// Tells the memory of pools what was seen of their members.
+fn remember(context: &Context, change: &Change<Sandbox>) {
+    let (before, after) = (change.before.as_deref(), change.after.as_deref());
+    for sandbox in [before, after].into_iter().flatten() {
+        if let Some(pool) = pool_of(sandbox) {
+            context.pools.seen(pool, sandbox, after.is_none());
+        }
+    }
+    let (Some(was), Some(after)) = (before.and_then(pool_of), after) else {
+        return;
+    };
+    if pool_of(after) != Some(was) {
+        let delay = context.settings.pools.replenish_delay;
+        context.pools.left(was, delay);
+    }
+}
+
+fn wake_pools_of_orphan(context: &Context, sandbox: &Sandbox, namespace: &str) {
+    let Some(hash) = sandbox.labels().get(labels::WARM_POOL_SANDBOX) else {
+        return;
+    };
+    let named = context.caches.pools.filtered(|pool| {
+        pool.namespace().as_deref() == Some(namespace)
+            && torpor_api::name_hash(&pool.name_any()) == *hash
+    });
+    for pool in named {
+        context.queues.pools.add(key_of(&*pool));
+    }
+}
+
+/// Whether a claim or a pool has something to do because of a change of its Sandbox.
+fn matters_to_owner(before: &Sandbox, after: &Sandbox) -> bool {
+    let seen = |sandbox: &Sandbox| {
+        let status = sandbox.status.clone().unwrap_or_default();
+        let shown = [
+            conditions::READY,
+            conditions::FINISHED,
+            conditions::POD_SCHEDULED,
+        ]
+        .map(|type_| {
+            find(&status.conditions, type_)
+                .map(|c| (c.status.clone(), c.reason.clone(), c.message.clone()))
+        });
+        let meta = &sandbox.metadata;
+        (
+            shown,
+            status.pod_ips,
+            meta.deletion_timestamp.is_some(),
+            meta.owner_references.clone(),
+            meta.labels.clone(),
+        )
+    };
+    seen(before) != seen(after)
+}
+
+/// Takes note of when a claim was first seen, and asks for a pass.
+pub fn claim_changed(context: &Context, change: &Change<SandboxClaim>) {
+    match (&change.before, &change.after) {
+        (_, Some(claim)) => context.sightings.see(claim, Timestamp::now()),
+        (Some(gone), None) => context.sightings.forget(gone),
+        (None, None) => {}
+    }
+    if let Some(claim) = change.after.as_ref().or(change.before.as_ref()) {
+        context.queues.claims.add(key_of(&**claim));
+    }
+}
+
+/// Asks for a pass; a pool that came or changed may be what claims have waited for.
+pub fn pool_changed(context: &Context, change: &Change<SandboxWarmPool>) {
+    let Some(pool) = change.after.as_ref().or(change.before.as_ref()) else {
+        return;
+    };
+    let key = key_of(&**pool);
+    let generation = |pool: &Option<Arc<SandboxWarmPool>>| pool.as_ref()?.metadata.generation;
+    if change.after.is_some() && generation(&change.before) != generation(&change.after) {
+        wake_unbound_claims(context, &key.0, &key.1);
+    }
+    if change.after.is_none() {
+        context.pools.forget(&pool.uid().unwrap_or_default());
+    }
+    context.queues.pools.add(key);
+}
+
+/// Asks for passes over the template and its pools; one that came may be what claims have waited for.
+pub fn template_changed(context: &Context, change: &Change<SandboxTemplate>) {
+    let Some(template) = change.after.as_ref().or(change.before.as_ref()) else {
+        return;
+    };
+    let key = key_of(&**template);
+    for pool in context.caches.pools.indexed(&key.0, &key.1) {
+        if change.before.is_none() {
+            wake_unbound_claims(context, &key.0, &pool.name_any());
+        }
+        context.queues.pools.add(key_of(&*pool));
+    }
+    context.queues.templates.add(key);
+}
+
+fn policy_changed(context: &Context, change: &Change<NetworkPolicy>) {
+    for policy in [&change.before, &change.after].into_iter().flatten() {
+        let owner = controller_of_kind(&**policy, &SandboxTemplate::kind(&()));
+        if let Some(template) = owner {
+            let namespace = policy.namespace().unwrap_or_default();
+            let key = (namespace, template.name.clone());
+            context.queues.templates.add(key);
+        }
+    }
+}
+
+fn wake_unbound_claims(context: &Context, namespace: &str, pool: &str) {
+    for claim in context.caches.claims.indexed(namespace, pool) {
+        let status = claim.status.as_ref();
+        if status.is_none_or(|status| status.sandbox.is_none()) {
+            context.queues.claims.add(key_of(&*claim));
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! The whole thing for claims and pools: watches, caches, queues and all reconcilers, against the apiserver in memory.
+
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
+
+use serde_json::json;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+use torpor_controller::run;
+
+use crate::{
+    apiserver::{Fault, FaultAnswer},
+    cluster::{Cluster, name},
+    objects::NS,
+};
+
+struct AtWork {
+    cluster: Cluster,
+    stop: CancellationToken,
+    work: Vec<JoinHandle<()>>,
+}
+
+impl AtWork {
+    /// As many controllers at once.
+    fn start(controllers: usize) -> Self {
+        let cluster = Cluster::new();
+        let stop = CancellationToken::new();
+        let mut work = vec![tokio::spawn(run::run(
+            Arc::clone(&cluster.context),
+            stop.clone(),
+        ))];
+        for _ in 1..controllers {
+            let context = cluster.another().context;
+            work.push(tokio::spawn(run::run(context, stop.clone())));
+        }
+        Self {
+            cluster,
+            stop,
+            work,
+        }
+    }
+
+    /// Waits, while kubelets start what is there to be started.
+    async fn until(&self, what: &str, wish: impl Fn(&Cluster) -> bool) {
+        let cluster = &self.cluster;
+        let wish = |_: &_| {
+            cluster.kubelets();
+            wish(cluster)
+        };
+        cluster.api.until(what, wish).await;
+    }
+
+    async fn end(self) {
+        self.stop.cancel();
+        for work in self.work {
+            tokio::time::timeout(Duration::from_secs(20), work)
+                .await
+                .unwrap()
+                .unwrap();
+        }
+    }
+}
+
+fn pool_is_ready(cluster: &Cluster, members: usize) -> bool {
+    cluster.get_pool("p")["status"]["readyReplicas"] == members
+        && cluster.controlled_by(&cluster.get_pool("p")).len() == members
+}
+
+fn all_ready(cluster: &Cluster) -> bool {
+    let claims = cluster.api.list("sandboxclaims");
+    claims.iter().all(|claim| {
+        let ready = cluster.claim_says(name(claim), "Ready");
+        ready.is_some_and(|ready| ready.0 == "True")
+    })
+}
+
+async fn claims_are_served(controllers: usize) {
+    let at_work = AtWork::start(controllers);
+    at_work.cluster.template(json!({}));
+    at_work.cluster.pool(10, json!({}));
+    at_work
+        .until("the pool is full", |cluster| pool_is_ready(cluster, 10))
+        .await;
+    for number in 0..16 {
+        at_work.cluster.claim(&format!("c{number}"), json!({}));
+    }
+    at_work.until("all claims are Ready", all_ready).await;
+    at_work
+        .until("the pool is full again", |cluster| {
+            pool_is_ready(cluster, 10) && cluster.api.list("sandboxes").len() == 26
+        })
+        .await;
+    let claims = at_work.cluster.api.list("sandboxclaims");
+    let held: BTreeSet<String> = claims
+        .iter()
+        .map(|claim| {
+            let held = at_work.cluster.held_by(name(claim)).unwrap();
+            assert_eq!(
+                at_work.cluster.controlled_by(claim),
+                [held.clone()].as_slice()
+            );
+            held
+        })
+        .collect();
+    assert_eq!(held.len(), 16);
+    at_work.end().await;
+}
+
+#[tokio::test]
+async fn a_burst_larger_than_the_pool_is_served_and_the_pool_is_filled_again() {
+    claims_are_served(1).await;
+}
+
+#[tokio::test]
+async fn two_controllers_at_work_serve_it_too() {
+    claims_are_served(2).await;
+}
+
+#[tokio::test]
+async fn a_claim_that_came_first_goes_on_when_pool_and_template_come() {
+    let at_work = AtWork::start(1);
+    let says = |reason: &'static str| {
+        move |cluster: &Cluster| {
+            let said = cluster.claim_says("c", "Ready");
+            said.is_some_and(|said| said.1 == reason)
+        }
+    };
+    at_work.cluster.claim("c", json!({}));
+    at_work.until("no pool", says("WarmPoolNotFound")).await;
+    at_work.cluster.pool(0, json!({}));
+    at_work.until("no template", says("TemplateNotFound")).await;
+    at_work.cluster.template(json!({}));
+    at_work.until("Ready", says("DependenciesReady")).await;
+    let policies = |cluster: &Cluster| !cluster.api.list("networkpolicies").is_empty();
+    at_work.until("the policy is there", policies).await;
+    at_work.end().await;
+}
+
+#[tokio::test]
+async fn a_pod_that_goes_is_told_by_the_claim() {
+    let at_work = AtWork::start(1);
+    at_work.cluster.template(json!({}));
+    at_work.cluster.pool(1, json!({}));
+    at_work
+        .until("the pool is full", |cluster| pool_is_ready(cluster, 1))
+        .await;
+    at_work.cluster.claim("c", json!({}));
+    at_work.until("Ready", all_ready).await;
+    let held = at_work.cluster.held_by("c").unwrap();
+    let pod = json!({"status": {"conditions": []}});
+    at_work.cluster.api.edit("pods", NS, &held, &pod);
+    let unready = |cluster: &Cluster| {
+        let said = cluster.claim_says("c", "Ready");
+        said.is_some_and(|said| said.2 == "Pod is Running but not Ready")
+    };
+    at_work.until("not Ready", unready).await;
+    at_work.end().await;
+}
+
+#[tokio::test]
+async fn passes_over_claims_and_pools_that_fail_are_tried_again_by_themselves() {
+    let at_work = AtWork::start(1);
+    for (verb, kind) in [
+        ("create", "sandboxes"),
+        ("patch", "sandboxes"),
+        ("patch status", "sandboxclaims"),
+        ("patch status", "sandboxwarmpools"),
+        ("patch", "sandboxclaims"),
+        ("create", "networkpolicies"),
+    ] {
+        let answer = FaultAnswer::Refuse(500);
+        at_work.cluster.api.fail(Fault { verb, kind, answer });
+    }
+    at_work.cluster.template(json!({}));
+    at_work.cluster.pool(2, json!({}));
+    at_work
+        .until("the pool is full", |cluster| pool_is_ready(cluster, 2))
+        .await;
+    at_work.cluster.claim("c", json!({}));
+    at_work.until("Ready", all_ready).await;
+    at_work.end().await;
+}

@@ -1,0 +1,472 @@
+//! SandboxClaims without a pool's help: upstream's cases for Sandboxes of their own, refusals, metadata, expiry.
+
+use rstest::rstest;
+use serde_json::{Value, json};
+
+use crate::{
+    apiserver::{Fault, FaultAnswer},
+    cluster::{Cluster, name},
+    objects::NS,
+};
+
+/// A template, an empty pool of it, and a claim "c".
+fn cold(claim: Value) -> Cluster {
+    let cluster = Cluster::new();
+    cluster.template(json!({}));
+    cluster.pool(0, json!({}));
+    cluster.claim("c", claim);
+    cluster
+}
+
+#[tokio::test]
+async fn a_claim_that_finds_no_member_gets_a_sandbox_of_its_own_name() {
+    let cluster = cold(json!({}));
+    cluster.claim_pass("c").await.unwrap();
+    assert_eq!(
+        cluster.writes(),
+        ["create sandboxes", "patch status sandboxclaims"]
+    );
+    cluster.assert_claim_says("c", "False", "SandboxNotReady", "Sandbox is not ready");
+    assert_eq!(cluster.held_by("c").as_deref(), Some("c"));
+    cluster.settle().await;
+    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    let claim = cluster.get_claim("c");
+    assert_eq!(
+        claim["status"]["sandbox"],
+        json!({"name": "c", "podIPs": ["10.0.0.1"]})
+    );
+    let labels = &cluster.get_sandbox("c")["metadata"]["labels"];
+    assert_eq!(labels["agents.x-k8s.io/launch-type"], "cold");
+    assert_eq!(
+        labels["agents.x-k8s.io/claim-uid"],
+        claim["metadata"]["uid"]
+    );
+    let pod = cluster.api.get("pods", NS, "c").unwrap();
+    assert_eq!(pod["spec"]["automountServiceAccountToken"], false);
+    let created = ("SandboxProvisioned".into(), "Created Sandbox \"c\"".into());
+    assert!(cluster.events().contains(&created));
+}
+
+#[tokio::test]
+async fn when_it_was_seen_and_ready_is_written_once() {
+    let cluster = cold(json!({}));
+    cluster.settle().await;
+    let annotations = cluster.get_claim("c")["metadata"]["annotations"].clone();
+    for key in ["controller-first-observed-at", "claim-first-ready-at"] {
+        let time = annotations[format!("agents.x-k8s.io/{key}")].as_str();
+        time.unwrap().parse::<jiff::Timestamp>().unwrap();
+    }
+    assert_eq!(annotations["agents.x-k8s.io/sandbox-name"], "c");
+    let text = cluster.context.metrics.text().unwrap();
+    for line in [
+        r#"agent_sandbox_claim_startup_latency_ms_count{launch_type="cold",sandbox_template="t"} 1"#,
+        r#"agent_sandbox_claim_controller_startup_latency_ms_count{launch_type="cold",sandbox_template="t"} 1"#,
+        r#"agent_sandbox_claim_creation_total{namespace="ns",sandbox_template="t",launch_type="cold",warmpool_name="p",pod_condition="not_ready",created_by="unknown"} 1"#,
+    ] {
+        assert!(text.contains(line), "{line}\nnot in\n{text}");
+    }
+    // It is Ready again after it was not: that is no startup.
+    cluster
+        .api
+        .edit("pods", NS, "c", &json!({"status": {"phase": "Pending"}}));
+    cluster.settle().await;
+    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    let text = cluster.context.metrics.text().unwrap();
+    assert!(text.contains(
+        r#"agent_sandbox_claim_startup_latency_ms_count{launch_type="cold",sandbox_template="t"} 1"#
+    ));
+    assert_eq!(
+        cluster.get_claim("c")["metadata"]["annotations"],
+        annotations
+    );
+}
+
+#[tokio::test]
+async fn a_controller_that_did_not_see_the_claim_become_ready_says_so() {
+    let cluster = cold(json!({}));
+    cluster.settle().await;
+    let forget =
+        json!({"metadata": {"annotations": {"agents.x-k8s.io/claim-first-ready-at": null}}});
+    cluster.edit("sandboxclaims", "c", &forget);
+    let next = cluster.another();
+    next.settle().await;
+    let claim = next.get_claim("c");
+    let ready_at = &claim["metadata"]["annotations"]["agents.x-k8s.io/claim-first-ready-at"];
+    assert_eq!(ready_at, "unknown");
+    let text = next.context.metrics.text().unwrap();
+    assert!(!text.contains("claim_startup_latency_ms_count"), "{text}");
+}
+
+// --- what is missing or not allowed -----------------------------------------------------------------------------------------------------
+
+#[tokio::test]
+async fn a_missing_pool_or_template_is_named_and_the_claim_goes_on_when_it_comes() {
+    let cluster = Cluster::new();
+    cluster.claim("c", json!({}));
+    let again = cluster.claim_pass("c").await.unwrap();
+    assert_eq!(again.unwrap().as_secs(), 60);
+    cluster.assert_claim_says(
+        "c",
+        "False",
+        "WarmPoolNotFound",
+        "SandboxWarmPool \"p\" not found",
+    );
+    cluster.pool(0, json!({}));
+    cluster.claim_pass("c").await.unwrap();
+    cluster.assert_claim_says(
+        "c",
+        "False",
+        "TemplateNotFound",
+        "SandboxTemplate \"t\" not found",
+    );
+    cluster.template(json!({}));
+    cluster.settle().await;
+    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+}
+
+#[tokio::test]
+async fn a_pool_that_the_watch_has_not_shown_yet_is_not_said_to_be_missing() {
+    let cluster = Cluster::new();
+    cluster.claim("c", json!({}));
+    cluster.sync();
+    cluster.template(json!({}));
+    cluster.pool(0, json!({}));
+    cluster.stale_claim_pass("c").await.unwrap();
+    assert_eq!(cluster.held_by("c").as_deref(), Some("c"));
+    cluster.assert_claim_says("c", "False", "SandboxNotReady", "Sandbox is not ready");
+}
+
+#[tokio::test]
+async fn a_policy_that_was_opened_a_moment_ago_counts() {
+    let cluster = cold(json!({"spec": {"env": [{"name": "A", "value": "1"}]}}));
+    cluster.sync();
+    let open = json!({"spec": {"envVarsInjectionPolicy": "Allowed"}});
+    cluster.edit("sandboxtemplates", "t", &open);
+    cluster.stale_claim_pass("c").await.unwrap();
+    assert_eq!(cluster.held_by("c").as_deref(), Some("c"));
+}
+
+#[tokio::test]
+async fn a_pool_of_another_namespace_is_none() {
+    let cluster = Cluster::new();
+    cluster.template(json!({}));
+    cluster.pool(0, json!({"metadata": {"namespace": "elsewhere"}}));
+    cluster.claim("c", json!({}));
+    cluster.claim_pass("c").await.unwrap();
+    cluster.assert_claim_says(
+        "c",
+        "False",
+        "WarmPoolNotFound",
+        "SandboxWarmPool \"p\" not found",
+    );
+}
+
+#[rstest]
+#[case::label(json!({"additionalPodMetadata": {"labels": {"team": "x"}}}), "InvalidMetadata")]
+#[case::env(json!({"env": [{"name": "A", "value": "1"}]}), "EnvVarsInjectionRejected")]
+#[case::volumes(json!({"volumeClaimTemplates": [{"metadata": {"name": "v"}, "spec": {}}]}), "VolumeClaimTemplatesError")]
+#[tokio::test]
+async fn what_is_not_allowed_is_refused_without_trying_again(
+    #[case] spec: Value,
+    #[case] reason: &str,
+) {
+    let cluster = cold(json!({"spec": spec}));
+    assert_eq!(cluster.claim_pass("c").await.unwrap(), None);
+    assert_eq!(cluster.claim_says("c", "Ready").unwrap().1, reason);
+    assert!(cluster.api.list("sandboxes").is_empty());
+    cluster.settle().await;
+}
+
+#[tokio::test]
+async fn env_and_volumes_reach_the_pod_where_the_template_allows_them() {
+    let cluster = Cluster::new();
+    cluster.template(json!({"spec": {
+        "envVarsInjectionPolicy": "Allowed", "volumeClaimTemplatesPolicy": "Allowed",
+    }}));
+    cluster.pool(0, json!({}));
+    let spec = json!({"spec": {
+        "env": [{"name": "A", "value": "1"}],
+        "volumeClaimTemplates": [{"metadata": {"name": "data"}, "spec": {"accessModes": ["ReadWriteOnce"]}}],
+    }});
+    cluster.claim("c", spec);
+    cluster.settle().await;
+    let pod = cluster.api.get("pods", NS, "c").unwrap();
+    assert_eq!(
+        pod["spec"]["containers"][0]["env"],
+        json!([{"name": "A", "value": "1"}])
+    );
+    let volume = &pod["spec"]["volumes"][0]["persistentVolumeClaim"];
+    assert_eq!(volume["claimName"], "data-c");
+    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+}
+
+#[tokio::test]
+async fn a_name_that_somebody_else_has_is_an_error_that_says_what_to_do() {
+    let cluster = cold(json!({}));
+    let foreign = crate::objects::sandbox(json!({"metadata": {"name": "c"}}));
+    cluster.api.create("sandboxes", foreign);
+    cluster.claim_pass("c").await.unwrap();
+    let (_, reason, message) = cluster.claim_says("c", "Ready").unwrap();
+    assert_eq!(reason, "ReconcilerError");
+    let advice = "Please use a different claim name or delete the sandbox manually";
+    assert!(message.ends_with(advice), "{message}");
+    cluster.api.remove("sandboxes", NS, "c");
+    cluster.settle().await;
+    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+}
+
+#[tokio::test]
+async fn a_refusal_of_the_apiserver_is_shown_in_its_words_and_tried_again() {
+    let cluster = cold(json!({}));
+    cluster.api.fail(Fault {
+        verb: "create",
+        kind: "sandboxes",
+        answer: FaultAnswer::Refuse(403),
+    });
+    let error = cluster.claim_pass("c").await.unwrap_err();
+    assert_eq!(error.reason(), "Refused");
+    cluster.assert_claim_says(
+        "c",
+        "False",
+        "ReconcilerError",
+        "Error seen: create sandboxes c: made to fail",
+    );
+    cluster.settle().await;
+    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+}
+
+#[tokio::test]
+async fn an_apiserver_that_has_too_much_to_do_is_asked_again_and_left_in_peace_meanwhile() {
+    let cluster = cold(json!({}));
+    cluster.api.fail(Fault {
+        verb: "create",
+        kind: "sandboxes",
+        answer: FaultAnswer::Refuse(429),
+    });
+    cluster.claim_pass("c").await.unwrap();
+    assert_eq!(
+        cluster.writes(),
+        [
+            "create sandboxes",
+            "create sandboxes",
+            "patch status sandboxclaims"
+        ]
+    );
+    assert_eq!(cluster.held_by("c").as_deref(), Some("c"));
+}
+
+// --- metadata ---------------------------------------------------------------------------------------------------------------------------
+
+#[tokio::test]
+async fn edits_of_the_additional_metadata_reach_the_pod() {
+    let added = |labels: Value| json!({"spec": {"additionalPodMetadata": {"labels": labels}}});
+    let cluster = cold(added(
+        json!({"sandbox.users.io/a": "1", "sandbox.users.io/b": "1"}),
+    ));
+    cluster.settle().await;
+    let on_pod = || {
+        let pod = cluster.api.get("pods", NS, "c").unwrap();
+        let labels = pod["metadata"]["labels"].clone();
+        let of = |key: &str| labels[format!("sandbox.users.io/{key}")].clone();
+        json!([of("a"), of("b")])
+    };
+    assert_eq!(on_pod(), json!(["1", "1"]));
+    cluster.edit(
+        "sandboxclaims",
+        "c",
+        &added(json!({"sandbox.users.io/a": null, "sandbox.users.io/b": "2"})),
+    );
+    cluster.settle().await;
+    assert_eq!(on_pod(), json!([null, "2"]));
+    // What is not allowed is told; the Sandbox stays as it is.
+    cluster.edit("sandboxclaims", "c", &added(json!({"team": "x"})));
+    cluster.settle().await;
+    assert_eq!(
+        cluster.claim_says("c", "Ready").unwrap().1,
+        "InvalidMetadata"
+    );
+    assert_eq!(on_pod(), json!([null, "2"]));
+    assert_eq!(cluster.held_by("c").as_deref(), Some("c"));
+}
+
+// --- expiry -----------------------------------------------------------------------------------------------------------------------------
+
+fn past(policy: &str) -> Value {
+    json!({"spec": {"lifecycle": {"shutdownTime": "2026-01-01T00:00:00Z", "shutdownPolicy": policy}}})
+}
+
+#[tokio::test]
+async fn an_expired_claim_says_so_first_and_then_its_sandbox_goes() {
+    let cluster = cold(json!({}));
+    cluster.settle().await;
+    cluster.edit("sandboxclaims", "c", &past("Retain"));
+    let again = cluster.claim_pass("c").await.unwrap();
+    assert_eq!(again.unwrap().as_millis(), 1);
+    cluster.assert_claim_says(
+        "c",
+        "False",
+        "ClaimExpired",
+        "Claim expired. Sandbox cleanup initiated.",
+    );
+    assert_eq!(cluster.api.list("sandboxes").len(), 1);
+    assert!(
+        cluster
+            .events()
+            .iter()
+            .any(|(reason, _)| reason == "ClaimExpired")
+    );
+    cluster.settle().await;
+    assert!(cluster.api.list("sandboxes").is_empty());
+    assert_eq!(cluster.get_claim("c")["status"].get("sandbox"), None);
+    let expired = cluster.events();
+    let count = expired
+        .iter()
+        .filter(|(reason, _)| reason == "ClaimExpired");
+    assert_eq!(count.count(), 1);
+}
+
+#[rstest]
+#[case("Delete")]
+#[case("DeleteForeground")]
+#[tokio::test]
+async fn an_expired_claim_goes_with_its_sandbox(#[case] policy: &str) {
+    let cluster = cold(json!({}));
+    cluster.settle().await;
+    cluster.edit("sandboxclaims", "c", &past(policy));
+    cluster.settle().await;
+    assert!(cluster.api.list("sandboxclaims").is_empty());
+    assert!(cluster.api.list("sandboxes").is_empty());
+}
+
+#[tokio::test]
+async fn a_claim_deleted_in_the_foreground_is_seen_until_its_pod_is_gone() {
+    let cluster = cold(past("DeleteForeground"));
+    let later = json!({"spec": {"lifecycle": {"shutdownTime": "2100-01-01T00:00:00Z"}}});
+    cluster.edit("sandboxclaims", "c", &later);
+    cluster.settle().await;
+    cluster.edit("sandboxclaims", "c", &past("DeleteForeground"));
+    cluster.claim_pass("c").await.unwrap();
+    cluster.claim_pass("c").await.unwrap();
+    assert!(crate::cluster::is_going(&cluster.get_claim("c")));
+    assert_eq!(cluster.api.list("pods").len(), 1);
+    cluster.kubelets();
+    assert!(cluster.api.list("sandboxclaims").is_empty());
+}
+
+#[tokio::test]
+async fn a_finished_claim_lives_as_long_as_it_says() {
+    let ttl = |seconds: u32| json!({"spec": {"lifecycle": {"ttlSecondsAfterFinished": seconds, "shutdownPolicy": "Delete"}}});
+    let cluster = cold(ttl(3600));
+    cluster.settle().await;
+    let succeeded = json!({"status": {"phase": "Succeeded"}});
+    cluster.api.edit("pods", NS, "c", &succeeded);
+    cluster.settle().await;
+    let finished = cluster.claim_says("c", "Finished").unwrap();
+    assert_eq!(
+        (finished.0.as_str(), finished.1.as_str()),
+        ("True", "PodSucceeded")
+    );
+    let again = cluster.claim_pass("c").await.unwrap().unwrap();
+    assert!((3590..=3600).contains(&again.as_secs()), "{again:?}");
+    cluster.edit("sandboxclaims", "c", &ttl(0));
+    cluster.settle().await;
+    assert!(cluster.api.list("sandboxclaims").is_empty());
+}
+
+#[tokio::test]
+async fn finished_survives_the_sandbox_of_a_claim_that_is_retained() {
+    let cluster = cold(json!({"spec": {"lifecycle": {"ttlSecondsAfterFinished": 0}}}));
+    cluster.settle().await;
+    cluster
+        .api
+        .edit("pods", NS, "c", &json!({"status": {"phase": "Failed"}}));
+    cluster.settle().await;
+    assert!(cluster.api.list("sandboxes").is_empty());
+    assert_eq!(cluster.claim_says("c", "Finished").unwrap().1, "PodFailed");
+    assert_eq!(cluster.claim_says("c", "Ready").unwrap().1, "ClaimExpired");
+}
+
+#[tokio::test]
+async fn a_sandbox_that_expires_by_itself_is_told_apart() {
+    let cluster = cold(json!({}));
+    cluster.settle().await;
+    let past = json!({"spec": {"shutdownTime": "2026-01-01T00:00:00Z"}});
+    cluster.edit("sandboxes", "c", &past);
+    cluster.settle().await;
+    cluster.assert_claim_says(
+        "c",
+        "False",
+        "SandboxExpired",
+        "Underlying Sandbox resource has expired independently of the Claim.",
+    );
+}
+
+#[tokio::test]
+async fn a_sandbox_that_somebody_deletes_is_replaced() {
+    let cluster = cold(json!({}));
+    cluster.settle().await;
+    let uid = cluster.get_sandbox("c")["metadata"]["uid"].clone();
+    cluster.api.delete("sandboxes", NS, "c");
+    cluster.kubelets();
+    cluster.settle().await;
+    assert_ne!(cluster.get_sandbox("c")["metadata"]["uid"], uid);
+    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+}
+
+#[tokio::test]
+async fn a_claim_that_is_being_deleted_is_left_alone() {
+    let cluster = cold(json!({"metadata": {"finalizers": ["example.com/x"]}}));
+    cluster.api.delete("sandboxclaims", NS, "c");
+    cluster.claim_pass("c").await.unwrap();
+    assert!(cluster.writes().is_empty());
+}
+
+#[tokio::test]
+async fn the_network_policy_of_an_old_controller_goes_and_a_foreign_one_stays() {
+    let cluster = cold(json!({}));
+    cluster.claim("d", json!({}));
+    let uid = cluster.get_claim("c")["metadata"]["uid"].clone();
+    for (policy, owner) in [("c-network-policy", uid.clone()), ("d-network-policy", uid)] {
+        cluster.api.create(
+            "networkpolicies",
+            json!({
+                "metadata": {"name": policy, "namespace": NS, "ownerReferences": [{
+                    "apiVersion": "extensions.agents.x-k8s.io/v1alpha1", "kind": "SandboxClaim",
+                    "name": "c", "uid": owner, "controller": true,
+                }]},
+            }),
+        );
+    }
+    cluster.settle().await;
+    let left = cluster.api.list("networkpolicies");
+    let names: Vec<&str> = left.iter().map(name).collect();
+    assert_eq!(names, ["d-network-policy", "t-network-policy"]);
+}
+
+// --- crashes and lost answers -----------------------------------------------------------------------------------------------------------
+
+#[rstest]
+#[case("create", "sandboxes")]
+#[case("patch status", "sandboxclaims")]
+#[case("patch", "sandboxclaims")]
+#[tokio::test]
+async fn a_lost_answer_makes_no_second_sandbox(
+    #[case] verb: &'static str,
+    #[case] kind: &'static str,
+) {
+    let cluster = cold(json!({})).impatient();
+    cluster.api.fail(Fault {
+        verb,
+        kind,
+        answer: FaultAnswer::LoseAnswer,
+    });
+    for _ in 0..4 {
+        let _ = cluster.claim_pass("c").await;
+        cluster.sandbox_passes().await;
+        cluster.kubelets();
+    }
+    cluster.settle().await;
+    assert_eq!(cluster.controlled_by(&cluster.get_claim("c")), ["c"]);
+    assert_eq!(cluster.api.list("sandboxes").len(), 1);
+    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+}

@@ -1,0 +1,335 @@
+//! SandboxTemplates, SandboxWarmPools, SandboxClaims and their Sandboxes, pass by pass, with as many controllers as a test wants.
+
+use std::{sync::Arc, time::Duration};
+
+use serde_json::{Value, json};
+use torpor_controller::{
+    calls, claim, context::Context, pool, sandbox, settings::Settings, template,
+};
+
+use crate::{
+    apiserver::{Apiserver, Write},
+    objects::NS,
+    sync,
+};
+
+pub(crate) struct Cluster {
+    pub(crate) api: Apiserver,
+    pub(crate) context: Arc<Context>,
+}
+
+/// Whether a Pod that the "kubelets" start becomes ready.
+pub(crate) fn ready_at(address: usize) -> Value {
+    let node = format!("n{}", address % 3);
+    let ip = format!("10.0.{}.{}", address / 250, address % 250 + 1);
+    let mut pod = crate::objects::ready_pod(&node);
+    pod["status"]["podIPs"] = json!([{"ip": ip}]);
+    pod
+}
+
+impl Cluster {
+    pub(crate) fn new() -> Self {
+        Self::with(settings())
+    }
+
+    pub(crate) fn with(settings: Settings) -> Self {
+        let api = Apiserver::with_clock();
+        let context = context(&api, settings, Duration::from_secs(20));
+        Self { api, context }
+    }
+
+    /// The same cluster, seen by another controller that knows nothing yet.
+    pub(crate) fn another(&self) -> Self {
+        let settings = self.context.settings.clone();
+        Self {
+            api: self.api.clone(),
+            context: context(&self.api, settings, Duration::from_secs(20)),
+        }
+    }
+
+    /// The same cluster, in which an answer that does not come is noticed quickly.
+    pub(crate) fn impatient(&self) -> Self {
+        let settings = self.context.settings.clone();
+        Self {
+            api: self.api.clone(),
+            context: context(&self.api, settings, Duration::from_millis(50)),
+        }
+    }
+
+    pub(crate) fn sync(&self) {
+        sync::all(&self.api, &self.context);
+    }
+
+    // --- passes ---------------------------------------------------------------------------------------------------------------------------
+
+    /// One pass over a claim as the cache shows it.
+    pub(crate) async fn stale_claim_pass(
+        &self,
+        name: &str,
+    ) -> Result<Option<Duration>, claim::Error> {
+        let Some(found) = self.context.caches.claims.get(NS, name) else {
+            return Ok(None);
+        };
+        claim::reconcile(found, Arc::clone(&self.context)).await
+    }
+
+    pub(crate) async fn claim_pass(&self, name: &str) -> Result<Option<Duration>, claim::Error> {
+        self.sync();
+        self.stale_claim_pass(name).await
+    }
+
+    pub(crate) async fn stale_pool_pass(
+        &self,
+        name: &str,
+    ) -> Result<Option<Duration>, pool::Error> {
+        let Some(found) = self.context.caches.pools.get(NS, name) else {
+            return Ok(None);
+        };
+        pool::reconcile(found, Arc::clone(&self.context)).await
+    }
+
+    pub(crate) async fn pool_pass(&self, name: &str) -> Result<Option<Duration>, pool::Error> {
+        self.sync();
+        self.stale_pool_pass(name).await
+    }
+
+    pub(crate) async fn template_pass(
+        &self,
+        name: &str,
+    ) -> Result<Option<Duration>, template::Error> {
+        self.sync();
+        let found = self.context.caches.templates.get(NS, name).unwrap();
+        template::reconcile(found, Arc::clone(&self.context)).await
+    }
+
+    /// One pass over every Sandbox.
+    pub(crate) async fn sandbox_passes(&self) {
+        self.sync();
+        self.stale_sandbox_passes().await;
+    }
+
+    /// One pass over every Sandbox as the caches show everything.
+    pub(crate) async fn stale_sandbox_passes(&self) {
+        for found in self.context.caches.sandboxes.filtered(|_| true) {
+            let _ = sandbox::reconcile(found, Arc::clone(&self.context)).await;
+        }
+    }
+
+    /// One pass over everything.
+    pub(crate) async fn passes(&self) {
+        for template in self.api.list("sandboxtemplates") {
+            let _ = self.template_pass(name(&template)).await;
+        }
+        for claim in self.api.list("sandboxclaims") {
+            let _ = self.claim_pass(name(&claim)).await;
+        }
+        for pool in self.api.list("sandboxwarmpools") {
+            let _ = self.pool_pass(name(&pool)).await;
+        }
+        self.sandbox_passes().await;
+    }
+
+    /// Passes until they write nothing. Pods that were made become ready.
+    pub(crate) async fn settle(&self) {
+        for _ in 0..30 {
+            self.api.take_writes();
+            self.passes().await;
+            let started = self.kubelets();
+            if self.api.take_writes().is_empty() && !started {
+                return;
+            }
+        }
+        panic!("it never settles: {:#?}", self.api.take_writes());
+    }
+
+    /// Starts every Pod that waits, and ends every Pod that is being deleted. Whether there was any.
+    pub(crate) fn kubelets(&self) -> bool {
+        let mut any = false;
+        for (at, pod) in self.api.list("pods").into_iter().enumerate() {
+            if is_going(&pod) {
+                self.api.remove("pods", NS, name(&pod));
+            } else if pod["status"]["phase"] == "Pending" {
+                self.api.edit("pods", NS, name(&pod), &ready_at(at));
+            } else {
+                continue;
+            }
+            any = true;
+        }
+        any
+    }
+
+    /// Writes since the last call, as `verb kind`.
+    pub(crate) fn writes(&self) -> Vec<String> {
+        let writes = self.api.take_writes();
+        writes
+            .iter()
+            .map(|Write { verb, kind, .. }| format!("{verb} {kind}"))
+            .collect()
+    }
+
+    /// As [`Self::writes`], Events included.
+    pub(crate) fn writes_with_events(&self) -> Vec<String> {
+        let writes = self.api.take_all_writes();
+        writes
+            .iter()
+            .map(|Write { verb, kind, .. }| format!("{verb} {kind}"))
+            .collect()
+    }
+
+    // --- objects --------------------------------------------------------------------------------------------------------------------------
+
+    pub(crate) fn template(&self, change: Value) {
+        let template = merged(
+            json!({
+                "metadata": {"name": "t", "namespace": NS},
+                "spec": {"podTemplate": {"spec": {"containers": [{"name": "c", "image": "img"}]}}},
+            }),
+            &change,
+        );
+        self.api.create("sandboxtemplates", template);
+    }
+
+    pub(crate) fn pool(&self, replicas: usize, change: Value) {
+        let pool = merged(
+            json!({
+                "metadata": {"name": "p", "namespace": NS},
+                "spec": {"replicas": replicas, "sandboxTemplateRef": {"name": "t"}},
+            }),
+            &change,
+        );
+        self.api.create("sandboxwarmpools", pool);
+    }
+
+    pub(crate) fn claim(&self, name: &str, change: Value) {
+        let claim = merged(
+            json!({
+                "metadata": {"name": name, "namespace": NS},
+                "spec": {"warmPoolRef": {"name": "p"}},
+            }),
+            &change,
+        );
+        self.api.create("sandboxclaims", claim);
+    }
+
+    /// A change by a user: the generation moves with the spec.
+    pub(crate) fn edit(&self, kind: &str, name: &str, patch: &Value) {
+        let object = self.api.get(kind, NS, name).unwrap();
+        self.api.edit(kind, NS, name, patch);
+        if patch.get("spec").is_some() {
+            let generation = object["metadata"]["generation"].as_u64().unwrap() + 1;
+            let next = json!({"metadata": {"generation": generation}});
+            self.api.edit(kind, NS, name, &next);
+        }
+    }
+
+    pub(crate) fn get_claim(&self, name: &str) -> Value {
+        self.api
+            .get("sandboxclaims", NS, name)
+            .expect("the claim exists")
+    }
+
+    pub(crate) fn get_pool(&self, name: &str) -> Value {
+        self.api
+            .get("sandboxwarmpools", NS, name)
+            .expect("the pool exists")
+    }
+
+    pub(crate) fn get_sandbox(&self, name: &str) -> Value {
+        self.api
+            .get("sandboxes", NS, name)
+            .expect("the Sandbox exists")
+    }
+
+    /// Name of the Sandbox that a claim's status names.
+    pub(crate) fn held_by(&self, claim: &str) -> Option<String> {
+        let claim = self.get_claim(claim);
+        claim["status"]["sandbox"]["name"]
+            .as_str()
+            .map(str::to_owned)
+    }
+
+    /// Names of the Sandboxes that an object controls.
+    pub(crate) fn controlled_by(&self, owner: &Value) -> Vec<String> {
+        let uid = &owner["metadata"]["uid"];
+        let all = self.api.list("sandboxes");
+        all.iter()
+            .filter(|sandbox| controller(sandbox).is_some_and(|by| by["uid"] == *uid))
+            .map(|sandbox| name(sandbox).to_owned())
+            .collect()
+    }
+
+    /// Status, reason and message of a condition of a claim.
+    pub(crate) fn claim_says(&self, claim: &str, type_: &str) -> Option<(String, String, String)> {
+        said(&self.get_claim(claim), type_)
+    }
+
+    #[track_caller]
+    pub(crate) fn assert_claim_says(&self, claim: &str, status: &str, reason: &str, message: &str) {
+        let wanted = (status.to_owned(), reason.to_owned(), message.to_owned());
+        assert_eq!(
+            self.claim_says(claim, "Ready"),
+            Some(wanted),
+            "{:#}",
+            self.get_claim(claim)
+        );
+    }
+
+    /// Reasons and notes of the Events so far.
+    pub(crate) fn events(&self) -> Vec<(String, String)> {
+        let mut events = self.api.list("events");
+        events.sort_by_key(|event| event["eventTime"].as_str().unwrap().to_owned());
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        events
+            .iter()
+            .map(|event| (text(&event["reason"]), text(&event["note"])))
+            .collect()
+    }
+}
+
+/// Upstream's defaults; only the status of pools is written at each change, so that what is to be seen can be seen.
+pub(crate) fn settings() -> Settings {
+    let mut settings = Settings {
+        extensions: true,
+        ..Settings::default()
+    };
+    settings.pools.status_interval = Duration::ZERO;
+    settings
+}
+
+pub(crate) fn context(api: &Apiserver, settings: Settings, timeout: Duration) -> Arc<Context> {
+    Arc::new(Context::new(
+        calls::Apiserver::new(api.client(), timeout),
+        "cluster.local".to_owned(),
+        settings,
+    ))
+}
+
+pub(crate) fn merged(mut object: Value, change: &Value) -> Value {
+    torpor_test_apiserver::merge_patch::apply(&mut object, change);
+    object
+}
+
+pub(crate) fn name(object: &Value) -> &str {
+    object["metadata"]["name"].as_str().unwrap()
+}
+
+pub(crate) fn is_going(object: &Value) -> bool {
+    object["metadata"].get("deletionTimestamp").is_some()
+}
+
+/// The owner reference of the controller of an object.
+pub(crate) fn controller(object: &Value) -> Option<&Value> {
+    let owners = object["metadata"]["ownerReferences"].as_array()?;
+    owners.iter().find(|owner| owner["controller"] == true)
+}
+
+pub(crate) fn said(object: &Value, type_: &str) -> Option<(String, String, String)> {
+    let all = object["status"]["conditions"].as_array()?;
+    let found = all.iter().find(|condition| condition["type"] == type_)?;
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    Some((
+        text(&found["status"]),
+        text(&found["reason"]),
+        text(&found["message"]),
+    ))
+}

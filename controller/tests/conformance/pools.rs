@@ -1,0 +1,421 @@
+//! SandboxTemplates and SandboxWarmPools: upstream's cases for filling, rolling over, replacing and scaling.
+
+use rstest::rstest;
+use serde_json::{Value, json};
+use torpor_controller::settings::{PoolSettings, Settings};
+
+use crate::{
+    apiserver::{Fault, FaultAnswer},
+    cluster::{Cluster, name, settings},
+    objects::{NS, condition},
+};
+
+const POOL: &str = "agents.x-k8s.io/warm-pool-sandbox";
+const SAFE_TO_EVICT: &str = "cluster-autoscaler.kubernetes.io/safe-to-evict";
+
+async fn filled(replicas: usize, pool: Value) -> Cluster {
+    let cluster = Cluster::new();
+    cluster.template(json!({}));
+    cluster.pool(replicas, pool);
+    cluster.settle().await;
+    cluster
+}
+
+fn members(cluster: &Cluster) -> Vec<String> {
+    cluster.controlled_by(&cluster.get_pool("p"))
+}
+
+fn strategy(type_: &str) -> Value {
+    json!({"spec": {"updateStrategy": {"type": type_}}})
+}
+
+fn long_ago() -> Value {
+    json!({"metadata": {"creationTimestamp": "2026-01-01T00:00:00Z"}})
+}
+
+fn image(name: &str) -> Value {
+    json!({"spec": {"podTemplate": {"spec": {"containers": [{"name": "c", "image": name}]}}}})
+}
+
+// --- filling ----------------------------------------------------------------------------------------------------------------------------
+
+#[tokio::test]
+async fn a_pool_is_filled_with_ready_sandboxes_and_says_so() {
+    let cluster = filled(3, json!({})).await;
+    assert_eq!(members(&cluster).len(), 3);
+    let hash = torpor_api::name_hash("p");
+    assert_eq!(
+        cluster.get_pool("p")["status"],
+        json!({
+            "observedGeneration": 1, "replicas": 3, "readyReplicas": 3,
+            "selector": format!("{POOL}={hash}"),
+        })
+    );
+    let text = cluster.context.metrics.text().unwrap();
+    for line in [
+        r#"agent_sandbox_warmpool_size{namespace="ns",warmpool_name="p",sandbox_template="t",sandbox_status="ready"} 3"#,
+        r#"agent_sandboxes{namespace="ns",ready_condition="true",expired="false",launch_type="warm",sandbox_template="t",owned_by="SandboxWarmPool",created_by="controller"} 3"#,
+    ] {
+        assert!(text.contains(line), "{line}\nnot in\n{text}");
+    }
+    for sandbox in cluster.api.list("sandboxes") {
+        assert!(name(&sandbox).starts_with("p-"));
+        assert_eq!(sandbox["metadata"]["labels"][POOL], hash.as_str());
+        let pod = cluster.api.get("pods", NS, name(&sandbox)).unwrap();
+        assert_eq!(pod["metadata"]["labels"][POOL], hash.as_str());
+        assert_eq!(pod["metadata"]["annotations"][SAFE_TO_EVICT], "true");
+        assert_eq!(pod["spec"]["automountServiceAccountToken"], false);
+    }
+}
+
+#[tokio::test]
+async fn eviction_is_the_operators_and_the_templates_choice() {
+    let mut settings = settings();
+    settings.pools.eviction = false;
+    let without = Cluster::with(settings);
+    without.template(json!({}));
+    without.pool(1, json!({}));
+    without.settle().await;
+    let with = Cluster::new();
+    with.template(
+        json!({"spec": {"podTemplate": {"metadata": {"annotations": {SAFE_TO_EVICT: "false"}}}}}),
+    );
+    with.pool(1, json!({}));
+    with.settle().await;
+    let said = |cluster: &Cluster| {
+        cluster.api.list("pods")[0]["metadata"]["annotations"][SAFE_TO_EVICT].clone()
+    };
+    assert_eq!((said(&without), said(&with)), (Value::Null, json!("false")));
+}
+
+#[tokio::test]
+async fn a_pool_follows_its_replicas_up_and_down() {
+    let cluster = filled(2, json!({})).await;
+    for replicas in [5, 1, 0, 2] {
+        let scale = json!({"spec": {"replicas": replicas}});
+        cluster.edit("sandboxwarmpools", "p", &scale);
+        cluster.settle().await;
+        assert_eq!(members(&cluster).len(), replicas);
+        assert_eq!(cluster.get_pool("p")["status"]["replicas"], replicas);
+    }
+}
+
+#[tokio::test]
+async fn a_pool_without_its_template_waits_for_it() {
+    let cluster = Cluster::new();
+    cluster.pool(2, json!({}));
+    let again = cluster.pool_pass("p").await.unwrap();
+    assert_eq!(again.unwrap().as_secs(), 60);
+    assert_eq!(cluster.get_pool("p")["status"]["replicas"], 0);
+    cluster.template(json!({}));
+    cluster.settle().await;
+    assert_eq!(members(&cluster).len(), 2);
+}
+
+#[tokio::test]
+async fn a_pool_does_not_overshoot_while_the_watch_is_behind() {
+    let cluster = Cluster::new();
+    cluster.template(json!({}));
+    cluster.pool(5, json!({}));
+    cluster.sync();
+    for _ in 0..4 {
+        cluster.stale_pool_pass("p").await.unwrap();
+    }
+    assert_eq!(members(&cluster).len(), 5);
+    assert_eq!(cluster.get_pool("p")["status"]["replicas"], 5);
+}
+
+#[rstest]
+#[case(FaultAnswer::LoseAnswer)]
+#[case(FaultAnswer::Refuse(500))]
+#[case(FaultAnswer::Refuse(403))]
+#[tokio::test]
+async fn a_create_that_fails_or_has_no_answer_neither_overshoots_nor_leaves_a_gap(
+    #[case] answer: FaultAnswer,
+) {
+    let cluster = Cluster::new().impatient();
+    cluster.template(json!({}));
+    cluster.pool(4, json!({}));
+    cluster.sync();
+    for _ in 0..3 {
+        let (verb, kind) = ("create", "sandboxes");
+        cluster.api.fail(Fault { verb, kind, answer });
+        cluster.stale_pool_pass("p").await.unwrap_err();
+        assert!(members(&cluster).len() <= 4);
+    }
+    for _ in 0..3 {
+        let _ = cluster.stale_pool_pass("p").await;
+        assert!(members(&cluster).len() <= 4);
+    }
+    cluster.settle().await;
+    assert_eq!(members(&cluster).len(), 4);
+}
+
+#[tokio::test]
+async fn a_restarted_controller_does_not_overshoot() {
+    let cluster = Cluster::new();
+    cluster.template(json!({}));
+    cluster.pool(5, json!({}));
+    cluster.pool_pass("p").await.unwrap();
+    let next = cluster.another();
+    next.pool_pass("p").await.unwrap();
+    assert_eq!(members(&cluster).len(), 5);
+}
+
+#[tokio::test]
+async fn a_refill_can_be_limited_to_a_rate_and_made_to_wait() {
+    let limited = |pools: PoolSettings| {
+        let settings = Settings {
+            pools,
+            ..settings()
+        };
+        let cluster = Cluster::with(settings);
+        cluster.template(json!({}));
+        cluster.pool(5, json!({}));
+        cluster
+    };
+    let slow = limited(PoolSettings {
+        max_refill_rate: 2.0,
+        ..settings().pools
+    });
+    let again = slow.pool_pass("p").await.unwrap().unwrap();
+    assert_eq!(members(&slow).len(), 2);
+    assert!(again.as_millis() <= 500, "{again:?}");
+    let patient = limited(PoolSettings {
+        replenish_delay: std::time::Duration::from_secs(600),
+        ..settings().pools
+    });
+    patient.settle().await;
+    patient.claim("c", json!({}));
+    patient.settle().await;
+    assert_eq!(members(&patient).len(), 4, "it is not refilled yet");
+    let again = patient.pool_pass("p").await.unwrap().unwrap();
+    assert!((590..=600).contains(&again.as_secs()), "{again:?}");
+}
+
+// --- rolling over -----------------------------------------------------------------------------------------------------------------------
+
+#[rstest]
+#[case::by_default(json!({}), image("new"), false)]
+#[case::on_replenish(strategy("OnReplenish"), image("new"), false)]
+#[case::recreate(strategy("Recreate"), image("new"), true)]
+#[case::recreate_but_only_metadata(strategy("Recreate"), json!({"spec": {"podTemplate": {"metadata": {"labels": {"a": "b"}}}}}), false)]
+#[tokio::test]
+async fn a_new_template_replaces_members_as_the_strategy_says(
+    #[case] pool: Value,
+    #[case] change: Value,
+    #[case] replaced: bool,
+) {
+    let cluster = filled(3, pool).await;
+    let before = members(&cluster);
+    cluster.edit("sandboxtemplates", "t", &change);
+    cluster.settle().await;
+    let after = members(&cluster);
+    assert_eq!(after.len(), 3);
+    assert_eq!(after.iter().any(|name| before.contains(name)), !replaced);
+    // What is made from now on is new in any case.
+    cluster.claim("c", json!({}));
+    cluster.settle().await;
+    let made = members(&cluster)
+        .into_iter()
+        .find(|name| !after.contains(name))
+        .unwrap();
+    let template = &cluster.get_sandbox(&made)["spec"]["podTemplate"];
+    for (key, value) in change["spec"]["podTemplate"].as_object().unwrap() {
+        if key == "metadata" {
+            assert_eq!(template["metadata"]["labels"], value["labels"]);
+        } else {
+            assert_eq!(template["spec"]["containers"], value["containers"]);
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_switch_to_another_template_is_rolled_over_under_recreate() {
+    let cluster = filled(2, strategy("Recreate")).await;
+    let before = members(&cluster);
+    cluster.template(json!({"metadata": {"name": "u"}}));
+    let switch = json!({"spec": {"sandboxTemplateRef": {"name": "u"}}});
+    cluster.edit("sandboxwarmpools", "p", &switch);
+    cluster.settle().await;
+    let after = members(&cluster);
+    assert!(after.len() == 2 && after.iter().all(|name| !before.contains(name)));
+}
+
+#[tokio::test]
+async fn pools_of_other_templates_are_left_alone() {
+    let cluster = filled(2, strategy("Recreate")).await;
+    cluster.template(json!({"metadata": {"name": "u"}}));
+    let other = json!({"metadata": {"name": "q"}, "spec": {
+        "sandboxTemplateRef": {"name": "u"}, "updateStrategy": {"type": "Recreate"},
+    }});
+    cluster.pool(2, other);
+    cluster.settle().await;
+    let before = cluster.controlled_by(&cluster.get_pool("q"));
+    cluster.edit("sandboxtemplates", "t", &image("new"));
+    cluster.settle().await;
+    assert_eq!(cluster.controlled_by(&cluster.get_pool("q")), before);
+}
+
+// --- replacing --------------------------------------------------------------------------------------------------------------------------
+
+#[tokio::test]
+async fn members_that_somebody_deletes_are_made_again() {
+    let cluster = filled(3, json!({})).await;
+    let gone = members(&cluster).remove(0);
+    cluster.api.delete("sandboxes", NS, &gone);
+    cluster.settle().await;
+    let now = members(&cluster);
+    assert!(now.len() == 3 && !now.contains(&gone));
+}
+
+#[tokio::test]
+async fn a_stuck_member_is_replaced() {
+    let cluster = Cluster::new();
+    cluster.template(json!({}));
+    cluster.pool(1, json!({}));
+    cluster.pool_pass("p").await.unwrap();
+    let stuck = members(&cluster).remove(0);
+    cluster.api.edit("sandboxes", NS, &stuck, &long_ago());
+    cluster.pool_pass("p").await.unwrap();
+    assert!(cluster.api.get("sandboxes", NS, &stuck).is_none());
+    let next = members(&cluster);
+    assert!(next.len() <= 1 && !next.contains(&stuck));
+}
+
+#[tokio::test]
+async fn a_pool_larger_than_the_cluster_says_so_once_and_when_it_is_over() {
+    let cluster = Cluster::new();
+    cluster.template(json!({}));
+    cluster.pool(1, json!({}));
+    cluster.pool_pass("p").await.unwrap();
+    let member = members(&cluster).remove(0);
+    let status = |scheduled: &str, reason: &str, ready: &str| {
+        json!({"status": {"conditions": [
+            condition("PodScheduled", scheduled, reason, "0/3 nodes are available"),
+            condition("Ready", ready, "R", ""),
+        ]}})
+    };
+    cluster.api.edit("sandboxes", NS, &member, &long_ago());
+    let full = status("False", "Unschedulable", "False");
+    cluster.api.edit("sandboxes", NS, &member, &full);
+    for _ in 0..2 {
+        let again = cluster.pool_pass("p").await.unwrap();
+        assert_eq!(again.unwrap().as_secs(), 60);
+    }
+    assert!(members(&cluster).contains(&member), "it is kept");
+    let room = status("True", "PodScheduled", "True");
+    cluster.api.edit("sandboxes", NS, &member, &room);
+    cluster.pool_pass("p").await.unwrap();
+    let reasons: Vec<String> = cluster
+        .events()
+        .into_iter()
+        .map(|(reason, _)| reason)
+        .collect();
+    assert_eq!(reasons, ["WarmPoolNotProgressing", "WarmPoolProgressing"]);
+    let note = &cluster.events()[0].1;
+    assert!(note.contains("0/3 nodes are available"), "{note}");
+}
+
+#[tokio::test]
+async fn orphans_come_back_or_go() {
+    let cluster = filled(2, json!({})).await;
+    let orphan = members(&cluster).remove(0);
+    let nobodys = json!({"metadata": {"ownerReferences": null}});
+    cluster.api.edit("sandboxes", NS, &orphan, &nobodys);
+    cluster.settle().await;
+    // It came back, or another was faster and it went: never three.
+    assert_eq!(members(&cluster).len(), 2);
+    assert_eq!(cluster.api.list("sandboxes").len(), 2);
+    assert!(members(&cluster).contains(&orphan));
+}
+
+#[tokio::test]
+async fn a_pool_takes_its_members_along() {
+    let cluster = filled(2, json!({})).await;
+    cluster.api.delete("sandboxwarmpools", NS, "p");
+    cluster.settle().await;
+    assert!(cluster.api.list("sandboxes").is_empty());
+}
+
+#[tokio::test]
+async fn in_a_storm_the_status_is_written_now_and_then_and_right_in_the_end() {
+    let mut settings = settings();
+    settings.pools.status_interval = std::time::Duration::from_secs(600);
+    let cluster = Cluster::with(settings);
+    cluster.template(json!({}));
+    cluster.pool(3, json!({}));
+    cluster.pool_pass("p").await.unwrap();
+    let one_by_one = cluster.api.list("sandboxes");
+    cluster.writes();
+    for sandbox in &one_by_one[..2] {
+        let ready = json!({"status": {"conditions": [condition("Ready", "True", "R", "")]}});
+        cluster.api.edit("sandboxes", NS, name(sandbox), &ready);
+        let fresh = json!({"metadata": {"creationTimestamp": jiff::Timestamp::now().to_string()}});
+        cluster
+            .api
+            .edit("sandboxes", NS, name(&one_by_one[2]), &fresh);
+        cluster.pool_pass("p").await.unwrap();
+    }
+    assert!(cluster.writes().is_empty());
+    let ready = json!({"status": {"conditions": [condition("Ready", "True", "R", "")]}});
+    cluster
+        .api
+        .edit("sandboxes", NS, name(&one_by_one[2]), &ready);
+    cluster.pool_pass("p").await.unwrap();
+    assert_eq!(cluster.get_pool("p")["status"]["readyReplicas"], 3);
+}
+
+// --- templates --------------------------------------------------------------------------------------------------------------------------
+
+#[tokio::test]
+async fn the_network_policy_follows_the_template() {
+    let cluster = Cluster::new();
+    cluster.template(json!({}));
+    cluster.settle().await;
+    let policy = || cluster.api.get("networkpolicies", NS, "t-network-policy");
+    let hash = torpor_api::name_hash("t");
+    let label = "agents.x-k8s.io/sandbox-template-ref-hash";
+    let template = cluster.api.get("sandboxtemplates", NS, "t").unwrap();
+    assert_eq!(template["metadata"]["labels"][label], hash.as_str());
+    let spec = policy().unwrap()["spec"].clone();
+    assert_eq!(spec["podSelector"]["matchLabels"][label], hash.as_str());
+    assert_eq!(
+        spec["ingress"][0]["from"][0]["podSelector"]["matchLabels"]["app"],
+        "sandbox-router"
+    );
+    let own = json!({"spec": {"networkPolicy": {"egress": [{}]}}});
+    cluster.edit("sandboxtemplates", "t", &own);
+    cluster.settle().await;
+    assert_eq!(policy().unwrap()["spec"]["egress"], json!([{}]));
+    // What somebody changes is brought back.
+    cluster.api.edit(
+        "networkpolicies",
+        NS,
+        "t-network-policy",
+        &json!({"spec": {"egress": []}}),
+    );
+    cluster.settle().await;
+    assert_eq!(policy().unwrap()["spec"]["egress"], json!([{}]));
+    let unmanaged = json!({"spec": {"networkPolicyManagement": "Unmanaged"}});
+    cluster.edit("sandboxtemplates", "t", &unmanaged);
+    cluster.settle().await;
+    assert!(policy().is_none());
+}
+
+#[tokio::test]
+async fn a_foreign_network_policy_is_not_touched() {
+    let cluster = Cluster::new();
+    let foreign = json!({
+        "metadata": {"name": "t-network-policy", "namespace": NS}, "spec": {"podSelector": {}},
+    });
+    cluster.api.create("networkpolicies", foreign);
+    cluster.template(json!({}));
+    let error = cluster.template_pass("t").await.unwrap_err();
+    assert_eq!(error.reason(), "NotOwned");
+    let policy = cluster
+        .api
+        .get("networkpolicies", NS, "t-network-policy")
+        .unwrap();
+    assert_eq!(policy["spec"], json!({"podSelector": {}}));
+}

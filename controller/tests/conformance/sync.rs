@@ -1,0 +1,77 @@
+//! Brings the caches of a controller up to date, as its watches would, when a test says so.
+
+use std::fmt::Debug;
+
+use kube::{Resource, runtime::watcher::Event};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use torpor_controller::{
+    cache::{Cache, Change},
+    context::Context,
+    watches::{self, Caches, extensions},
+};
+
+use crate::apiserver::Apiserver;
+
+/// Every cache.
+pub(crate) fn all(api: &Apiserver, context: &Context) {
+    let Caches {
+        sandboxes: _,
+        pods,
+        volume_claims,
+        services,
+        snapshots,
+        nodes,
+        runtime_classes,
+        snapshot_classes,
+        claims,
+        pools,
+        templates,
+        policies,
+    } = &context.caches;
+    sandboxes(api, context);
+    let hashed = |object: &Value| {
+        object["metadata"]["labels"]
+            .get("agents.x-k8s.io/sandbox-name-hash")
+            .is_some()
+    };
+    fill(api, pods, "pods", hashed);
+    fill(api, volume_claims, "persistentvolumeclaims", hashed);
+    fill(api, services, "services", |_| true);
+    fill(api, snapshots, "sandboxsnapshots", |_| true);
+    fill(api, nodes, "sandboxnodes", |_| true);
+    fill(api, runtime_classes, "runtimeclasses", |_| true);
+    fill(api, snapshot_classes, "snapshotclasses", |_| true);
+    fill(api, pools, "sandboxwarmpools", |_| true);
+    fill(api, templates, "sandboxtemplates", |_| true);
+    fill(api, policies, "networkpolicies", |_| true);
+    for change in fill(api, claims, "sandboxclaims", |_| true) {
+        extensions::claim_changed(context, &change);
+    }
+}
+
+/// Only the Sandboxes.
+pub(crate) fn sandboxes(api: &Apiserver, context: &Context) {
+    for change in fill(api, &context.caches.sandboxes, "sandboxes", |_| true) {
+        watches::sandbox_changed(context, &change);
+    }
+}
+
+fn fill<K>(
+    api: &Apiserver,
+    cache: &Cache<K>,
+    kind: &str,
+    shown: impl Fn(&Value) -> bool,
+) -> Vec<Change<K>>
+where
+    K: Resource + DeserializeOwned + Debug,
+{
+    cache.apply(Event::Init);
+    for object in api.list(kind).into_iter().filter(|object| shown(object)) {
+        // As the watch does with an object that cannot be read.
+        if let Ok(object) = serde_json::from_value(object) {
+            cache.apply(Event::InitApply(object));
+        }
+    }
+    cache.apply(Event::InitDone)
+}

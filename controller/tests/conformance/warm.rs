@@ -1,0 +1,506 @@
+//! Claims that take a member of a pool: how many writes it takes, who gets which, and what happens when somebody else was faster, or died halfway.
+
+use rstest::rstest;
+use serde_json::{Value, json};
+
+use crate::{
+    apiserver::{Fault, FaultAnswer},
+    cluster::{Cluster, controller, name, ready_at},
+    objects::NS,
+};
+
+const POOL: &str = "agents.x-k8s.io/warm-pool-sandbox";
+
+/// A pool "p" with this many Ready members.
+async fn warm(replicas: usize) -> Cluster {
+    let cluster = Cluster::new();
+    cluster.template(json!({}));
+    cluster.pool(replicas, json!({}));
+    cluster.settle().await;
+    cluster
+}
+
+fn members(cluster: &Cluster) -> Vec<String> {
+    cluster.controlled_by(&cluster.get_pool("p"))
+}
+
+// --- the way of a claim ------------------------------------------------------------------------------------------------------------------
+
+#[tokio::test]
+async fn a_claim_is_ready_after_two_writes_and_all_is_done_after_five() {
+    let cluster = warm(3).await;
+    cluster.claim("c", json!({}));
+    cluster.writes();
+    cluster.api.take_reads();
+    cluster.claim_pass("c").await.unwrap();
+    let writes = cluster.writes_with_events();
+    assert_eq!(
+        writes[..2],
+        ["patch sandboxes", "patch status sandboxclaims"],
+        "Ready after the second"
+    );
+    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    let mut rest = writes[2..].to_vec();
+    rest.sort();
+    assert_eq!(rest, ["create events", "patch sandboxclaims"]);
+    assert_eq!(cluster.api.take_reads(), Vec::<String>::new());
+    // What follows, but for the pool's refill: the Pod loses the pool's label.
+    for _ in 0..3 {
+        cluster.sandbox_passes().await;
+        cluster.claim_pass("c").await.unwrap();
+    }
+    assert_eq!(cluster.writes_with_events(), ["patch pods"]);
+    assert_eq!(cluster.api.take_reads(), Vec::<String>::new());
+}
+
+#[tokio::test]
+async fn nothing_is_written_twice_because_the_watch_is_late() {
+    let cluster = warm(1).await;
+    cluster.claim("c", json!({}));
+    cluster.sync();
+    cluster.writes();
+    for _ in 0..3 {
+        cluster.stale_claim_pass("c").await.unwrap();
+        cluster.stale_sandbox_passes().await;
+    }
+    assert_eq!(
+        cluster.writes(),
+        [
+            "patch sandboxes",
+            "patch status sandboxclaims",
+            "patch sandboxclaims",
+            "patch pods"
+        ]
+    );
+}
+
+#[tokio::test]
+async fn a_claimed_sandbox_is_the_claims_and_keeps_its_name() {
+    let cluster = warm(2).await;
+    let before = members(&cluster);
+    cluster.claim(
+        "c",
+        json!({"metadata": {"labels": {"agents.x-k8s.io/created-by": "python-client"}}}),
+    );
+    cluster.claim_pass("c").await.unwrap();
+    cluster.sandbox_passes().await;
+    let held = cluster.held_by("c").unwrap();
+    assert!(before.contains(&held));
+    let (claim, sandbox) = (cluster.get_claim("c"), cluster.get_sandbox(&held));
+    let owners = sandbox["metadata"]["ownerReferences"].as_array().unwrap();
+    assert_eq!(owners.len(), 1);
+    assert_eq!(owners[0]["uid"], claim["metadata"]["uid"]);
+    let labels = &sandbox["metadata"]["labels"];
+    for (label, value) in [
+        (POOL, Value::Null),
+        ("agents.x-k8s.io/sandbox-template-hash", Value::Null),
+        ("agents.x-k8s.io/sandbox-pod-template-hash", Value::Null),
+        ("agents.x-k8s.io/launch-type", json!("warm")),
+        ("agents.x-k8s.io/created-by", json!("python-client")),
+        (
+            "agents.x-k8s.io/claim-uid",
+            claim["metadata"]["uid"].clone(),
+        ),
+    ] {
+        assert_eq!(labels[label], value, "{label}");
+    }
+    assert_eq!(
+        sandbox["metadata"]["generation"], 1,
+        "the spec is as it was"
+    );
+    let pod = cluster.api.get("pods", NS, &held).unwrap();
+    assert_eq!(pod["metadata"]["labels"][POOL], Value::Null);
+    let evict = "cluster-autoscaler.kubernetes.io/safe-to-evict";
+    assert_eq!(pod["metadata"]["annotations"][evict], Value::Null);
+    assert_eq!(
+        claim["status"]["sandbox"]["podIPs"],
+        sandbox["status"]["podIPs"]
+    );
+    let adopted = format!("Adopted warm pool Sandbox {held:?}");
+    assert!(
+        cluster
+            .events()
+            .contains(&("SandboxAdopted".into(), adopted))
+    );
+    let text = cluster.context.metrics.text().unwrap();
+    let counted = r#"agent_sandbox_claim_creation_total{namespace="ns",sandbox_template="t",launch_type="warm",warmpool_name="p",pod_condition="ready",created_by="python-client"} 1"#;
+    assert!(text.contains(counted), "{text}");
+    let held = cluster.held_by("c");
+    cluster.settle().await;
+    assert_eq!(members(&cluster).len(), 2, "refilled");
+    assert_eq!(cluster.held_by("c"), held);
+}
+
+#[tokio::test]
+async fn events_and_annotations_can_be_turned_off() {
+    let mut settings = crate::cluster::settings();
+    settings.claims.events = false;
+    settings.claims.observability = false;
+    let cluster = Cluster::with(settings);
+    cluster.template(json!({}));
+    cluster.pool(1, json!({}));
+    cluster.settle().await;
+    cluster.claim("c", json!({}));
+    cluster.writes();
+    cluster.claim_pass("c").await.unwrap();
+    assert_eq!(
+        cluster.writes_with_events(),
+        ["patch sandboxes", "patch status sandboxclaims"]
+    );
+}
+
+#[tokio::test]
+async fn what_the_claim_adds_reaches_the_running_pod() {
+    let cluster = warm(1).await;
+    cluster.claim(
+        "c",
+        json!({"spec": {"additionalPodMetadata": {
+            "labels": {"sandbox.users.io/team": "a"}, "annotations": {"note": "x"},
+        }}}),
+    );
+    cluster.settle().await;
+    let held = cluster.held_by("c").unwrap();
+    let pod = cluster.api.get("pods", NS, &held).unwrap();
+    assert_eq!(pod["metadata"]["labels"]["sandbox.users.io/team"], "a");
+    assert_eq!(pod["metadata"]["annotations"]["note"], "x");
+    let gone = json!({"spec": {"additionalPodMetadata": null}});
+    cluster.edit("sandboxclaims", "c", &gone);
+    cluster.settle().await;
+    let pod = cluster.api.get("pods", NS, &held).unwrap();
+    assert_eq!(pod["metadata"]["labels"].get("sandbox.users.io/team"), None);
+    assert_eq!(pod["metadata"]["annotations"].get("note"), None);
+}
+
+#[tokio::test]
+async fn as_many_claims_as_members_all_get_one_and_the_rest_start_cold() {
+    let cluster = warm(5).await;
+    let before = members(&cluster);
+    for number in 0..8 {
+        cluster.claim(&format!("c{number}"), json!({}));
+    }
+    cluster.sync();
+    let passes = (0..8).map(|number| {
+        let cluster = &cluster;
+        async move { cluster.stale_claim_pass(&format!("c{number}")).await }
+    });
+    for result in futures::future::join_all(passes).await {
+        result.unwrap();
+    }
+    let held: std::collections::BTreeSet<String> = (0..8)
+        .map(|number| cluster.held_by(&format!("c{number}")).unwrap())
+        .collect();
+    assert_eq!(held.len(), 8, "no Sandbox twice");
+    assert!(before.iter().all(|member| held.contains(member)));
+}
+
+// --- candidates ---------------------------------------------------------------------------------------------------------------------------
+
+#[tokio::test]
+async fn claims_are_spread_over_the_nodes() {
+    let cluster = warm(6).await;
+    for number in 0..3 {
+        let claim = format!("c{number}");
+        cluster.claim(&claim, json!({}));
+        cluster.claim_pass(&claim).await.unwrap();
+    }
+    let nodes: std::collections::BTreeSet<String> = (0..3)
+        .map(|number| {
+            let held = cluster.held_by(&format!("c{number}")).unwrap();
+            let sandbox = cluster.get_sandbox(&held);
+            sandbox["status"]["nodeName"].as_str().unwrap().to_owned()
+        })
+        .collect();
+    assert_eq!(nodes.len(), 3);
+}
+
+#[tokio::test]
+async fn a_claim_waits_a_moment_for_members_that_are_coming_and_then_starts_cold() {
+    let cluster = Cluster::new();
+    cluster.template(json!({}));
+    cluster.pool(1, json!({}));
+    cluster.pool_pass("p").await.unwrap();
+    cluster.claim("c", json!({}));
+    let again = cluster.claim_pass("c").await.unwrap();
+    assert_eq!(again.unwrap().as_millis(), 500);
+    cluster.assert_claim_says("c", "False", "SandboxMissing", "Sandbox does not exist");
+    let old = json!({"metadata": {"creationTimestamp": "2026-01-01T00:00:00Z"}});
+    cluster.api.edit("sandboxclaims", NS, "c", &old);
+    cluster.claim_pass("c").await.unwrap();
+    assert_eq!(cluster.held_by("c").as_deref(), Some("c"));
+}
+
+#[tokio::test]
+async fn an_unready_member_is_taken_when_there_is_no_other_and_ready_follows() {
+    let cluster = warm(1).await;
+    let member = members(&cluster).remove(0);
+    let unready = json!({"status": {"conditions": [
+        crate::objects::condition("Ready", "False", "", ""),
+    ]}});
+    cluster.api.edit("pods", NS, &member, &unready);
+    cluster.sandbox_passes().await;
+    cluster.claim("c", json!({}));
+    cluster.claim_pass("c").await.unwrap();
+    assert_eq!(cluster.held_by("c"), Some(member.clone()));
+    cluster.assert_claim_says(
+        "c",
+        "False",
+        "DependenciesNotReady",
+        "Pod is Running but not Ready",
+    );
+    cluster.api.edit("pods", NS, &member, &ready_at(0));
+    cluster.settle().await;
+    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+}
+
+#[rstest]
+#[case::on_replenish("OnReplenish", true)]
+#[case::recreate("Recreate", false)]
+#[tokio::test]
+async fn stale_members_are_handed_out_only_under_on_replenish(
+    #[case] strategy: &str,
+    #[case] handed_out: bool,
+) {
+    let cluster = Cluster::new();
+    cluster.template(json!({}));
+    cluster.pool(2, json!({"spec": {"updateStrategy": {"type": strategy}}}));
+    cluster.settle().await;
+    let before = members(&cluster);
+    let new =
+        json!({"spec": {"podTemplate": {"spec": {"containers": [{"name": "c", "image": "new"}]}}}});
+    cluster.edit("sandboxtemplates", "t", &new);
+    cluster.claim("c", json!({}));
+    cluster.claim_pass("c").await.unwrap();
+    assert_eq!(before.contains(&cluster.held_by("c").unwrap()), handed_out);
+}
+
+// --- somebody else was faster -------------------------------------------------------------------------------------------------------------
+
+#[tokio::test]
+async fn a_member_that_changed_meanwhile_is_looked_at_again_and_taken() {
+    let cluster = warm(1).await;
+    cluster.claim("c", json!({}));
+    cluster.sync();
+    let member = members(&cluster).remove(0);
+    let note = json!({"metadata": {"annotations": {"note": "x"}}});
+    cluster.api.edit("sandboxes", NS, &member, &note);
+    cluster.stale_claim_pass("c").await.unwrap();
+    assert_eq!(cluster.held_by("c"), Some(member));
+    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+}
+
+#[tokio::test]
+async fn a_member_that_another_controller_gave_away_is_left_to_it() {
+    let cluster = warm(2).await;
+    let other = cluster.another();
+    cluster.claim("c", json!({}));
+    cluster.claim("d", json!({}));
+    cluster.sync();
+    other.sync();
+    other.stale_claim_pass("d").await.unwrap();
+    cluster.stale_claim_pass("c").await.unwrap();
+    let (c, d) = (cluster.held_by("c").unwrap(), cluster.held_by("d").unwrap());
+    assert_ne!(c, d);
+    for (claim, held) in [("c", c), ("d", d)] {
+        assert_eq!(cluster.controlled_by(&cluster.get_claim(claim)), [held]);
+    }
+}
+
+#[tokio::test]
+async fn two_controllers_give_one_claim_one_sandbox() {
+    let cluster = warm(4).await;
+    let other = cluster.another();
+    cluster.claim("c", json!({}));
+    cluster.sync();
+    other.sync();
+    // The other one prefers another member: the first is not there for it.
+    let first = members(&cluster).remove(0);
+    let taken = other.context.candidates.take_named(
+        cluster.get_pool("p")["metadata"]["uid"].as_str().unwrap(),
+        &first,
+    );
+    let both = tokio::join!(cluster.stale_claim_pass("c"), other.stale_claim_pass("c"));
+    drop(taken);
+    let _ = both;
+    let held = cluster.held_by("c").unwrap();
+    for _ in 0..3 {
+        cluster.passes().await;
+        other.passes().await;
+    }
+    assert_eq!(
+        cluster.held_by("c").as_ref(),
+        Some(&held),
+        "it never changes"
+    );
+    assert_eq!(cluster.controlled_by(&cluster.get_claim("c")), [held]);
+}
+
+#[tokio::test]
+async fn pools_that_lose_all_their_members_to_others_say_so() {
+    let cluster = warm(4).await;
+    cluster.claim("c", json!({}));
+    cluster.sync();
+    for _ in 0..12 {
+        cluster.api.fail(Fault {
+            verb: "patch",
+            kind: "sandboxes",
+            answer: FaultAnswer::Refuse(409),
+        });
+    }
+    let again = cluster.stale_claim_pass("c").await.unwrap();
+    assert_eq!(again.unwrap().as_millis(), 200);
+    cluster.assert_claim_says(
+        "c",
+        "False",
+        "AdoptionConflict",
+        "3 pool members were taken by others; the next pass retries from a converged view",
+    );
+    cluster.api.forget_faults();
+    cluster.settle().await;
+    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+}
+
+// --- crashes ------------------------------------------------------------------------------------------------------------------------------
+
+#[rstest]
+#[case::before_the_first_write("patch", "sandboxes", FaultAnswer::Refuse(500))]
+#[case::after_the_first_write("patch", "sandboxes", FaultAnswer::LoseAnswer)]
+#[case::before_the_second_write("patch status", "sandboxclaims", FaultAnswer::Refuse(500))]
+#[case::after_the_second_write("patch status", "sandboxclaims", FaultAnswer::LoseAnswer)]
+#[case::before_the_third_write("patch", "sandboxclaims", FaultAnswer::Refuse(500))]
+#[tokio::test]
+async fn a_controller_that_dies_halfway_is_followed_by_one_that_goes_on(
+    #[case] verb: &'static str,
+    #[case] kind: &'static str,
+    #[case] answer: FaultAnswer,
+) {
+    let cluster = warm(3).await.impatient();
+    cluster.claim("c", json!({}));
+    cluster.api.fail(Fault { verb, kind, answer });
+    let _ = cluster.claim_pass("c").await;
+    let assigned = cluster.controlled_by(&cluster.get_claim("c"));
+    for follower in [cluster.another(), cluster.impatient()] {
+        follower.settle().await;
+        let claim = follower.get_claim("c");
+        let held = follower.held_by("c").unwrap();
+        let has = follower.controlled_by(&claim);
+        assert_eq!(has, [held]);
+        assert!(
+            assigned.is_empty() || assigned == has,
+            "what was assigned stays"
+        );
+        follower.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+        assert_eq!(members(&follower).len(), 3);
+    }
+}
+
+#[tokio::test]
+async fn an_assignment_without_an_answer_is_asked_about_before_another_is_made() {
+    let cluster = warm(3).await.impatient();
+    cluster.claim("c", json!({}));
+    cluster.sync();
+    cluster.api.fail(Fault {
+        verb: "patch",
+        kind: "sandboxes",
+        answer: FaultAnswer::LoseAnswer,
+    });
+    let error = cluster.stale_claim_pass("c").await.unwrap_err();
+    assert_eq!(error.reason(), "OutcomeUnknown");
+    // The watch has shown nothing yet.
+    cluster.stale_claim_pass("c").await.unwrap();
+    let held = cluster.held_by("c").unwrap();
+    assert_eq!(cluster.controlled_by(&cluster.get_claim("c")), [held]);
+}
+
+#[tokio::test]
+async fn what_upstreams_controller_left_half_assigned_is_finished() {
+    let cluster = warm(3).await;
+    let noted = members(&cluster).remove(2);
+    cluster.claim(
+        "c",
+        json!({"metadata": {"annotations": {"agents.x-k8s.io/sandbox-name": noted}}}),
+    );
+    cluster.claim_pass("c").await.unwrap();
+    assert_eq!(cluster.held_by("c"), Some(noted));
+    // A note that leads nowhere is passed over, and put right.
+    cluster.claim(
+        "d",
+        json!({"metadata": {"annotations": {"agents.x-k8s.io/sandbox-name": "nowhere"}}}),
+    );
+    cluster.settle().await;
+    let held = cluster.held_by("d");
+    let claim = cluster.get_claim("d");
+    let note = &claim["metadata"]["annotations"]["agents.x-k8s.io/sandbox-name"];
+    assert_eq!(note.as_str(), held.as_deref());
+}
+
+#[tokio::test]
+async fn a_surplus_is_deleted_only_once_another_is_committed() {
+    let cluster = warm(2).await;
+    cluster.claim("c", json!({}));
+    let claim = cluster.get_claim("c");
+    // Two controllers have each assigned one and died.
+    for sandbox in cluster.api.list("sandboxes") {
+        let owner = json!({"metadata": {"labels": {POOL: null}, "ownerReferences": [{
+            "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxClaim",
+            "name": "c", "uid": claim["metadata"]["uid"], "controller": true,
+        }]}});
+        cluster.api.edit("sandboxes", NS, name(&sandbox), &owner);
+    }
+    cluster.writes();
+    cluster.claim_pass("c").await.unwrap();
+    let writes = cluster.writes();
+    assert_eq!(writes[0], "patch status sandboxclaims", "{writes:?}");
+    cluster.settle().await;
+    let held = cluster.held_by("c").unwrap();
+    assert_eq!(cluster.controlled_by(&cluster.get_claim("c")), [held]);
+}
+
+#[tokio::test]
+async fn a_claimed_sandbox_that_somebody_deletes_is_replaced_from_the_pool() {
+    let cluster = warm(2).await;
+    cluster.claim("c", json!({}));
+    cluster.settle().await;
+    let first = cluster.held_by("c").unwrap();
+    cluster.api.delete("sandboxes", NS, &first);
+    cluster.settle().await;
+    let second = cluster.held_by("c").unwrap();
+    assert_ne!(first, second);
+    let sandbox = cluster.get_sandbox(&second);
+    assert_eq!(
+        sandbox["metadata"]["annotations"]["torpor.dev/replaces"],
+        first
+    );
+    assert_eq!(
+        controller(&sandbox).unwrap()["uid"],
+        cluster.get_claim("c")["metadata"]["uid"]
+    );
+    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+}
+
+#[tokio::test]
+async fn a_deleted_claim_takes_its_sandbox_along_and_the_pool_stays() {
+    let cluster = warm(2).await;
+    cluster.claim("c", json!({}));
+    cluster.settle().await;
+    let held = cluster.held_by("c").unwrap();
+    cluster.api.delete("sandboxclaims", NS, "c");
+    cluster.settle().await;
+    assert!(cluster.api.get("sandboxes", NS, &held).is_none());
+    assert_eq!(members(&cluster).len(), 2);
+}
+
+// --- before Ready -------------------------------------------------------------------------------------------------------------------------
+
+#[tokio::test]
+async fn nobody_sees_ready_before_the_name_of_the_pod() {
+    let cluster = warm(1).await;
+    let member = members(&cluster).remove(0);
+    let nameless = json!({"metadata": {"annotations": {"agents.x-k8s.io/pod-name": null}}});
+    cluster.api.edit("sandboxes", NS, &member, &nameless);
+    cluster.claim("c", json!({}));
+    cluster.claim_pass("c").await.unwrap();
+    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    let held = cluster.get_sandbox(&member);
+    let named = &held["metadata"]["annotations"]["agents.x-k8s.io/pod-name"];
+    assert_eq!(named.as_str(), Some(member.as_str()));
+}
