@@ -1,0 +1,111 @@
+//! Claims: a pool of warm sandboxes, and what a claim gets of it.
+
+use kube::ResourceExt;
+use kube::api::{DeleteParams, ListParams};
+use serde_json::{Value, json};
+use torpor_api::conditions::find;
+use torpor_api::{SandboxClaim, SandboxWarmPool};
+use torpor_tests::case::{Case, case, uid};
+use torpor_tests::pods::{COUNT, pod_spec, shell};
+use torpor_tests::sandboxes::LIMIT;
+use torpor_tests::sleep::restarts;
+use torpor_tests::wait;
+
+fn extension(kind: &str, name: &str, spec: Value) -> Value {
+    json!({
+        "apiVersion": "extensions.agents.x-k8s.io/v1beta1",
+        "kind": kind,
+        "metadata": { "name": name },
+        "spec": spec,
+    })
+}
+
+/// A template, and a pool with so many members of it.
+async fn pool(case: &Case, replicas: u32) -> anyhow::Result<()> {
+    let spec = pod_spec(json!({ "containers": [shell("a", COUNT)] }));
+    let template = json!({ "podTemplate": { "spec": spec } });
+    case.create(extension("SandboxTemplate", "t", template))
+        .await?;
+    let pool = json!({ "replicas": replicas, "sandboxTemplateRef": { "name": "t" } });
+    case.create(extension("SandboxWarmPool", "w", pool)).await?;
+    pool_is_ready(case, replicas).await
+}
+
+async fn pool_is_ready(case: &Case, replicas: u32) -> anyhow::Result<()> {
+    let pools = case.api::<SandboxWarmPool>();
+    wait::until("the pool is full and ready", LIMIT, async || {
+        let status = pools.get("w").await?.status.unwrap_or_default();
+        let ready = status.ready_replicas.unwrap_or(0);
+        let full =
+            i64::from(ready) == i64::from(replicas) && status.replicas == status.ready_replicas;
+        wait::holds(full, || format!("{status:?}"))
+    })
+    .await
+}
+
+/// Claims from the pool; the name of the Sandbox that the claim got.
+async fn claim(case: &Case, name: &str) -> anyhow::Result<String> {
+    let spec =
+        json!({ "warmPoolRef": { "name": "w" }, "lifecycle": { "shutdownPolicy": "Delete" } });
+    case.create(extension("SandboxClaim", name, spec)).await?;
+    let claims = case.api::<SandboxClaim>();
+    wait::until("the claim is Ready", LIMIT, async || {
+        let status = claims.get(name).await?.status.unwrap_or_default();
+        let ready = find(&status.conditions, "Ready").is_some_and(|c| c.status == "True");
+        Ok(match status.sandbox {
+            Some(sandbox) if ready => Ok(sandbox.name),
+            _ => Err(format!("{:?}", status.conditions)),
+        })
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_claim_takes_a_running_sandbox_of_the_pool_and_its_memory_survives_a_suspension()
+-> anyhow::Result<()> {
+    case("claims", async |case| {
+        pool(case, 2).await?;
+        let members = case.sandboxes().list(&ListParams::default()).await?.items;
+        let members: Vec<String> = members.iter().map(ResourceExt::name_any).collect();
+        let name = claim(case, "c").await?;
+        assert!(members.contains(&name), "{name} of {members:?}");
+        let pod = case.ready(&name).await?;
+        // It had been running before it was claimed, and the pool makes another.
+        let before: u64 = case.kubectl.sh(&name, "a", "cat /n").await?.parse()?;
+        pool_is_ready(case, 2).await?;
+
+        case.suspend(&name).await?;
+        let resumed = case.resume(&name).await?;
+        assert_ne!(uid(&resumed), uid(&pod));
+        assert_eq!(restarts(&resumed), 0);
+        let after: u64 = case.kubectl.sh(&name, "a", "cat /n").await?.parse()?;
+        assert!(after >= before, "{before} → {after}");
+
+        let claims = case.api::<SandboxClaim>();
+        claims.delete("c", &DeleteParams::background()).await?;
+        wait::until("the claimed Sandbox is gone", LIMIT, async || {
+            let left = case.sandboxes().get_opt(&name).await?;
+            wait::holds(left.is_none(), || "still there".to_owned())
+        })
+        .await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn claims_at_once_get_a_sandbox_each_also_more_of_them_than_the_pool_has()
+-> anyhow::Result<()> {
+    case("claimsmany", async |case| {
+        pool(case, 2).await?;
+        let names = ["c1", "c2", "c3"].map(|name| claim(case, name));
+        let mut got = futures::future::try_join_all(names).await?;
+        got.sort();
+        got.dedup();
+        assert_eq!(got.len(), 3, "{got:?}");
+        for name in &got {
+            case.ready(name).await?;
+        }
+        Ok(())
+    })
+    .await
+}
