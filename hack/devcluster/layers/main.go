@@ -18,6 +18,7 @@ var allowed = map[string][]string{
 	"torpor-daemon":         {},
 	"torpor-controller":     {"torpor-api", "torpor-daemon", "torpor-test-apiserver"},
 	"torpor-router":         {"torpor-api", "torpor-daemon", "torpor-test-apiserver"},
+	"torpor-runtime":        {"torpor-daemon"},
 	"torpor-core":           {},
 	"torpor-snapshots":      {"torpor-core"},
 	"torpor-gvisor":         {"torpor-core", "torpor-snapshots"},

@@ -1,0 +1,240 @@
+//! Runs a command and answers with its output.
+
+use std::{
+    io,
+    os::unix::process::ExitStatusExt as _,
+    path::Path,
+    process::{ExitStatus, Stdio},
+    sync::Arc,
+    time::Duration,
+};
+
+use serde_json::{Value, json};
+use tokio::{
+    io::{AsyncRead, AsyncReadExt as _},
+    process::Command,
+    time::timeout,
+};
+
+use crate::{command_line, group::Group, orphans::Children, refusal::Refusal};
+
+/// How far a command may go.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    pub time: Duration,
+    /// Bytes that are kept of each of its outputs.
+    pub output: usize,
+}
+
+/// What a command left.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Outcome {
+    pub stdout: String,
+    pub stderr: String,
+    pub exit_code: i32,
+}
+
+/// A command did not run to its end.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error(transparent)]
+    Split(#[from] command_line::Error),
+    #[error("{}: '{program}'", in_upstreams_words(.source))]
+    Start { program: String, source: io::Error },
+    #[error("its output could not be read: {0}")]
+    Output(io::Error),
+    #[error("Command '{words:?}' timed out after {} seconds", .limit.as_secs_f64())]
+    Timeout { words: Vec<String>, limit: Duration },
+}
+
+/// One output of a command.
+#[derive(Debug, Default)]
+struct Captured {
+    kept: Vec<u8>,
+    dropped: u64,
+}
+
+/// The command of a request's body.
+pub fn command_of(body: &[u8]) -> Result<String, Refusal> {
+    if body.is_empty() {
+        return Err(Refusal::missing(None));
+    }
+    let wrong = |kind, field, message| Refusal::Field {
+        kind,
+        field,
+        message,
+    };
+    match serde_json::from_slice(body) {
+        Err(_) => Err(wrong("json_invalid", None, "JSON decode error")),
+        Ok(Value::Object(mut fields)) => match fields.remove("command") {
+            Some(Value::String(command)) => Ok(command),
+            Some(_) => {
+                let message = "Input should be a valid string";
+                Err(wrong("string_type", Some("command"), message))
+            }
+            None => Err(Refusal::missing(Some("command"))),
+        },
+        Ok(_) => {
+            let message = "Input should be a valid dictionary or object to extract fields from";
+            Err(wrong("model_attributes_type", None, message))
+        }
+    }
+}
+
+/// Runs the command in `directory`. A failure is an outcome too, as with upstream. When this future is dropped, all that the command started is killed.
+pub async fn execute(
+    command: &str,
+    directory: &Path,
+    limits: Limits,
+    children: &Arc<Children>,
+) -> Outcome {
+    match run(command, directory, limits, children).await {
+        Ok(outcome) => outcome,
+        Err(error) => Outcome {
+            stdout: String::new(),
+            stderr: format!("Failed to execute command: {error}"),
+            exit_code: 1,
+        },
+    }
+}
+
+async fn run(
+    command: &str,
+    directory: &Path,
+    limits: Limits,
+    children: &Arc<Children>,
+) -> Result<Outcome, Error> {
+    let words = command_line::split(command)?;
+    let program = words.first().cloned().unwrap_or_default();
+    let mut command = Command::new(&program);
+    command.args(&words[1..]).current_dir(directory);
+    command.stdin(Stdio::null());
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut group =
+        Group::start(&mut command, children).map_err(|source| Error::Start { program, source })?;
+    let Some((stdout, stderr)) = group.pipes() else {
+        return Err(Error::Output(io::ErrorKind::BrokenPipe.into()));
+    };
+    let end = async {
+        // The outputs end when nobody holds them: what the command left in the background and that still writes belongs to it.
+        let output = async {
+            tokio::try_join!(
+                capture(stdout, limits.output),
+                capture(stderr, limits.output)
+            )
+        };
+        let (stdout, stderr) = output.await?;
+        let status = group.wait().await?;
+        Ok(outcome(&stdout, &stderr, status))
+    };
+    match timeout(limits.time, end).await {
+        Ok(ended) => ended.map_err(Error::Output),
+        Err(_) => {
+            group.kill().await.map_err(Error::Output)?;
+            let limit = limits.time;
+            Err(Error::Timeout { words, limit })
+        }
+    }
+}
+
+/// Reads to the end and keeps the beginning: a command whose output is not read would stop.
+async fn capture(mut pipe: impl AsyncRead + Unpin, limit: usize) -> io::Result<Captured> {
+    let mut captured = Captured::default();
+    let mut buffer = vec![0; 16 * 1024];
+    loop {
+        let read = pipe.read(&mut buffer).await?;
+        if read == 0 {
+            return Ok(captured);
+        }
+        let kept = read.min(limit - captured.kept.len());
+        captured.kept.extend_from_slice(&buffer[..kept]);
+        captured.dropped += (read - kept) as u64;
+    }
+}
+
+fn outcome(stdout: &Captured, stderr: &Captured, status: ExitStatus) -> Outcome {
+    let mut text = text(&stderr.kept);
+    for (name, captured) in [("stdout", stdout), ("stderr", stderr)] {
+        if captured.dropped > 0 {
+            let (kept, dropped) = (captured.kept.len(), captured.dropped);
+            text += &format!("\n[{name} cut after {kept} bytes; {dropped} more were dropped]\n");
+        }
+    }
+    Outcome {
+        stdout: self::text(&stdout.kept),
+        stderr: text,
+        exit_code: exit_code(status),
+    }
+}
+
+/// As Python has it: a signal's number is negative.
+fn exit_code(status: ExitStatus) -> i32 {
+    status
+        .code()
+        .or_else(|| status.signal().map(|signal| -signal))
+        .unwrap_or(1)
+}
+
+/// Upstream reads output as text, which makes one line end of all kinds. What is no UTF-8 is replaced, where upstream would lose the whole output.
+fn text(bytes: &[u8]) -> String {
+    let text = String::from_utf8_lossy(bytes);
+    text.replace("\r\n", "\n").replace('\r', "\n")
+}
+
+/// `[Errno 2] No such file or directory`, as Python writes errors of the system.
+fn in_upstreams_words(error: &io::Error) -> String {
+    let text = error.to_string();
+    match error.raw_os_error() {
+        Some(number) => {
+            let message = text.split(" (os error").next().unwrap_or(&text);
+            format!("[Errno {number}] {message}")
+        }
+        None => text,
+    }
+}
+
+impl Outcome {
+    /// As the client gets it.
+    pub fn body(&self) -> Value {
+        json!({"stdout": self.stdout, "stderr": self.stderr, "exit_code": self.exit_code})
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case(r#"{"command":"ls"}"#, Ok("ls"))]
+    #[case(r#"{"command":"","other":1}"#, Ok(""))]
+    #[case("", Err(("missing", None)))]
+    #[case("{", Err(("json_invalid", None)))]
+    #[case("[]", Err(("model_attributes_type", None)))]
+    #[case("{}", Err(("missing", Some("command"))))]
+    #[case(r#"{"command":1}"#, Err(("string_type", Some("command"))))]
+    fn a_body_names_a_command(
+        #[case] body: &str,
+        #[case] expected: Result<&str, (&'static str, Option<&'static str>)>,
+    ) {
+        let command = command_of(body.as_bytes()).map_err(|refusal| match refusal {
+            Refusal::Field { kind, field, .. } => (kind, field),
+            other => panic!("{other}"),
+        });
+        assert_eq!(command, expected.map(str::to_owned));
+    }
+
+    #[rstest]
+    #[case(b"a\r\nb\rc\n", "a\nb\nc\n")]
+    #[case(b"\xff", "\u{fffd}")]
+    fn output_is_text(#[case] bytes: &[u8], #[case] expected: &str) {
+        assert_eq!(text(bytes), expected);
+    }
+
+    #[tokio::test]
+    async fn what_is_beyond_the_limit_is_read_and_dropped() {
+        let captured = capture(&b"0123456789"[..], 4).await.unwrap();
+        assert_eq!((&captured.kept[..], captured.dropped), (&b"0123"[..], 6));
+    }
+}

@@ -1,0 +1,110 @@
+//! Command line of the runtime.
+
+use std::{path::PathBuf, time::Duration};
+
+use clap::Parser;
+use torpor_daemon::go_flags::{BindAddress, duration};
+
+/// Upstream's limit of a command.
+const EXEC_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// Serves upstream's legacy sandbox API: commands and files of one directory.
+#[derive(Clone, Debug, Parser)]
+#[command(name = "sandbox-runtime", version)]
+pub struct Flags {
+    /// Where the legacy API is served
+    #[arg(long, default_value = ":8888")]
+    pub legacy_bind_address: BindAddress,
+    /// The directory that clients see, and in which commands start
+    #[arg(long, env = "SANDBOX_BASE_DIR", default_value = "/app")]
+    pub root: PathBuf,
+    /// Longest time of a command; without it SANDBOX_EXEC_TIMEOUT_SECONDS, or 300s
+    #[arg(long, value_parser = positive)]
+    pub exec_timeout: Option<Duration>,
+    /// Bytes that are kept of each output of a command
+    #[arg(long, default_value_t = 8 << 20)]
+    pub max_output_bytes: usize,
+    /// Largest body of an upload
+    #[arg(long, default_value_t = 1 << 30)]
+    pub max_upload_bytes: u64,
+    /// How many connections there may be at once
+    #[arg(long, default_value_t = 256)]
+    pub max_connections: usize,
+    /// Longest time for the head of a request
+    #[arg(long, default_value = "10s", value_parser = positive)]
+    pub read_header_timeout: Duration,
+    /// Longest time for the next piece of a request's body
+    #[arg(long, default_value = "60s", value_parser = positive)]
+    pub read_body_timeout: Duration,
+    /// How long calls under way may take after SIGTERM
+    #[arg(long, default_value = "10s", value_parser = duration)]
+    pub shutdown_timeout: Duration,
+}
+
+fn positive(text: &str) -> Result<Duration, String> {
+    match duration(text)? {
+        Duration::ZERO => Err("must be positive".to_owned()),
+        value => Ok(value),
+    }
+}
+
+/// The variable's value is no positive number of seconds.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error("SANDBOX_EXEC_TIMEOUT_SECONDS: {0:?} is not a positive number")]
+pub struct NotSeconds(String);
+
+impl Flags {
+    /// The limit of a command: the flag, else upstream's variable, else upstream's default. A wrong variable counts as none, as with upstream, and is reported.
+    pub fn exec_timeout(&self, variable: Option<&str>) -> (Duration, Option<NotSeconds>) {
+        match (self.exec_timeout, variable) {
+            (Some(limit), _) => (limit, None),
+            (None, None) => (EXEC_TIMEOUT, None),
+            (None, Some(text)) => match seconds(text) {
+                Some(limit) => (limit, None),
+                None => (EXEC_TIMEOUT, Some(NotSeconds(text.to_owned()))),
+            },
+        }
+    }
+}
+
+fn seconds(text: &str) -> Option<Duration> {
+    let limit = Duration::try_from_secs_f64(text.trim().parse().ok()?).ok()?;
+    (!limit.is_zero()).then_some(limit)
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case(&[], None, 300_000, false)]
+    #[case(&[], Some("2.5"), 2500, false)]
+    #[case(&["--exec-timeout=1s"], Some("2.5"), 1000, false)]
+    #[case(&[], Some("0"), 300_000, true)]
+    #[case(&[], Some("-1"), 300_000, true)]
+    #[case(&[], Some("nan"), 300_000, true)]
+    #[case(&[], Some("inf"), 300_000, true)]
+    #[case(&[], Some("soon"), 300_000, true)]
+    fn the_limit_of_a_command_is_upstreams(
+        #[case] arguments: &[&str],
+        #[case] variable: Option<&str>,
+        #[case] milliseconds: u128,
+        #[case] reported: bool,
+    ) {
+        let flags = Flags::parse_from(["runtime"].iter().chain(arguments));
+        let (limit, wrong) = flags.exec_timeout(variable);
+        assert_eq!(
+            (limit.as_millis(), wrong.is_some()),
+            (milliseconds, reported)
+        );
+    }
+
+    #[test]
+    fn defaults_are_upstreams() {
+        let flags = Flags::parse_from(["runtime"]);
+        assert_eq!(flags.legacy_bind_address, ":8888".parse().unwrap());
+        assert_eq!(flags.root, PathBuf::from("/app"));
+    }
+}

@@ -1,0 +1,22 @@
+//! sandbox-runtime: the server inside a sandbox that upstream's SDKs talk to. It serves the legacy HTTP API of upstream's Python runtime, same paths, bodies and status codes, from one static binary.
+//!
+//! ```text
+//! connection ──► server ──► route       which call (pure)
+//!                             ├──► execute ──► command_line (pure), group ──► orphans
+//!                             ├──► upload, files ──► path (pure), root
+//!                             └──► refusal      what a client is told (pure)
+//! ```
+//! Paths are resolved by [`root`] only, below one directory. Commands are confined by the sandbox, not by this process: who may call it may run anything.
+
+pub mod command_line;
+pub mod execute;
+pub mod files;
+pub mod flags;
+pub mod group;
+pub mod orphans;
+pub mod path;
+pub mod refusal;
+pub mod root;
+pub mod route;
+pub mod server;
+pub mod upload;

@@ -1,0 +1,154 @@
+//! What a client is told when its call is not carried out. Status codes and bodies are upstream's (and its framework's) where upstream has them. Pure.
+
+use bytes::Bytes;
+use http::{HeaderValue, Method, Response, StatusCode, header};
+use http_body_util::{BodyExt as _, Full, combinators::UnsyncBoxBody};
+use serde_json::{Value, json};
+
+/// The body of an answer.
+pub type Body = UnsyncBoxBody<Bytes, std::io::Error>;
+
+/// A call was not carried out.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum Refusal {
+    #[error("Not Found")]
+    NoRoute,
+    #[error("Method Not Allowed")]
+    Method(Method),
+    /// A field of the body is missing or wrong.
+    #[error("{message}")]
+    Field {
+        kind: &'static str,
+        field: Option<&'static str>,
+        message: &'static str,
+    },
+    #[error("There was an error parsing the body")]
+    Malformed,
+    #[error("Access denied")]
+    Denied,
+    #[error("File not found")]
+    NoFile,
+    #[error("Path is not a directory")]
+    NoDirectory,
+    #[error("File upload failed: {0}")]
+    Upload(String),
+    #[error("List files failed: {0}")]
+    List(String),
+    /// Torpor's from here on.
+    #[error("File download failed: {0}")]
+    Download(String),
+    #[error("Request body too large.")]
+    TooLarge,
+    #[error("The request body did not come in time.")]
+    Slow,
+}
+
+impl Refusal {
+    /// A field that is not there.
+    pub fn missing(field: Option<&'static str>) -> Self {
+        Self::Field {
+            kind: "missing",
+            field,
+            message: "Field required",
+        }
+    }
+
+    /// Status code of the answer.
+    pub fn status(&self) -> StatusCode {
+        match self {
+            Self::NoRoute | Self::NoFile | Self::NoDirectory => StatusCode::NOT_FOUND,
+            Self::Method(_) => StatusCode::METHOD_NOT_ALLOWED,
+            Self::Field { .. } => StatusCode::UNPROCESSABLE_ENTITY,
+            Self::Malformed => StatusCode::BAD_REQUEST,
+            Self::Denied => StatusCode::FORBIDDEN,
+            Self::Upload(_) | Self::List(_) | Self::Download(_) => {
+                StatusCode::INTERNAL_SERVER_ERROR
+            }
+            Self::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::Slow => StatusCode::REQUEST_TIMEOUT,
+        }
+    }
+
+    /// The answer's body: `message` where upstream writes it, `detail` where its framework does.
+    pub fn body(&self) -> Value {
+        let text = self.to_string();
+        match self {
+            Self::Field { kind, field, .. } => {
+                let place: Vec<_> = ["body"].into_iter().chain(*field).collect();
+                json!({"detail": [{"type": kind, "loc": place, "msg": text, "input": null}]})
+            }
+            Self::NoRoute | Self::Method(_) | Self::Malformed | Self::TooLarge | Self::Slow => {
+                json!({"detail": text})
+            }
+            _ => json!({"message": text}),
+        }
+    }
+
+    /// The answer.
+    pub fn response(&self) -> Response<Body> {
+        let mut response = answer(self.status(), &self.body());
+        if let Self::Method(allowed) = self
+            && let Ok(allowed) = HeaderValue::from_str(allowed.as_str())
+        {
+            response.headers_mut().insert(header::ALLOW, allowed);
+        }
+        response
+    }
+}
+
+/// A JSON answer.
+pub fn answer(status: StatusCode, body: &Value) -> Response<Body> {
+    let full = Full::new(Bytes::from(body.to_string()));
+    let mut response = Response::new(full.map_err(|never| match never {}).boxed_unsync());
+    *response.status_mut() = status;
+    let json = HeaderValue::from_static("application/json");
+    response.headers_mut().insert(header::CONTENT_TYPE, json);
+    response
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case(Refusal::NoRoute, 404, r#"{"detail":"Not Found"}"#)]
+    #[case(
+        Refusal::Method(Method::GET),
+        405,
+        r#"{"detail":"Method Not Allowed"}"#
+    )]
+    #[case(Refusal::missing(Some("file")), 422, r#"{"detail":[{"input":null,"loc":["body","file"],"msg":"Field required","type":"missing"}]}"#)]
+    #[case(
+        Refusal::missing(None),
+        422,
+        r#"{"detail":[{"input":null,"loc":["body"],"msg":"Field required","type":"missing"}]}"#
+    )]
+    #[case(
+        Refusal::Malformed,
+        400,
+        r#"{"detail":"There was an error parsing the body"}"#
+    )]
+    #[case(Refusal::Denied, 403, r#"{"message":"Access denied"}"#)]
+    #[case(Refusal::NoFile, 404, r#"{"message":"File not found"}"#)]
+    #[case(Refusal::NoDirectory, 404, r#"{"message":"Path is not a directory"}"#)]
+    #[case(Refusal::Upload("x".into()), 500, r#"{"message":"File upload failed: x"}"#)]
+    #[case(Refusal::List("x".into()), 500, r#"{"message":"List files failed: x"}"#)]
+    #[case(Refusal::Download("x".into()), 500, r#"{"message":"File download failed: x"}"#)]
+    #[case(Refusal::TooLarge, 413, r#"{"detail":"Request body too large."}"#)]
+    #[case(
+        Refusal::Slow,
+        408,
+        r#"{"detail":"The request body did not come in time."}"#
+    )]
+    fn refusals_are_upstreams_letter_for_letter(
+        #[case] refusal: Refusal,
+        #[case] status: u16,
+        #[case] body: &str,
+    ) {
+        assert_eq!(refusal.status().as_u16(), status);
+        let expected: Value = serde_json::from_str(body).unwrap();
+        assert_eq!(refusal.body(), expected);
+    }
+}

@@ -1,0 +1,335 @@
+//! The directory that clients see, and nothing outside of it.
+//!
+//! A path is walked step by step on directory descriptors that are held open, links read and followed by this walk and never by the kernel. `openat2` with `RESOLVE_BENEATH` would do the same in one call, but gVisor answers it with ENOSYS, and gVisor is where this runs. `..` goes back to the descriptor one came by, so that no rename on the way leads out.
+
+use std::{
+    ffi::{CStr, CString},
+    fs::File,
+    io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::unix::ffi::OsStrExt as _,
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use rustix::{
+    fs::{AtFlags, Dir, FileType, Mode, OFlags, Stat},
+    io::Errno,
+};
+
+use crate::path::{self, Component};
+
+/// Most links of one path, as in the kernel.
+const MAX_LINKS: u32 = 40;
+/// Most entries of a listing.
+pub const MAX_ENTRIES: usize = 100_000;
+const DIRECTORY: OFlags = OFlags::PATH
+    .union(OFlags::DIRECTORY)
+    .union(OFlags::NOFOLLOW)
+    .union(OFlags::CLOEXEC);
+
+/// A path was not resolved, or what is there could not be used.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// It would lead out of the root.
+    #[error("access denied")]
+    Denied,
+    #[error("no such file or directory")]
+    Missing,
+    #[error("not a regular file")]
+    NotAFile,
+    #[error("not a directory")]
+    NotADirectory,
+    #[error("more than {MAX_ENTRIES} entries")]
+    TooMany,
+    #[error("{}", io::Error::from(*.0))]
+    Io(Errno),
+}
+
+impl From<Errno> for Error {
+    fn from(errno: Errno) -> Self {
+        match errno {
+            Errno::NOENT => Self::Missing,
+            Errno::NOTDIR => Self::NotADirectory,
+            other => Self::Io(other),
+        }
+    }
+}
+
+impl From<path::Error> for Error {
+    fn from(error: path::Error) -> Self {
+        match error {
+            path::Error::Escape | path::Error::Nul => Self::Denied,
+            path::Error::Long => Self::Io(Errno::NAMETOOLONG),
+        }
+    }
+}
+
+/// What a listing says of an entry.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Entry {
+    pub name: String,
+    pub size: u64,
+    pub is_directory: bool,
+    /// Seconds since 1970.
+    pub mod_time: f64,
+}
+
+/// The directory that clients see.
+#[derive(Debug)]
+pub struct Root {
+    directory: OwnedFd,
+    path: PathBuf,
+    uploads: AtomicU64,
+}
+
+/// A name in a directory that is below the root; `.` is the directory itself.
+struct Place {
+    directory: OwnedFd,
+    name: CString,
+}
+
+impl Root {
+    /// Opens the directory, which must exist.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let path = path.canonicalize()?;
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = rustix::fs::open(&path, flags, Mode::empty())?;
+        Ok(Self {
+            directory,
+            path,
+            uploads: AtomicU64::new(0),
+        })
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Opens a regular file for reading, and says how long it is.
+    pub fn read(&self, path: &str) -> Result<(File, u64), Error> {
+        let place = self.resolve(path)?;
+        // Without NONBLOCK a pipe without a writer would hold this thread for good.
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        // Looked at first: to open a device may do things.
+        let stat = stat(place.directory.as_fd(), &place.name)?;
+        regular(&stat)?;
+        let file = rustix::fs::openat(&place.directory, &place.name, flags, Mode::empty())?;
+        let stat = rustix::fs::fstat(&file)?;
+        regular(&stat)?;
+        Ok((File::from(file), u64::try_from(stat.st_size).unwrap_or(0)))
+    }
+
+    /// Whether something is there. A link that leads nowhere is nothing.
+    pub fn exists(&self, path: &str) -> Result<bool, Error> {
+        match self
+            .resolve(path)
+            .and_then(|place| stat(place.directory.as_fd(), &place.name))
+        {
+            Ok(_) => Ok(true),
+            Err(Error::Denied) => Err(Error::Denied),
+            Err(_) => Ok(false),
+        }
+    }
+
+    /// The entries of a directory, by name.
+    pub fn list(&self, path: &str) -> Result<Vec<Entry>, Error> {
+        let place = self.resolve(path)?;
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let directory = rustix::fs::openat(&place.directory, &place.name, flags, Mode::empty())?;
+        let mut entries = Vec::new();
+        for entry in Dir::read_from(&directory)? {
+            let entry = entry?;
+            let name = entry.file_name();
+            if matches!(name.to_bytes(), b"." | b"..") {
+                continue;
+            }
+            if entries.len() == MAX_ENTRIES {
+                return Err(Error::TooMany);
+            }
+            match self.examine(directory.as_fd(), path, name) {
+                Ok(entry) => entries.push(entry),
+                // It went away meanwhile.
+                Err(Error::Missing) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        entries.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(entries)
+    }
+
+    fn examine(&self, at: BorrowedFd<'_>, parent: &str, name: &CStr) -> Result<Entry, Error> {
+        let own = stat(at, name)?;
+        let is_link = FileType::from_raw_mode(own.st_mode) == FileType::Symlink;
+        let target = match name.to_str() {
+            // A link is described by what it leads to, unless that is nothing or outside.
+            Ok(name) if is_link => self
+                .resolve(&format!("{parent}/{name}"))
+                .and_then(|place| stat(place.directory.as_fd(), &place.name))
+                .ok(),
+            _ => None,
+        };
+        let stat = target.unwrap_or(own);
+        #[expect(clippy::cast_precision_loss, reason = "a time as upstream writes it")]
+        let mod_time = stat.st_mtime as f64 + stat.st_mtime_nsec as f64 / 1e9;
+        Ok(Entry {
+            name: name.to_string_lossy().into_owned(),
+            size: u64::try_from(stat.st_size).unwrap_or(0),
+            is_directory: FileType::from_raw_mode(stat.st_mode) == FileType::Directory,
+            mod_time,
+        })
+    }
+
+    /// Begins a file that takes the place of what is at `path` when it is whole.
+    pub fn begin(&self, path: &str) -> Result<Upload, Error> {
+        let place = self.resolve(path)?;
+        let mode = match stat(place.directory.as_fd(), &place.name) {
+            Ok(stat) => {
+                regular(&stat)?;
+                Some(Mode::from_raw_mode(stat.st_mode))
+            }
+            Err(Error::Missing) => None,
+            Err(error) => return Err(error),
+        };
+        let number = self.uploads.fetch_add(1, Ordering::Relaxed);
+        let temporary = format!(".torpor-upload-{}-{number}", std::process::id());
+        let temporary = CString::new(temporary).map_err(|_| Error::Denied)?;
+        let flags =
+            OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let wanted = Mode::from_raw_mode(0o666);
+        let file = rustix::fs::openat(&place.directory, &temporary, flags, wanted)?;
+        let upload = Upload {
+            place,
+            temporary: Some(temporary),
+            file: File::from(file),
+        };
+        // A script that is written anew stays executable, as it does with upstream.
+        if let Some(mode) = mode {
+            rustix::fs::fchmod(&upload.file, mode)?;
+        }
+        Ok(upload)
+    }
+
+    fn resolve(&self, path: &str) -> Result<Place, Error> {
+        let mut ahead = path::components(path)?;
+        ahead.reverse();
+        let mut above: Vec<OwnedFd> = Vec::new();
+        let mut links = 0;
+        while let Some(step) = ahead.pop() {
+            let Component::Name(name) = step else {
+                above.pop().ok_or(Error::Denied)?;
+                continue;
+            };
+            let here = above
+                .last()
+                .map_or_else(|| self.directory.as_fd(), AsFd::as_fd);
+            match rustix::fs::readlinkat(here, &name, Vec::new()) {
+                Ok(target) => {
+                    links += 1;
+                    if links > MAX_LINKS {
+                        return Err(Error::Io(Errno::LOOP));
+                    }
+                    self.follow(target.as_bytes(), &mut ahead, &mut above)?;
+                }
+                // Not a link. The last name need not exist, nor be a directory.
+                Err(Errno::INVAL | Errno::NOENT) if ahead.is_empty() => {
+                    let directory = here.try_clone_to_owned().map_err(|_| Errno::MFILE)?;
+                    return Ok(Place { directory, name });
+                }
+                Err(Errno::INVAL) => {
+                    let next = rustix::fs::openat(here, &name, DIRECTORY, Mode::empty())?;
+                    above.push(next);
+                }
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+        let here = above
+            .last()
+            .map_or_else(|| self.directory.as_fd(), AsFd::as_fd);
+        let directory = here.try_clone_to_owned().map_err(|_| Errno::MFILE)?;
+        Ok(Place {
+            directory,
+            name: c".".to_owned(),
+        })
+    }
+
+    /// Puts the steps of a link before those that are left. An absolute link may lead to the root by its name.
+    fn follow(
+        &self,
+        target: &[u8],
+        ahead: &mut Vec<Component>,
+        above: &mut Vec<OwnedFd>,
+    ) -> Result<(), Error> {
+        let rest = match target {
+            [b'/', ..] => {
+                let target = Path::new(std::ffi::OsStr::from_bytes(target));
+                let rest = target.strip_prefix(&self.path).map_err(|_| Error::Denied)?;
+                above.clear();
+                rest.as_os_str().as_bytes()
+            }
+            relative => relative,
+        };
+        ahead.extend(path::split(rest)?.into_iter().rev());
+        if ahead.len() + above.len() > 2 * path::MAX_COMPONENTS {
+            return Err(Error::Io(Errno::NAMETOOLONG));
+        }
+        Ok(())
+    }
+}
+
+/// A file that is being written. It takes its place by [`Upload::finish`], or leaves nothing.
+#[derive(Debug)]
+pub struct Upload {
+    place: Place,
+    temporary: Option<CString>,
+    file: File,
+}
+
+impl Upload {
+    /// The file, to write to.
+    pub fn file(&self) -> io::Result<File> {
+        self.file.try_clone()
+    }
+
+    /// Puts the file in its place, in one step.
+    pub fn finish(mut self) -> Result<(), Error> {
+        if let Some(temporary) = &self.temporary {
+            let directory = &self.place.directory;
+            rustix::fs::renameat(directory, temporary, directory, &self.place.name)?;
+        }
+        self.temporary = None;
+        Ok(())
+    }
+}
+
+impl Drop for Upload {
+    fn drop(&mut self) {
+        if let Some(temporary) = &self.temporary
+            && let Err(errno) =
+                rustix::fs::unlinkat(&self.place.directory, temporary, AtFlags::empty())
+        {
+            tracing::warn!(%errno, "an upload that did not end is left behind");
+        }
+    }
+}
+
+impl std::fmt::Debug for Place {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Place").field("name", &self.name).finish()
+    }
+}
+
+fn stat(at: BorrowedFd<'_>, name: &CStr) -> Result<Stat, Error> {
+    Ok(rustix::fs::statat(at, name, AtFlags::SYMLINK_NOFOLLOW)?)
+}
+
+fn regular(stat: &Stat) -> Result<(), Error> {
+    match FileType::from_raw_mode(stat.st_mode) {
+        FileType::RegularFile => Ok(()),
+        _ => Err(Error::NotAFile),
+    }
+}
+
+#[cfg(test)]
+mod tests;

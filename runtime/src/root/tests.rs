@@ -1,0 +1,149 @@
+use std::{
+    fs,
+    io::Write as _,
+    os::unix::fs::{PermissionsExt as _, symlink},
+};
+
+use rstest::rstest;
+use tempfile::TempDir;
+
+use super::*;
+
+/// `outside/secret` beside the root `app`, and links of all kinds in it.
+fn world() -> (TempDir, Root) {
+    let world = TempDir::new().unwrap();
+    let (outside, app) = (world.path().join("outside"), world.path().join("app"));
+    fs::create_dir(&outside).unwrap();
+    fs::create_dir_all(app.join("sub/deep")).unwrap();
+    fs::write(outside.join("secret"), "secret").unwrap();
+    fs::write(app.join("a.txt"), "hello").unwrap();
+    fs::write(app.join("sub/b.txt"), "b").unwrap();
+    symlink("../outside/secret", app.join("out")).unwrap();
+    symlink(outside.join("secret"), app.join("out-absolute")).unwrap();
+    symlink("../outside", app.join("out-dir")).unwrap();
+    symlink("sub/../../outside/secret", app.join("out-winding")).unwrap();
+    symlink("../a.txt", app.join("sub/in")).unwrap();
+    symlink(
+        app.canonicalize().unwrap().join("sub"),
+        app.join("in-absolute"),
+    )
+    .unwrap();
+    symlink("nothing", app.join("dangling")).unwrap();
+    symlink("loop", app.join("loop")).unwrap();
+    let root = Root::open(&app).unwrap();
+    (world, root)
+}
+
+#[rstest]
+#[case("a.txt", Ok("hello"))]
+#[case("/a.txt", Ok("hello"))]
+#[case("sub/../a.txt", Ok("hello"))]
+#[case("sub/in", Ok("hello"))]
+#[case("in-absolute/b.txt", Ok("b"))]
+#[case("in-absolute/../a.txt", Ok("hello"))]
+#[case("out", Err("access denied"))]
+#[case("out-absolute", Err("access denied"))]
+#[case("out-dir/secret", Err("access denied"))]
+#[case("out-winding", Err("access denied"))]
+#[case("in-absolute/../../outside/secret", Err("access denied"))]
+#[case("../outside/secret", Err("access denied"))]
+#[case("missing/../../outside/secret", Err("access denied"))]
+#[case("a.txt\0", Err("access denied"))]
+#[case("missing", Err("no such file or directory"))]
+#[case("missing/x", Err("no such file or directory"))]
+#[case("dangling", Err("no such file or directory"))]
+#[case("a.txt/x", Err("not a directory"))]
+#[case("sub", Err("not a regular file"))]
+#[case("", Err("not a regular file"))]
+#[case("loop", Err("Too many levels of symbolic links (os error 40)"))]
+fn only_what_is_below_the_root_is_read(#[case] path: &str, #[case] content: Result<&str, &str>) {
+    let (_world, root) = world();
+    let read = root.read(path).map(|(file, size)| {
+        let content = io::read_to_string(file).unwrap();
+        assert_eq!(size, content.len() as u64);
+        content
+    });
+    let read = read.map_err(|error| error.to_string());
+    assert_eq!(
+        read.as_ref().map(String::as_str).map_err(String::as_str),
+        content
+    );
+}
+
+#[rstest]
+#[case("a.txt", Some(true))]
+#[case("sub/deep", Some(true))]
+#[case("", Some(true))]
+#[case("missing", Some(false))]
+#[case("missing/x", Some(false))]
+#[case("a.txt/x", Some(false))]
+#[case("dangling", Some(false))]
+#[case("loop", Some(false))]
+#[case("out", None)]
+#[case("out-dir/nothing", None)]
+#[case("../app", None)]
+fn existence_is_told_of_what_is_below_the_root(#[case] path: &str, #[case] there: Option<bool>) {
+    let (_world, root) = world();
+    assert_eq!(root.exists(path).ok(), there);
+}
+
+#[test]
+fn a_listing_describes_links_without_looking_outside() {
+    let (_world, root) = world();
+    let entries = root.list("/").unwrap();
+    let find = |name: &str| entries.iter().find(|entry| entry.name == name).unwrap();
+    assert_eq!((find("a.txt").size, find("a.txt").is_directory), (5, false));
+    assert!(find("sub").is_directory && find("in-absolute").is_directory);
+    assert!(!find("out-dir").is_directory && !find("dangling").is_directory);
+    assert_eq!(find("out").size, "../outside/secret".len() as u64);
+    assert!(find("a.txt").mod_time > 1e9);
+    assert!(matches!(root.list("a.txt"), Err(Error::NotADirectory)));
+    assert!(matches!(root.list("out-dir"), Err(Error::Denied)));
+}
+
+#[test]
+fn a_file_is_replaced_whole_and_keeps_its_mode() {
+    let (world, root) = world();
+    let target = world.path().join("app/a.txt");
+    fs::set_permissions(&target, fs::Permissions::from_mode(0o750)).unwrap();
+    let upload = root.begin("sub/in").unwrap();
+    upload.file().unwrap().write_all(b"new").unwrap();
+    assert_eq!(fs::read_to_string(&target).unwrap(), "hello");
+    upload.finish().unwrap();
+    assert_eq!(fs::read_to_string(&target).unwrap(), "new");
+    assert_eq!(
+        fs::metadata(&target).unwrap().permissions().mode() & 0o777,
+        0o750
+    );
+}
+
+#[test]
+fn an_upload_that_does_not_end_leaves_nothing() {
+    let (world, root) = world();
+    let before = fs::read_dir(world.path().join("app")).unwrap().count();
+    drop(root.begin("new").unwrap());
+    assert_eq!(
+        fs::read_dir(world.path().join("app")).unwrap().count(),
+        before
+    );
+}
+
+#[rstest]
+#[case("out")]
+#[case("out-absolute")]
+#[case("out-dir/new")]
+#[case("../new")]
+fn nothing_is_written_outside(#[case] path: &str) {
+    let (world, root) = world();
+    assert!(matches!(root.begin(path), Err(Error::Denied)));
+    let secret = fs::read_to_string(world.path().join("outside/secret")).unwrap();
+    assert_eq!(secret, "secret");
+}
+
+#[rstest]
+#[case("")]
+#[case("sub")]
+fn a_directory_is_not_written_over(#[case] path: &str) {
+    let (_world, root) = world();
+    assert!(matches!(root.begin(path), Err(Error::NotAFile)));
+}

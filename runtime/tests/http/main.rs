@@ -1,0 +1,5 @@
+//! The runtime as clients see it: the process itself, on a socket.
+
+mod commands;
+mod transfers;
+mod world;
