@@ -43,7 +43,7 @@ pub enum Error {
     Start { program: String, source: io::Error },
     #[error("its output could not be read: {0}")]
     Output(io::Error),
-    #[error("Command '{words:?}' timed out after {} seconds", .limit.as_secs_f64())]
+    #[error("Command '['{}']' timed out after {:?} seconds", .words.join("', '"), .limit.as_secs_f64())]
     Timeout { words: Vec<String>, limit: Duration },
 }
 

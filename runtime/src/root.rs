@@ -187,7 +187,8 @@ impl Root {
         let mode = match stat(place.directory.as_fd(), &place.name) {
             Ok(stat) => {
                 regular(&stat)?;
-                Some(Mode::from_raw_mode(stat.st_mode))
+                // Not set-user-ID: the new file is this process's, whoever's the old one was.
+                Some(Mode::from_raw_mode(stat.st_mode & 0o777))
             }
             Err(Error::Missing) => None,
             Err(error) => return Err(error),

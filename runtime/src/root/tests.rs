@@ -105,14 +105,14 @@ fn a_listing_describes_links_without_looking_outside() {
 fn a_file_is_replaced_whole_and_keeps_its_mode() {
     let (world, root) = world();
     let target = world.path().join("app/a.txt");
-    fs::set_permissions(&target, fs::Permissions::from_mode(0o750)).unwrap();
+    fs::set_permissions(&target, fs::Permissions::from_mode(0o4750)).unwrap();
     let upload = root.begin("sub/in").unwrap();
     upload.file().unwrap().write_all(b"new").unwrap();
     assert_eq!(fs::read_to_string(&target).unwrap(), "hello");
     upload.finish().unwrap();
     assert_eq!(fs::read_to_string(&target).unwrap(), "new");
     assert_eq!(
-        fs::metadata(&target).unwrap().permissions().mode() & 0o777,
+        fs::metadata(&target).unwrap().permissions().mode() & 0o7777,
         0o750
     );
 }
