@@ -95,6 +95,32 @@ cluster_up() {
 	"$REPO_ROOT/hack/image" dev
 }
 
+containerd_config() {
+	(cd /var/lib/torpor-dev/node-0/containerd && find . -path ./root -prune -o -type f -exec sha256sum {} + | sort)
+}
+containerd_pid() { cat /run/torpor-dev/node-0/containerd.pid; }
+
+install() {
+	config_before=$(containerd_config)
+	"$cluster" install-torpor
+	[ "$(containerd_config)" != "$config_before" ] || die "containerd's configuration is as it was: nothing was installed"
+}
+
+install_again() {
+	local pid
+	pid=$(containerd_pid)
+	"$cluster" kubectl -n agent-sandbox-system rollout restart daemonset/torpor-agent
+	"$cluster" kubectl -n agent-sandbox-system rollout status daemonset/torpor-agent --timeout=120s
+	[ "$(containerd_pid)" = "$pid" ] || die "an installation that changed nothing restarted containerd"
+}
+
+uninstall() {
+	"$cluster" uninstall-torpor
+	diff <(echo "$config_before") <(containerd_config) || die "containerd's configuration is not as it was before Torpor"
+	[ ! -e /opt/torpor/bin ] || die "left behind: $(find /opt/torpor)"
+	"$cluster" status
+}
+
 end_to_end() {
 	cargo test --locked -p torpor-tests --test e2e -- --test-threads="${E2E_THREADS:-2}"
 }
@@ -122,5 +148,12 @@ step "cluster up" cluster_up
 KUBECONFIG=$("$cluster" kubeconfig)
 TORPOR_DEV=$cluster
 export KUBECONFIG TORPOR_DEV
-step "install Torpor" "$cluster" install-torpor
+if [ -n "${KEEP:-}" ] && [ -e /opt/torpor/bin ]; then
+	step "install Torpor" "$cluster" install-torpor
+	step "end-to-end tests" end_to_end
+	exit 0
+fi
+step "install Torpor" install
 step "end-to-end tests" end_to_end
+step "install Torpor again" install_again
+[ -n "${KEEP:-}" ] || step "take Torpor off" uninstall

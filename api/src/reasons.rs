@@ -172,9 +172,6 @@ pub mod event {
     pub const COLD_STARTED: &str = "ColdStarted";
     pub const MEMORY_NOT_KEPT: &str = "MemoryNotKept";
     pub const IMAGE_ABANDONED: &str = "ImageAbandoned";
-    pub const HIBERNATED: &str = "Hibernated";
-    pub const WOKE: &str = "Woke";
-    pub const SAVE_FAILED: &str = "SaveFailed";
     pub const SANDBOX_ADOPTED: &str = "SandboxAdopted";
     pub const SANDBOX_PROVISIONED: &str = "SandboxProvisioned";
     pub const CLAIM_EXPIRED: &str = "ClaimExpired";
@@ -182,7 +179,7 @@ pub mod event {
     pub const WARM_POOL_PROGRESSING: &str = "WarmPoolProgressing";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 17] = [
+    pub const ALL: [&str; 14] = [
         MULTIPLE_PODS,
         INVALID_ANNOTATION,
         SNAPSHOT_COMMITTED,
@@ -192,9 +189,6 @@ pub mod event {
         COLD_STARTED,
         MEMORY_NOT_KEPT,
         IMAGE_ABANDONED,
-        HIBERNATED,
-        WOKE,
-        SAVE_FAILED,
         SANDBOX_ADOPTED,
         SANDBOX_PROVISIONED,
         CLAIM_EXPIRED,

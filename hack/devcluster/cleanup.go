@@ -218,7 +218,7 @@ func restoreMachine(record *machineRecord) error {
 }
 
 func restoreSysctl(name, value string) error {
-	path := "/proc/sys/" + name
+	path := settingPath(name)
 	now, err := os.ReadFile(path)
 	if err != nil || strings.TrimSpace(string(now)) == value {
 		return nil

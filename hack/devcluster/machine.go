@@ -25,6 +25,14 @@ type machineRecord struct {
 
 func machineRecordPath() string { return statePath("machine.json") }
 
+// settingPath is the file of a kernel setting: a sysctl by its name with slashes, or any other by its path.
+func settingPath(name string) string {
+	if strings.HasPrefix(name, "/") {
+		return name
+	}
+	return "/proc/sys/" + name
+}
+
 // changedSysctls are those that we, the kubelet and the CNI plugins set. An empty value is not set by us.
 var changedSysctls = map[string]string{
 	"net/ipv4/ip_forward":                "1",
@@ -34,6 +42,8 @@ var changedSysctls = map[string]string{
 	"kernel/keys/root_maxkeys": "", "kernel/keys/root_maxbytes": "",
 	// kube-proxy touches this one even when it is told to leave conntrack alone.
 	"net/netfilter/nf_conntrack_tcp_be_liberal": "",
+	// torpor-oci sets it for the moment of a wake; one that is killed leaves it to the next.
+	"/sys/kernel/rcu_expedited": "",
 }
 
 // foreignPaths lie outside our folders because the programs have them built in, or because they belong
@@ -72,7 +82,7 @@ func recordMachine() (*machineRecord, error) {
 	}
 	r := &machineRecord{BootID: bootID(), Sysctls: map[string]string{}}
 	for name := range changedSysctls {
-		if value, err := os.ReadFile("/proc/sys/" + name); err == nil {
+		if value, err := os.ReadFile(settingPath(name)); err == nil {
 			r.Sysctls[name] = strings.TrimSpace(string(value))
 		}
 	}
@@ -121,10 +131,10 @@ func nftTables() ([]string, error) {
 // prepareMachine makes the network, cgroups and mounts that the cluster runs on. It may be repeated.
 func prepareMachine() error {
 	for name, value := range changedSysctls {
-		if value == "" || !fileExists("/proc/sys/"+name) {
+		if value == "" || !fileExists(settingPath(name)) {
 			continue
 		}
-		if err := os.WriteFile("/proc/sys/"+name, []byte(value), 0); err != nil {
+		if err := os.WriteFile(settingPath(name), []byte(value), 0); err != nil {
 			return fmt.Errorf("sysctl %s: %w", strings.ReplaceAll(name, "/", "."), err)
 		}
 	}

@@ -394,11 +394,19 @@ func uninstallTorpor() error {
 		_, err := kubectlRun(3*time.Minute, joined(part), "delete", "--ignore-not-found", "--timeout=120s", "-f", "-")
 		return err
 	}
+	// The build that made the nodes' files takes them away; without one there are none.
+	agent, err := kubectlRun(20*time.Second, nil, "get", "daemonset", "torpor-agent", "-n", torporNamespace, "--ignore-not-found",
+		"-o", "jsonpath={.spec.template.spec.containers[0].image}")
+	if err != nil {
+		return err
+	}
 	if err := remove(first); err != nil {
 		return err
 	}
-	if err := runUninstallJobs(); err != nil {
-		return err
+	if agent != "" {
+		if err := runUninstallJobs(builtImages{"torpor.dev/agent": agent}); err != nil {
+			return err
+		}
 	}
 	if err := remove(rest); err != nil {
 		return err
@@ -407,8 +415,8 @@ func uninstallTorpor() error {
 	return nil
 }
 
-func runUninstallJobs() error {
-	jobs, err := render(uninstallFolder, nil)
+func runUninstallJobs(images builtImages) error {
+	jobs, err := render(uninstallFolder, images)
 	if err != nil {
 		return err
 	}

@@ -90,8 +90,16 @@ impl Case {
             .await
     }
 
-    /// Resumes and waits for the new Pod.
+    /// Resumes and waits for the new Pod, which must go on from the image.
     pub async fn resume(&self, sandbox: &str) -> anyhow::Result<Pod> {
+        let pod = self.run(sandbox).await?;
+        self.sandbox_says(sandbox, "Restored", "True", "Restored")
+            .await?;
+        Ok(pod)
+    }
+
+    /// Sets `Running` and waits for the Pod, however it starts.
+    pub async fn run(&self, sandbox: &str) -> anyhow::Result<Pod> {
         self.set_mode(sandbox, "Running").await?;
         self.sandbox_ready(sandbox).await
     }

@@ -113,7 +113,7 @@ async fn a_sandbox_that_is_saved_says_the_same_as_one_that_is_stopped() -> anyho
                 let sandbox = if mode == "Suspended" {
                     case.suspend(name).await?
                 } else {
-                    case.resume(name).await?;
+                    case.run(name).await?;
                     case.sandboxes().get(name).await?
                 };
                 told.push(in_upstreams_words(&sandbox));
@@ -153,7 +153,7 @@ async fn a_resumed_pod_has_its_volume_its_name_and_todays_configuration() -> any
         let change = kube::api::Patch::Merge(config("new"));
         let maps: kube::Api<k8s_openapi::api::core::v1::ConfigMap> = case.api();
         maps.patch("config", &kube::api::PatchParams::default(), &change).await?;
-        let pod = case.resume("s").await?;
+        let pod = case.run("s").await?;
         witness::ask(&pod).await?.goes_on_from(&before)?;
         assert_eq!(case.kubectl.sh("s", "witness", "cat /config/key").await?, "new");
         Ok(())

@@ -8,6 +8,7 @@ use kube::api::{DeleteParams, Patch, PatchParams};
 use serde_json::{Value, json};
 use torpor_api::Sandbox;
 use torpor_api::conditions::find;
+use torpor_snapshots::{Fingerprint, Manifest};
 use torpor_tests::case::{Case, case, uid};
 use torpor_tests::pods::{COUNT, mounts, pod_spec, shell, with};
 use torpor_tests::remains::Footprint;
@@ -337,6 +338,57 @@ async fn an_image_of_another_pod_spec_is_refused_and_kept_until_the_spec_fits_ag
         running_with(rich()).await?;
         let pod = started(case).await?;
         witness::ask(&pod).await?.goes_on_from(&before)
+    })
+    .await
+}
+
+/// A way in which an image is another node's, and the word that must name it.
+type Foreign = (fn(&mut Fingerprint), &'static str);
+
+const FOREIGN: [Foreign; 3] = [
+    (
+        |of| of.runsc_digest = format!("blake3:{}", "0".repeat(64)),
+        "runsc",
+    ),
+    (|of| of.platform = "kvm".to_owned(), "platform"),
+    (
+        |of| {
+            of.cpu_features.push("zz_not_of_this_world".to_owned());
+            of.cpu_features_digest = format!("blake3:{}", "0".repeat(64));
+        },
+        "zz_not_of_this_world",
+    ),
+];
+
+#[tokio::test]
+async fn an_image_of_another_runsc_platform_or_processor_is_refused_and_kept() -> anyhow::Result<()>
+{
+    case("suspend-foreign", async |case| {
+        case.create(sandbox(json!({}), rich())).await?;
+        let mut pod = started(case).await?;
+        let before = witness::ask(&pod).await?;
+        for (change, named) in FOREIGN {
+            suspended(case).await?;
+            let path = case
+                .node
+                .image_of(&case.namespace, &uid(&pod))?
+                .join("manifest.json");
+            let whole = std::fs::read(&path)?;
+            let (mut manifest, _) = Manifest::decode(&whole)?;
+            change(&mut manifest.fingerprint);
+            std::fs::write(&path, manifest.encode()?.0)?;
+
+            set_mode(case, "Running").await?;
+            let sandbox = until(case, "Restored", "False", "FingerprintMismatch").await?;
+            let words = message(&sandbox, "Restored");
+            assert!(words.contains(named), "{named}: {words}");
+
+            // On a node that it fits the same Pod goes on: the kubelet tries again by itself.
+            std::fs::write(&path, &whole)?;
+            pod = started(case).await?;
+            witness::ask(&pod).await?.goes_on_from(&before)?;
+        }
+        Ok(())
     })
     .await
 }
