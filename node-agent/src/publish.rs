@@ -384,3 +384,40 @@ pub(crate) fn fingerprint(of: &torpor_snapshots::Fingerprint) -> snapshot::Finge
         runsc_version: of.runsc_version.clone(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use torpor_api::reasons as api;
+    use torpor_core::status::reasons as core;
+
+    /// The planner knows nothing of Kubernetes and so has words of its own; they must be the API's.
+    #[test]
+    fn every_reason_of_the_planner_is_one_of_the_api() {
+        let known: BTreeSet<&str> = api::hibernated::ALL
+            .iter()
+            .chain(&api::restored::ALL)
+            .chain(&api::snapshot::ALL)
+            .copied()
+            .collect();
+        for reason in [
+            core::HIBERNATED,
+            core::AWAKE,
+            core::WAKING,
+            core::SAVING,
+            core::SAVE_FAILED,
+            core::FROZEN,
+            core::RUNTIME_NOT_CAPABLE,
+            core::RESTORED,
+            core::COLD_STARTED,
+            core::IMAGE_MISSING,
+            core::RESTORE_FAILED,
+            core::PENDING,
+            core::COMMITTED,
+            core::SANDBOX_NOT_FOUND,
+        ] {
+            assert!(known.contains(reason), "{reason}");
+        }
+    }
+}
