@@ -71,9 +71,10 @@ at_least() { [ "$(value after "$1")" -ge "$(value before "$1")" ]; }
 pod_memory() {
 	local root cgroup
 	for root in /sys/fs/cgroup/memory /sys/fs/cgroup; do
-		cgroup=$(find "$root" -maxdepth 8 -type d -name "*pod*${1//-/?}*" 2>/dev/null | head -n 1)
+		cgroup=$(find "$root" -maxdepth 8 -type d -name "*pod*${1//-/?}*" -print -quit 2>/dev/null) || true
 		[ -n "$cgroup" ] || continue
-		cat "$cgroup/memory.usage_in_bytes" "$cgroup/memory.current" "$cgroup/memory.stat" 2>/dev/null | awk '
+		# Each version of cgroups has one of the first two.
+		{ cat "$cgroup/memory.usage_in_bytes" "$cgroup/memory.current" "$cgroup/memory.stat" 2>/dev/null || true; } | awk '
 			NF == 1 { used = $1 }
 			$1 == "total_inactive_file" || ($1 == "inactive_file" && !cache) { cache = $2 }
 			END { printf "%d", (used - cache) / 1048576 }'

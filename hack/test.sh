@@ -122,7 +122,7 @@ uninstall() {
 }
 
 end_to_end() {
-	cargo test --locked -p torpor-tests --test e2e -- --test-threads="${E2E_THREADS:-2}"
+	cargo test --locked -p torpor-tests --test e2e -- --test-threads="${E2E_THREADS:-3}"
 }
 
 step "toolchains" toolchains
