@@ -1,8 +1,6 @@
 //! `create`: a container's record, cgroup and keeper, and, unless it is part of an image that will be restored, its
 //! gVisor container.
 
-use std::fs::File;
-use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -24,17 +22,14 @@ use torpor_gvisor::{cgroup, net};
 
 use crate::args::CreateArgs;
 use crate::console::{Terminal, create_with_console, hand_over};
-use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
+use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node, read_oci_json};
 use crate::restore;
-
-/// The OCI spec of a pod with thousands of mounts is below a megabyte.
-const MAX_SPEC: u64 = 8 << 20;
 
 const ON_RESTORE_FAILURE: &str = "torpor.dev/on-restore-failure";
 
 /// Answers what the container has to do without, if anything.
 pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Option<anyhow::Error>> {
-    let spec = read_spec(&args.bundle)?;
+    let spec = Spec(read_oci_json(&args.bundle.join("config.json"), "spec")?);
     let sandbox = SandboxId::try_from(spec.sandbox_id()?.to_owned())?;
     let role = spec.role()?;
     if role == Role::Sandbox {
@@ -96,16 +91,6 @@ fn take_loopback(node: &Node, pod: &PodRecord) -> (Option<Loopback>, Option<anyh
             (None, Some(warning))
         }
     }
-}
-
-fn read_spec(bundle: &Path) -> anyhow::Result<Spec> {
-    let path = bundle.join("config.json");
-    let read = || -> anyhow::Result<Spec> {
-        let mut bytes = Vec::new();
-        File::open(&path)?.take(MAX_SPEC).read_to_end(&mut bytes)?;
-        Ok(Spec(serde_json::from_slice(&bytes)?))
-    };
-    read().with_context(|| format!("cannot read the OCI spec {}", path.display()))
 }
 
 /// What must be known of the pod before runsc takes the addresses off its interfaces.

@@ -3,11 +3,8 @@
 //! The process is started over the sandbox' control socket, which costs less than a tenth of the runsc command. The shim
 //! wants a pid to watch: a waiter, which ends as the process in the sandbox ends.
 
-use std::fs::File;
-use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
-use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context, bail, ensure};
@@ -22,12 +19,10 @@ use torpor_gvisor::record::{PodLock, SandboxState};
 
 use crate::args::ExecArgs;
 use crate::console::{Terminal, hand_over};
-use crate::node::{CALL_LIMIT, Node};
+use crate::node::{CALL_LIMIT, Node, read_oci_json};
 use crate::restore;
 use crate::state::refuse_frozen;
 
-/// The command line of a process has at most two megabytes.
-const MAX_PROCESS: u64 = 8 << 20;
 /// What the shim is told when the sandbox died under the process: as if it had been killed.
 const KILLED: u8 = 137;
 
@@ -36,7 +31,7 @@ pub(crate) fn exec(node: &Node, args: &ExecArgs) -> anyhow::Result<()> {
         args.detach,
         "exec without --detach is not supported: the shim always asks for it"
     );
-    let process = read_process(&args.process)?;
+    let process = read_oci_json(&args.process, "process")?;
     let record = node.container(&args.id)?;
     // Held until the process runs: a save that begins now would otherwise take the sandbox away under it.
     let _lock = awake(node, &record.sandbox)?;
@@ -58,17 +53,6 @@ pub(crate) fn exec(node: &Node, args: &ExecArgs) -> anyhow::Result<()> {
             .with_context(|| format!("cannot write {}", path.display()))?;
     }
     Ok(())
-}
-
-fn read_process(path: &Path) -> anyhow::Result<Value> {
-    let read = || -> anyhow::Result<Value> {
-        let mut bytes = Vec::new();
-        File::open(path)?
-            .take(MAX_PROCESS)
-            .read_to_end(&mut bytes)?;
-        Ok(serde_json::from_slice(&bytes)?)
-    };
-    read().with_context(|| format!("cannot read the OCI process {}", path.display()))
 }
 
 /// The pod's lock, with the sandbox running.

@@ -1,9 +1,12 @@
 //! What every command needs: configuration, runsc, records, cgroups, images.
 
+use std::fs::File;
+use std::io::Read;
 use std::path::Path;
 use std::time::Duration;
 
 use anyhow::Context;
+use serde_json::Value;
 use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_gvisor::cgroup::Hierarchies;
 use torpor_gvisor::config::Config;
@@ -16,7 +19,22 @@ pub(crate) const COMMAND_LIMIT: Duration = Duration::from_secs(100);
 /// Calls on the control socket and to keepers that do no work.
 pub(crate) const CALL_LIMIT: Duration = Duration::from_secs(10);
 
+/// The OCI spec of a pod with thousands of mounts is below a megabyte, and so is a process with its environment.
+const MAX_OCI_JSON: u64 = 8 << 20;
+
 const CGROUP_ROOT: &str = "/sys/fs/cgroup";
+
+/// Reads what the shim wrote for this call; `what` is the word for it in an error.
+pub(crate) fn read_oci_json(path: &Path, what: &str) -> anyhow::Result<Value> {
+    let read = || -> anyhow::Result<Value> {
+        let mut bytes = Vec::new();
+        File::open(path)?
+            .take(MAX_OCI_JSON)
+            .read_to_end(&mut bytes)?;
+        Ok(serde_json::from_slice(&bytes)?)
+    };
+    read().with_context(|| format!("cannot read the OCI {what} {}", path.display()))
+}
 
 pub(crate) struct Node {
     pub(crate) config: Config,
