@@ -13,7 +13,6 @@ use torpor_controller::{
     lease::{Candidate, Ended, Timing},
     run, serve,
 };
-use tracing_subscriber::{EnvFilter, fmt, layer::SubscriberExt, util::SubscriberInitExt};
 
 /// File in which a Pod finds its own namespace.
 const OWN_NAMESPACE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace";
@@ -31,7 +30,7 @@ fn main() -> ExitCode {
         Ok(parsed) => parsed,
         Err(error) => error.exit(),
     };
-    start_log(&flags.log_format);
+    torpor_daemon::log::start(&flags.log_format);
     if !ignored.is_empty() {
         tracing::info!(
             flags = ignored.join(" "),
@@ -48,20 +47,6 @@ fn main() -> ExitCode {
             tracing::error!(error = format!("{error:#}"), "cannot go on");
             ExitCode::FAILURE
         }
-    }
-}
-
-fn start_log(format: &str) {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    let registry = tracing_subscriber::registry().with(filter);
-    if format == "json" {
-        registry
-            .with(fmt::layer().json().with_writer(std::io::stderr))
-            .init();
-    } else {
-        registry
-            .with(fmt::layer().with_ansi(false).with_writer(std::io::stderr))
-            .init();
     }
 }
 

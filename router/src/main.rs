@@ -24,7 +24,6 @@ use torpor_router::{
     tunnel::Tunnels,
     upstream, watch,
 };
-use tracing_subscriber::{EnvFilter, fmt, layer::SubscriberExt, util::SubscriberInitExt};
 
 /// How often the files of the certificate are looked at.
 const CERTIFICATE_CHECK: Duration = Duration::from_secs(10);
@@ -42,7 +41,7 @@ fn main() -> ExitCode {
         Ok(parsed) => parsed,
         Err(error) => error.exit(),
     };
-    start_log(&flags.log_format);
+    torpor_daemon::log::start(&flags.log_format);
     if !ignored.is_empty() {
         tracing::info!(
             flags = ignored.join(" "),
@@ -55,20 +54,6 @@ fn main() -> ExitCode {
             tracing::error!(error = format!("{error:#}"), "cannot go on");
             ExitCode::FAILURE
         }
-    }
-}
-
-fn start_log(format: &str) {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    let registry = tracing_subscriber::registry().with(filter);
-    if format == "json" {
-        registry
-            .with(fmt::layer().json().with_writer(std::io::stderr))
-            .init();
-    } else {
-        registry
-            .with(fmt::layer().with_ansi(false).with_writer(std::io::stderr))
-            .init();
     }
 }
 

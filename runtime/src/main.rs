@@ -13,16 +13,10 @@ use torpor_runtime::{
     server::{Server, Settings, open_root},
     upload,
 };
-use tracing_subscriber::{EnvFilter, fmt};
 
 fn main() -> ExitCode {
     let flags = Flags::parse();
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    fmt()
-        .with_env_filter(filter)
-        .with_ansi(false)
-        .with_writer(std::io::stderr)
-        .init();
+    torpor_daemon::log::start("text");
     match work(&flags) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
