@@ -83,9 +83,13 @@ fn act(context: &Context<'_>, action: &Action, ledger: &LedgerFile) -> Outcome {
         Action::Pause => with_control(context, |control, record| {
             pause::pause(&node.records, control, &record.sandbox, CALL_LIMIT)
         }),
-        Action::Resume => with_control(context, |control, record| {
-            pause::resume(&node.records, control, &record.sandbox, CALL_LIMIT)
-        }),
+        Action::Resume => {
+            let outcome = with_control(context, |control, record| {
+                pause::resume(&node.records, control, &record.sandbox, CALL_LIMIT)
+            });
+            tell_keeper(context, &Request::Release);
+            outcome
+        }
         Action::Checkpoint { image } => checkpoint(context, image),
         Action::Commit { image } => commit(context, image),
         Action::End { image } => ask_keeper(context, Verb::End, image),
@@ -159,6 +163,8 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
         Ok(partial) => partial,
         Err(error) => return failed(error.reason(), &error),
     };
+    // What arrives from now on finds a sandbox whose image does not know of it.
+    tell_keeper(context, &Request::Hold);
     let root = context.node.runsc.root();
     match save::checkpoint(root, &record.sandbox, &partial, SAVE_LIMIT) {
         Ok(()) => {
@@ -183,6 +189,18 @@ fn commit(context: &Context<'_>, image: &ImageId) -> Outcome {
             Ok(_) => Outcome::Already,
             Err(error) => failed(error.reason(), &error),
         },
+    }
+}
+
+/// A keeper that cannot hold packets back keeps no sandbox from sleeping, and one that was not told that its sandbox runs
+/// sees it by itself.
+fn tell_keeper(context: &Context<'_>, request: &Request) {
+    let Some((record, _)) = context.sandbox else {
+        return;
+    };
+    let dir = context.node.pause_dir(&record.sandbox);
+    if let Err(error) = keeper::ask(&dir, request, &[], CALL_LIMIT) {
+        tracing::warn!(pod = %context.pod, error = words(&error), "the Pod's keeper does not do as asked");
     }
 }
 

@@ -67,6 +67,9 @@ pub enum Error {
     },
     #[error("the kernel does not attach the program")]
     Attach(#[source] std::io::Error),
+    /// A link takes one program of this kind.
+    #[error("another program is attached there")]
+    Taken,
 }
 
 #[derive(Clone, Copy)]
@@ -261,7 +264,13 @@ fn attach(hook: Hook, program: BorrowedFd<'_>, target: u32) -> Result<OwnedFd, E
         flags: hook.flags(),
     };
     // SAFETY: the structure of this call, without addresses; the call answers a descriptor.
-    unsafe { bpf_fd(Call::LinkCreate, &attributes) }.map_err(Error::Attach)
+    unsafe { bpf_fd(Call::LinkCreate, &attributes) }.map_err(|error| {
+        if error.raw_os_error() == Some(libc::EBUSY) {
+            Error::Taken
+        } else {
+            Error::Attach(error)
+        }
+    })
 }
 
 /// One instruction, as the kernel reads it.
@@ -280,7 +289,9 @@ pub(crate) enum Register {
     R1,
     R2,
     R3,
-    R6 = 6,
+    R4,
+    R5,
+    R6,
     R7,
     R10 = 10,
 }
@@ -344,6 +355,14 @@ pub(crate) fn load32(to: Register, base: Register, offset: i16) -> Instruction {
     instruction(0x61, to, base, offset, 0)
 }
 
+pub(crate) fn load16(to: Register, base: Register, offset: i16) -> Instruction {
+    instruction(0x69, to, base, offset, 0)
+}
+
+pub(crate) fn load8(to: Register, base: Register, offset: i16) -> Instruction {
+    instruction(0x71, to, base, offset, 0)
+}
+
 pub(crate) fn store32(base: Register, offset: i16, value: i32) -> Instruction {
     instruction(0x62, base, R0, offset, value)
 }
@@ -362,7 +381,24 @@ pub(crate) fn jump_if_not(register: Register, value: i32) -> Instruction {
 }
 
 pub(crate) fn jump_if_zero(register: Register) -> Instruction {
-    instruction(0x15, register, R0, 0, 0)
+    jump_if(register, 0)
+}
+
+pub(crate) fn jump_if(register: Register, value: i32) -> Instruction {
+    instruction(0x15, register, R0, 0, value)
+}
+
+pub(crate) fn jump_if_less(register: Register, value: i32) -> Instruction {
+    instruction(0xa5, register, R0, 0, value)
+}
+
+pub(crate) fn jump_if_greater(register: Register, value: i32) -> Instruction {
+    instruction(0x25, register, R0, 0, value)
+}
+
+/// If `register` is greater than `than`.
+pub(crate) fn jump_if_greater_than(register: Register, than: Register) -> Instruction {
+    instruction(0x2d, register, than, 0, 0)
 }
 
 pub(crate) fn call(helper: Helper) -> Instruction {

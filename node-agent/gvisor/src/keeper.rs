@@ -51,8 +51,15 @@ pub enum Request {
     Stdio,
     /// The container's new console, beside the message: carry its bytes to and from the terminal that the shim holds.
     Console,
-    /// The sandbox runs (again): wait for the container's end.
+    /// The sandbox runs (again): wait for the container's end, and give it what arrived meanwhile.
     Attach,
+    /// The pod's memory is about to be written: from now on hold what arrives for it, and wake it when it sleeps and
+    /// somebody wants an answer.
+    Hold,
+    /// The sandbox stands still and answers connections by itself: wake it when somebody wants an answer.
+    Watch,
+    /// The sandbox was not put to sleep after all.
+    Release,
     /// End with this code.
     Exit { code: u8 },
     /// Run torpor-oci on the host, as a child of the pod's shim; its answer is the answer. The pod's lock comes beside

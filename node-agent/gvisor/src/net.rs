@@ -4,6 +4,7 @@
 //! on) and nobody puts them back when the sandbox ends. So they are read once, when the CNI plugin has just set them,
 //! kept in the pod's record as the kernel's own messages, and replayed before each restore.
 
+use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 
@@ -15,7 +16,7 @@ use netlink_packet_route::RouteNetlinkMessage;
 use netlink_packet_route::address::{
     AddressAttribute, AddressFlags, AddressHeaderFlags, AddressMessage,
 };
-use netlink_packet_route::link::{LinkFlags, LinkMessage};
+use netlink_packet_route::link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};
 use netlink_packet_route::route::{
     RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
 };
@@ -65,6 +66,69 @@ pub enum Error {
 pub struct Addresses {
     pub addresses: Vec<String>,
     pub routes: Vec<String>,
+}
+
+impl Addresses {
+    /// The addresses alone.
+    pub fn ips(&self) -> Result<Vec<IpAddr>, Error> {
+        let mut ips = Vec::new();
+        for hex in &self.addresses {
+            if let RouteNetlinkMessage::NewAddress(address) = from_hex(hex)? {
+                // On a point-to-point link the other attribute is the other end's address; IPv6 has only that one.
+                let attributes = &address.attributes;
+                let local = attributes.iter().find_map(|a| match a {
+                    AddressAttribute::Local(ip) => Some(*ip),
+                    _ => None,
+                });
+                let any = || {
+                    attributes.iter().find_map(|a| match a {
+                        AddressAttribute::Address(ip) => Some(*ip),
+                        _ => None,
+                    })
+                };
+                ips.extend(local.or_else(any));
+            }
+        }
+        Ok(ips)
+    }
+}
+
+/// The other ends, in the calling thread's namespace, of the links in the namespace at `path`: indexes of the host's ends of
+/// a pod's veth pairs. Links of other kinds have none.
+pub fn peers(path: &Path) -> Result<Vec<u32>, Error> {
+    let theirs = within(path, veths)?;
+    let ours = veths()?;
+    // An index alone means nothing in another namespace: both ends must name each other.
+    let is_pair = |(index, peer): &(u32, u32)| ours.contains(&(*peer, *index));
+    Ok(theirs
+        .iter()
+        .filter(|pair| is_pair(pair))
+        .map(|(_, peer)| *peer)
+        .collect())
+}
+
+/// Index and peer's index of each veth link of this thread's namespace.
+fn veths() -> Result<Vec<(u32, u32)>, Error> {
+    let links = Netlink::open()?.dump(RouteNetlinkMessage::GetLink(LinkMessage::default()))?;
+    let pairs = links.into_iter().filter_map(|message| match message {
+        RouteNetlinkMessage::NewLink(link) => {
+            veth_peer(&link).map(|peer| (link.header.index, peer))
+        }
+        _ => None,
+    });
+    Ok(pairs.collect())
+}
+
+fn veth_peer(link: &LinkMessage) -> Option<u32> {
+    let kind = |info: &LinkInfo| matches!(info, LinkInfo::Kind(InfoKind::Veth));
+    let is_veth = link
+        .attributes
+        .iter()
+        .any(|a| matches!(a, LinkAttribute::LinkInfo(infos) if infos.iter().any(kind)));
+    link.attributes.iter().find_map(|a| match a {
+        LinkAttribute::Link(peer) if is_veth => Some(*peer),
+        _ => None,
+    })
 }
 
 /// Reads what is set in the namespace at `path`.

@@ -407,6 +407,12 @@ impl Records {
         std::fs::write(&path, why).map_err(|source| write_error(&path, source))
     }
 
+    /// Notes why packets do not wake the pod.
+    pub fn note_not_watched(&self, sandbox: &SandboxId, why: &str) -> Result<(), Error> {
+        let path = self.pod_dir(sandbox).join("not-watched");
+        std::fs::write(&path, why).map_err(|source| write_error(&path, source))
+    }
+
     /// Notes that somebody needed the sandbox now.
     pub fn note_call(&self, sandbox: &SandboxId) -> Result<(), Error> {
         let path = self.pod_dir(sandbox).join("called");

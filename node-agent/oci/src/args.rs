@@ -78,6 +78,9 @@ pub(crate) enum Command {
     /// End the processes of a sandbox whose image is committed, and print a JSON answer (run by a keeper; standard input holds the pod's lock)
     #[command(hide = true)]
     End { sandbox: SandboxId, image: ImageId },
+    /// Let a sandbox run that is hibernated or stands still (run by a keeper when a packet has come)
+    #[command(hide = true)]
+    Rouse { sandbox: SandboxId },
     /// Be the process that stands for one that exec started (run by exec)
     #[command(hide = true)]
     ExecWaiter {

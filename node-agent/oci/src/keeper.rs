@@ -4,11 +4,12 @@
 //! sandbox' control socket and ends with the same code. When the sandbox is hibernated, its end is no end: the keeper
 //! goes on listening until it is told that the sandbox runs again. It is one thread that sleeps in poll.
 //!
-//! The pause container's keeper also starts programs: wakes and ends for the agent, and one for each connection to the
-//! loopback of the pod's network namespace (port-forward).
+//! The pause container's keeper also starts programs: wakes and ends for the agent, one for each connection to the
+//! loopback of the pod's network namespace (port-forward), and a wake when a packet arrives for a sandbox that sleeps.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::Context;
@@ -18,7 +19,8 @@ use rustix::termios::Termios;
 use torpor_core::ids::ImageId;
 use torpor_gvisor::control::Control;
 use torpor_gvisor::keeper::{Answer, Request, Verb, receive, send};
-use torpor_gvisor::record::{ContainerRecord, SandboxState};
+use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState};
+use torpor_wake::sensor::Next;
 
 use crate::args::KeeperArgs;
 use crate::node::Node;
@@ -26,11 +28,17 @@ use crate::node::Node;
 mod children;
 mod loopback;
 mod relay;
+mod text;
+mod watch;
 
 use children::{Children, Purpose};
 use loopback::{Arrival, Loopback, MOST_FORWARDS};
 use relay::Relay;
+use watch::Watch;
 
+/// How often, in milliseconds, a keeper that holds packets back makes sure that it still has to: whoever was to tell it may
+/// have died.
+const LOOK_AGAIN: u16 = 1000;
 /// What the shim is told when the sandbox died under its container: as if it had been killed.
 const KILLED: u8 = 137;
 
@@ -52,6 +60,8 @@ struct Keeper<'a> {
     children: Children,
     /// The pause container's keeper has it, unless the kernel has no way to it.
     loopback: Option<Loopback>,
+    /// While the pod's sandbox is saved, sleeps and wakes.
+    watch: Option<Watch>,
 }
 
 /// Runs until the container has ended.
@@ -69,6 +79,7 @@ pub(crate) fn run(node: &Node, args: &KeeperArgs) -> anyhow::Result<ExitCode> {
         terminal_mode: None,
         children: Children::default(),
         loopback,
+        watch: None,
     };
     if keeper.record.terminal {
         relay::own_terminal()?;
@@ -97,7 +108,14 @@ impl Keeper<'_> {
     /// Waits for one event and handles it; a code when the container has ended.
     fn turn(&mut self) -> anyhow::Result<Option<u8>> {
         let ready = self.poll()?;
-        self.children.reap();
+        let ended = self.children.reap();
+        if let Some(watch) = &mut self.watch
+            && ready.packet
+        {
+            let next = watch.turn();
+            self.follow(next);
+        }
+        self.look_at_sandbox(&ended);
         if ready.dialled {
             self.forward();
         }
@@ -133,10 +151,14 @@ impl Keeper<'_> {
         if let Some(relay) = &self.relay {
             fds.extend(relay.interests());
         }
+        let packets = fds.len();
+        if let Some(watch) = &self.watch {
+            fds.extend(watch.fds().map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
+        }
         let children = fds.len();
         // Waking up is all that they are for.
         fds.extend(self.children.interests());
-        match poll(&mut fds, PollTimeout::NONE) {
+        match poll(&mut fds, self.patience()) {
             Ok(_) | Err(nix::Error::EINTR) => {}
             Err(error) => return Err(error).context("cannot poll"),
         }
@@ -145,8 +167,98 @@ impl Keeper<'_> {
             request: happened(&fds[0]),
             ended: fds[waiting..loopback].iter().any(happened),
             dialled: fds[loopback..relay].iter().any(happened),
-            relay: fds[relay..children].iter().any(happened),
+            relay: fds[relay..packets].iter().any(happened),
+            packet: fds[packets..children].iter().any(happened),
         })
+    }
+
+    /// A sandbox that sleeps soundly needs nobody to look.
+    fn patience(&self) -> PollTimeout {
+        let settled = self.watch.as_ref().is_none_or(Watch::is_asleep);
+        if settled && self.children.is_empty() {
+            PollTimeout::NONE
+        } else {
+            PollTimeout::from(LOOK_AGAIN)
+        }
+    }
+
+    /// Whether the sandbox that is watched still sleeps, has just fallen asleep, or runs.
+    fn look_at_sandbox(&mut self, ended: &[Purpose]) {
+        let Some(watch) = &mut self.watch else { return };
+        let sandbox = &self.record.sandbox;
+        let records = &self.node.records;
+        match records.state(sandbox) {
+            Ok(SandboxState::Hibernated { .. }) => {
+                if ended.contains(&Purpose::Rouse) {
+                    watch.wake_failed();
+                }
+                if !watch.is_asleep()
+                    && let Ok(pod) = records.pod(sandbox)
+                {
+                    // An address that cannot be put back now is by the wake; until then nobody finds the pod.
+                    let next = watch.asleep(&pod).unwrap_or(Next::Nothing);
+                    self.follow(next);
+                }
+            }
+            Ok(SandboxState::Running) if !records.is_noted_paused(sandbox) => self.release(),
+            Ok(SandboxState::Running | SandboxState::Restoring { .. }) | Err(_) => {
+                if ended.contains(&Purpose::Rouse) {
+                    watch.wake_failed();
+                }
+            }
+        }
+    }
+
+    fn release(&mut self) {
+        if let Some(watch) = self.watch.take() {
+            watch.release();
+        }
+    }
+
+    /// The program takes the pod's lock by itself: whoever has it now is asked to wait by nobody.
+    fn follow(&mut self, next: Next) {
+        let Next::Wake(cause) = next else { return };
+        let spawned = Command::new("/proc/self/exe")
+            .arg0("torpor-rouse")
+            .arg("rouse")
+            .arg(self.record.sandbox.as_str())
+            .current_dir("/")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn();
+        match (spawned, &mut self.watch) {
+            (Ok(child), _) => self.children.add(Purpose::Rouse, child),
+            (Err(error), Some(watch)) => {
+                eprintln!(
+                    "torpor-oci: {cause:?} wants the sandbox, which cannot be woken: {error}"
+                );
+                watch.wake_failed();
+            }
+            (Err(_), None) => {}
+        }
+    }
+
+    /// A pod that cannot be watched sleeps all the same, and is woken by everything else.
+    fn watch(&mut self, begin: impl FnOnce(&PodRecord) -> anyhow::Result<Watch>) -> Answer {
+        let records = &self.node.records;
+        let pod = match records.pod(&self.record.sandbox) {
+            Ok(pod) => pod,
+            Err(error) => return Answer::refused("NoRecord", error.to_string()),
+        };
+        // First the old one ends: two cannot silence the same link.
+        self.watch = None;
+        match begin(&pod) {
+            Ok(watch) => {
+                self.watch = Some(watch);
+                Answer::ok(serde_json::Value::Null)
+            }
+            Err(error) => {
+                let why = format!("packets will not wake the Pod: {error:#}");
+                // The answer says it too.
+                let _ = records.note_not_watched(&self.record.sandbox, &why);
+                Answer::refused("NotWatched", why)
+            }
+        }
     }
 
     /// Gives one connection to the pod's loopback to a program. One that is not taken is reset.
@@ -171,7 +283,13 @@ impl Keeper<'_> {
         let mut control = self.waiting.take()?;
         match control.wait_result() {
             Ok(status) => Some(self.last_words(status.exit_code())),
-            Err(_) => self.sandbox_gone(),
+            Err(_) => {
+                let code = self.sandbox_gone();
+                if code.is_none() {
+                    text::give_back();
+                }
+                code
+            }
         }
     }
 
@@ -264,6 +382,19 @@ impl Keeper<'_> {
                         }
                     }
                 }
+                self.release();
+                answer(&peer, &done, &[]);
+            }
+            Request::Hold => {
+                let answered = self.watch(Watch::holding);
+                answer(&peer, &answered, &[]);
+            }
+            Request::Watch => {
+                let answered = self.watch(Watch::listening);
+                answer(&peer, &answered, &[]);
+            }
+            Request::Release => {
+                self.release();
                 answer(&peer, &done, &[]);
             }
             Request::Exit { code } => {
@@ -311,6 +442,7 @@ struct Ready {
     ended: bool,
     dialled: bool,
     relay: bool,
+    packet: bool,
 }
 
 /// Nobody is harmed when the one who asked no longer listens.

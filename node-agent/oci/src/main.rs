@@ -67,6 +67,7 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::End { sandbox, image } => {
             return Ok(restore::answer(restore::end(&node, sandbox, image)));
         }
+        Command::Rouse { sandbox } => exec::awake(&node, sandbox).map(drop)?,
         Command::ExecWaiter {
             sandbox,
             id,

@@ -12,7 +12,7 @@ use serde_json::json;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use torpor_gvisor::expedite::{self, Expedited};
-use torpor_gvisor::hush::Hush;
+use torpor_gvisor::hush::{self, Hush};
 use torpor_gvisor::keeper::{self, Request};
 use torpor_gvisor::net::{self, AddressWatch};
 use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState};
@@ -218,6 +218,8 @@ fn hush(pod: &PodRecord, image: &Image) -> Option<Hush> {
     }
     match Hush::begin(namespace) {
         Ok(hush) => Some(hush),
+        // By the pod's keeper, which goes on until the sandbox runs.
+        Err(hush::Error::Already) => None,
         Err(error) => {
             // The wake is worth more than connections that have something to say at this moment.
             eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
