@@ -1,6 +1,7 @@
 //! What the API asks for, for one Pod UID. Pure: from the watch caches to `torpor-core`'s words.
 
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{Container, Pod, Probe};
+use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt;
 use torpor_api::annotations;
 use torpor_api::snapshot::{SandboxSnapshot, SnapshotReason as ApiReason};
@@ -112,6 +113,52 @@ pub(crate) fn desired(
     }
 }
 
+/// The TCP ports of the Pod's probes that can be answered without its program. A probe over TLS cannot, one by exec is no
+/// packet.
+pub(crate) fn probed_ports(pod: &Pod) -> Vec<u16> {
+    let Some(spec) = &pod.spec else {
+        return Vec::new();
+    };
+    let containers = spec
+        .containers
+        .iter()
+        .chain(spec.init_containers.iter().flatten());
+    let mut ports: Vec<u16> = containers
+        .flat_map(|container| {
+            let probes = [
+                &container.startup_probe,
+                &container.readiness_probe,
+                &container.liveness_probe,
+            ];
+            let answerable = probes.into_iter().flatten();
+            answerable.filter_map(|probe| probed_port(probe, container))
+        })
+        .collect();
+    ports.sort_unstable();
+    ports.dedup();
+    ports
+}
+
+fn probed_port(probe: &Probe, container: &Container) -> Option<u16> {
+    let named = |port: &IntOrString| match port {
+        IntOrString::Int(port) => Some(*port),
+        IntOrString::String(name) => {
+            let mut ports = container.ports.iter().flatten();
+            let port = ports.find(|port| port.name.as_ref() == Some(name));
+            port.map(|port| port.container_port)
+        }
+    };
+    let http = probe
+        .http_get
+        .as_ref()
+        .filter(|get| get.scheme.as_deref().unwrap_or("HTTP") == "HTTP");
+    let port = http
+        .map(|get| named(&get.port))
+        .or_else(|| probe.tcp_socket.as_ref().map(|socket| named(&socket.port)))
+        .or_else(|| probe.grpc.as_ref().map(|grpc| Some(grpc.port)))??;
+    u16::try_from(port).ok()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -185,5 +232,30 @@ mod tests {
         };
         assert_eq!(of("s"), Some(uid()));
         assert_eq!(of("another"), None);
+    }
+
+    #[test]
+    fn the_ports_of_probes_that_can_be_answered_without_the_program() {
+        let mut pod = pod(json!({}));
+        pod.spec = serde_json::from_value(json!({
+            "containers": [
+                {
+                    "name": "a",
+                    "ports": [{ "name": "web", "containerPort": 8080 }, { "name": "x", "containerPort": 9 }],
+                    "readinessProbe": { "httpGet": { "port": "web" } },
+                    "livenessProbe": { "tcpSocket": { "port": 8080 } },
+                    "startupProbe": { "httpGet": { "port": 8443, "scheme": "HTTPS" } },
+                },
+                { "name": "b", "readinessProbe": { "exec": { "command": ["true"] } } },
+            ],
+            "initContainers": [
+                { "name": "c", "restartPolicy": "Always", "livenessProbe": { "grpc": { "port": 9000 } } },
+                { "name": "d", "readinessProbe": { "tcpSocket": { "port": "nowhere" } } },
+            ],
+        }))
+        .expect("a spec");
+        assert_eq!(probed_ports(&pod), [8080, 9000]);
+        pod.spec = None;
+        assert_eq!(probed_ports(&pod), []);
     }
 }

@@ -27,6 +27,8 @@ pub(crate) struct Context<'a> {
     pub(crate) namespace: &'a Namespace,
     /// The sandbox, with its lock; none when the Pod has none.
     pub(crate) sandbox: Option<(&'a PodRecord, &'a PodLock)>,
+    /// The TCP ports of the Pod that the kubelet probes in a way that can be answered for it.
+    pub(crate) probed_ports: &'a [u16],
     /// What a commit writes into the manifest.
     pub(crate) draft: &'a dyn Fn() -> ManifestDraft,
     /// The image that a checkpoint of this plan wrote and that waits for its commit.
@@ -164,7 +166,8 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
         Err(error) => return failed(error.reason(), &error),
     };
     // What arrives from now on finds a sandbox whose image does not know of it.
-    tell_keeper(context, &Request::Hold);
+    let probes = context.probed_ports.to_vec();
+    tell_keeper(context, &Request::Hold { probes });
     let root = context.node.runsc.root();
     match save::checkpoint(root, &record.sandbox, &partial, SAVE_LIMIT) {
         Ok(()) => {

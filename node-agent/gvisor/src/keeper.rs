@@ -54,10 +54,10 @@ pub enum Request {
     /// The sandbox runs (again): wait for the container's end, and give it what arrived meanwhile.
     Attach,
     /// The pod's memory is about to be written: from now on hold what arrives for it, and wake it when it sleeps and
-    /// somebody wants an answer.
-    Hold,
-    /// The sandbox stands still and answers connections by itself: wake it when somebody wants an answer.
-    Watch,
+    /// somebody wants an answer. The kubelet's probes of these TCP ports are answered for it.
+    Hold { probes: Vec<u16> },
+    /// The sandbox stands still with its memory: as for [`Request::Hold`], and it sleeps from now on.
+    Watch { probes: Vec<u16> },
     /// The sandbox was not put to sleep after all.
     Release,
     /// End with this code.

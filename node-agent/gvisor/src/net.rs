@@ -93,18 +93,27 @@ impl Addresses {
     }
 }
 
-/// The other ends, in the calling thread's namespace, of the links in the namespace at `path`: indexes of the host's ends of
-/// a pod's veth pairs. Links of other kinds have none.
-pub fn peers(path: &Path) -> Result<Vec<u32>, Error> {
+/// The two ends of a link between a pod and its host, by their indexes in the namespaces where they are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pair {
+    pub pod: u32,
+    pub host: u32,
+}
+
+/// The veth pairs between the namespace at `path` and the calling thread's. Links of other kinds have no other end.
+pub fn pairs(path: &Path) -> Result<Vec<Pair>, Error> {
     let theirs = within(path, veths)?;
     let ours = veths()?;
     // An index alone means nothing in another namespace: both ends must name each other.
-    let is_pair = |(index, peer): &(u32, u32)| ours.contains(&(*peer, *index));
-    Ok(theirs
-        .iter()
-        .filter(|pair| is_pair(pair))
-        .map(|(_, peer)| *peer)
+    let pairs = theirs.into_iter().map(|(pod, host)| Pair { pod, host });
+    Ok(pairs
+        .filter(|pair| ours.contains(&(pair.host, pair.pod)))
         .collect())
+}
+
+/// Runs `work` on a thread of its own inside the namespace at `path`.
+pub fn inside<T: Send>(path: &Path, work: impl FnOnce() -> T + Send) -> Result<T, Error> {
+    within(path, || Ok(work()))
 }
 
 /// Index and peer's index of each veth link of this thread's namespace.

@@ -11,6 +11,7 @@ use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode, Stdio};
+use std::time::Duration;
 
 use anyhow::Context;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -19,7 +20,7 @@ use rustix::termios::Termios;
 use torpor_core::ids::ImageId;
 use torpor_gvisor::control::Control;
 use torpor_gvisor::keeper::{Answer, Request, Verb, receive, send};
-use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState};
+use torpor_gvisor::record::{ContainerRecord, SandboxState};
 use torpor_wake::sensor::Next;
 
 use crate::args::KeeperArgs;
@@ -36,9 +37,8 @@ use loopback::{Arrival, Loopback, MOST_FORWARDS};
 use relay::Relay;
 use watch::Watch;
 
-/// How often, in milliseconds, a keeper that holds packets back makes sure that it still has to: whoever was to tell it may
-/// have died.
-const LOOK_AGAIN: u16 = 1000;
+/// How often a keeper that holds packets back makes sure that it still has to: whoever was to tell it may have died.
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
 /// What the shim is told when the sandbox died under its container: as if it had been killed.
 const KILLED: u8 = 137;
 
@@ -109,9 +109,7 @@ impl Keeper<'_> {
     fn turn(&mut self) -> anyhow::Result<Option<u8>> {
         let ready = self.poll()?;
         let ended = self.children.reap();
-        if let Some(watch) = &mut self.watch
-            && ready.packet
-        {
+        if let Some(watch) = &mut self.watch {
             let next = watch.turn();
             self.follow(next);
         }
@@ -138,6 +136,7 @@ impl Keeper<'_> {
     }
 
     fn poll(&mut self) -> anyhow::Result<Ready> {
+        let patience = self.patience();
         let mut fds = vec![PollFd::new(self.listener.as_fd(), PollFlags::POLLIN)];
         let waiting = fds.len();
         if let Some(control) = &self.waiting {
@@ -152,13 +151,12 @@ impl Keeper<'_> {
             fds.extend(relay.interests());
         }
         let packets = fds.len();
+        // Waking up is all that these are for.
         if let Some(watch) = &self.watch {
             fds.extend(watch.fds().map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
         }
-        let children = fds.len();
-        // Waking up is all that they are for.
         fds.extend(self.children.interests());
-        match poll(&mut fds, self.patience()) {
+        match poll(&mut fds, patience) {
             Ok(_) | Err(nix::Error::EINTR) => {}
             Err(error) => return Err(error).context("cannot poll"),
         }
@@ -168,18 +166,22 @@ impl Keeper<'_> {
             ended: fds[waiting..loopback].iter().any(happened),
             dialled: fds[loopback..relay].iter().any(happened),
             relay: fds[relay..packets].iter().any(happened),
-            packet: fds[packets..children].iter().any(happened),
         })
     }
 
     /// A sandbox that sleeps soundly needs nobody to look.
-    fn patience(&self) -> PollTimeout {
-        let settled = self.watch.as_ref().is_none_or(Watch::is_asleep);
-        if settled && self.children.is_empty() {
-            PollTimeout::NONE
-        } else {
-            PollTimeout::from(LOOK_AGAIN)
-        }
+    fn patience(&mut self) -> PollTimeout {
+        let settled = self.watch.as_ref().is_none_or(Watch::is_asleep) && self.children.is_empty();
+        let look = (!settled).then_some(LOOK_AGAIN);
+        let turn = self.watch.as_mut().and_then(Watch::turn_again);
+        look.into_iter()
+            .chain(turn)
+            .min()
+            .map_or(PollTimeout::NONE, |wait| {
+                // Rounded up: a poll that ends too early would only be made again.
+                let millis = wait.as_millis().saturating_add(1);
+                PollTimeout::try_from(millis).unwrap_or(PollTimeout::MAX)
+            })
     }
 
     /// Whether the sandbox that is watched still sleeps, has just fallen asleep, or runs.
@@ -239,7 +241,7 @@ impl Keeper<'_> {
     }
 
     /// A pod that cannot be watched sleeps all the same, and is woken by everything else.
-    fn watch(&mut self, begin: impl FnOnce(&PodRecord) -> anyhow::Result<Watch>) -> Answer {
+    fn watch(&mut self, probed_ports: &[u16]) -> Answer {
         let records = &self.node.records;
         let pod = match records.pod(&self.record.sandbox) {
             Ok(pod) => pod,
@@ -247,7 +249,7 @@ impl Keeper<'_> {
         };
         // First the old one ends: two cannot silence the same link.
         self.watch = None;
-        match begin(&pod) {
+        match Watch::begin(&pod, probed_ports) {
             Ok(watch) => {
                 self.watch = Some(watch);
                 Answer::ok(serde_json::Value::Null)
@@ -385,13 +387,15 @@ impl Keeper<'_> {
                 self.release();
                 answer(&peer, &done, &[]);
             }
-            Request::Hold => {
-                let answered = self.watch(Watch::holding);
+            Request::Hold { probes } => {
+                let answered = self.watch(probes);
                 answer(&peer, &answered, &[]);
             }
-            Request::Watch => {
-                let answered = self.watch(Watch::listening);
+            Request::Watch { probes } => {
+                let answered = self.watch(probes);
                 answer(&peer, &answered, &[]);
+                let next = self.watch.as_mut().map(Watch::standing);
+                self.follow(next.unwrap_or(Next::Nothing));
             }
             Request::Release => {
                 self.release();
@@ -442,7 +446,6 @@ struct Ready {
     ended: bool,
     dialled: bool,
     relay: bool,
-    packet: bool,
 }
 
 /// Nobody is harmed when the one who asked no longer listens.

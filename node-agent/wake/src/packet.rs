@@ -4,6 +4,60 @@ use std::net::IpAddr;
 
 use etherparse::{Icmpv4Type, Icmpv6Type, LaxNetSlice, LaxSlicedPacket, TransportSlice};
 
+/// Length of an Ethernet header.
+pub const ETHERNET: usize = 14;
+
+/// The ends of a TCP segment on its way to a pod.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tcp {
+    pub remote: IpAddr,
+    pub remote_port: u16,
+    pub local: IpAddr,
+    pub local_port: u16,
+    /// It is a connection's first.
+    pub begins: bool,
+}
+
+impl Tcp {
+    /// Whether both are of the same connection.
+    pub fn is_of(&self, other: &Self) -> bool {
+        let ends = |s: &Self| (s.remote, s.remote_port, s.local, s.local_port);
+        ends(self) == ends(other)
+    }
+}
+
+/// Reads a TCP segment for one of the pod's addresses.
+pub fn tcp(frame: &[u8], own: &[IpAddr]) -> Option<Tcp> {
+    let packet = LaxSlicedPacket::from_ethernet(frame).ok()?;
+    let (remote, local) = match packet.net.as_ref()? {
+        LaxNetSlice::Ipv4(ip) => (
+            IpAddr::V4(ip.header().source_addr()),
+            IpAddr::V4(ip.header().destination_addr()),
+        ),
+        LaxNetSlice::Ipv6(ip) => (
+            IpAddr::V6(ip.header().source_addr()),
+            IpAddr::V6(ip.header().destination_addr()),
+        ),
+        LaxNetSlice::Arp(_) => return None,
+    };
+    let Some(TransportSlice::Tcp(segment)) = &packet.transport else {
+        return None;
+    };
+    own.contains(&local).then(|| Tcp {
+        remote,
+        remote_port: segment.source_port(),
+        local,
+        local_port: segment.destination_port(),
+        begins: segment.syn() && !segment.ack(),
+    })
+}
+
+/// Where an IP packet goes.
+pub(crate) fn destination_of_ip(packet: &[u8]) -> Option<IpAddr> {
+    let packet = LaxSlicedPacket::from_ip(packet).ok()?;
+    destination(&packet).map(|(address, _)| address)
+}
+
 /// What is to be done about a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Meaning {

@@ -37,8 +37,7 @@ pub enum Next {
 #[derive(Debug)]
 pub struct Sensor {
     phase: Phase,
-    /// None where the sandbox itself hears what arrives.
-    held: Option<Held>,
+    held: Held,
     /// The first packet since the sandbox slept that wanted an answer.
     wanted: Option<Cause>,
     failures: u32,
@@ -49,7 +48,7 @@ impl Default for Sensor {
     fn default() -> Self {
         Self {
             phase: Phase::Saving,
-            held: Some(Held::default()),
+            held: Held::default(),
             wanted: None,
             failures: 0,
             not_before: None,
@@ -58,23 +57,12 @@ impl Default for Sensor {
 }
 
 impl Sensor {
-    /// Of a sandbox that stands still and hears for itself: nothing is held.
-    pub fn listening() -> Self {
-        Self {
-            phase: Phase::Asleep,
-            held: None,
-            ..Self::default()
-        }
-    }
-
     /// A frame has arrived.
     pub fn arrived(&mut self, frame: &[u8], meaning: Meaning, now: Instant) -> Next {
         if meaning == Meaning::NotForPod {
             return Next::Nothing;
         }
-        if let Some(held) = &mut self.held {
-            held.keep(frame);
-        }
+        self.held.keep(frame);
         // Only what wants an answer starts a try, also the next one after a failure.
         match meaning {
             Meaning::Wakes(cause) => {
@@ -105,9 +93,9 @@ impl Sensor {
 
     /// The sandbox runs: what it is to be given, in order.
     pub fn release(&mut self) -> VecDeque<Box<[u8]>> {
-        let held = self.held.take();
+        let frames = self.held.take();
         *self = Self::default();
-        held.map(|mut held| held.take()).unwrap_or_default()
+        frames
     }
 
     /// Whether the sandbox sleeps, as far as the sensor was told.
@@ -185,15 +173,6 @@ mod tests {
             assert_eq!(sensor.arrived(b"a", SYN, now), WAKE);
         }
         assert_eq!(sensor.release().len(), 2);
-    }
-
-    #[test]
-    fn a_sandbox_that_stands_still_hears_for_itself() {
-        let now = Instant::now();
-        let mut sensor = Sensor::listening();
-        assert_eq!(sensor.arrived(b"fin", Meaning::Quiet, now), Next::Nothing);
-        assert_eq!(sensor.arrived(b"syn", SYN, now), WAKE);
-        assert!(sensor.release().is_empty());
     }
 
     #[derive(Debug, Clone, Copy)]

@@ -1,4 +1,4 @@
-//! The host's end of a pod's link: seeing what goes into it, and putting frames into it.
+//! The two ends of a pod's link: at the host's, seeing what goes to the pod and sending it more; at the pod's, speaking for it.
 //!
 //! A packet socket on that end sees every frame on its way to the pod, whatever becomes of it in the pod's namespace, and
 //! what it sends arrives there as any other. Frames carry a `virtio_net_hdr` (PACKET_VNET_HDR), so that one whose checksum
@@ -62,15 +62,7 @@ impl AsFd for Tap {
 impl Tap {
     /// On the link with this index in the calling thread's network namespace.
     pub fn open(index: u32) -> Result<Self, Error> {
-        let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-        // Protocol 0: nothing is received before the socket is bound to its link.
-        // SAFETY: no pointers.
-        let raw = unsafe { libc::socket(libc::AF_PACKET, kind, 0) };
-        if raw < 0 {
-            return Err(Error::Open(io::Error::last_os_error()));
-        }
-        // SAFETY: the kernel has just made this descriptor; nobody else owns it.
-        let socket = unsafe { OwnedFd::from_raw_fd(raw) };
+        let socket = open()?;
         set(
             &socket,
             "SO_ATTACH_FILTER",
@@ -92,7 +84,7 @@ impl Tap {
             libc::SO_RCVBUF,
             &QUEUE,
         )?;
-        bind(&socket, index)?;
+        bind(&socket, index, libc::ETH_P_ALL)?;
         Ok(Self {
             socket,
             buffer: vec![0; LARGEST].into_boxed_slice(),
@@ -123,20 +115,54 @@ impl Tap {
 
     /// Puts a frame, with its header, into the link. This tap does not see it.
     pub fn send(&self, frame: &[u8]) -> Result<(), Error> {
-        // SAFETY: the frame is readable for its whole length.
-        let sent = unsafe {
-            libc::send(
-                self.socket.as_raw_fd(),
-                frame.as_ptr().cast(),
-                frame.len(),
-                libc::MSG_NOSIGNAL,
-            )
-        };
-        if sent < 0 {
-            return Err(Error::Send(io::Error::last_os_error()));
-        }
-        Ok(())
+        send(&self.socket, frame)
     }
+}
+
+/// Sends frames from one link and receives nothing.
+#[derive(Debug)]
+pub struct Mouth(OwnedFd);
+
+impl Mouth {
+    /// On the link with this index in the calling thread's network namespace.
+    pub fn open(index: u32) -> Result<Self, Error> {
+        let socket = open()?;
+        bind(&socket, index, 0)?;
+        Ok(Self(socket))
+    }
+
+    /// Sends a frame: an Ethernet header and what follows, complete in itself.
+    pub fn send(&self, frame: &[u8]) -> Result<(), Error> {
+        send(&self.0, frame)
+    }
+}
+
+/// Protocol 0: nothing is received before the socket is bound to its link.
+fn open() -> Result<OwnedFd, Error> {
+    let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    // SAFETY: no pointers.
+    let raw = unsafe { libc::socket(libc::AF_PACKET, kind, 0) };
+    if raw < 0 {
+        return Err(Error::Open(io::Error::last_os_error()));
+    }
+    // SAFETY: the kernel has just made this descriptor; nobody else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(raw) })
+}
+
+fn send(socket: &OwnedFd, frame: &[u8]) -> Result<(), Error> {
+    // SAFETY: the frame is readable for its whole length.
+    let sent = unsafe {
+        libc::send(
+            socket.as_raw_fd(),
+            frame.as_ptr().cast(),
+            frame.len(),
+            libc::MSG_NOSIGNAL,
+        )
+    };
+    if sent < 0 {
+        return Err(Error::Send(io::Error::last_os_error()));
+    }
+    Ok(())
 }
 
 /// The frame after its header.
@@ -144,7 +170,7 @@ pub fn ethernet(frame: &[u8]) -> &[u8] {
     frame.get(HEADER..).unwrap_or_default()
 }
 
-fn bind(socket: &OwnedFd, index: u32) -> Result<(), Error> {
+fn bind(socket: &OwnedFd, index: u32, protocol: libc::c_int) -> Result<(), Error> {
     let failed = |source| Error::Bind { index, source };
     // SAFETY: all zeros is a valid value of this structure of integers.
     let mut address: libc::sockaddr_ll = unsafe { zeroed() };
@@ -152,7 +178,7 @@ fn bind(socket: &OwnedFd, index: u32) -> Result<(), Error> {
         .cast_unsigned()
         .try_into()
         .unwrap_or(u16::MAX);
-    address.sll_protocol = u16::try_from(libc::ETH_P_ALL).unwrap_or(u16::MAX).to_be();
+    address.sll_protocol = u16::try_from(protocol).unwrap_or(u16::MAX).to_be();
     address.sll_ifindex = index
         .try_into()
         .map_err(|_| failed(io::ErrorKind::InvalidInput.into()))?;

@@ -15,3 +15,4 @@ mod sandbox;
 mod streams;
 mod suspend;
 mod volumes;
+mod wake;

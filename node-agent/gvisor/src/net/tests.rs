@@ -134,11 +134,18 @@ fn the_hosts_end_of_a_pods_link_is_found() {
         "ip -n {h} link add other0 type veth peer name other1
          ip link add eth0 netns {p} type veth peer name pod0 netns {h}"
     ));
-    let found: Vec<u32> = within(&host.path(), || peers(&pod.path())).expect("found");
-    let expected = sh(&format!(
-        "ip netns exec {h} cat /sys/class/net/pod0/ifindex"
-    ));
-    assert_eq!(found, [expected.trim().parse::<u32>().expect("an index")]);
-    let none: Vec<u32> = within(&pod.path(), || peers(&pod.path())).expect("looked");
+    let found: Vec<Pair> = within(&host.path(), || pairs(&pod.path())).expect("found");
+    let index = |namespace: &str, link: &str| {
+        let index = sh(&format!(
+            "ip netns exec {namespace} cat /sys/class/net/{link}/ifindex"
+        ));
+        index.trim().parse::<u32>().expect("an index")
+    };
+    let expected = Pair {
+        pod: index(p, "eth0"),
+        host: index(h, "pod0"),
+    };
+    assert_eq!(found, [expected]);
+    let none: Vec<Pair> = within(&pod.path(), || pairs(&pod.path())).expect("looked");
     assert!(none.is_empty(), "{none:?}");
 }

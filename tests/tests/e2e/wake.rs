@@ -1,0 +1,94 @@
+//! What a packet does to a Pod that sleeps: it is held, wakes the sandbox, and is answered by it.
+
+use std::time::{Duration, Instant};
+
+use torpor_api::annotations::HIBERNATE;
+use torpor_tests::case::{Case, case, uid};
+use torpor_tests::pods::pod;
+use torpor_tests::sleep::restarts;
+use torpor_tests::witness::{self, Connection, State};
+
+/// Twice the time for which a sandbox that was woken stays awake, and much time for a busy machine.
+const LIMIT: Duration = Duration::from_secs(90);
+
+fn witness_pod() -> serde_json::Value {
+    let container = witness::container(5, &["/root-file"]);
+    pod("p", serde_json::json!({ "containers": [container] }))
+}
+
+/// Sleeps, is spoken to, and answers as the same program.
+async fn answers_from_sleep(
+    case: &Case,
+    before: &State,
+    speak: impl AsyncFnOnce() -> anyhow::Result<State>,
+) -> anyhow::Result<()> {
+    let pod = case.hibernate("p").await?;
+    speak().await?.goes_on_from(before)?;
+    anyhow::ensure!(restarts(&pod) == 0, "a container was restarted");
+    Ok(())
+}
+
+#[tokio::test]
+async fn any_packet_wakes_a_hibernated_pod_and_is_answered() -> anyhow::Result<()> {
+    case("packet", async |case| {
+        let pod = case.start(witness_pod()).await?;
+        let before = witness::ask(&pod).await?;
+        // A connection that begins.
+        answers_from_sleep(case, &before, async || {
+            Connection::open(&pod).await?.ask().await
+        })
+        .await?;
+        // Data on a connection that was there before.
+        let mut connection = Connection::open(&pod).await?;
+        connection.ask().await?;
+        answers_from_sleep(case, &before, async || connection.ask().await).await?;
+        // A datagram, which nobody sends again.
+        answers_from_sleep(case, &before, async || witness::ask_by_datagram(&pod).await).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn many_connections_at_once_are_one_wake_and_all_are_answered() -> anyhow::Result<()> {
+    case("packets", async |case| {
+        let pod = case.start(witness_pod()).await?;
+        let before = witness::ask(&pod).await?;
+        let uid = uid(&case.hibernate("p").await?);
+        let asleep = case.node.ledger_seq(&uid)?;
+        let ask = || async { Connection::open(&pod).await?.ask().await };
+        let answers = futures::future::join_all((0..100).map(|_| ask())).await;
+        for answer in answers {
+            answer?.goes_on_from(&before)?;
+        }
+        // That it wakes, and that it is awake.
+        let entries = case.node.ledger_seq(&uid)? - asleep;
+        anyhow::ensure!(entries == 2, "{entries} entries in the ledger");
+        Ok(())
+    })
+    .await
+}
+
+/// In every moment of a save, a sleep and a wake: no connection is refused or reset, and each is answered.
+#[tokio::test]
+async fn connections_are_answered_in_every_moment_of_falling_asleep() -> anyhow::Result<()> {
+    case("moments", async |case| {
+        let pod = case.start(witness_pod()).await?;
+        let before = witness::ask(&pod).await?;
+        let sandbox = case.node.sandbox_of(&uid(&pod))?.sandbox;
+        let last_wake = || case.node.records.last_call(&sandbox);
+        // Woken by packets, it falls asleep again as long as it is asked to.
+        case.annotate("p", HIBERNATE, Some("true")).await?;
+        let (mut wakes, mut last) = (0, last_wake());
+        let deadline = Instant::now() + LIMIT;
+        while wakes < 2 {
+            let mut connection = Connection::open(&pod).await?;
+            connection.ask().await?.goes_on_from(&before)?;
+            if last_wake() != last {
+                (wakes, last) = (wakes + 1, last_wake());
+            }
+            anyhow::ensure!(Instant::now() < deadline, "woken {wakes} times only");
+        }
+        Ok(())
+    })
+    .await
+}
