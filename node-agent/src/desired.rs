@@ -9,6 +9,7 @@ use torpor_core::ids::{ImageId, PodUid, SnapshotUid};
 use torpor_core::state::{
     Desired, PodPresence, Power, SnapshotIntent, SnapshotReason, SnapshotWish,
 };
+use torpor_gvisor::record::ProbeCommand;
 
 /// The label that the controller puts on a Sandbox' Pod.
 const SANDBOX_KIND: &str = "Sandbox";
@@ -113,30 +114,44 @@ pub(crate) fn desired(
     }
 }
 
-/// The TCP ports of the Pod's probes that can be answered without its program. A probe over TLS cannot, one by exec is no
-/// packet.
-pub(crate) fn probed_ports(pod: &Pod) -> Vec<u16> {
-    let Some(spec) = &pod.spec else {
-        return Vec::new();
-    };
-    let containers = spec
-        .containers
-        .iter()
-        .chain(spec.init_containers.iter().flatten());
-    let mut ports: Vec<u16> = containers
-        .flat_map(|container| {
+/// How the kubelet probes a Pod, as far as it can be answered without its program.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Probes {
+    /// TCP ports. A probe over TLS is not answered.
+    pub(crate) ports: Vec<u16>,
+    pub(crate) commands: Vec<ProbeCommand>,
+}
+
+impl Probes {
+    /// The probes of the Pod's containers.
+    pub(crate) fn of(pod: &Pod) -> Self {
+        let Some(spec) = &pod.spec else {
+            return Self::default();
+        };
+        let containers = spec
+            .containers
+            .iter()
+            .chain(spec.init_containers.iter().flatten());
+        let mut found = Self::default();
+        for container in containers {
             let probes = [
                 &container.startup_probe,
                 &container.readiness_probe,
                 &container.liveness_probe,
             ];
-            let answerable = probes.into_iter().flatten();
-            answerable.filter_map(|probe| probed_port(probe, container))
-        })
-        .collect();
-    ports.sort_unstable();
-    ports.dedup();
-    ports
+            for probe in probes.into_iter().flatten() {
+                found.ports.extend(probed_port(probe, container));
+                let command = probe.exec.as_ref().and_then(|exec| exec.command.clone());
+                found.commands.extend(command.map(|command| ProbeCommand {
+                    container: container.name.clone(),
+                    command,
+                }));
+            }
+        }
+        found.ports.sort_unstable();
+        found.ports.dedup();
+        found
+    }
 }
 
 fn probed_port(probe: &Probe, container: &Container) -> Option<u16> {
@@ -235,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ports_of_probes_that_can_be_answered_without_the_program() {
+    fn probes_are_known_that_can_be_answered_without_the_program() {
         let mut pod = pod(json!({}));
         pod.spec = serde_json::from_value(json!({
             "containers": [
@@ -254,8 +269,14 @@ mod tests {
             ],
         }))
         .expect("a spec");
-        assert_eq!(probed_ports(&pod), [8080, 9000]);
+        let found = Probes::of(&pod);
+        assert_eq!(found.ports, [8080, 9000]);
+        let of_b = ProbeCommand {
+            container: "b".to_owned(),
+            command: vec!["true".to_owned()],
+        };
+        assert_eq!(found.commands, [of_b]);
         pod.spec = None;
-        assert_eq!(probed_ports(&pod), []);
+        assert_eq!(Probes::of(&pod), Probes::default());
     }
 }

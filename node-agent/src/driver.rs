@@ -24,7 +24,7 @@ use torpor_core::status::SnapshotState;
 use torpor_core::steps::{Outcome, Plan};
 use torpor_gvisor::record::{PodLock, PodRecord};
 
-use crate::desired::{desired, has_finalizer, pod_of_snapshot, probed_ports};
+use crate::desired::{Probes, desired, has_finalizer, pod_of_snapshot};
 use crate::execute::{Context, execute};
 use crate::metrics::Metrics;
 use crate::node::Node;
@@ -383,9 +383,9 @@ fn run_in(
     failures: &mut Failures,
 ) {
     let draft = || draft::manifest(&shared.node, look.record.as_ref(), pod);
-    let probed_ports = pod.map(probed_ports).unwrap_or_default();
+    let probes = pod.map(Probes::of).unwrap_or_default();
     let context = Context {
-        probed_ports: &probed_ports,
+        probes: &probes,
         node: &shared.node,
         pod: &look.pod_uid,
         namespace,

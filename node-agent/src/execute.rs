@@ -12,6 +12,7 @@ use torpor_gvisor::record::{PodLock, PodRecord};
 use torpor_gvisor::{pause, save};
 use torpor_snapshots::{LedgerFile, ManifestDraft, Partial, Removed, SaveError};
 
+use crate::desired::Probes;
 use crate::node::{CALL_LIMIT, Node};
 use crate::observe::words;
 
@@ -27,8 +28,8 @@ pub(crate) struct Context<'a> {
     pub(crate) namespace: &'a Namespace,
     /// The sandbox, with its lock; none when the Pod has none.
     pub(crate) sandbox: Option<(&'a PodRecord, &'a PodLock)>,
-    /// The TCP ports of the Pod that the kubelet probes in a way that can be answered for it.
-    pub(crate) probed_ports: &'a [u16],
+    /// How the kubelet probes the Pod.
+    pub(crate) probes: &'a Probes,
     /// What a commit writes into the manifest.
     pub(crate) draft: &'a dyn Fn() -> ManifestDraft,
     /// The image that a checkpoint of this plan wrote and that waits for its commit.
@@ -166,8 +167,7 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
         Err(error) => return failed(error.reason(), &error),
     };
     // What arrives from now on finds a sandbox whose image does not know of it.
-    let probes = context.probed_ports.to_vec();
-    tell_keeper(context, &Request::Hold { probes });
+    hold(context, record);
     let root = context.node.runsc.root();
     match save::checkpoint(root, &record.sandbox, &partial, SAVE_LIMIT) {
         Ok(()) => {
@@ -192,6 +192,17 @@ fn commit(context: &Context<'_>, image: &ImageId) -> Outcome {
             Ok(_) => Outcome::Already,
             Err(error) => failed(error.reason(), &error),
         },
+    }
+}
+
+/// Who asks for the sandbox from now on waits, and the kubelet is answered.
+fn hold(context: &Context<'_>, record: &PodRecord) {
+    let Probes { ports, commands } = context.probes;
+    let probes = ports.clone();
+    tell_keeper(context, &Request::Hold { probes });
+    let records = &context.node.records;
+    if let Err(error) = records.write_probe_commands(&record.sandbox, commands) {
+        tracing::warn!(pod = %context.pod, error = words(&error), "probes by exec will wake the Pod");
     }
 }
 

@@ -144,6 +144,14 @@ pub enum SandboxState {
     },
 }
 
+/// A probe of the kind `exec`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProbeCommand {
+    /// The container's name.
+    pub container: String,
+    pub command: Vec<String>,
+}
+
 /// How the last restore ended, for the agent to report.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "outcome", deny_unknown_fields)]
@@ -405,6 +413,22 @@ impl Records {
     pub fn note_not_forwarded(&self, sandbox: &SandboxId, why: &str) -> Result<(), Error> {
         let path = self.pod_dir(sandbox).join("not-forwarded");
         std::fs::write(&path, why).map_err(|source| write_error(&path, source))
+    }
+
+    /// Notes the commands by which the kubelet probes the pod's containers.
+    pub fn write_probe_commands(
+        &self,
+        sandbox: &SandboxId,
+        commands: &[ProbeCommand],
+    ) -> Result<(), Error> {
+        write_json(&self.pod_dir(sandbox).join("probes.json"), &commands)
+    }
+
+    /// Whether the kubelet probes the container by this command.
+    pub fn is_probe(&self, sandbox: &SandboxId, probe: &ProbeCommand) -> bool {
+        let commands: Result<Vec<ProbeCommand>, _> =
+            read_json(&self.pod_dir(sandbox).join("probes.json"));
+        commands.is_ok_and(|commands| commands.contains(probe))
     }
 
     /// Notes why packets do not wake the pod.

@@ -92,6 +92,9 @@ pub(crate) enum Command {
         #[arg(long)]
         terminal: bool,
     },
+    /// Be the process that stands for a probe of a sandbox that sleeps, and succeed (run by exec)
+    #[command(hide = true)]
+    ProbeAnswer,
     /// Be the process that stands for a container (run by create)
     #[command(hide = true)]
     Keeper(KeeperArgs),

@@ -39,6 +39,9 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         println!("{}", state::features());
         return Ok(ExitCode::SUCCESS);
     }
+    if let Command::ProbeAnswer = cli.command {
+        return Ok(ExitCode::SUCCESS);
+    }
     if let Command::ForwardInside { port } = cli.command {
         // There is nothing of the node there.
         forward::inside(port)?;
@@ -78,7 +81,7 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         }
         Command::Keeper(args) => return keeper::run(&node, args),
         Command::Forward { sandbox } => forward::forward(&node, sandbox)?,
-        Command::Features | Command::ForwardInside { .. } => {}
+        Command::Features | Command::ProbeAnswer | Command::ForwardInside { .. } => {}
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -2,10 +2,11 @@
 
 use std::time::{Duration, Instant};
 
+use serde_json::json;
 use torpor_api::annotations::HIBERNATE;
 use torpor_tests::case::{Case, case, uid};
-use torpor_tests::pods::pod;
-use torpor_tests::sleep::restarts;
+use torpor_tests::pods::{pod, python, with};
+use torpor_tests::sleep::{is_ready, restarts};
 use torpor_tests::witness::{self, Connection, State};
 
 /// Twice the time for which a sandbox that was woken stays awake, and much time for a busy machine.
@@ -13,7 +14,7 @@ const LIMIT: Duration = Duration::from_secs(90);
 
 fn witness_pod() -> serde_json::Value {
     let container = witness::container(5, &["/root-file"]);
-    pod("p", serde_json::json!({ "containers": [container] }))
+    pod("p", json!({ "containers": [container] }))
 }
 
 /// Sleeps, is spoken to, and answers as the same program.
@@ -88,6 +89,49 @@ async fn connections_are_answered_in_every_moment_of_falling_asleep() -> anyhow:
             }
             anyhow::ensure!(Instant::now() < deadline, "woken {wakes} times only");
         }
+        Ok(())
+    })
+    .await
+}
+
+fn probed(probe: serde_json::Value) -> serde_json::Value {
+    let often = json!({ "periodSeconds": 1, "failureThreshold": 1 });
+    with(probe, often)
+}
+
+/// HTTP, TCP and exec; the witness' port is asked by each of the first two.
+#[tokio::test]
+async fn probes_neither_wake_a_hibernated_pod_nor_fail() -> anyhow::Result<()> {
+    case("probes", async |case| {
+        let server = "import http.server as h; \
+                      h.HTTPServer(('', 8081), h.SimpleHTTPRequestHandler).serve_forever()";
+        let web = with(
+            python("web", server),
+            json!({ "readinessProbe": probed(json!({ "httpGet": { "path": "/", "port": 8081 } })) }),
+        );
+        let witness = with(
+            witness::container(5, &[]),
+            json!({
+                "readinessProbe": probed(json!({ "tcpSocket": { "port": witness::PORT } })),
+                "livenessProbe": probed(json!({ "exec": { "command": ["true"] } })),
+            }),
+        );
+        let pod = case.start(pod("p", json!({ "containers": [web, witness] }))).await?;
+        let before = witness::ask(&pod).await?;
+        let uid = uid(&case.hibernate("p").await?);
+        let asleep = case.node.ledger_seq(&uid)?;
+        // Longer than any of the probes waits: what fails once makes the Pod unready or restarts a container.
+        let end = Instant::now() + Duration::from_secs(5);
+        while Instant::now() < end {
+            let now = case.pods().get("p").await?;
+            anyhow::ensure!(is_ready(&now) && restarts(&now) == 0, "a probe has failed");
+            anyhow::ensure!(case.node.ledger_seq(&uid)? == asleep, "a probe has woken the Pod");
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+        // Anybody else's connection to a probed port does.
+        let after = Connection::open(&pod).await?.ask().await?;
+        after.goes_on_from(&before)?;
+        anyhow::ensure!(case.node.ledger_seq(&uid)? == asleep + 2, "not woken");
         Ok(())
     })
     .await
