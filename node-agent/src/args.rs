@@ -106,6 +106,9 @@ pub(crate) struct InstallArgs {
     /// gVisor's platform
     #[arg(long, default_value = "systrap", env = "TORPOR_RUNSC_PLATFORM")]
     pub(crate) runsc_platform: String,
+    /// The port of the kubelet's API (KubeletConfiguration's `port`): its probes of a sleeping pod are known by the process that listens there
+    #[arg(long, default_value = "10250", env = "TORPOR_KUBELET_PORT")]
+    pub(crate) kubelet_port: u16,
     /// Whether the kernel's RCU grace periods are expedited (for the whole node) for the moment of a wake, which halves it
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set)]
     pub(crate) expedite_wakes: bool,

@@ -78,6 +78,8 @@ class Lines(socketserver.StreamRequestHandler):
 class Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
+    # As many as a test opens at once.
+    request_queue_size = 256
 
 
 class Datagrams(socketserver.DatagramRequestHandler):

@@ -125,6 +125,7 @@ mod tests {
             state_dir: dir.path().into(),
             store_dir: PathBuf::new(),
             kubelet_root: PathBuf::new(),
+            kubelet_port: 10250,
             platform: String::new(),
             expedite_wakes: false,
             debug_log_dir: None,

@@ -249,7 +249,7 @@ impl Keeper<'_> {
         };
         // First the old one ends: two cannot silence the same link.
         self.watch = None;
-        match Watch::begin(&pod, probed_ports) {
+        match Watch::begin(&pod, probed_ports, self.node.config.kubelet_port) {
             Ok(watch) => {
                 self.watch = Some(watch);
                 Answer::ok(serde_json::Value::Null)

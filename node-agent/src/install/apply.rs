@@ -233,6 +233,7 @@ fn place_binaries(node: &Node, args: &InstallArgs) -> Result<bool, Error> {
         state_dir: args.paths.state_dir.clone(),
         store_dir: args.paths.store_dir.clone(),
         kubelet_root: args.paths.kubelet_root.clone(),
+        kubelet_port: args.kubelet_port,
         platform: args.runsc_platform.clone(),
         expedite_wakes: args.expedite_wakes,
         debug_log_dir: args.runsc_debug_dir.clone(),

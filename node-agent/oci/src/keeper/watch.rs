@@ -37,7 +37,11 @@ struct Link {
 
 impl Watch {
     /// From now on the pod hears nothing, what arrives for it waits, and the kubelet's probes of these ports are answered.
-    pub(super) fn begin(pod: &PodRecord, probed_ports: &[u16]) -> anyhow::Result<Self> {
+    pub(super) fn begin(
+        pod: &PodRecord,
+        probed_ports: &[u16],
+        kubelet_port: u16,
+    ) -> anyhow::Result<Self> {
         let namespace = pod.network_namespace.as_deref();
         let namespace = namespace.context("the pod has no network namespace of its own")?;
         let own = pod.addresses.ips()?;
@@ -49,7 +53,7 @@ impl Watch {
             links: links(namespace, &own)?,
             own,
             probed_ports: probed_ports.to_vec(),
-            kubelet: Kubelet::default(),
+            kubelet: Kubelet::at(kubelet_port),
         })
     }
 

@@ -109,6 +109,7 @@ impl Host {
 
     fn install_args(&self) -> InstallArgs {
         InstallArgs {
+            kubelet_port: 10250,
             expedite_wakes: true,
             paths: self.paths(),
             containerd: self.containerd(),
