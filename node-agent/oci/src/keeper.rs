@@ -62,6 +62,8 @@ struct Keeper<'a> {
     loopback: Option<Loopback>,
     /// While the pod's sandbox is saved, sleeps and wakes.
     watch: Option<Watch>,
+    /// It has done something since it gave its memory back.
+    stirred: bool,
 }
 
 /// Runs until the container has ended.
@@ -80,6 +82,7 @@ pub(crate) fn run(node: &Node, args: &KeeperArgs) -> anyhow::Result<ExitCode> {
         children: Children::default(),
         loopback,
         watch: None,
+        stirred: true,
     };
     if keeper.record.terminal {
         relay::own_terminal()?;
@@ -108,12 +111,17 @@ impl Keeper<'_> {
     /// Waits for one event and handles it; a code when the container has ended.
     fn turn(&mut self) -> anyhow::Result<Option<u8>> {
         let ready = self.poll()?;
+        self.stirred = true;
         let ended = self.children.reap();
         if let Some(watch) = &mut self.watch {
             let next = watch.turn();
             self.follow(next);
         }
         self.look_at_sandbox(&ended);
+        if ready.quiet && self.waiting.is_none() && self.children.is_empty() {
+            text::give_back();
+            self.stirred = false;
+        }
         if ready.dialled {
             self.forward();
         }
@@ -156,23 +164,27 @@ impl Keeper<'_> {
             fds.extend(watch.fds().map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
         }
         fds.extend(self.children.interests());
-        match poll(&mut fds, patience) {
-            Ok(_) | Err(nix::Error::EINTR) => {}
+        let quiet = match poll(&mut fds, patience) {
+            Ok(happened) => happened == 0,
+            Err(nix::Error::EINTR) => false,
             Err(error) => return Err(error).context("cannot poll"),
-        }
+        };
         let happened = |fd: &PollFd<'_>| fd.any().unwrap_or(false);
         Ok(Ready {
             request: happened(&fds[0]),
             ended: fds[waiting..loopback].iter().any(happened),
             dialled: fds[loopback..relay].iter().any(happened),
             relay: fds[relay..packets].iter().any(happened),
+            quiet,
         })
     }
 
     /// A sandbox that sleeps soundly needs nobody to look.
     fn patience(&mut self) -> PollTimeout {
         let settled = self.watch.as_ref().is_none_or(Watch::is_asleep) && self.children.is_empty();
-        let look = (!settled).then_some(LOOK_AGAIN);
+        // Without a sandbox to wait for there is memory to give back, once nothing more comes.
+        let drowsy = self.waiting.is_none() && self.stirred;
+        let look = (!settled || drowsy).then_some(LOOK_AGAIN);
         let turn = self.watch.as_mut().and_then(Watch::turn_again);
         look.into_iter()
             .chain(turn)
@@ -285,13 +297,7 @@ impl Keeper<'_> {
         let mut control = self.waiting.take()?;
         match control.wait_result() {
             Ok(status) => Some(self.last_words(status.exit_code())),
-            Err(_) => {
-                let code = self.sandbox_gone();
-                if code.is_none() {
-                    text::give_back();
-                }
-                code
-            }
+            Err(_) => self.sandbox_gone(),
         }
     }
 
@@ -446,6 +452,8 @@ struct Ready {
     ended: bool,
     dialled: bool,
     relay: bool,
+    /// Nothing for as long as it was willing to wait.
+    quiet: bool,
 }
 
 /// Nobody is harmed when the one who asked no longer listens.

@@ -13,8 +13,10 @@ use rustix::mm::{Advice, madvise};
 /// A static program has about ten mappings of a kilobyte of text each.
 const MAX_SMAPS: u64 = 1 << 20;
 
-/// Takes the program's text and constants out of this process. Failing is no harm: they stay.
+/// Takes the program's text and constants out of this process, and what its allocator keeps for later. Failing is no harm:
+/// they stay.
 pub(super) fn give_back() {
+    trim();
     let mut smaps = String::new();
     let read = File::open("/proc/self/smaps")
         .and_then(|file| file.take(MAX_SMAPS).read_to_string(&mut smaps));
@@ -23,6 +25,15 @@ pub(super) fn give_back() {
     }
     for range in unchanged(&smaps) {
         drop_mapping(&range);
+    }
+}
+
+#[allow(unsafe_code)]
+fn trim() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: no pointers; free memory of the allocator is all that it touches.
+    unsafe {
+        nix::libc::malloc_trim(0);
     }
 }
 
