@@ -54,6 +54,8 @@ pub(crate) struct Metrics {
     pub(crate) hibernated: Gauge,
     pub(crate) paused: Gauge,
     pub(crate) image_bytes: Gauge,
+    pub(crate) store_available: Gauge,
+    pub(crate) store_capacity: Gauge,
     wakes: Family<CauseLabel, Counter>,
     wake_seconds: Family<CauseLabel, Histogram>,
     wake_stages: Family<StageLabel, Histogram>,
@@ -73,6 +75,8 @@ impl Metrics {
             hibernated: Gauge::default(),
             paused: Gauge::default(),
             image_bytes: Gauge::default(),
+            store_available: Gauge::default(),
+            store_capacity: Gauge::default(),
             wakes: Family::default(),
             wake_seconds: Family::new_with_constructor(|| Histogram::new(SECONDS)),
             wake_stages: Family::new_with_constructor(|| Histogram::new(SECONDS)),
@@ -115,8 +119,18 @@ impl Metrics {
         }
     }
 
-    /// What falling asleep gains and what waking costs.
+    /// What falling asleep gains and what waking costs, and the room for it.
     fn register_sleep(&self, registry: &mut Registry) {
+        registry.register(
+            "image_store_available_bytes",
+            "Bytes free in the file system of the images",
+            self.store_available.clone(),
+        );
+        registry.register(
+            "image_store_capacity_bytes",
+            "Bytes of the file system of the images",
+            self.store_capacity.clone(),
+        );
         registry.register(
             "wakes",
             "Wakes in place that succeeded, by who asked",

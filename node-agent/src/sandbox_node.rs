@@ -135,6 +135,8 @@ fn record(metrics: &Metrics, status: &SandboxNodeStatus) {
     }
     if let Some(storage) = &status.storage {
         metrics.image_bytes.set(storage.bytes);
+        metrics.store_available.set(storage.available_bytes);
+        metrics.store_capacity.set(storage.capacity_bytes);
     }
 }
 
