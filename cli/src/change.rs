@@ -84,11 +84,7 @@ async fn ask(
     patch["metadata"]["uid"] = json!(before.metadata.uid);
     let doing = format!("patch Sandbox {name}");
     let parameters = PatchParams::default();
-    call(
-        &doing,
-        api.patch(name, &parameters, &Patch::Merge(patch)),
-    )
-    .await?;
+    call(&doing, api.patch(name, &parameters, &Patch::Merge(patch))).await?;
     Ok(())
 }
 

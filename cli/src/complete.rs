@@ -68,10 +68,12 @@ pub fn answer(words: &[String], names: &[String]) -> String {
 
 /// Whether a name may be what is typed: only then is the cluster asked.
 fn wants_names(words: &[String]) -> bool {
-    let (typed, before) = words.split_last().map_or(("", words), |(last, before)| {
-        (last.as_str(), before)
-    });
-    let named = before.iter().any(|word| WITH_NAMES.contains(&word.as_str()));
+    let (typed, before) = words
+        .split_last()
+        .map_or(("", words), |(last, before)| (last.as_str(), before));
+    let named = before
+        .iter()
+        .any(|word| WITH_NAMES.contains(&word.as_str()));
     named && !typed.starts_with('-')
 }
 

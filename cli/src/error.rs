@@ -42,7 +42,9 @@ pub enum Error {
         limit: Duration,
         last: String,
     },
-    #[error("the watch of Sandbox {name} ended; what became of it is not known: `kubectl torpor get {name}`")]
+    #[error(
+        "the watch of Sandbox {name} ended; what became of it is not known: `kubectl torpor get {name}`"
+    )]
     WatchEnded { name: String },
     #[error("cannot write the output")]
     Output(#[source] std::io::Error),

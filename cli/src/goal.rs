@@ -44,9 +44,9 @@ impl Goal {
     pub fn patch(self, sandbox: &Sandbox) -> Result<Value, String> {
         let suspended = sandbox.spec.operating_mode == OperatingMode::Suspended;
         match self {
-            Self::Hibernate if suspended => Err(
-                "it is suspended: it has no Pod, its memory is on disk already".to_owned(),
-            ),
+            Self::Hibernate if suspended => {
+                Err("it is suspended: it has no Pod, its memory is on disk already".to_owned())
+            }
             Self::Wake if suspended => {
                 Err("it is suspended: `kubectl torpor resume` makes it run again".to_owned())
             }
@@ -82,17 +82,16 @@ impl Goal {
 
     fn is_reached(self, sandbox: &Sandbox) -> bool {
         let all = conditions_of(sandbox);
-        let of_this_spec = |condition: &Condition| {
-            condition.observed_generation >= sandbox.metadata.generation
+        let of_this_spec =
+            |condition: &Condition| condition.observed_generation >= sandbox.metadata.generation;
+        let is_true = |type_| {
+            conditions::find(all, type_).is_some_and(|c| c.status == "True" && of_this_spec(c))
         };
-        let is_true =
-            |type_| conditions::find(all, type_).is_some_and(|c| c.status == "True" && of_this_spec(c));
         match self {
             Self::Hibernate => conditions::is_true(all, HIBERNATED),
             Self::Wake => {
-                let asleep = conditions::find(all, HIBERNATED).is_some_and(|c| {
-                    c.status == "True" || c.reason == hibernated::WAKING
-                });
+                let asleep = conditions::find(all, HIBERNATED)
+                    .is_some_and(|c| c.status == "True" || c.reason == hibernated::WAKING);
                 conditions::is_true(all, READY) && !asleep
             }
             Self::Suspend => is_true(SUSPENDED),
@@ -158,7 +157,10 @@ fn said(condition: &Condition) -> String {
 
 fn refusal(condition: &Condition) -> String {
     match words::remedy(&condition.reason) {
-        Some(remedy) => format!("{}. Remedy: {remedy}", said(condition).trim_end_matches('.')),
+        Some(remedy) => format!(
+            "{}. Remedy: {remedy}",
+            said(condition).trim_end_matches('.')
+        ),
         None => said(condition),
     }
 }

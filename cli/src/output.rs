@@ -22,7 +22,11 @@ pub fn rendered(what: &impl Shown, format: Format) -> Result<String, Error> {
     Ok(match format {
         Format::Table => what.text(false),
         Format::Wide => what.text(true),
-        Format::Name => what.names().iter().map(|name| format!("{name}\n")).collect(),
+        Format::Name => what
+            .names()
+            .iter()
+            .map(|name| format!("{name}\n"))
+            .collect(),
         Format::Json => {
             let text = serde_json::to_string_pretty(what);
             let text = text.map_err(|error| fails("json", error.to_string()))?;

@@ -211,7 +211,10 @@ mod tests {
             memory_bytes: 146 << 20,
         };
         assert_eq!(runner, expected);
-        assert_eq!(usage(&metrics("no-containers-yet", &[])).unwrap().1, Usage::default());
+        assert_eq!(
+            usage(&metrics("no-containers-yet", &[])).unwrap().1,
+            Usage::default()
+        );
     }
 
     #[test]

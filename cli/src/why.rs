@@ -122,7 +122,9 @@ fn asked(sandbox: &Sandbox) -> Vec<Point> {
         OperatingMode::Running => point("to run".to_owned()),
     }];
     if let Some(image) = &settings.restore_from {
-        points.push(point(format!("to start as a copy of SandboxSnapshot {image}")));
+        points.push(point(format!(
+            "to start as a copy of SandboxSnapshot {image}"
+        )));
     }
     points.extend(settings.problems.iter().map(|problem| Point {
         reason: "InvalidAnnotation".to_owned(),
@@ -199,13 +201,17 @@ fn node_point(pod: &Pod, nodes: &[SandboxNode], now: Timestamp) -> Option<Point>
     let Some(node) = nodes.iter().find(|node| node.name_any() == name) else {
         return Some(point(
             "NoAgent",
-            format!("no agent of Torpor reports from node {name}, or you may not see its SandboxNode"),
+            format!(
+                "no agent of Torpor reports from node {name}, or you may not see its SandboxNode"
+            ),
             "kubectl torpor doctor",
         ));
     };
     let status = node.status.as_ref()?;
     if let Some(late) = crate::doctor::nodes::silence(node, now) {
-        let text = format!("the agent of node {name} was last heard of {late} ago: what stands here may be old");
+        let text = format!(
+            "the agent of node {name} was last heard of {late} ago: what stands here may be old"
+        );
         return Some(point("AgentSilent", text, "kubectl torpor doctor"));
     }
     let unable = status.runtimes.iter().find(|r| !r.capabilities.hibernate)?;

@@ -6,24 +6,36 @@ use torpor_api::reasons::{hibernated, plan, restored, snapshot};
 pub fn of_plan(reason: &str) -> Option<&'static str> {
     Some(match reason {
         plan::BUSY => "somebody else is changing the sandbox at this moment (a wake, a deletion)",
-        plan::LIVE_UNKNOWN => "the sandbox did not answer when it was asked what it does; it is asked again",
-        plan::LEDGER_CORRUPT => "the ledger of its memory cannot be trusted, so that nothing is saved or woken",
+        plan::LIVE_UNKNOWN => {
+            "the sandbox did not answer when it was asked what it does; it is asked again"
+        }
+        plan::LEDGER_CORRUPT => {
+            "the ledger of its memory cannot be trusted, so that nothing is saved or woken"
+        }
         plan::RESTORING => "the Pod is being filled from an image",
         plan::SLEEP_WANTED => "it was asked to sleep",
         plan::AWAKE_WANTED => "it was asked to run",
         plan::FREEZE_WANTED => "it was asked to stand still with its memory where it is",
         plan::SNAPSHOT_WANTED => "a SandboxSnapshot wants an image of it",
-        plan::DELETION_WANTED => "the image that it sleeps in shall be deleted, so that it has to wake first",
+        plan::DELETION_WANTED => {
+            "the image that it sleeps in shall be deleted, so that it has to wake first"
+        }
         plan::IMAGE_ADOPTED => "the image that holds its memory serves a SandboxSnapshot too",
         plan::SLEEPING => "it sleeps, as it was asked to",
         plan::SETTLED => "it is as it was asked to be; nothing has to be done",
         plan::AWAKE_UNRECORDED => "it runs, and the ledger is being told so",
-        plan::RECORD_STALE => "a note on the node says that it sleeps, which it does not; the note is taken away",
+        plan::RECORD_STALE => {
+            "a note on the node says that it sleeps, which it does not; the note is taken away"
+        }
         plan::SAVE_UNFINISHED => "a save was cut off; it is finished or taken back",
         plan::NOT_CAPABLE => "the runtime on its node cannot save a sandbox",
-        plan::IN_USE => "it shall sleep, but somebody uses it: an exec, an attach or a port-forward is open, or woke it less than 10 s ago",
+        plan::IN_USE => {
+            "it shall sleep, but somebody uses it: an exec, an attach or a port-forward is open, or woke it less than 10 s ago"
+        }
         plan::BACKOFF => "something failed, and is tried again after a wait",
-        plan::AWAITING_CONTAINERS => "its memory is in an image, and the kubelet has to bring the containers back first",
+        plan::AWAITING_CONTAINERS => {
+            "its memory is in an image, and the kubelet has to bring the containers back first"
+        }
         plan::NO_SANDBOX => "the Pod has no sandbox on its node (yet)",
         plan::IMAGE_MISSING => "its memory should be in an image that is not on the node",
         plan::GARBAGE => "an image that nothing refers to is being removed",

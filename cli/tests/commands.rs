@@ -71,7 +71,12 @@ async fn hibernating_annotates_and_tells_what_the_conditions_say_until_it_sleeps
         server.until("asked", |s| hibernates(s, "demo")).await;
         says(&server, "demo", &[("Hibernated", "False", "Saving")]);
         // The client has to hear this before the next is written.
-        while !said.lock().unwrap().iter().any(|line| line.contains("Saving")) {
+        while !said
+            .lock()
+            .unwrap()
+            .iter()
+            .any(|line| line.contains("Saving"))
+        {
             tokio::task::yield_now().await;
         }
         says(&server, "demo", &[("Hibernated", "True", "Hibernated")]);
@@ -92,10 +97,16 @@ async fn several_are_asked_at_once_and_each_has_its_own_end() {
     create(&server, "bad");
     let controller = async {
         server
-            .until("both asked", |s| hibernates(s, "good") && hibernates(s, "bad"))
+            .until("both asked", |s| {
+                hibernates(s, "good") && hibernates(s, "bad")
+            })
             .await;
         says(&server, "good", &[("Hibernated", "True", "Hibernated")]);
-        says(&server, "bad", &[("Hibernated", "False", "RuntimeNotCapable")]);
+        says(
+            &server,
+            "bad",
+            &[("Hibernated", "False", "RuntimeNotCapable")],
+        );
     };
     let cluster = cluster(&server);
     let ask = asked(&["good", "missing", "bad"], 60);
@@ -105,7 +116,10 @@ async fn several_are_asked_at_once_and_each_has_its_own_end() {
     let refused = results[2].as_ref().unwrap_err();
     assert!(!refused.is_unknown());
     let text = refused.to_string();
-    assert!(text.contains("RuntimeNotCapable in words") && text.contains("Remedy"), "{text}");
+    assert!(
+        text.contains("RuntimeNotCapable in words") && text.contains("Remedy"),
+        "{text}"
+    );
 }
 
 #[tokio::test]
@@ -113,7 +127,13 @@ async fn when_time_is_over_nothing_is_claimed_to_have_failed() {
     let server = Apiserver::new();
     create(&server, "demo");
     says(&server, "demo", &[("Hibernated", "False", "SaveFailed")]);
-    let results = change(&cluster(&server), Goal::Hibernate, &asked(&["demo"], 1), &|_| {}).await;
+    let results = change(
+        &cluster(&server),
+        Goal::Hibernate,
+        &asked(&["demo"], 1),
+        &|_| {},
+    )
+    .await;
     let error = results[0].as_ref().unwrap_err();
     assert!(error.is_unknown());
     let text = error.to_string();
@@ -124,7 +144,13 @@ async fn when_time_is_over_nothing_is_claimed_to_have_failed() {
 async fn without_a_timeout_nobody_waits() {
     let server = Apiserver::new();
     create(&server, "demo");
-    let results = change(&cluster(&server), Goal::Suspend, &asked(&["demo"], 0), &|_| {}).await;
+    let results = change(
+        &cluster(&server),
+        Goal::Suspend,
+        &asked(&["demo"], 0),
+        &|_| {},
+    )
+    .await;
     let expected = Changed {
         name: "demo".to_owned(),
         took: None,
@@ -154,7 +180,10 @@ async fn a_suspension_that_kept_no_memory_says_so() {
     let ask = asked(&["demo"], 60);
     let (results, ()) = tokio::join!(change(&cluster, Goal::Suspend, &ask, &|_| {}), controller);
     let note = results[0].as_ref().unwrap().note.as_deref().unwrap();
-    assert!(note.starts_with("memory was not kept (RuntimeNotCapable"), "{note}");
+    assert!(
+        note.starts_with("memory was not kept (RuntimeNotCapable"),
+        "{note}"
+    );
 }
 
 #[tokio::test]
@@ -178,11 +207,17 @@ async fn waking_takes_the_annotation_away() {
     create(&server, "demo");
     let annotated = json!({"metadata": {"annotations": {"torpor.dev/hibernate": "true"}}});
     server.edit("sandboxes", "x", "demo", &annotated);
-    let asleep = [("Hibernated", "True", "Hibernated"), ("Ready", "True", "DependenciesReady")];
+    let asleep = [
+        ("Hibernated", "True", "Hibernated"),
+        ("Ready", "True", "DependenciesReady"),
+    ];
     says(&server, "demo", &asleep);
     let controller = async {
         server.until("asked", |s| !hibernates(s, "demo")).await;
-        let awake = [("Hibernated", "False", "Awake"), ("Ready", "True", "DependenciesReady")];
+        let awake = [
+            ("Hibernated", "False", "Awake"),
+            ("Ready", "True", "DependenciesReady"),
+        ];
         says(&server, "demo", &awake);
     };
     let cluster = cluster(&server);
@@ -200,10 +235,19 @@ async fn who_may_not_is_told_what_and_where_to_ask() {
         kind: "sandboxes",
         answer: FaultAnswer::Refuse(403),
     });
-    let results = change(&cluster(&server), Goal::Suspend, &asked(&["demo"], 60), &|_| {}).await;
+    let results = change(
+        &cluster(&server),
+        Goal::Suspend,
+        &asked(&["demo"], 60),
+        &|_| {},
+    )
+    .await;
     let error = results[0].as_ref().unwrap_err();
     let text = words(error);
-    assert!(text.starts_with("cannot patch Sandbox demo: you may not"), "{text}");
+    assert!(
+        text.starts_with("cannot patch Sandbox demo: you may not"),
+        "{text}"
+    );
     assert!(!error.is_unknown());
 }
 
@@ -215,7 +259,10 @@ async fn a_listing_joins_what_the_apiserver_has() {
     says(
         &server,
         "demo",
-        &[("Hibernated", "True", "Hibernated"), ("Ready", "True", "DependenciesReady")],
+        &[
+            ("Hibernated", "True", "Hibernated"),
+            ("Ready", "True", "DependenciesReady"),
+        ],
     );
     let pod = server.create(
         "pods",
@@ -236,7 +283,10 @@ async fn a_listing_joins_what_the_apiserver_has() {
     let found = listing(&cluster(&server), &[], false).await.unwrap();
     assert_eq!(found.items.len(), 2);
     let demo = &found.items[0];
-    assert_eq!((demo.state, demo.image_bytes), (State::Hibernated, Some(117)));
+    assert_eq!(
+        (demo.state, demo.image_bytes),
+        (State::Hibernated, Some(117))
+    );
     assert_eq!(demo.node.as_deref(), Some("node-0"));
     let only = listing(&cluster(&server), &["other".to_owned()], false).await;
     assert_eq!(only.unwrap().items[0].name, "other");
@@ -255,7 +305,10 @@ async fn doctor_looks_at_the_whole_cluster() {
         let check = diagnosis.checks.iter().find(|check| check.name == name);
         check.unwrap().findings.clone()
     };
-    assert_eq!(of("definitions").len(), torpor_api::crds::definitions().len());
+    assert_eq!(
+        of("definitions").len(),
+        torpor_api::crds::definitions().len()
+    );
     assert!(of("controller")[0].text.contains("is missing"));
     assert_eq!(of("nodes")[0].severity, Severity::Warning);
     assert_eq!(of("sandboxes"), []);

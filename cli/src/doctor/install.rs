@@ -129,7 +129,9 @@ fn not_ready(facts: &Facts, deployment: &Deployment) -> Vec<Finding> {
     let text = format!("{ready} of {wanted} replicas are ready{why}");
     let remedy = match wanted {
         0 => format!("kubectl -n {namespace} scale deployment {name} --replicas=1"),
-        _ => format!("kubectl -n {namespace} describe pods; kubectl -n {namespace} logs deploy/{name}"),
+        _ => format!(
+            "kubectl -n {namespace} describe pods; kubectl -n {namespace} logs deploy/{name}"
+        ),
     };
     vec![match ready {
         0 => Finding::problem(subject, text, remedy),
@@ -146,13 +148,19 @@ pub fn leader(facts: &Facts) -> Vec<Finding> {
     let namespace = &facts.namespace;
     let subject = format!("Lease {namespace}/{}", install::CONTROLLER_LEASE);
     let logs = format!("kubectl -n {namespace} logs deploy/{}", install::CONTROLLER);
-    let lease = leases.iter().find(|l| l.name_any() == install::CONTROLLER_LEASE);
+    let lease = leases
+        .iter()
+        .find(|l| l.name_any() == install::CONTROLLER_LEASE);
     let Some(spec) = lease.and_then(|lease| lease.spec.as_ref()) else {
         let text = "is not there: no controller leads (or it runs with --leader-elect=false)";
         return vec![Finding::warning(subject, text, logs)];
     };
     let Some(renewed) = &spec.renew_time else {
-        return vec![Finding::problem(subject, "was given back: no controller leads", logs)];
+        return vec![Finding::problem(
+            subject,
+            "was given back: no controller leads",
+            logs,
+        )];
     };
     // The leader renews long before; another half covers clocks that differ.
     let lasts = i64::from(spec.lease_duration_seconds.unwrap_or(15)) * 3 / 2;
@@ -183,11 +191,17 @@ pub fn runtime_class(facts: &Facts) -> Vec<Finding> {
         .map(|runtime| runtime.handler.as_str())
         .collect();
     let serves = |handler: &str| handlers.is_empty() || handlers.contains(handler);
-    if classes.iter().any(|class| handlers.contains(class.handler.as_str())) {
+    if classes
+        .iter()
+        .any(|class| handlers.contains(class.handler.as_str()))
+    {
         return Vec::new();
     }
     let subject = format!("RuntimeClass {}", install::RUNTIME_CLASS);
-    match classes.iter().find(|c| c.name_any() == install::RUNTIME_CLASS) {
+    match classes
+        .iter()
+        .find(|c| c.name_any() == install::RUNTIME_CLASS)
+    {
         Some(class) if serves(&class.handler) => Vec::new(),
         Some(class) => {
             let known: Vec<&str> = handlers.into_iter().collect();

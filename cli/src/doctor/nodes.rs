@@ -191,7 +191,11 @@ fn of_report(node: &SandboxNode, largest: i64, now: Timestamp) -> Vec<Finding> {
         if able.hibernate && able.restore {
             continue;
         }
-        let missing = if able.hibernate { "restore" } else { "hibernate" };
+        let missing = if able.hibernate {
+            "restore"
+        } else {
+            "hibernate"
+        };
         let why = match runtime.message.as_str() {
             "" => "its runsc cannot do it",
             message => message,

@@ -88,14 +88,14 @@ fn stuck_deletion(
         ),
         Some(node) => (
             format!("and node {node} still has bytes of it"),
-            format!("look at the log of the agent on {node}; a sandbox that sleeps in it wakes first"),
+            format!(
+                "look at the log of the agent on {node}; a sandbox that sleeps in it wakes first"
+            ),
         ),
     };
     Finding::problem(
         subject,
-        format!(
-            "was deleted {age} ago, has the finalizer {IMAGE_FINALIZER} {why}"
-        ),
+        format!("was deleted {age} ago, has the finalizer {IMAGE_FINALIZER} {why}"),
         remedy,
     )
 }
@@ -110,7 +110,9 @@ fn silence_of(facts: &Facts, node: &str) -> Option<String> {
 /// Whether the node is there, as far as nodes may be seen.
 fn has_node(facts: &Facts, name: &str) -> bool {
     let nodes = facts.nodes.as_ref();
-    nodes.map_or(true, |nodes| nodes.iter().any(|node| node.name_any() == name))
+    nodes.map_or(true, |nodes| {
+        nodes.iter().any(|node| node.name_any() == name)
+    })
 }
 
 /// An image that a suspended Sandbox needs has to be on a node that can restore it.
@@ -172,7 +174,9 @@ fn of_sandbox(
         sandbox.name_any()
     );
     let class = serde_json::to_value(&sandbox.spec.pod_template.spec).ok();
-    let class = class.as_ref().and_then(|spec| spec["runtimeClassName"].as_str());
+    let class = class
+        .as_ref()
+        .and_then(|spec| spec["runtimeClassName"].as_str());
     if let (Some(class), Some(classes)) = (class, classes)
         && !classes.contains(class)
     {

@@ -137,19 +137,31 @@ fn healthy() -> Facts {
         runtime_classes: Ok(vec![read(
             json!({"metadata": {"name": "torpor"}, "handler": "torpor"}),
         )]),
-        nodes: Ok(vec![read(node("node-0", "6.1.0-18-amd64", "containerd://2.2.0"))]),
+        nodes: Ok(vec![read(node(
+            "node-0",
+            "6.1.0-18-amd64",
+            "containerd://2.2.0",
+        ))]),
         sandbox_nodes: Ok(vec![read(sandbox_node("node-0"))]),
         snapshots: Ok(vec![read(snapshot("demo-1", committed()))]),
         sandboxes: Ok(vec![read(sandbox(
             "Running",
-            vec![condition("Ready", "True", "DependenciesReady", "2026-11-21T11:00:00Z")],
+            vec![condition(
+                "Ready",
+                "True",
+                "DependenciesReady",
+                "2026-11-21T11:00:00Z",
+            )],
         ))]),
     }
 }
 
 fn all(facts: &Facts) -> Vec<Finding> {
     let checks = diagnose(facts).checks;
-    checks.into_iter().flat_map(|check| check.findings).collect()
+    checks
+        .into_iter()
+        .flat_map(|check| check.findings)
+        .collect()
 }
 
 /// The only finding.
@@ -162,7 +174,11 @@ fn only(facts: &Facts) -> Finding {
 #[test]
 fn in_a_cluster_that_works_nothing_is_found() {
     let diagnosis = diagnose(&healthy());
-    assert_eq!((diagnosis.problems, diagnosis.warnings), (0, 0), "{diagnosis:#?}");
+    assert_eq!(
+        (diagnosis.problems, diagnosis.warnings),
+        (0, 0),
+        "{diagnosis:#?}"
+    );
     insta::assert_snapshot!(rendered(&diagnosis, Format::Table).unwrap());
 }
 
@@ -175,7 +191,9 @@ fn a_cluster_without_torpor_is_told_what_to_install() {
         definitions: Ok(Vec::new()),
         runtime_classes: Ok(Vec::new()),
         sandbox_nodes: Ok(Vec::new()),
-        snapshots: Err("cannot list SandboxSnapshots: the cluster does not know this kind".to_owned()),
+        snapshots: Err(
+            "cannot list SandboxSnapshots: the cluster does not know this kind".to_owned(),
+        ),
         sandboxes: Ok(Vec::new()),
         ..healthy()
     };
@@ -186,7 +204,9 @@ fn a_cluster_without_torpor_is_told_what_to_install() {
 fn an_older_definition_is_told_by_the_fields_that_it_drops() {
     let mut facts = healthy();
     let mut all = definitions();
-    let crd = all.iter_mut().find(|crd| crd["spec"]["names"]["kind"] == "SandboxNode");
+    let crd = all
+        .iter_mut()
+        .find(|crd| crd["spec"]["names"]["kind"] == "SandboxNode");
     let version = &mut crd.unwrap()["spec"]["versions"][0];
     let status = &mut version["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"];
     status.as_object_mut().unwrap().remove("sandboxes");
@@ -197,7 +217,10 @@ fn an_older_definition_is_told_by_the_fields_that_it_drops() {
 }
 
 #[rstest]
-#[case(Some("2026-11-21T11:59:00.000000Z"), "was not renewed for 60s: controller-a held it")]
+#[case(
+    Some("2026-11-21T11:59:00.000000Z"),
+    "was not renewed for 60s: controller-a held it"
+)]
 #[case(None, "was given back")]
 fn a_lease_that_nobody_renews_is_a_problem(#[case] renewed: Option<&str>, #[case] text: &str) {
     let mut facts = healthy();
@@ -226,7 +249,10 @@ fn an_agent_that_is_not_ready_is_told_with_its_node_and_what_it_does() {
         },
     }))]);
     let found = only(&facts);
-    assert_eq!(found.text, "1 of 2 agents are ready; node-1: install: CrashLoopBackOff");
+    assert_eq!(
+        found.text,
+        "1 of 2 agents are ready; node-1: install: CrashLoopBackOff"
+    );
 }
 
 #[test]
@@ -235,12 +261,20 @@ fn a_class_whose_handler_no_node_has_is_a_problem() {
     facts.runtime_classes = Ok(vec![read(
         json!({"metadata": {"name": "torpor"}, "handler": "runsc"}),
     )]);
-    assert!(only(&facts).text.contains("names the handler runsc; the nodes have torpor"));
+    assert!(
+        only(&facts)
+            .text
+            .contains("names the handler runsc; the nodes have torpor")
+    );
 }
 
 #[rstest]
 #[case("/status/heartbeatTime", json!("2026-11-21T11:50:00Z"), "last heard of 10m ago")]
-#[case("/status/conditions/0", condition("Ready", "False", "ProbeFailed", "2026-11-21T11:00:00Z"), "ProbeFailed: Words.")]
+#[case(
+    "/status/conditions/0",
+    condition("Ready", "False", "ProbeFailed", "2026-11-21T11:00:00Z"),
+    "ProbeFailed: Words."
+)]
 #[case("/status/runtimes/0/capabilities/hibernate", json!(false), "cannot hibernate: its runsc cannot do it")]
 #[case("/status/runtimes/0/capabilities/restore", json!(false), "cannot restore")]
 #[case("/status/storage/availableBytes", json!(1_000_000), "977Ki of 93Gi are free")]
@@ -272,7 +306,10 @@ fn kernel_and_container_runtime_are_looked_at(
 #[test]
 fn a_node_without_agent_and_an_agent_without_node_are_told() {
     let mut facts = healthy();
-    facts.sandbox_nodes = Ok(vec![read(sandbox_node("node-0")), read(sandbox_node("old"))]);
+    facts.sandbox_nodes = Ok(vec![
+        read(sandbox_node("node-0")),
+        read(sandbox_node("old")),
+    ]);
     let nodes = facts.nodes.as_mut().unwrap();
     nodes.push(read(node("node-1", "6.1.0", "containerd://2.2.0")));
     let subjects: Vec<String> = all(&facts).into_iter().map(|found| found.subject).collect();
@@ -300,7 +337,10 @@ fn being_deleted(when: &str, status: Value) -> Value {
 
 #[rstest]
 #[case(being_deleted("2026-11-21T11:59:30Z", committed()), None)]
-#[case(being_deleted("2026-11-21T11:30:00Z", committed()), Some("node node-0 still has bytes"))]
+#[case(
+    being_deleted("2026-11-21T11:30:00Z", committed()),
+    Some("node node-0 still has bytes")
+)]
 #[case(being_deleted("2026-11-21T11:30:00Z", json!({})), Some("no node says"))]
 #[case(being_deleted("2026-11-21T11:30:00Z", json!({"nodeName": "gone"})), Some("node gone is gone"))]
 #[case(snapshot("s", json!({})), None)]
@@ -328,9 +368,17 @@ fn a_deletion_that_waits_for_a_silent_agent_names_it() {
     let mut silent = sandbox_node("node-0");
     silent["status"]["heartbeatTime"] = json!("2026-11-21T11:00:00Z");
     facts.sandbox_nodes = Ok(vec![read(silent)]);
-    facts.snapshots = Ok(vec![read(being_deleted("2026-11-21T11:30:00Z", committed()))]);
+    facts.snapshots = Ok(vec![read(being_deleted(
+        "2026-11-21T11:30:00Z",
+        committed(),
+    ))]);
     let found = all(&facts);
-    assert!(found[1].text.contains("the agent of node node-0, which has bytes"), "{found:#?}");
+    assert!(
+        found[1]
+            .text
+            .contains("the agent of node node-0, which has bytes"),
+        "{found:#?}"
+    );
 }
 
 #[rstest]

@@ -58,7 +58,13 @@ fn node() -> SandboxNode {
     .unwrap()
 }
 
-fn snapshot(name: &str, of: &str, conditions: &[(&str, &str)], bytes: i64, at: &str) -> SandboxSnapshot {
+fn snapshot(
+    name: &str,
+    of: &str,
+    conditions: &[(&str, &str)],
+    bytes: i64,
+    at: &str,
+) -> SandboxSnapshot {
     let conditions: Vec<Value> = conditions
         .iter()
         .map(|(type_, status)| {
@@ -80,16 +86,46 @@ fn snapshot(name: &str, of: &str, conditions: &[(&str, &str)], bytes: i64, at: &
 pub(crate) fn world() -> World {
     World {
         sandboxes: vec![
-            sandbox("sleeper", "Running", &["Hibernated=True:Hibernated", "Ready=True:DependenciesReady"]),
+            sandbox(
+                "sleeper",
+                "Running",
+                &["Hibernated=True:Hibernated", "Ready=True:DependenciesReady"],
+            ),
             sandbox("new", "Running", &["Ready=False:DependenciesNotReady"]),
-            sandbox("runner", "Running", &["Hibernated=False:Awake", "Ready=True:DependenciesReady"]),
-            sandbox("away", "Suspended", &["Hibernated=True:Hibernated", "Suspended=True:PodTerminated"]),
+            sandbox(
+                "runner",
+                "Running",
+                &["Hibernated=False:Awake", "Ready=True:DependenciesReady"],
+            ),
+            sandbox(
+                "away",
+                "Suspended",
+                &["Hibernated=True:Hibernated", "Suspended=True:PodTerminated"],
+            ),
         ],
         pods: vec![pod("sleeper"), pod("runner")],
         snapshots: vec![
-            snapshot("away-1", "away", &[("Committed", "True"), ("Consumed", "True")], 1, "2026-11-21T11:59:00Z"),
-            snapshot("away-2", "away", &[("Committed", "True")], 90_000_000, "2026-11-21T11:40:00Z"),
-            snapshot("other", "runner", &[("Committed", "True")], 7, "2026-11-21T11:40:00Z"),
+            snapshot(
+                "away-1",
+                "away",
+                &[("Committed", "True"), ("Consumed", "True")],
+                1,
+                "2026-11-21T11:59:00Z",
+            ),
+            snapshot(
+                "away-2",
+                "away",
+                &[("Committed", "True")],
+                90_000_000,
+                "2026-11-21T11:40:00Z",
+            ),
+            snapshot(
+                "other",
+                "runner",
+                &[("Committed", "True")],
+                7,
+                "2026-11-21T11:40:00Z",
+            ),
         ],
         nodes: vec![node()],
         unseen: Vec::new(),
@@ -129,7 +165,8 @@ fn the_state_is_taken_from_mode_and_conditions(
 #[test]
 fn a_sandbox_that_is_being_deleted_says_so_whatever_its_conditions() {
     let mut going = sandbox("demo", "Running", &["Ready=True:R"]);
-    going.metadata.deletion_timestamp = serde_json::from_value(json!("2026-11-21T11:00:00Z")).unwrap();
+    going.metadata.deletion_timestamp =
+        serde_json::from_value(json!("2026-11-21T11:00:00Z")).unwrap();
     assert_eq!(state(&going).0, State::Deleting);
 }
 
@@ -147,7 +184,10 @@ fn a_sandbox_is_joined_with_its_own_pod_image_and_report() {
     assert_eq!(runner.node.as_deref(), Some("node-0"));
     // The image that was not used yet, and its node.
     let away = of("away");
-    assert_eq!((away.image_bytes, away.memory_asleep_bytes), (Some(90_000_000), Some(0)));
+    assert_eq!(
+        (away.image_bytes, away.memory_asleep_bytes),
+        (Some(90_000_000), Some(0))
+    );
     assert_eq!(away.node.as_deref(), Some("node-1"));
     assert_eq!(of("new").pod, None);
 }

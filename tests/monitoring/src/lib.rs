@@ -82,7 +82,9 @@ pub fn asked() -> Vec<Asked> {
     let mut all = Vec::new();
     for group in array(&rules()["groups"]) {
         for rule in array(&group["rules"]) {
-            let name = ["alert", "record"].iter().find_map(|key| rule[key].as_str());
+            let name = ["alert", "record"]
+                .iter()
+                .find_map(|key| rule[key].as_str());
             all.push(Asked {
                 place: format!("alerts.yaml: {}", name.unwrap_or("?")),
                 expression: rule["expr"].as_str().unwrap_or_default().to_owned(),
@@ -198,8 +200,15 @@ pub fn check(prefix: &str, text: &str) {
             }
         }
     }
-    assert!(missing.is_empty(), "{}\nthere is:\n{there:#?}", missing.join("\n"));
-    assert!(count > 0, "nothing asks for a metric that begins with {prefix}");
+    assert!(
+        missing.is_empty(),
+        "{}\nthere is:\n{there:#?}",
+        missing.join("\n")
+    );
+    assert!(
+        count > 0,
+        "nothing asks for a metric that begins with {prefix}"
+    );
 }
 
 #[cfg(test)]
@@ -214,7 +223,9 @@ mod tests {
             let used = used(&asked).unwrap_or_else(|error| panic!("{error}"));
             assert!(!used.is_empty(), "{} asks for nothing", asked.place);
             for used in used {
-                let ours = PREFIXES.iter().any(|prefix| used.metric.starts_with(prefix));
+                let ours = PREFIXES
+                    .iter()
+                    .any(|prefix| used.metric.starts_with(prefix));
                 assert!(ours, "{}: {} is nobody's", used.place, used.metric);
             }
         }
@@ -248,7 +259,10 @@ mod tests {
         let mut ids = BTreeSet::new();
         for panel in array(&dashboard()["panels"]) {
             let title = panel["title"].as_str().unwrap();
-            assert!(ids.insert(panel["id"].as_u64().unwrap()), "{title}: id twice");
+            assert!(
+                ids.insert(panel["id"].as_u64().unwrap()),
+                "{title}: id twice"
+            );
             let at = |key: &str| panel["gridPos"][key].as_u64().unwrap();
             for x in at("x")..at("x") + at("w") {
                 assert!(x < 24, "{title} is wider than the grid");
@@ -257,7 +271,10 @@ mod tests {
                 }
             }
             if panel["type"] != "row" {
-                assert!(panel["fieldConfig"]["defaults"]["unit"].is_string(), "{title}");
+                assert!(
+                    panel["fieldConfig"]["defaults"]["unit"].is_string(),
+                    "{title}"
+                );
                 assert!(panel["description"].is_string(), "{title}");
             }
         }
@@ -280,7 +297,10 @@ mod tests {
         };
         used(&asked("sum by (x (a)")).unwrap_err();
         used(&asked("rate(a)")).unwrap_err();
-        let found = used(&asked("sum by (x) (rate(a{y=\"1\"}[$__rate_interval])) > 1")).unwrap();
+        let found = used(&asked(
+            "sum by (x) (rate(a{y=\"1\"}[$__rate_interval])) > 1",
+        ))
+        .unwrap();
         assert_eq!(found[0].metric, "a");
         assert_eq!(Vec::from_iter(&found[0].labels), ["x", "y"]);
     }
