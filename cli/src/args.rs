@@ -10,7 +10,7 @@ const TIMEOUT: &str = "2m";
 
 /// See and change what Torpor does with sandboxes.
 ///
-/// Exit codes: 0 done; 1 failed, or refused by the cluster; 2 not understood; 3 doctor found something broken; 4 not known: time was over before the cluster said how it went.
+/// Exit codes: 0 done; 1 failed, or refused by the cluster; 2 not understood; 3 doctor found something broken; 4 not known: time was over before the cluster said how it went, or doctor could not see everything.
 #[derive(Debug, Parser)]
 #[command(
     name = "kubectl-torpor",

@@ -10,7 +10,7 @@ pub mod install;
 pub mod nodes;
 pub mod sandboxes;
 
-use facts::Facts;
+use facts::{Facts, Unseen};
 
 /// How bad it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -58,15 +58,10 @@ impl Finding {
         }
     }
 
-    /// `text` is the error of the look.
-    pub fn unseen(what: &str, text: &str) -> Self {
-        let remedy = match text.contains("does not know this kind") {
-            true => "install the definitions (above)",
-            false => "run doctor as somebody who may list them, an administrator for example",
-        };
+    pub fn unseen(what: &str, why: &Unseen) -> Self {
         Self {
             severity: Severity::Unseen,
-            ..Self::problem(what, text, remedy)
+            ..Self::problem(what, &why.text, &why.remedy)
         }
     }
 }
@@ -84,6 +79,8 @@ pub struct Diagnosis {
     pub checks: Vec<Check>,
     pub problems: usize,
     pub warnings: usize,
+    /// Looks that failed.
+    pub unseen: usize,
 }
 
 /// Asks all questions.
@@ -114,6 +111,7 @@ pub fn diagnose(facts: &Facts) -> Diagnosis {
     Diagnosis {
         problems: count(Severity::Problem),
         warnings: count(Severity::Warning),
+        unseen: count(Severity::Unseen),
         checks,
     }
 }
@@ -144,7 +142,11 @@ impl Shown for Diagnosis {
             plural(self.problems, "problem"),
             plural(self.warnings, "warning"),
         );
-        text.push_str(&format!("\n{problems}, {warnings}\n"));
+        let unseen = match self.unseen {
+            0 => String::new(),
+            count => format!(", {count} not seen"),
+        };
+        text.push_str(&format!("\n{problems}, {warnings}{unseen}\n"));
         text
     }
 

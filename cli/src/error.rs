@@ -7,7 +7,7 @@ use crate::units;
 /// Why a command did not do what it was asked.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("cannot use the kubeconfig{of}: look at `kubectl config get-contexts`")]
+    #[error("cannot use the kubeconfig{of}")]
     Kubeconfig {
         /// ` FILE`, ` context NAME`, or nothing.
         of: String,
@@ -16,19 +16,15 @@ pub enum Error {
     },
     #[error("cannot use the credentials of the kubeconfig")]
     Client(#[source] kube::Error),
-    #[error("cannot {doing}{remedy}")]
+    #[error("cannot {doing}")]
     Api {
         doing: String,
-        /// Begins with `: `, or is empty.
-        remedy: &'static str,
         #[source]
         source: Box<kube::Error>,
     },
     #[error("cannot {doing}: the apiserver did not answer in {}", units::span(*limit))]
     NoAnswer { doing: String, limit: Duration },
-    #[error(
-        "there is no Sandbox {name} in namespace {namespace}: `kubectl torpor get -A` lists all"
-    )]
+    #[error("there is no Sandbox {name} in namespace {namespace}")]
     NoSandbox { namespace: String, name: String },
     #[error("Sandbox {name}: {message}")]
     Refused { name: String, message: String },
@@ -58,26 +54,29 @@ pub enum Error {
 impl Error {
     /// A call that the apiserver answered with an error, or did not get.
     pub fn api(doing: impl Into<String>, source: kube::Error) -> Self {
-        let remedy = match &source {
-            kube::Error::Api(status) if status.is_forbidden() => {
-                ": you may not; ask for the right that the message names"
-            }
-            kube::Error::Api(status) if status.code == 401 => {
-                ": the cluster does not know you; log in again"
-            }
-            kube::Error::Api(status) if status.is_not_found() => {
-                ": the cluster does not know this kind; is Torpor installed? `kubectl torpor doctor` tells"
-            }
-            kube::Error::Service(_) | kube::Error::HyperError(_) => {
-                ": is the cluster up, and is it the right context? `kubectl cluster-info` tells"
-            }
-            _ => "",
-        };
         Self::Api {
             doing: doing.into(),
-            remedy,
             source: Box::new(source),
         }
+    }
+
+    /// What to do about it, where the error itself does not say.
+    pub fn remedy(&self) -> Option<&'static str> {
+        match self {
+            Self::Kubeconfig { .. } => Some(
+                "kubectl config get-contexts lists what there is; --kubeconfig or KUBECONFIG names the file",
+            ),
+            Self::Client(_) => Some("log in to the cluster again"),
+            Self::Api { source, .. } => remedy_of(source),
+            Self::NoAnswer { .. } => Some("is the cluster up? kubectl cluster-info tells"),
+            Self::NoSandbox { .. } => Some("kubectl torpor get -A lists all"),
+            _ => None,
+        }
+    }
+
+    /// Whether the cluster does not serve the kind that was asked for.
+    pub fn is_unknown_kind(&self) -> bool {
+        matches!(self, Self::Api { source, .. } if matches!(&**source, kube::Error::Api(status) if status.is_not_found()))
     }
 
     /// Whether nobody knows what became of it, as against a failure.
@@ -87,6 +86,24 @@ impl Error {
             Self::NoAnswer { .. } | Self::Timeout { .. } | Self::WatchEnded { .. }
         )
     }
+}
+
+fn remedy_of(error: &kube::Error) -> Option<&'static str> {
+    Some(match error {
+        kube::Error::Api(status) if status.is_forbidden() => {
+            "you may not: ask for the right that the message names"
+        }
+        kube::Error::Api(status) if status.code == 401 => {
+            "the cluster does not know you: log in again"
+        }
+        kube::Error::Api(status) if status.is_not_found() => {
+            "the cluster does not know this kind: is Torpor installed? kubectl torpor doctor tells"
+        }
+        kube::Error::Service(_) | kube::Error::HyperError(_) => {
+            "is the cluster up, and is it the right context? kubectl cluster-info tells"
+        }
+        _ => return None,
+    })
 }
 
 /// An error with all its causes, in one line. Causes that repeat what was said are left out.

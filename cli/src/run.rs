@@ -6,7 +6,7 @@ use jiff::Timestamp;
 
 use crate::args::{Args, Change, Command, Connection, Format, Top, Why};
 use crate::change::change;
-use crate::connect::{Cluster, connect};
+use crate::connect::{Cluster, call, connect};
 use crate::doctor::{self, facts::Facts};
 use crate::error::{Error, words};
 use crate::get::{self, Listing};
@@ -67,7 +67,10 @@ pub fn to_the_end(args: Args) -> ExitCode {
 
 /// Tells of a failure, once.
 fn told(error: &Error) -> Ended {
-    eprintln!("error: {}", words(error));
+    eprintln!("error: {}", crate::table::printable(&words(error)));
+    if let Some(remedy) = error.remedy() {
+        eprintln!("  → {remedy}");
+    }
     Ended::from(error)
 }
 
@@ -105,11 +108,15 @@ async fn run(args: Args) -> Result<Ended, Error> {
         }
         Command::Doctor(asked) => {
             let cluster = connect(connection).await?;
+            // A cluster that does not answer has one ailment, not ten.
+            let version = cluster.client.apiserver_version();
+            call("ask the apiserver for its version", version).await?;
             let facts = Facts::gather(&cluster, &asked.torpor_namespace, Timestamp::now()).await;
             let diagnosis = doctor::diagnose(&facts);
             print(&rendered(&diagnosis, asked.output)?)?;
-            Ok(match diagnosis.problems {
-                0 => Ended::Done,
+            Ok(match (diagnosis.problems, diagnosis.unseen) {
+                (0, 0) => Ended::Done,
+                (0, _) => Ended::Unknown,
                 _ => Ended::Broken,
             })
         }

@@ -1,5 +1,6 @@
 //! What the agent counts. Names begin with `torpor_agent_`.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use prometheus_client::encoding::EncodeLabelSet;
@@ -33,6 +34,11 @@ struct StageLabel {
 }
 
 #[derive(Debug, Clone, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct ReasonLabel {
+    reason: String,
+}
+
+#[derive(Debug, Clone, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct FailureLabels {
     work: &'static str,
     reason: String,
@@ -62,6 +68,7 @@ pub(crate) struct Metrics {
     given_back: Counter,
     pub(crate) held_asleep: Gauge,
     failures: Family<FailureLabels, Counter>,
+    plan_reasons: Family<ReasonLabel, Gauge>,
 }
 
 impl Metrics {
@@ -83,6 +90,7 @@ impl Metrics {
             given_back: Counter::default(),
             held_asleep: Gauge::default(),
             failures: Family::default(),
+            plan_reasons: Family::default(),
             registry: Registry::default(),
         };
         registry.register("steps", "Steps executed, by outcome", metrics.steps.clone());
@@ -161,6 +169,23 @@ impl Metrics {
             "Steps that failed or whose outcome is unknown, by what they were for and why",
             self.failures.clone(),
         );
+        registry.register(
+            "plan_reasons",
+            "Sandboxes by the reasons of their latest plan",
+            self.plan_reasons.clone(),
+        );
+    }
+
+    /// How many sandboxes have each reason in their latest plan.
+    pub(crate) fn planned_for(&self, counts: &BTreeMap<String, i64>) {
+        // A reason that nobody has any more has no series.
+        self.plan_reasons.clear();
+        for (reason, count) in counts {
+            let reason = reason.clone();
+            self.plan_reasons
+                .get_or_create(&ReasonLabel { reason })
+                .set(*count);
+        }
     }
 
     /// Counts a wake in place. `stages`: how long each took.
@@ -256,6 +281,8 @@ mod tests {
             bytes_before: 5000,
             bytes_after: 2000,
         });
+        metrics.planned_for(&[("LedgerCorrupt".to_owned(), 1)].into());
+        metrics.planned_for(&[("InUse".to_owned(), 2)].into());
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &metrics.registry).expect("text");
         text
@@ -273,6 +300,8 @@ mod tests {
         ] {
             assert!(text.contains(line), "{line} is not in\n{text}");
         }
+        assert!(text.contains(r#"torpor_agent_plan_reasons{reason="InUse"} 2"#));
+        assert!(!text.contains("LedgerCorrupt"), "{text}");
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! What SandboxNode says of each sandbox: why the planner does what it does, what the last sleep gained, how the last wake went.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
@@ -98,8 +99,11 @@ impl Sandboxes {
     /// One entry for each sandbox of the node, by Pod UID. `images`: all that the store holds.
     pub(crate) fn report(&mut self, node: &Node, images: &[Listed]) -> Vec<SandboxReport> {
         let mut pods = node.records.pods().unwrap_or_default();
-        pods.sort_by(|a, b| a.pod_uid.cmp(&b.pod_uid));
-        // A Pod whose sandbox was just made anew has two for a moment, and the list has each Pod once.
+        pods.sort_by_cached_key(|pod| {
+            let made_at = node.records.made_at(&pod.sandbox);
+            (pod.pod_uid.clone(), Reverse(made_at))
+        });
+        // A Pod whose sandbox was just made anew has two for a moment: the newest stands for it.
         pods.dedup_by(|a, b| a.pod_uid == b.pod_uid);
         self.known
             .retain(|sandbox, _| pods.iter().any(|pod| pod.sandbox == *sandbox));
@@ -120,6 +124,11 @@ impl Sandboxes {
             reports.push(report);
         }
         self.metrics.held_asleep.set(held);
+        let mut reasons = BTreeMap::new();
+        for told in reports.iter().flat_map(|report| &report.reasons) {
+            *reasons.entry(told.reason.clone()).or_default() += 1;
+        }
+        self.metrics.planned_for(&reasons);
         self.counts = true;
         reports.truncate(MAX_REPORTED);
         reports

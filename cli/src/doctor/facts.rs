@@ -13,11 +13,31 @@ use serde::de::DeserializeOwned;
 use torpor_api::{Sandbox, SandboxNode, SandboxSnapshot};
 
 use crate::connect::Cluster;
-use crate::error::words;
+use crate::error::{Error, words};
 use crate::world::list;
 
 /// What was seen, or why not.
-pub type Look<T> = Result<Vec<T>, String>;
+pub type Look<T> = Result<Vec<T>, Unseen>;
+
+/// Why something could not be looked at.
+#[derive(Clone, Debug)]
+pub struct Unseen {
+    pub text: String,
+    pub remedy: String,
+}
+
+impl From<Error> for Unseen {
+    fn from(error: Error) -> Self {
+        let remedy = match error.is_unknown_kind() {
+            true => "install the definitions (above)",
+            false => "run doctor as somebody who may list them, an administrator for example",
+        };
+        Self {
+            text: words(&error),
+            remedy: remedy.to_owned(),
+        }
+    }
+}
 
 /// A cluster, as far as Torpor is concerned.
 #[derive(Debug)]
@@ -76,5 +96,5 @@ async fn look<K>(what: &str, api: Api<K>) -> Look<K>
 where
     K: Clone + DeserializeOwned + Debug,
 {
-    list(what, &api).await.map_err(|error| words(&error))
+    list(what, &api).await.map_err(Unseen::from)
 }

@@ -191,9 +191,10 @@ fn a_cluster_without_torpor_is_told_what_to_install() {
         definitions: Ok(Vec::new()),
         runtime_classes: Ok(Vec::new()),
         sandbox_nodes: Ok(Vec::new()),
-        snapshots: Err(
-            "cannot list SandboxSnapshots: the cluster does not know this kind".to_owned(),
-        ),
+        snapshots: Err(Unseen {
+            text: "cannot list SandboxSnapshots: 404 page not found".to_owned(),
+            remedy: "install the definitions (above)".to_owned(),
+        }),
         sandboxes: Ok(Vec::new()),
         ..healthy()
     };
