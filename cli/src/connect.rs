@@ -36,7 +36,7 @@ pub async fn connect(connection: &Connection) -> Result<Cluster, Error> {
     };
     let failed = |source| Error::Kubeconfig {
         of: of.clone(),
-        source,
+        source: Box::new(source),
     };
     let options = KubeConfigOptions {
         context: connection.context.clone(),
@@ -53,7 +53,7 @@ pub async fn connect(connection: &Connection) -> Result<Cluster, Error> {
     let namespace = connection.namespace.clone();
     Ok(Cluster {
         namespace: namespace.unwrap_or_else(|| config.default_namespace.clone()),
-        client: Client::try_from(config).map_err(Error::Client)?,
+        client: Client::try_from(config).map_err(|error| Error::Client(Box::new(error)))?,
     })
 }
 

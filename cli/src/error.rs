@@ -12,10 +12,10 @@ pub enum Error {
         /// ` FILE`, ` context NAME`, or nothing.
         of: String,
         #[source]
-        source: kube::config::KubeconfigError,
+        source: Box<kube::config::KubeconfigError>,
     },
     #[error("cannot use the credentials of the kubeconfig")]
-    Client(#[source] kube::Error),
+    Client(#[source] Box<kube::Error>),
     #[error("cannot {doing}")]
     Api {
         doing: String,
