@@ -72,7 +72,7 @@ pub struct SandboxNodeStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "runtimes_schema")]
     pub runtimes: Vec<NodeRuntime>,
-    /// The sandboxes of the node, by Pod UID: what no condition of their Pods says. At most [`MAX_REPORTED`]; those beyond are left out.
+    /// The sandboxes of the node, by Pod UID: what no condition of their Pods says. At most 1024; those beyond are left out.
     // Written also when empty: a merge patch takes nothing away that it does not name.
     #[serde(default)]
     #[schemars(schema_with = "sandboxes_schema")]
@@ -135,7 +135,7 @@ pub struct PlanReason {
     /// What it is about: an image, a time.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub detail: String,
-    /// One of [`crate::reasons::plan`].
+    /// Its name, in CamelCase.
     pub reason: String,
 }
 
