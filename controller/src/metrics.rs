@@ -556,6 +556,31 @@ mod tests {
     }
 
     #[test]
+    fn dashboards_and_alerts_name_metrics_and_labels_that_the_controller_has() {
+        let metrics = Metrics::default();
+        let member: Sandbox = serde_json::from_value(serde_json::json!({
+            "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox",
+            "metadata": {"name": "s", "namespace": "ns", "uid": "u", "resourceVersion": "1", "ownerReferences": [{
+                "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxWarmPool",
+                "name": "p", "uid": "v", "controller": true,
+            }]},
+            "spec": {"podTemplate": {"spec": {"containers": []}}},
+        }))
+        .unwrap();
+        let cache = Cache::new(|_: &Sandbox| None);
+        cache.apply(kube::runtime::watcher::Event::Apply(member.clone()));
+        metrics.count_sandboxes_of(cache);
+        let now = Timestamp::from_millisecond(120).unwrap();
+        metrics.observe_claim_ready(&claim(), &member, now, now);
+        metrics.count_claim(&claim(), &member);
+        metrics.observe_pass("sandbox", Duration::from_millis(2), Some("Refused"), false);
+        let text = metrics.text().unwrap();
+        for prefix in ["agent_sandbox", "controller_runtime_", "leader_election_"] {
+            torpor_test_monitoring::check(prefix, &text);
+        }
+    }
+
+    #[test]
     fn names_and_buckets_are_upstreams() {
         let metrics = Metrics::default();
         let mut sandbox = Sandbox::default();

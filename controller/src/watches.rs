@@ -110,7 +110,7 @@ pub fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
     start_sandboxes(context, tasks);
     start_dependents(context, tasks);
     let known = Arc::clone(context);
-    tasks.spawn(follow_guarded(client.clone(), trim, move |event| {
+    tasks.spawn(follow_guarded(client.clone(), trim_node, move |event| {
         for change in known.caches.nodes.apply(event) {
             waiting_for_node(&change, &known.caches.sandboxes)
                 .into_iter()
@@ -384,6 +384,14 @@ fn naming_class(change: &Change<SnapshotClass>, sandboxes: &Cache<Sandbox>) -> V
 
 fn trim<K: Resource>(object: &mut K) {
     object.meta_mut().managed_fields = None;
+}
+
+/// A SandboxNode without what its agent says of each sandbox: that grows with the node, and is for people.
+fn trim_node(node: &mut SandboxNode) {
+    trim(node);
+    if let Some(status) = &mut node.status {
+        status.sandboxes = Vec::new();
+    }
 }
 
 /// A Pod without what nobody here reads, which is most of it.

@@ -30,6 +30,7 @@ use crate::metrics::Metrics;
 use crate::node::Node;
 use crate::observe::observe;
 use crate::publish::{Publisher, SavedImage};
+use crate::sandboxes::Board;
 
 mod draft;
 
@@ -46,6 +47,7 @@ pub(crate) struct Shared {
     pub(crate) publisher: Publisher,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) policy: Policy,
+    pub(crate) board: Arc<Board>,
 }
 
 /// Starts tasks and wakes them.
@@ -184,8 +186,10 @@ impl Driver {
             return Turn::Wait(RETRY);
         };
         if look.nothing {
+            shared.board.forget(pod_uid);
             return Turn::Nothing;
         }
+        shared.board.note(pod_uid, &look.plan.why);
         self.shared.metrics.planned();
         if let Err(error) = self.tell(pod.as_deref(), &snapshots, &look).await {
             tracing::warn!(%pod_uid, error = crate::observe::words(&error), "status not written");

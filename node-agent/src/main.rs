@@ -12,6 +12,7 @@ mod observe;
 mod publish;
 mod run;
 mod sandbox_node;
+mod sandboxes;
 mod server;
 
 use std::process::ExitCode;
