@@ -8,3 +8,13 @@
     unreachable_pub,
     reason = "generated"
 )]
+
+pub mod process {
+    include!("proto/process.v1.rs");
+}
+pub mod watcher {
+    include!("proto/watcher.v1.rs");
+}
+
+/// The files as they are told to clients that ask which services there are.
+pub const DESCRIPTORS: &[u8] = include_bytes!("proto/descriptors.bin");
