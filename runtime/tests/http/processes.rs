@@ -39,7 +39,7 @@ async fn signal(client: &mut Client, id: i32, signal: i32) -> Result<(), Code> {
 #[case("echo out; echo err >&2; exit 7", "out\n", "err\n", 7)]
 #[case("kill -9 $$", "", "", -1)]
 #[case("cat", "", "", 0)]
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_command_runs_to_its_end(
     #[case] script: &str,
     #[case] stdout: &str,
@@ -55,7 +55,7 @@ async fn a_command_runs_to_its_end(
     );
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_command_has_the_environment_and_directory_it_asks_for() {
     let runtime = Runtime::start(&[]);
     fs::create_dir(runtime.file("sub")).unwrap();
@@ -64,11 +64,11 @@ async fn a_command_has_the_environment_and_directory_it_asks_for() {
     let asked = ProcessConfig {
         env_vars: BTreeMap::from([("ASKED".into(), "a=b".into())]),
         cwd: Some("link".into()),
-        ..shell("echo $ASKED $CARGO_PKG_NAME; pwd").unwrap()
+        ..shell("echo $ASKED $SANDBOX_ID; pwd").unwrap()
     };
     let answer = execute(&mut client, Some(asked)).await.unwrap();
     let directory = runtime.file("sub").canonicalize().unwrap();
-    let expected = format!("a=b torpor-runtime\n{}\n", directory.display());
+    let expected = format!("a=b one\n{}\n", directory.display());
     assert_eq!(String::from_utf8_lossy(&answer.stdout), expected);
     let answer = execute(&mut client, config(&["pwd"])).await.unwrap();
     let expected = format!("{}\n", runtime.file("").canonicalize().unwrap().display());
@@ -86,7 +86,7 @@ async fn a_command_has_the_environment_and_directory_it_asks_for() {
 #[case(&["true"], "sub/../../x", Code::PermissionDenied)]
 #[case(&["true"], "out", Code::PermissionDenied)]
 #[case(&["true"], "sub\0", Code::PermissionDenied)]
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_cannot_be_started_is_refused(
     #[case] command: &[&str],
     #[case] cwd: &str,
@@ -111,7 +111,7 @@ async fn what_cannot_be_started_is_refused(
     }
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_started_command_reads_writes_and_ends() {
     let runtime = Runtime::start(&[]);
     let mut client = connect(&runtime).await;
@@ -121,13 +121,12 @@ async fn a_started_command_reads_writes_and_ends() {
     read_until(&mut events, "one").await;
     write(&mut client, id, input(" two")).await.unwrap();
     write(&mut client, id, Payload::Eof(())).await.unwrap();
-    write(&mut client, id, Payload::Eof(())).await.unwrap();
     assert_eq!(drain(&mut events).await, done(" two", "err\n", 3));
     let gone = write(&mut client, id, input("three")).await.unwrap_err();
     assert_eq!(gone.code(), Code::NotFound);
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn input_after_the_end_is_refused_and_a_command_that_does_not_read_holds_nobody() {
     let runtime = Runtime::start(&[]);
     let mut client = connect(&runtime).await;
@@ -147,7 +146,9 @@ async fn input_after_the_end_is_refused_and_a_command_that_does_not_read_holds_n
     ));
     assert_eq!((killed, rest), (Ok(()), done("", "", -1)));
     let (_events, id) = start(&mut client, shell("exec sleep 1000"), None).await;
-    write(&mut client, id, Payload::Eof(())).await.unwrap();
+    for _ in 0..2 {
+        write(&mut client, id, Payload::Eof(())).await.unwrap();
+    }
     let closed = write(&mut client, id, input("x")).await.unwrap_err();
     assert_eq!(
         (closed.code(), closed.message()),
@@ -155,7 +156,7 @@ async fn input_after_the_end_is_refused_and_a_command_that_does_not_read_holds_n
     );
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_signal_reaches_the_whole_group() {
     let runtime = Runtime::start(&[]);
     let mut client = connect(&runtime).await;
@@ -170,7 +171,7 @@ async fn a_signal_reaches_the_whole_group() {
     pids.into_iter().for_each(until_gone);
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_interrupt_can_be_handled() {
     let runtime = Runtime::start(&[]);
     let mut client = connect(&runtime).await;
@@ -181,7 +182,7 @@ async fn an_interrupt_can_be_handled() {
     assert_eq!(drain(&mut events).await, done("caught\n", "", 4));
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_that_goes_away_ends_what_it_started() {
     let runtime = Runtime::start(&[]);
     let script = |file: &str| format!("sleep 1000 & echo $! > {file}; echo $$ >> {file}; wait");
@@ -202,7 +203,7 @@ async fn a_client_that_goes_away_ends_what_it_started() {
     execute(&mut client, config(&["true"])).await.unwrap();
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_deadline_ends_a_command_whoever_keeps_it() {
     let runtime = Runtime::start(&[]);
     let mut client = connect(&runtime).await;
@@ -229,9 +230,9 @@ async fn a_deadline_ends_a_command_whoever_keeps_it() {
     assert_eq!(late.code(), Code::DeadlineExceeded);
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn output_waits_for_its_reader_and_none_is_lost() {
-    const LENGTH: u64 = 512 << 20;
+    const LENGTH: u64 = 256 << 20;
     let runtime = Runtime::start(&["--stream-chunk-size=65536"]);
     let mut client = connect(&runtime).await;
     let script = format!("head -c {LENGTH} /dev/zero; echo over >&2");
@@ -251,7 +252,7 @@ async fn output_waits_for_its_reader_and_none_is_lost() {
     );
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_command_that_is_not_read_from_stops() {
     let runtime = Runtime::start(&[]);
     let mut client = connect(&runtime).await;
@@ -286,7 +287,7 @@ async fn until_more(
     }
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn output_that_is_too_large_is_an_error_and_not_cut() {
     let runtime = Runtime::start(&["--max-output-bytes=1000"]);
     let mut client = connect(&runtime).await;
@@ -298,7 +299,7 @@ async fn output_that_is_too_large_is_an_error_and_not_cut() {
     assert_eq!(exact.unwrap().stdout.len(), 1000);
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_left_in_the_background_holds_a_call_for_a_while_only_and_lives_on() {
     let runtime = Runtime::start(&[]);
     let mut client = connect(&runtime).await;
@@ -317,7 +318,7 @@ async fn what_is_left_in_the_background_holds_a_call_for_a_while_only_and_lives_
     until_gone(left);
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn there_are_only_so_many_commands_at_once() {
     let runtime = Runtime::start(&["--max-processes=2"]);
     let mut client = connect(&runtime).await;
@@ -331,7 +332,7 @@ async fn there_are_only_so_many_commands_at_once() {
     write(&mut client, id, input("still there")).await.unwrap();
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_message_that_is_too_large_and_an_unknown_call_are_refused() {
     let runtime = Runtime::start(&[]);
     let mut client = connect(&runtime).await;
@@ -380,7 +381,7 @@ fn a_client_that_says_nothing_is_not_kept(#[case] silent: bool) {
     assert_eq!(runner.block_on(client).unwrap().exit_code, 0);
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_that_is_gone_without_a_word_ends_what_it_started() {
     let runtime = Runtime::start(&["--grpc-keepalive=300ms"]);
     // Stopped, it keeps its connection and answers nothing; the runtime cannot tell it from one that is gone.
@@ -422,7 +423,7 @@ fn half_open(
     std::thread::park();
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_request_without_its_body_is_not_waited_for() {
     let runtime = Runtime::start(&["--read-body-timeout=300ms"]);
     let channel = crate::client::channel(&runtime).await;
@@ -438,7 +439,7 @@ async fn a_request_without_its_body_is_not_waited_for() {
     assert_eq!(refused.unwrap_err().code(), Code::DeadlineExceeded);
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_end_is_told_and_commands_end_with_it() {
     let mut runtime = Runtime::start(&[]);
     let mut client = connect(&runtime).await;

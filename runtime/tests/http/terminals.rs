@@ -10,7 +10,7 @@ use crate::{
 
 const SIZE: Pty = Pty { cols: 80, rows: 24 };
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_command_has_a_terminal_of_its_own() {
     let runtime = Runtime::start(&[]);
     let mut client = connect(&runtime).await;
@@ -24,7 +24,7 @@ async fn a_command_has_a_terminal_of_its_own() {
     assert_eq!((done.stderr.as_str(), done.exit_code), ("", Some(3)));
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_terminal_is_typed_on_resized_and_hung_up() {
     let runtime = Runtime::start(&[]);
     let mut client = connect(&runtime).await;
@@ -51,7 +51,7 @@ async fn a_terminal_is_typed_on_resized_and_hung_up() {
     assert_eq!(drain(&mut events).await.exit_code, Some(-1));
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_interrupt_that_is_typed_reaches_the_command() {
     let runtime = Runtime::start(&[]);
     let mut client = connect(&runtime).await;
@@ -64,7 +64,7 @@ async fn an_interrupt_that_is_typed_reaches_the_command() {
     assert_eq!(done.exit_code, Some(4));
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_command_without_a_terminal_cannot_be_resized() {
     let runtime = Runtime::start(&[]);
     let mut client = connect(&runtime).await;

@@ -45,7 +45,7 @@ async fn expect(
     }
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn changes_are_told() {
     let runtime = Runtime::start(&[]);
     fs::create_dir_all(runtime.file("top/sub")).unwrap();
@@ -68,7 +68,7 @@ async fn changes_are_told() {
     assert_eq!(seen, expected.map(|(kind, path)| (kind, path.to_owned())));
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn directories_below_are_watched_also_those_that_come_later() {
     let runtime = Runtime::start(&[]);
     fs::create_dir_all(runtime.file("old/deep")).unwrap();
@@ -90,7 +90,7 @@ async fn directories_below_are_watched_also_those_that_come_later() {
     assert_eq!(seen, [(Create, "old/moved/d".to_owned())]);
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_end_of_the_directory_ends_the_watch() {
     let runtime = Runtime::start(&[]);
     fs::create_dir(runtime.file("top")).unwrap();
@@ -110,7 +110,7 @@ async fn the_end_of_the_directory_ends_the_watch() {
 #[case("..", Code::PermissionDenied)]
 #[case("out", Code::PermissionDenied)]
 #[case("a\0b", Code::PermissionDenied)]
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_cannot_be_watched_is_refused(#[case] path: &str, #[case] code: Code) {
     let runtime = Runtime::start(&[]);
     fs::write(runtime.file("file"), "").unwrap();
@@ -119,7 +119,7 @@ async fn what_cannot_be_watched_is_refused(#[case] path: &str, #[case] code: Cod
     assert_eq!(refused.code(), code, "{refused}");
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn there_are_only_so_many_watches_at_once() {
     let runtime = Runtime::start(&["--max-watches=1"]);
     let first = watch(&runtime, "", false).await.unwrap();
