@@ -27,7 +27,7 @@ async fn watch(
     watched.map(tonic::Response::into_inner)
 }
 
-/// Reads up to this event, and says whether the others were among those before it.
+/// The events up to this one.
 async fn expect(
     events: &mut Streaming<FileEvent>,
     last: (FileEventType, &str),
