@@ -1,5 +1,10 @@
-//! The runtime as clients see it: the process itself, on a socket.
+//! The runtime as clients see it: the process itself, on its sockets.
 
+mod client;
 mod commands;
+mod processes;
+mod rest;
+mod terminals;
 mod transfers;
+mod watches;
 mod world;
