@@ -133,13 +133,12 @@ func goEnvironment(cgo bool) []string {
 // toolset says where each built file is.
 type toolset map[string]string
 
-// builtTools returns the files of all artifacts of the cluster; those that are missing are built first if
-// build is true, otherwise their absence is an error.
-func builtTools(build bool) (toolset, error) {
-	return built(artifacts, build)
-}
+// builtTools returns the files of all artifacts of the development cluster; those that are missing are built first if build is
+// true, otherwise their absence is an error.
+func builtTools(build bool) (toolset, error) { return toolsOf(artifacts, build) }
 
-func built(artifacts []artifact, build bool) (toolset, error) {
+// toolsOf does the same for some artifacts.
+func toolsOf(artifacts []artifact, build bool) (toolset, error) {
 	cache, err := cacheRoot()
 	if err != nil {
 		return nil, err

@@ -23,7 +23,7 @@ const (
 // helmProgram returns helm, built first if it is missing, and the environment that keeps it out of the
 // folders of a helm that the machine may have.
 func helmProgram() (program string, environ []string, err error) {
-	tools, err := built([]artifact{helmArtifact}, true)
+	tools, err := toolsOf([]artifact{helmArtifact}, true)
 	if err != nil {
 		return "", nil, err
 	}
@@ -84,8 +84,12 @@ func installByHelm() error {
 		"upgrade", "--install", helmRelease, chartFolder, "--values", devValues,
 		"--namespace", torporNamespace, "--create-namespace", "--wait", "--timeout", "3m",
 	}
-	for repository, value := range map[string]string{controllerImage: "image.tag", agentImage: "agent.image.tag", routerImage: "router.image.tag"} {
-		args = append(args, "--set-string", value+"="+strings.TrimPrefix(images[repository], repository+":"))
+	for repository, reference := range images {
+		value := filepath.Base(repository) + ".image.tag"
+		if repository == controllerImage {
+			value = "image.tag"
+		}
+		args = append(args, "--set-string", value+"="+strings.TrimPrefix(reference, repository+":"))
 	}
 	if _, err := runHelm(4*time.Minute, args...); err != nil {
 		return fmt.Errorf("%w\n%s", err, explainPods())

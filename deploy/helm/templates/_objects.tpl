@@ -10,7 +10,7 @@ torpor.objects: the objects of `files`, as a JSON list, with the images and the 
 {{- $objects := list -}}
 {{- range $file := .files -}}
   {{- $text := $root.Files.Get (printf "files/%s" $file) -}}
-  {{- range $image := list "controller" "agent" "router" -}}
+  {{- range $image := list "controller" "agent" "router" "runtime" -}}
     {{- $text = replace (printf "torpor.dev/%s:dev" $image) (include "torpor.image" (dict "root" $root "image" $image)) $text -}}
   {{- end -}}
   {{- range $document := splitList "\n---\n" $text -}}
