@@ -94,6 +94,20 @@ func installByHelm() error {
 	if _, err := runHelm(4*time.Minute, args...); err != nil {
 		return fmt.Errorf("%w\n%s", err, explainPods())
 	}
+	// Helm is content with a DaemonSet of which as many Pods are missing as may be during an update: on one node that is all.
+	text, err := runHelm(time.Minute, "get", "manifest", helmRelease, "--namespace", torporNamespace)
+	if err != nil {
+		return err
+	}
+	installed, err := parseManifests("release "+helmRelease, text)
+	if err != nil {
+		return err
+	}
+	for _, m := range installed {
+		if err := waitRollout(m); err != nil {
+			return fmt.Errorf("%w\n%s", err, explainPods())
+		}
+	}
 	say("Torpor runs (release %s)", helmRelease)
 	return nil
 }
