@@ -130,7 +130,7 @@ mod tests {
             let now = Timestamp::from_second(*second).unwrap();
             set(
                 &mut status.conditions,
-                Draft::new(type_, value, reason, ""),
+                Draft::new(type_, value, *reason, ""),
                 None,
                 now,
             );

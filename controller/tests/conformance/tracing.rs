@@ -55,7 +55,7 @@ impl TraceService for Collector {
             let spans = of.scope_spans.into_iter().flat_map(|scope| scope.spans);
             received.extend(spans.map(|span| (service.clone(), span)));
         }
-        Ok(tonic::Response::default())
+        Ok(tonic::Response::new(ExportTraceServiceResponse::default()))
     }
 }
 
