@@ -155,7 +155,7 @@ mod tests {
         true
     )]
     #[case(r#"{"traceparent":"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01","tracestate":"a=b"}"#, true)]
-    #[case(r#"{"traceparent":"00-1-2-01"}"#, false)]
+    #[case(r#"{"traceparent":"00-no-trace-01"}"#, false)]
     #[case(
         r#"{"traceparent":"00-00000000000000000000000000000000-0000000000000000-01"}"#,
         false

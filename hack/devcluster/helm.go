@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 )
@@ -20,25 +21,30 @@ const (
 	uninstallJobs = "templates/uninstall.yaml"
 )
 
-// helmProgram returns helm, built first if it is missing, and the environment that keeps it out of the
-// folders of a helm that the machine may have.
-func helmProgram() (program string, environ []string, err error) {
+// helmProgram returns helm, built first if it is missing.
+var helmProgram = sync.OnceValues(func() (string, error) {
 	tools, err := toolsOf([]artifact{helmArtifact}, true)
-	if err != nil {
-		return "", nil, err
-	}
+	return tools["helm"], err
+})
+
+// helmEnvironment keeps helm out of the folders of one that the machine may have.
+func helmEnvironment() (environ []string, err error) {
 	cache, err := cacheRoot()
 	if err != nil {
-		return "", nil, err
+		return nil, err
 	}
 	for _, folder := range []string{"CACHE", "CONFIG", "DATA"} {
 		environ = append(environ, "HELM_"+folder+"_HOME="+filepath.Join(cache, "helm", strings.ToLower(folder)))
 	}
-	return tools["helm"], append(environ, "KUBECONFIG="+adminKubeconfig()), nil
+	return append(environ, "KUBECONFIG="+adminKubeconfig()), nil
 }
 
 func helmCommand(args []string) error {
-	helm, environ, err := helmProgram()
+	helm, err := helmProgram()
+	if err != nil {
+		return err
+	}
+	environ, err := helmEnvironment()
 	if err != nil {
 		return err
 	}
@@ -47,7 +53,11 @@ func helmCommand(args []string) error {
 
 // runHelm returns what helm prints. Its warnings about the chart's links to the kustomize base go to standard error and are left there.
 func runHelm(limit time.Duration, args ...string) (string, error) {
-	helm, environ, err := helmProgram()
+	helm, err := helmProgram()
+	if err != nil {
+		return "", err
+	}
+	environ, err := helmEnvironment()
 	if err != nil {
 		return "", err
 	}

@@ -52,7 +52,7 @@ fn the_three_latencies_of_a_claim_have_upstreams_names_and_finer_buckets() {
         .insert(labels::LAUNCH_TYPE.to_owned(), "warm".to_owned());
     metrics.observe_claim_ready(&claim(), &sandbox, at(104), at(112));
     let text = metrics.text().unwrap();
-    let of = r#"launch_type="warm",sandbox_template="unknown""#;
+    let of = r#"launch_type="warm",sandbox_template="__unknown__""#;
     for line in [
         format!("agent_sandbox_claim_startup_latency_ms_bucket{{le=\"100.0\",{of}}} 0"),
         format!("agent_sandbox_claim_startup_latency_ms_bucket{{le=\"250.0\",{of}}} 1"),
