@@ -532,7 +532,10 @@ impl Metrics {
             .and_then(|time| time.parse().ok());
         let created = claim.metadata.creation_timestamp.as_ref();
         for (latency, since) in [
-            (&self.startup, admitted.or(created.map(|time| time.0))),
+            (
+                &self.startup,
+                admitted.or_else(|| created.map(|time| time.0)),
+            ),
             (&self.controller_startup, Some(first_seen)),
             (
                 &self.client_startup,
