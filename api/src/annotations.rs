@@ -20,6 +20,8 @@ pub const PROPAGATED_ANNOTATIONS: &str = "agents.x-k8s.io/propagated-annotations
 pub const CONTROLLER_FIRST_OBSERVED_AT: &str = "agents.x-k8s.io/controller-first-observed-at";
 /// When the client asked.
 pub const CLIENT_FIRST_REQUESTED_AT: &str = "agents.x-k8s.io/client-first-requested-at";
+/// RFC 3339 time at which an admission webhook saw the claim; written by installations that have one.
+pub const WEBHOOK_FIRST_OBSERVED_AT: &str = "agents.x-k8s.io/webhook-first-observed-at";
 /// When a claim was Ready for the first time, or [`UNKNOWN_TIME`].
 pub const CLAIM_FIRST_READY_AT: &str = "agents.x-k8s.io/claim-first-ready-at";
 /// Value of [`CLAIM_FIRST_READY_AT`] when nobody saw the moment.
@@ -71,6 +73,15 @@ pub const USER_SETTINGS: [&str; 6] = [
     ON_RESTORE_FAILURE,
     RESTORE_FROM,
     SNAPSHOT_CLASS,
+    RESUME_ON_REQUEST,
+];
+
+/// Those of them that a SandboxClaim may bring: they are about the life of its own sandbox. The others say whose memory it starts from, where memory is kept and what runs in
+/// it; they are for who writes Sandboxes and SandboxTemplates.
+pub const CLAIM_SETTINGS: [&str; 4] = [
+    SUSPENSION_STRATEGY,
+    HIBERNATE,
+    ON_RESTORE_FAILURE,
     RESUME_ON_REQUEST,
 ];
 

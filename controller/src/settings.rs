@@ -7,6 +7,10 @@ use std::time::Duration;
 pub struct Settings {
     /// Reconcile SandboxClaims, SandboxTemplates and SandboxWarmPools too.
     pub extensions: bool,
+    /// Publish Events about Sandboxes.
+    pub sandbox_events: bool,
+    /// Watch only Services that carry the label of a Sandbox.
+    pub cache_label_selectors: bool,
     pub sandbox_workers: u16,
     pub claim_workers: u16,
     pub pool_workers: u16,
@@ -48,6 +52,8 @@ impl Default for Settings {
     fn default() -> Self {
         Self {
             extensions: false,
+            sandbox_events: true,
+            cache_label_selectors: false,
             sandbox_workers: 100,
             claim_workers: 50,
             pool_workers: 1,

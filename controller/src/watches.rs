@@ -165,6 +165,9 @@ pub fn sandbox_changed(context: &Context, change: &Change<Sandbox>) {
     let Some(sandbox) = change.after.as_ref().or(change.before.as_ref()) else {
         return;
     };
+    if change.after.is_none() {
+        context.metrics.forget(&sandbox.uid().unwrap_or_default());
+    }
     let key = key_of(&**sandbox);
     // A snapshot may have been made before its Sandbox.
     for snapshot in context.caches.snapshots.indexed(&key.0, &key.1) {
@@ -228,17 +231,26 @@ fn start_dependents(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
         },
     ));
     let known = Arc::clone(context);
-    // All Services, not only ours: one that somebody else owns under a Sandbox's name has to be seen.
-    let all = watcher::Config::default();
-    tasks.spawn(follow(client.clone(), all, trim_service, move |event| {
-        known
-            .caches
-            .services
-            .apply(event)
-            .iter()
-            .flat_map(owners)
-            .for_each(|key| known.queues.sandboxes.add(key));
-    }));
+    // All Services, not only ours: one that somebody else owns under a Sandbox's name is seen before ours is made. Where only ours are watched, the create finds the name taken.
+    let services = if context.settings.cache_label_selectors {
+        hashed.clone()
+    } else {
+        watcher::Config::default()
+    };
+    tasks.spawn(follow(
+        client.clone(),
+        services,
+        trim_service,
+        move |event| {
+            known
+                .caches
+                .services
+                .apply(event)
+                .iter()
+                .flat_map(owners)
+                .for_each(|key| known.queues.sandboxes.add(key));
+        },
+    ));
     // Claims wake nobody, as upstream: they are made before the Pod and not looked at again.
     let known = Arc::clone(context);
     tasks.spawn(follow(client, hashed, trim_claim, move |event| {

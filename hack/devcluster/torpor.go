@@ -222,11 +222,20 @@ func render(folder string, images builtImages) ([]manifest, error) {
 	for repository, reference := range images {
 		text = strings.ReplaceAll(text, repository+":dev", reference)
 	}
+	return parseManifests(folder, text)
+}
+
+// parseManifests takes the objects of a text apart that has sorted keys, as kustomize and the chart write them.
+func parseManifests(origin, text string) ([]manifest, error) {
 	var all []manifest
-	for document := range strings.SplitSeq(text, "\n---\n") {
+	for document := range strings.SplitSeq("\n"+text, "\n---\n") {
+		document = strings.Trim(document, "\n")
+		if document == "" {
+			continue
+		}
 		m := manifest{kind: first(kindLine, document), name: first(nameLine, document), namespace: first(namespaceLine, document), text: document}
 		if m.kind == "" || m.name == "" {
-			return nil, fmt.Errorf("%s: an object without kind or name:\n%s", folder, document)
+			return nil, fmt.Errorf("%s: an object without kind or name:\n%s", origin, document)
 		}
 		all = append(all, m)
 	}
@@ -395,8 +404,7 @@ func uninstallTorpor() error {
 		return err
 	}
 	// The build that made the nodes' files takes them away; without one there are none.
-	agent, err := kubectlRun(20*time.Second, nil, "get", "daemonset", "torpor-agent", "-n", torporNamespace, "--ignore-not-found",
-		"-o", "jsonpath={.spec.template.spec.containers[0].image}")
+	agent, err := installedAgent()
 	if err != nil {
 		return err
 	}
@@ -404,7 +412,11 @@ func uninstallTorpor() error {
 		return err
 	}
 	if agent != "" {
-		if err := runUninstallJobs(builtImages{"torpor.dev/agent": agent}); err != nil {
+		jobs, err := render(uninstallFolder, builtImages{agentImage: agent})
+		if err != nil {
+			return err
+		}
+		if err := runUninstallJobs(jobs); err != nil {
 			return err
 		}
 	}
@@ -415,11 +427,13 @@ func uninstallTorpor() error {
 	return nil
 }
 
-func runUninstallJobs(images builtImages) error {
-	jobs, err := render(uninstallFolder, images)
-	if err != nil {
-		return err
-	}
+// installedAgent is the image of the agents in the cluster; empty when there are none.
+func installedAgent() (string, error) {
+	return kubectlRun(20*time.Second, nil, "get", "daemonset", "torpor-agent", "-n", torporNamespace, "--ignore-not-found",
+		"-o", "jsonpath={.spec.template.spec.containers[0].image}")
+}
+
+func runUninstallJobs(jobs []manifest) error {
 	if _, err := kubectlRun(time.Minute, joined(jobs), "apply", "--server-side", "--force-conflicts", "-f", "-"); err != nil {
 		return err
 	}
@@ -432,6 +446,6 @@ func runUninstallJobs(images builtImages) error {
 			return fmt.Errorf("%w\n%s", err, explainPods())
 		}
 	}
-	_, err = kubectlRun(time.Minute, joined(jobs), "delete", "--ignore-not-found", "-f", "-")
+	_, err := kubectlRun(time.Minute, joined(jobs), "delete", "--ignore-not-found", "-f", "-")
 	return err
 }
