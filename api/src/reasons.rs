@@ -87,18 +87,20 @@ pub mod hibernated {
     pub const SAVING: &str = "Saving";
     pub const SAVE_FAILED: &str = "SaveFailed";
     pub const FROZEN: &str = "Frozen";
+    pub const DOZING: &str = "Dozing";
     pub const RUNTIME_NOT_CAPABLE: &str = "RuntimeNotCapable";
     pub const INVALID_ANNOTATION: &str = "InvalidAnnotation";
     pub const SNAPSHOT_CLASS_NOT_SUPPORTED: &str = "SnapshotClassNotSupported";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 9] = [
+    pub const ALL: [&str; 10] = [
         HIBERNATED,
         AWAKE,
         WAKING,
         SAVING,
         SAVE_FAILED,
         FROZEN,
+        DOZING,
         RUNTIME_NOT_CAPABLE,
         INVALID_ANNOTATION,
         SNAPSHOT_CLASS_NOT_SUPPORTED,

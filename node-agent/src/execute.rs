@@ -1,7 +1,6 @@
 //! Steps, done. One arm per action, one call per arm, no choices: what is to happen was decided in `torpor-core`.
 
 use std::cell::RefCell;
-use std::os::fd::AsFd;
 use std::time::Duration;
 
 use torpor_core::ids::{ImageId, Namespace, PodUid};
@@ -83,13 +82,17 @@ fn act(context: &Context<'_>, action: &Action, ledger: &LedgerFile) -> Outcome {
         Action::Pause => with_control(context, |control, record| {
             pause::pause(&node.records, control, &record.sandbox, CALL_LIMIT)
         }),
+        Action::Doze => with_control(context, |control, record| {
+            pause::doze(&node.records, control, &record.sandbox, CALL_LIMIT)
+        }),
+        Action::Reclaim { image } => run_verb(context, Verb::Doze, image),
         Action::Resume => with_control(context, |control, record| {
             pause::resume(&node.records, control, &record.sandbox, CALL_LIMIT)
         }),
         Action::Checkpoint { image } => checkpoint(context, image),
         Action::Commit { image } => commit(context, image),
-        Action::End { image } => ask_keeper(context, Verb::End, image),
-        Action::Wake { image } => ask_keeper(context, Verb::Wake, image),
+        Action::End { image } => run_verb(context, Verb::End, image),
+        Action::Wake { image } => run_verb(context, Verb::Wake, image),
         Action::Record => Outcome::Done,
         Action::ForgetSleep => forget_sleep(context),
         Action::DiscardPartial { image } => {
@@ -186,17 +189,14 @@ fn commit(context: &Context<'_>, image: &ImageId) -> Outcome {
     }
 }
 
-/// The keeper's program holds the lock for as long as it works, whatever becomes of the agent.
-fn ask_keeper(context: &Context<'_>, verb: Verb, image: &ImageId) -> Outcome {
+fn run_verb(context: &Context<'_>, verb: Verb, image: &ImageId) -> Outcome {
     let Some((record, lock)) = context.sandbox else {
         return no_sandbox();
     };
-    let dir = context.node.pause_dir(&record.sandbox);
-    let request = Request::Run {
-        verb,
-        image: image.clone(),
-    };
-    match keeper::ask(&dir, &request, &[lock.as_fd()], WAKE_LIMIT) {
+    let asked = context
+        .node
+        .ask_keeper(&record.sandbox, lock, verb, Some(image), WAKE_LIMIT);
+    match asked {
         Ok(_) => Outcome::Done,
         Err(keeper::Error::Refused { reason, message }) => Outcome::Failed { reason, message },
         Err(error @ keeper::Error::Gone { .. }) => failed("KeeperGone", &error),

@@ -36,6 +36,7 @@ pub(crate) struct Metrics {
     pub(crate) running: Gauge,
     pub(crate) hibernated: Gauge,
     pub(crate) paused: Gauge,
+    pub(crate) dozing: Gauge,
     pub(crate) image_bytes: Gauge,
 }
 
@@ -49,6 +50,7 @@ impl Metrics {
             running: Gauge::default(),
             hibernated: Gauge::default(),
             paused: Gauge::default(),
+            dozing: Gauge::default(),
             image_bytes: Gauge::default(),
             registry: Registry::default(),
         };
@@ -73,6 +75,11 @@ impl Metrics {
             "sandboxes_paused",
             "Sandboxes that are paused",
             metrics.paused.clone(),
+        );
+        registry.register(
+            "sandboxes_dozing",
+            "Sandboxes that are paused because they were idle",
+            metrics.dozing.clone(),
         );
         registry.register(
             "image_bytes",

@@ -271,7 +271,7 @@ impl Keeper<'_> {
                 return Handled::Exit(*code);
             }
             Request::Run { verb, image } => match files.pop_front() {
-                Some(lock) => self.run(*verb, image, lock, peer),
+                Some(lock) => self.run(*verb, image.as_ref(), lock, peer),
                 None => answer(&peer, &Answer::refused("BadRequest", "no lock".into()), &[]),
             },
         }
@@ -286,12 +286,12 @@ impl Keeper<'_> {
     }
 
     /// The program's standard output is the connection: its answer is the answer.
-    fn run(&mut self, verb: Verb, image: &ImageId, lock: OwnedFd, peer: OwnedFd) {
+    fn run(&mut self, verb: Verb, image: Option<&ImageId>, lock: OwnedFd, peer: OwnedFd) {
         let Ok(copy) = peer.try_clone() else { return };
         let spawned = Command::new("/proc/self/exe")
             .arg(verb.as_str())
             .arg(self.record.sandbox.as_str())
-            .arg(image.to_string())
+            .args(image.map(ToString::to_string))
             .stdin(lock)
             .stdout(peer)
             .stderr(Stdio::null())

@@ -1,5 +1,6 @@
 use super::*;
 use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 pub(crate) fn sh(script: &str) -> String {
     let output = Command::new("sh")
@@ -16,7 +17,9 @@ pub(crate) struct Namespace(String);
 
 impl Namespace {
     pub(crate) fn empty(purpose: &str) -> Self {
-        let name = format!("torpor-{purpose}-{}", std::process::id());
+        static MADE: AtomicU32 = AtomicU32::new(0);
+        let number = MADE.fetch_add(1, Ordering::Relaxed);
+        let name = format!("torpor-{purpose}-{}-{number}", std::process::id());
         sh(&format!("ip netns add {name}"));
         Self(name)
     }

@@ -109,6 +109,7 @@ impl Host {
 
     fn install_args(&self) -> InstallArgs {
         InstallArgs {
+            doze_swap: None,
             expedite_wakes: true,
             paths: self.paths(),
             containerd: self.containerd(),
