@@ -163,6 +163,9 @@ pub struct RuntimeCapabilities {
     /// Restore that runs while memory is still being read.
     #[serde(default)]
     pub background_restore: bool,
+    /// Pause an idle sandbox and push its memory into swap.
+    #[serde(default)]
+    pub doze: bool,
     /// Pause and continue.
     #[serde(default)]
     pub freeze: bool,
@@ -186,6 +189,8 @@ pub enum RuntimeKind {
 /// Sandboxes of a node by state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SandboxCounts {
+    #[serde(default)]
+    pub dozing: i32,
     #[serde(default)]
     pub hibernated: i32,
     #[serde(default)]

@@ -87,18 +87,20 @@ pub mod hibernated {
     pub const SAVING: &str = "Saving";
     pub const SAVE_FAILED: &str = "SaveFailed";
     pub const FROZEN: &str = "Frozen";
+    pub const DOZING: &str = "Dozing";
     pub const RUNTIME_NOT_CAPABLE: &str = "RuntimeNotCapable";
     pub const INVALID_ANNOTATION: &str = "InvalidAnnotation";
     pub const SNAPSHOT_CLASS_NOT_SUPPORTED: &str = "SnapshotClassNotSupported";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 9] = [
+    pub const ALL: [&str; 10] = [
         HIBERNATED,
         AWAKE,
         WAKING,
         SAVING,
         SAVE_FAILED,
         FROZEN,
+        DOZING,
         RUNTIME_NOT_CAPABLE,
         INVALID_ANNOTATION,
         SNAPSHOT_CLASS_NOT_SUPPORTED,
@@ -168,6 +170,8 @@ pub mod plan {
     pub const LEDGER_CORRUPT: &str = "LedgerCorrupt";
     pub const RESTORING: &str = "Restoring";
     pub const SLEEP_WANTED: &str = "SleepWanted";
+    pub const IDLE: &str = "Idle";
+    pub const DOZING: &str = "Dozing";
     pub const AWAKE_WANTED: &str = "AwakeWanted";
     pub const FREEZE_WANTED: &str = "FreezeWanted";
     pub const SNAPSHOT_WANTED: &str = "SnapshotWanted";
@@ -190,12 +194,14 @@ pub mod plan {
     pub const NUMBERS_EXHAUSTED: &str = "NumbersExhausted";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 25] = [
+    pub const ALL: [&str; 27] = [
         BUSY,
         LIVE_UNKNOWN,
         LEDGER_CORRUPT,
         RESTORING,
         SLEEP_WANTED,
+        IDLE,
+        DOZING,
         AWAKE_WANTED,
         FREEZE_WANTED,
         SNAPSHOT_WANTED,

@@ -5,6 +5,7 @@ mod args;
 mod desired;
 mod driver;
 mod execute;
+mod idle;
 mod install;
 mod metrics;
 mod node;

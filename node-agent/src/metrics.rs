@@ -59,6 +59,7 @@ pub(crate) struct Metrics {
     pub(crate) running: Gauge,
     pub(crate) hibernated: Gauge,
     pub(crate) paused: Gauge,
+    pub(crate) dozing: Gauge,
     pub(crate) image_bytes: Gauge,
     pub(crate) store_available: Gauge,
     pub(crate) store_capacity: Gauge,
@@ -81,6 +82,7 @@ impl Metrics {
             running: Gauge::default(),
             hibernated: Gauge::default(),
             paused: Gauge::default(),
+            dozing: Gauge::default(),
             image_bytes: Gauge::default(),
             store_available: Gauge::default(),
             store_capacity: Gauge::default(),
@@ -114,6 +116,11 @@ impl Metrics {
             "sandboxes_paused",
             "Sandboxes that are paused",
             metrics.paused.clone(),
+        );
+        registry.register(
+            "sandboxes_dozing",
+            "Sandboxes that are paused because they were idle",
+            metrics.dozing.clone(),
         );
         registry.register(
             "image_bytes",

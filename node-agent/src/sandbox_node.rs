@@ -21,6 +21,7 @@ use torpor_snapshots::Listed;
 
 use crate::metrics::Metrics;
 use crate::node::Node;
+use crate::observe::can_doze;
 use crate::publish::{API_LIMIT, fingerprint};
 use crate::sandboxes::{Sandboxes, signed};
 
@@ -132,6 +133,7 @@ fn record(metrics: &Metrics, status: &SandboxNodeStatus) {
         metrics.running.set(counts.running.into());
         metrics.hibernated.set(counts.hibernated.into());
         metrics.paused.set(counts.paused.into());
+        metrics.dozing.set(counts.dozing.into());
     }
     if let Some(storage) = &status.storage {
         metrics.image_bytes.set(storage.bytes);
@@ -174,6 +176,7 @@ fn runtime(node: &Node, handler: &str) -> NodeRuntime {
     let capabilities = node.ability.as_ref().map_or_else(
         |_| RuntimeCapabilities::default(),
         |ability| RuntimeCapabilities {
+            doze: ability.capabilities.hibernate && can_doze().is_ok(),
             background_restore: ability.capabilities.background_restore,
             freeze: ability.capabilities.freeze,
             hibernate: ability.capabilities.hibernate,
@@ -184,7 +187,11 @@ fn runtime(node: &Node, handler: &str) -> NodeRuntime {
         capabilities,
         handler: handler.to_owned(),
         kind: RuntimeKind::GVisor,
-        message: node.ability.as_ref().err().cloned().unwrap_or_default(),
+        message: match (&node.ability, can_doze()) {
+            (Err(why), _) => why.clone(),
+            (Ok(_), Err(why)) => format!("cannot doze: {why}"),
+            (Ok(_), Ok(())) => String::new(),
+        },
     }
 }
 
@@ -196,7 +203,9 @@ fn counts(node: &Node) -> SandboxCounts {
             Ok(SandboxState::Running) => {
                 let lives = Control::connect(node.runsc.root(), pod.sandbox.as_str()).is_ok();
                 let paused = node.records.is_noted_paused(&pod.sandbox);
-                counts.paused += i32::from(lives && paused);
+                let dozes = paused && matches!(node.records.doze(&pod.sandbox), Ok(Some(_)));
+                counts.dozing += i32::from(lives && dozes);
+                counts.paused += i32::from(lives && paused && !dozes);
                 counts.running += i32::from(lives && !paused);
             }
             Ok(SandboxState::Restoring { .. }) | Err(_) => {}

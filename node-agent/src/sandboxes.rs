@@ -226,6 +226,8 @@ mod tests {
             Reason::LedgerCorrupt,
             Reason::Restoring,
             Reason::SleepWanted,
+            Reason::Idle,
+            Reason::Dozing,
             Reason::AwakeWanted,
             Reason::FreezeWanted,
             Reason::SnapshotWanted,
@@ -254,6 +256,8 @@ mod tests {
                 | Reason::LedgerCorrupt
                 | Reason::Restoring
                 | Reason::SleepWanted
+                | Reason::Idle
+                | Reason::Dozing
                 | Reason::AwakeWanted
                 | Reason::FreezeWanted
                 | Reason::SnapshotWanted

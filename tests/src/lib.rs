@@ -18,6 +18,7 @@ pub mod remains;
 pub mod retag;
 pub mod sandboxes;
 pub mod sleep;
+pub mod swap;
 pub mod terminal;
 pub mod wait;
 pub mod witness;

@@ -216,6 +216,22 @@ impl Hierarchies {
         })
     }
 
+    /// Where the memory of the cgroup is limited and counted; none where the kernel does neither.
+    pub(crate) fn memory(&self, relative: &Path) -> Option<MemoryGroup> {
+        let group = |root: &Path| {
+            let name = root.file_name().unwrap_or_default().to_string_lossy();
+            if name.split(',').any(|controller| controller == "memory") {
+                return Some(MemoryGroup::V1(root.join(relative)));
+            }
+            let one = root.join("cgroup.controllers").exists() && self.roots.len() == 1;
+            one.then(|| MemoryGroup::V2 {
+                root: root.to_path_buf(),
+                group: root.join(relative),
+            })
+        };
+        self.roots.iter().find_map(|root| group(root))
+    }
+
     fn with_parent(&self, relative: &Path) -> impl Iterator<Item = PathBuf> {
         self.roots
             .iter()
@@ -229,6 +245,13 @@ impl Hierarchies {
             .map(move |root| root.join(relative))
             .filter(|path| path.is_dir())
     }
+}
+
+/// A cgroup of the memory controller.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum MemoryGroup {
+    V1(PathBuf),
+    V2 { root: PathBuf, group: PathBuf },
 }
 
 /// Whether a hierarchy, by the controllers that its name lists, limits or counts what a pod uses. The only one of v2 does.
@@ -308,7 +331,7 @@ fn inherit_cpuset(path: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-fn write(path: &Path, text: &str) -> Result<(), Error> {
+pub(crate) fn write(path: &Path, text: &str) -> Result<(), Error> {
     let written = std::fs::OpenOptions::new()
         .write(true)
         .truncate(true)

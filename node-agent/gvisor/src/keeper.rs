@@ -64,7 +64,12 @@ pub enum Request {
     Exit { code: u8 },
     /// Run torpor-oci on the host, as a child of the pod's shim; its answer is the answer. The pod's lock comes beside
     /// the message, and the program holds it to its end, whatever becomes of who asked.
-    Run { verb: Verb, image: ImageId },
+    Run {
+        verb: Verb,
+        /// What to wake or to end; the other verbs need none.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        image: Option<ImageId>,
+    },
 }
 
 /// What a keeper runs for the agent: what must live in the host's namespaces and not in the agent's container.
@@ -73,6 +78,10 @@ pub enum Request {
 pub enum Verb {
     Wake,
     End,
+    /// Push the memory of a dozing sandbox out of main memory; from then on the keeper may look out for who needs it.
+    Doze,
+    /// Say when the pod's links last carried something; see [`crate::traffic`].
+    Traffic,
 }
 
 impl Verb {
@@ -80,6 +89,8 @@ impl Verb {
         match self {
             Self::Wake => "wake",
             Self::End => "end",
+            Self::Doze => "doze",
+            Self::Traffic => "traffic",
         }
     }
 }

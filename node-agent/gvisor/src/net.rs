@@ -5,11 +5,11 @@
 //! kept in the pod's record as the kernel's own messages, and replayed before each restore.
 
 use std::net::IpAddr;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use netlink_packet_core::{
-    NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_REPLACE, NLM_F_REQUEST, NetlinkHeader,
+    NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_EXCL, NLM_F_REPLACE, NLM_F_REQUEST, NetlinkHeader,
     NetlinkMessage, NetlinkPayload,
 };
 use netlink_packet_route::RouteNetlinkMessage;
@@ -19,6 +19,9 @@ use netlink_packet_route::address::{
 use netlink_packet_route::link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};
 use netlink_packet_route::route::{
     RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
+};
+use netlink_packet_route::tc::{
+    TcAttribute, TcBpfFlags, TcFilterBpf, TcFilterBpfOption, TcHandle, TcMessage, TcOption,
 };
 use netlink_sys::protocols::NETLINK_ROUTE;
 use netlink_sys::{Socket, SocketAddr};
@@ -60,6 +63,13 @@ pub enum Error {
     Panicked,
 }
 
+/// Which way packets go, as the pod sees it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Direction {
+    In,
+    Out,
+}
+
 /// What was set on the interfaces of a namespace, loopback aside: netlink messages in hexadecimal.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -69,7 +79,7 @@ pub struct Addresses {
 }
 
 impl Addresses {
-    /// The addresses alone.
+    /// The addresses alone, those of the link's own (fe80::) aside.
     pub fn ips(&self) -> Result<Vec<IpAddr>, Error> {
         let mut ips = Vec::new();
         for hex in &self.addresses {
@@ -86,7 +96,9 @@ impl Addresses {
                         _ => None,
                     })
                 };
-                ips.extend(local.or_else(any));
+                let is_of_link =
+                    |ip: &IpAddr| matches!(ip, IpAddr::V6(v6) if v6.is_unicast_link_local());
+                ips.extend(local.or_else(any).filter(|ip| !is_of_link(ip)));
             }
         }
         Ok(ips)
@@ -364,10 +376,16 @@ impl Netlink {
     }
 
     fn replace(&mut self, what: &str, message: RouteNetlinkMessage) -> Result<(), Error> {
-        self.send(
-            message,
-            NLM_F_REQUEST | NLM_F_ACK | NLM_F_CREATE | NLM_F_REPLACE,
-        )?;
+        self.change(what, message, NLM_F_CREATE | NLM_F_REPLACE)
+    }
+
+    fn change(
+        &mut self,
+        what: &str,
+        message: RouteNetlinkMessage,
+        flags: u16,
+    ) -> Result<(), Error> {
+        self.send(message, NLM_F_REQUEST | NLM_F_ACK | flags)?;
         for message in self.receive()? {
             if let NetlinkPayload::Error(error) = message.payload
                 && error.code.is_some()
@@ -403,6 +421,58 @@ impl Netlink {
 pub(crate) fn link_indexes() -> Result<Vec<u32>, Error> {
     Netlink::open()?
         .links(|flags| flags.contains(LinkFlags::Up) && !flags.contains(LinkFlags::Loopback))
+}
+
+/// Attaches programs of [`crate::bpf::Hook::Classify`] to every link of this thread's namespace that is up, loopback aside: each
+/// sees the packets of its direction for as long as the link exists.
+pub(crate) fn attach_to_links(programs: &[(Direction, OwnedFd)]) -> Result<(), Error> {
+    /// Before programs that a CNI plugin may have there, which may end the matter; ours never do.
+    const PRIORITY: u32 = 7;
+    const ETH_P_ALL: u16 = 3;
+    let mut netlink = Netlink::open()?;
+    for link in link_indexes()? {
+        let link = i32::try_from(link).map_err(|_| Error::BadAnswer("a link's number".into()))?;
+        let mut discipline = TcMessage::with_index(link);
+        discipline.header.handle = TcHandle::from(0xffff_0000);
+        discipline.header.parent = TcHandle::CLSACT;
+        discipline.attributes = vec![TcAttribute::Kind("clsact".to_owned())];
+        let made = netlink.change(
+            "a place for programs on the pod's link",
+            RouteNetlinkMessage::NewQueueDiscipline(discipline),
+            NLM_F_CREATE | NLM_F_EXCL,
+        );
+        match made {
+            Err(Error::Refused { source, .. })
+                if source.kind() == std::io::ErrorKind::AlreadyExists => {}
+            other => other?,
+        }
+        for (direction, program) in programs {
+            let mut filter = TcMessage::with_index(link);
+            filter.header.parent = TcHandle {
+                major: u16::MAX,
+                minor: match direction {
+                    Direction::In => TcHandle::MIN_INGRESS,
+                    Direction::Out => TcHandle::MIN_EGRESS,
+                },
+            };
+            filter.header.info = PRIORITY << 16 | u32::from(ETH_P_ALL.to_be());
+            let options = [
+                TcFilterBpfOption::ProgFd(program.as_raw_fd().cast_unsigned()),
+                TcFilterBpfOption::ProgName("torpor".to_owned()),
+                TcFilterBpfOption::Flags(TcBpfFlags::DirectAction),
+            ];
+            filter.attributes = vec![
+                TcAttribute::Kind(TcFilterBpf::KIND.to_owned()),
+                TcAttribute::Options(options.map(TcOption::Bpf).into()),
+            ];
+            netlink.change(
+                "a program on the pod's link",
+                RouteNetlinkMessage::NewTrafficFilter(filter),
+                NLM_F_CREATE | NLM_F_EXCL,
+            )?;
+        }
+    }
+    Ok(())
 }
 
 fn to_hex(message: RouteNetlinkMessage) -> String {

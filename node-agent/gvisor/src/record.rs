@@ -4,13 +4,17 @@
 //! pods/<sandbox id>/pod.json        the pod, written once
 //! pods/<sandbox id>/state.json      what its sandbox is doing now ([`SandboxState`])
 //! pods/<sandbox id>/pause.json      whether it is paused ([`PauseMark`])
+//! pods/<sandbox id>/doze.json       there while it is paused because it was idle ([`DozeNote`]): whoever needs it resumes it
 //! pods/<sandbox id>/quotas.json     limits of processor time that are lifted while it wakes
 //! pods/<sandbox id>/wake.json       how long the last wake took ([`WakeNote`]); when: the time of the file
 //! pods/<sandbox id>/sleep.json      what the pod's memory was before and after its last sleep began ([`SleepNote`])
 //! pods/<sandbox id>/lock            held by whoever changes the sandbox
-//! pods/<sandbox id>/sessions        locked (shared) by every process that exec runs in the sandbox
+//! pods/<sandbox id>/sessions        locked (shared) by every process that exec runs in the sandbox; its time: when one last began or ended
 //! pods/<sandbox id>/forwards        a pipe, open for reading by whoever forwards a connection ([`crate::forward`])
 //! pods/<sandbox id>/not-forwarded   why connections to the pod's loopback are not taken
+//! pods/<sandbox id>/traffic.json    where the times of its packets are ([`crate::traffic`]), or why there are none
+//! pods/<sandbox id>/probes.json     what the kubelet probes, as the agent has read it from the Pod ([`Probes`])
+//! pods/<sandbox id>/probing         locked (shared) by every process that a probe runs in the sandbox
 //! pods/<sandbox id>/called          when an exec or a signal last woke the sandbox: the time of the file
 //! reports/<pod UID>.json            how the last restore of this Pod ended ([`RestoreReport`])
 //! containers/<id>/container.json    the container, written once
@@ -36,6 +40,10 @@ use crate::config::Config;
 use crate::net::Addresses;
 use crate::pause::PauseMark;
 use crate::spec::{Role, SandboxVolume};
+
+mod notes;
+
+pub use notes::{DozeNote, Probes, Session};
 
 /// No record is larger; the OCI spec of a pod with thousands of mounts is below a megabyte.
 const MAX_RECORD: u64 = 8 << 20;
@@ -171,14 +179,6 @@ pub enum SandboxState {
     },
 }
 
-/// A probe of the kind `exec`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ProbeCommand {
-    /// The container's name.
-    pub container: String,
-    pub command: Vec<String>,
-}
-
 /// How the last restore ended, for the agent to report.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "outcome", deny_unknown_fields)]
@@ -267,25 +267,6 @@ impl Records {
         match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
             Ok(lock) => Ok(Some(PodLock(lock))),
             Err((_, nix::Error::EAGAIN)) => Ok(None),
-            Err((_, source)) => Err(Error::Lock { path, source }),
-        }
-    }
-
-    /// Held by a process that somebody runs in the sandbox (exec), for as long as it runs.
-    pub fn join_sessions(&self, sandbox: &SandboxId) -> Result<PodLock, Error> {
-        let (path, file) = self.file_to_lock(sandbox, "sessions")?;
-        let locked = Flock::lock(file, FlockArg::LockSharedNonblock);
-        locked
-            .map(PodLock)
-            .map_err(|(_, source)| Error::Lock { path, source })
-    }
-
-    /// Whether anybody runs a process in the sandbox.
-    pub fn has_sessions(&self, sandbox: &SandboxId) -> Result<bool, Error> {
-        let (path, file) = self.file_to_lock(sandbox, "sessions")?;
-        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-            Ok(_) => Ok(false),
-            Err((_, nix::Error::EAGAIN)) => Ok(true),
             Err((_, source)) => Err(Error::Lock { path, source }),
         }
     }
@@ -440,22 +421,6 @@ impl Records {
     pub fn note_not_forwarded(&self, sandbox: &SandboxId, why: &str) -> Result<(), Error> {
         let path = self.pod_dir(sandbox).join("not-forwarded");
         std::fs::write(&path, why).map_err(|source| write_error(&path, source))
-    }
-
-    /// Notes the commands by which the kubelet probes the pod's containers.
-    pub fn write_probe_commands(
-        &self,
-        sandbox: &SandboxId,
-        commands: &[ProbeCommand],
-    ) -> Result<(), Error> {
-        write_json(&self.pod_dir(sandbox).join("probes.json"), &commands)
-    }
-
-    /// Whether the kubelet probes the container by this command.
-    pub fn is_probe(&self, sandbox: &SandboxId, probe: &ProbeCommand) -> bool {
-        let commands: Result<Vec<ProbeCommand>, _> =
-            read_json(&self.pod_dir(sandbox).join("probes.json"));
-        commands.is_ok_and(|commands| commands.contains(probe))
     }
 
     /// Notes why packets do not wake the pod.

@@ -206,11 +206,8 @@ impl Keeper<'_> {
                 if ended.contains(&Purpose::Rouse) {
                     watch.wake_failed();
                 }
-                if !watch.is_asleep()
-                    && let Ok(pod) = records.pod(sandbox)
-                {
-                    // An address that cannot be put back now is by the wake; until then nobody finds the pod.
-                    let next = watch.asleep(&pod).unwrap_or(Next::Nothing);
+                if let Ok(pod) = records.pod(sandbox) {
+                    let next = watch.asleep(&pod);
                     self.follow(next);
                 }
             }
@@ -233,8 +230,8 @@ impl Keeper<'_> {
     fn follow(&mut self, next: Next) {
         let Next::Wake(cause) = next else { return };
         let spawned = Command::new("/proc/self/exe")
-            .arg0("torpor-rouse")
-            .arg("rouse")
+            .arg0("torpor-wake")
+            .arg("wake")
             .arg(self.record.sandbox.as_str())
             .current_dir("/")
             .stdin(Stdio::null())
@@ -259,8 +256,10 @@ impl Keeper<'_> {
             Ok(pod) => pod,
             Err(error) => return Answer::refused("NoRecord", error.to_string()),
         };
-        // First the old one ends: two cannot silence the same link.
-        self.watch = None;
+        if self.watch.is_some() {
+            // It dozed before it is saved: what waits goes on waiting.
+            return Answer::ok(serde_json::Value::Null);
+        }
         match Watch::begin(&pod, probed_ports, self.node.config.kubelet_port) {
             Ok(watch) => {
                 self.watch = Some(watch);
@@ -412,7 +411,7 @@ impl Keeper<'_> {
                 return Handled::Exit(*code);
             }
             Request::Run { verb, image } => match files.pop_front() {
-                Some(lock) => self.run(*verb, image, lock, peer),
+                Some(lock) => self.run(*verb, image.as_ref(), lock, peer),
                 None => answer(&peer, &Answer::refused("BadRequest", "no lock".into()), &[]),
             },
         }
@@ -427,12 +426,12 @@ impl Keeper<'_> {
     }
 
     /// The program's standard output is the connection: its answer is the answer.
-    fn run(&mut self, verb: Verb, image: &ImageId, lock: OwnedFd, peer: OwnedFd) {
+    fn run(&mut self, verb: Verb, image: Option<&ImageId>, lock: OwnedFd, peer: OwnedFd) {
         let Ok(copy) = peer.try_clone() else { return };
         let spawned = Command::new("/proc/self/exe")
             .arg(verb.as_str())
             .arg(self.record.sandbox.as_str())
-            .arg(image.to_string())
+            .args(image.map(ToString::to_string))
             .stdin(lock)
             .stdout(peer)
             .stderr(Stdio::null())

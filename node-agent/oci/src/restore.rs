@@ -422,6 +422,11 @@ fn wake_recorded(
 
 /// Whether the ledger says that the sandbox' memory lies in an image that is there.
 pub(crate) fn is_in_image(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
+    Ok(memory_image(node, sandbox)?.is_some())
+}
+
+/// The image that the sandbox' memory lies in, by the ledger, if it is there.
+pub(crate) fn memory_image(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Option<ImageId>> {
     let pod = node.records.pod(sandbox)?;
     let store = store(node)?;
     let held = |image: &ImageId| store.image(&pod.namespace, image).is_ok();
@@ -429,7 +434,7 @@ pub(crate) fn is_in_image(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bo
         .ledger(&pod.pod_uid)?
         .read()?
         .restorable(held)
-        .is_some())
+        .cloned())
 }
 
 /// Before a paused sandbox is resumed: from now on no image is its memory.
@@ -501,6 +506,7 @@ pub(crate) fn end(node: &Node, sandbox: &SandboxId, id: &ImageId) -> anyhow::Res
         };
         node.records.write_sleep(sandbox, &note)?;
     }
+    node.records.write_doze(sandbox, None)?;
     Ok(Answer::ok(serde_json::Value::Null))
 }
 

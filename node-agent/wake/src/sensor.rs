@@ -74,8 +74,11 @@ impl Sensor {
     }
 
     /// The sandbox' processes have ended and its image is its memory. Packets may have come while it was written.
+    /// Told once or more often.
     pub fn asleep(&mut self, now: Instant) -> Next {
-        self.phase = Phase::Asleep;
+        if self.phase == Phase::Saving {
+            self.phase = Phase::Asleep;
+        }
         self.next(now)
     }
 
@@ -212,8 +215,7 @@ mod tests {
                         }
                         sensor.arrived(&n.to_be_bytes(), meaning, now)
                     }
-                    // Told once per sleep, when it has ended.
-                    Event::Asleep if !asleep => {
+                    Event::Asleep => {
                         asleep = true;
                         sensor.asleep(now)
                     }
@@ -233,7 +235,7 @@ mod tests {
                         now += Duration::from_secs(seconds);
                         Next::Nothing
                     }
-                    Event::Asleep | Event::Failed => Next::Nothing,
+                    Event::Failed => Next::Nothing,
                 };
                 if next != Next::Nothing {
                     prop_assert!(asleep, "woken before it slept");

@@ -92,7 +92,7 @@ impl Tap {
     }
 
     /// The next frame, with its header; none when there is none.
-    pub fn next(&mut self) -> Result<Option<&[u8]>, Error> {
+    pub fn receive(&mut self) -> Result<Option<&[u8]>, Error> {
         // SAFETY: the buffer is writable for its whole length while it is borrowed here.
         let length = unsafe {
             libc::recv(

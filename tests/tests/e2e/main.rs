@@ -12,6 +12,7 @@ mod oci;
 mod resources;
 mod router;
 mod sandbox;
+mod sleep;
 mod streams;
 mod suspend;
 mod volumes;

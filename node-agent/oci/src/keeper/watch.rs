@@ -26,6 +26,8 @@ pub(super) struct Watch {
     own: Vec<IpAddr>,
     probed_ports: Vec<u16>,
     kubelet: Kubelet,
+    /// The sandbox' processes have ended and its address was put back.
+    is_home: bool,
 }
 
 /// One of the pod's links.
@@ -54,6 +56,7 @@ impl Watch {
             own,
             probed_ports: probed_ports.to_vec(),
             kubelet: Kubelet::at(kubelet_port),
+            is_home: false,
         })
     }
 
@@ -77,7 +80,7 @@ impl Watch {
         for link in &mut self.links {
             for _ in 0..FRAMES_A_TURN {
                 // A link that cannot be read any more wakes nobody; the pod is being taken away.
-                let Ok(Some(frame)) = link.tap.next() else {
+                let Ok(Some(frame)) = link.tap.receive() else {
                     break;
                 };
                 if let Some(segment) = tcp(ethernet(frame), &self.own)
@@ -105,11 +108,19 @@ impl Watch {
     }
 
     /// The sandbox' processes have ended. Its address is put back, so that others still find the link that it is on.
-    pub(super) fn asleep(&mut self, pod: &PodRecord) -> anyhow::Result<Next> {
-        if let Some(namespace) = &pod.network_namespace {
-            net::put_back(namespace, &pod.addresses)?;
+    /// Told again and again while it sleeps.
+    pub(super) fn asleep(&mut self, pod: &PodRecord) -> Next {
+        if self.is_home {
+            return Next::Nothing;
         }
-        Ok(self.sensor.asleep(Instant::now()))
+        self.is_home = true;
+        if let Some(namespace) = &pod.network_namespace
+            && let Err(error) = net::put_back(namespace, &pod.addresses)
+        {
+            // The wake puts it back too; until then nobody finds the pod.
+            eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
+        }
+        self.sensor.asleep(Instant::now())
     }
 
     pub(super) fn is_asleep(&self) -> bool {

@@ -6,7 +6,7 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use torpor_api::{
     SandboxSnapshot,
-    annotations::{self, OnRestoreFailure},
+    annotations::{self, OnRestoreFailure, SleepAfter},
     conditions::{self, Draft},
     reasons::{hibernated, restored, snapshot as snapshot_reasons},
 };
@@ -173,6 +173,12 @@ fn create_pod(
     if let Some(policy) = desired.settings.on_restore_failure {
         wishes.push((annotations::ON_RESTORE_FAILURE, policy.as_str().to_owned()));
     }
+    let sleep = by_itself(desired);
+    wishes.extend(
+        sleep
+            .into_iter()
+            .filter_map(|(key, after)| Some((key, after?))),
+    );
     let (memory, image) = start.unzip();
     let pod = pod_spec::pod(desired.sandbox, &wishes, memory.as_ref());
     plan.step(Area::Pod, Action::CreatePod { pod, image });
@@ -205,6 +211,19 @@ fn after_cold_start(desired: &Desired<'_>, observed: &Observed) -> Shown {
     }
 }
 
+/// When the sandbox falls asleep by itself.
+fn by_itself(desired: &Desired<'_>) -> [(&'static str, Option<String>); 2] {
+    let settings = &desired.settings;
+    let canonical = |after: Option<SleepAfter>| after.map(SleepAfter::canonical);
+    [
+        (annotations::DOZE_AFTER, canonical(settings.doze_after)),
+        (
+            annotations::HIBERNATE_AFTER,
+            canonical(settings.hibernate_after),
+        ),
+    ]
+}
+
 // --- a Pod ------------------------------------------------------------------------------------------------------------------------------
 
 /// Torpor's annotations that an existing Pod should carry; `None` takes one off.
@@ -219,6 +238,7 @@ pub(in crate::sandbox::plan) fn wishes_for_pod(
         ),
         (annotations::FREEZE, None),
     ];
+    wishes.extend(by_itself(desired));
     // While a restore is under way the annotation tells which policy it was begun with.
     let restoring = pod.annotations().contains_key(annotations::RESTORE_IMAGE)
         && restored_condition(pod).is_none_or(|restored| restored.status != "True");
@@ -267,7 +287,17 @@ fn hibernated_in_place(desired: &Desired<'_>, observed: &Observed, pod: &Pod) ->
         return Shown::Set(draft);
     }
     let (can, runtime) = capabilities(observed, pod);
-    let Some(node) = node_of(pod).filter(|_| desired.settings.hibernate && !can.hibernate) else {
+    let Some(node) = node_of(pod).filter(|_| {
+        let by_itself = [
+            desired.settings.hibernate_after,
+            desired.settings.doze_after,
+        ];
+        let by_itself = by_itself
+            .into_iter()
+            .flatten()
+            .any(|after| after != SleepAfter::Off);
+        (desired.settings.hibernate || by_itself) && !can.hibernate
+    }) else {
         return Shown::Remove;
     };
     let message = format!("{runtime} on node {node:?} cannot hibernate");
