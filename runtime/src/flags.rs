@@ -1,8 +1,12 @@
 //! Command line of the runtime.
 
-use std::{path::PathBuf, time::Duration};
+use std::{
+    ffi::OsString,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
-use clap::Parser;
+use clap::{Parser, Subcommand};
 use torpor_daemon::go_flags::{BindAddress, duration};
 
 /// Upstream's limit of a command.
@@ -15,9 +19,9 @@ pub struct Flags {
     /// Where the legacy API is served
     #[arg(long, default_value = ":8888")]
     pub legacy_bind_address: BindAddress,
-    /// The directory that clients see, and in which commands start
-    #[arg(long, env = "SANDBOX_BASE_DIR", default_value = "/app")]
-    pub root: PathBuf,
+    /// The directory that clients see, and in which commands start; without it /app, or for `run` the working directory
+    #[arg(long, env = "SANDBOX_BASE_DIR")]
+    pub root: Option<PathBuf>,
     /// Longest time of a command; without it SANDBOX_EXEC_TIMEOUT_SECONDS, or 300s
     #[arg(long, value_parser = positive)]
     pub exec_timeout: Option<Duration>,
@@ -39,6 +43,21 @@ pub struct Flags {
     /// How long calls under way may take after SIGTERM
     #[arg(long, default_value = "10s", value_parser = duration)]
     pub shutdown_timeout: Duration,
+    #[command(subcommand)]
+    pub action: Option<Action>,
+}
+
+/// What else this program does.
+#[derive(Clone, Debug, PartialEq, Eq, Subcommand)]
+pub enum Action {
+    /// Serves beside a program, whose exit code, signals and standard streams are the container's
+    Run {
+        /// The program and its arguments, after `--`; none: it only serves
+        #[arg(last = true)]
+        command: Vec<OsString>,
+    },
+    /// Copies this program into a directory and ends
+    Install { directory: PathBuf },
 }
 
 fn positive(text: &str) -> Result<Duration, String> {
@@ -54,6 +73,13 @@ fn positive(text: &str) -> Result<Duration, String> {
 pub struct NotSeconds(String);
 
 impl Flags {
+    /// The directory that clients see: the flag or upstream's variable; else upstream's default, or in an image of the user's own the directory that its program starts in.
+    pub fn root(&self) -> &Path {
+        let own_image = matches!(self.action, Some(Action::Run { .. }));
+        let default = Path::new(if own_image { "." } else { "/app" });
+        self.root.as_deref().unwrap_or(default)
+    }
+
     /// The limit of a command: the flag, else upstream's variable, else upstream's default. A wrong variable counts as none, as with upstream, and is reported.
     pub fn exec_timeout(&self, variable: Option<&str>) -> (Duration, Option<NotSeconds>) {
         match (self.exec_timeout, variable) {
@@ -105,6 +131,21 @@ mod tests {
     fn defaults_are_upstreams() {
         let flags = Flags::parse_from(["runtime"]);
         assert_eq!(flags.legacy_bind_address, ":8888".parse().unwrap());
-        assert_eq!(flags.root, PathBuf::from("/app"));
+        assert_eq!(flags.root(), "/app");
+    }
+
+    #[rstest]
+    #[case(&["run"], ".", &[])]
+    #[case(&["run", "--", "a", "--root=/b", "--", "-c"], ".", &["a", "--root=/b", "--", "-c"])]
+    #[case(&["--root=/r", "run", "--", "install"], "/r", &["install"])]
+    fn what_follows_two_dashes_is_the_users(
+        #[case] arguments: &[&str],
+        #[case] root: &str,
+        #[case] program: &[&str],
+    ) {
+        let flags = Flags::parse_from(["runtime"].iter().chain(arguments));
+        let command = program.iter().map(OsString::from).collect();
+        assert_eq!(flags.root(), root);
+        assert_eq!(flags.action, Some(Action::Run { command }));
     }
 }

@@ -6,6 +6,7 @@
 //!                             ├──► upload, files ──► path (pure), root
 //!                             └──► refusal      what a client is told (pure)
 //! ```
+//! Around a user's program (`sandbox-runtime run -- program…`) it is the container's first process: program passes signals on and ends the container as the program ended.
 //! Paths are resolved by [`root`] only, below one directory. Commands are confined by the sandbox, not by this process: who may call it may run anything.
 
 pub mod command_line;
@@ -13,8 +14,10 @@ pub mod execute;
 pub mod files;
 pub mod flags;
 pub mod group;
+pub mod install;
 pub mod orphans;
 pub mod path;
+pub mod program;
 pub mod refusal;
 pub mod root;
 pub mod route;

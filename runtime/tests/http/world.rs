@@ -38,6 +38,8 @@ impl Runtime {
             .arg(format!("--root={}", world.path().join("app").display()))
             .args(flags)
             .env_remove("SANDBOX_EXEC_TIMEOUT_SECONDS")
+            .env("SANDBOX_RUNTIME_LOG", "info")
+            .current_dir(world.path())
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
