@@ -44,6 +44,8 @@ pub const RESTORE_FROM: &str = "torpor.dev/restore-from";
 pub const SNAPSHOT_CLASS: &str = "torpor.dev/snapshot-class";
 /// `"true"` lets a request that reaches the router resume a suspended sandbox.
 pub const RESUME_ON_REQUEST: &str = "torpor.dev/resume-on-request";
+/// `"true"` puts the sandbox runtime into the Pod's first container when a Pod is made that starts cold. Also read on a SandboxTemplate, whose Sandboxes get it.
+pub const INJECT_RUNTIME: &str = "torpor.dev/inject-runtime";
 
 // --- what the controller writes on a Pod ------------------------------------------------------------------------------------------------
 /// `"true"` pauses the sandbox and keeps it.
@@ -65,13 +67,14 @@ pub const REPLACES: &str = "torpor.dev/replaces";
 pub const IMAGE_FINALIZER: &str = "torpor.dev/image";
 
 /// Torpor's annotations that users write.
-pub const USER_SETTINGS: [&str; 6] = [
+pub const USER_SETTINGS: [&str; 7] = [
     SUSPENSION_STRATEGY,
     HIBERNATE,
     ON_RESTORE_FAILURE,
     RESTORE_FROM,
     SNAPSHOT_CLASS,
     RESUME_ON_REQUEST,
+    INJECT_RUNTIME,
 ];
 
 /// Torpor's annotations on a Pod: the only ones, all written by the controller.
@@ -135,6 +138,7 @@ pub struct Settings {
     pub restore_from: Option<String>,
     pub snapshot_class: Option<String>,
     pub resume_on_request: bool,
+    pub inject_runtime: bool,
     /// One entry per wrong value, in the order of [`USER_SETTINGS`].
     pub problems: Vec<InvalidAnnotation>,
 }
@@ -169,6 +173,11 @@ impl Settings {
             |v| parse_flag(RESUME_ON_REQUEST, v),
             &mut problems,
         );
+        let inject_runtime = checked(
+            value(INJECT_RUNTIME),
+            |v| parse_flag(INJECT_RUNTIME, v),
+            &mut problems,
+        );
         Self {
             suspension_strategy,
             hibernate: hibernate.unwrap_or_default(),
@@ -176,6 +185,7 @@ impl Settings {
             restore_from,
             snapshot_class,
             resume_on_request: resume_on_request.unwrap_or_default(),
+            inject_runtime: inject_runtime.unwrap_or_default(),
             problems,
         }
     }
@@ -319,6 +329,7 @@ mod tests {
             (RESTORE_FROM, "Not A Name"),
             (SNAPSHOT_CLASS, ""),
             (RESUME_ON_REQUEST, "1"),
+            (INJECT_RUNTIME, "True"),
         ]);
         let settings = Settings::read(Some(&own), None);
         let said: Vec<String> = settings.problems.iter().map(ToString::to_string).collect();
@@ -331,6 +342,7 @@ mod tests {
                 r#"annotation torpor.dev/restore-from: value "Not A Name" is not allowed; allowed: the name of an object (a DNS-1123 subdomain)"#,
                 r#"annotation torpor.dev/snapshot-class: value "" is not allowed; allowed: the name of an object (a DNS-1123 subdomain)"#,
                 r#"annotation torpor.dev/resume-on-request: value "1" is not allowed; allowed: true, false"#,
+                r#"annotation torpor.dev/inject-runtime: value "True" is not allowed; allowed: true, false"#,
             ]
         );
         assert_eq!(

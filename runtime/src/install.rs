@@ -44,7 +44,8 @@ pub fn install(directory: &Path) -> Result<PathBuf, Error> {
     io::copy(&mut source, &mut copy).map_err(error("write", &new))?;
     // The mode is not the umask's to say.
     let mode = std::os::unix::fs::PermissionsExt::from_mode(MODE);
-    copy.set_permissions(mode).map_err(error("set the mode of", &new))?;
+    copy.set_permissions(mode)
+        .map_err(error("set the mode of", &new))?;
     fs::rename(&new, &destination).map_err(error("rename to", &destination))?;
     Ok(destination)
 }

@@ -2,7 +2,9 @@
 //!
 //! To the container it is as if the program had been started alone: what is sent to the first process reaches it, and the container ends when it does, with its code.
 
-use std::{ffi::OsString, io, os::unix::process::ExitStatusExt as _, process::ExitStatus, sync::Arc};
+use std::{
+    ffi::OsString, io, os::unix::process::ExitStatusExt as _, process::ExitStatus, sync::Arc,
+};
 
 use futures::stream::{self, SelectAll, StreamExt as _};
 use rustix::{
@@ -124,8 +126,10 @@ impl Signals {
     pub fn catch() -> Result<Self, Error> {
         let caught = PASSED_ON.map(|kind| {
             signal(SignalKind::from_raw(kind.as_raw())).map(|mut arrivals| {
-                stream::poll_fn(move |context| arrivals.poll_recv(context).map(|came| came.map(|()| kind)))
-                    .boxed()
+                stream::poll_fn(move |context| {
+                    arrivals.poll_recv(context).map(|came| came.map(|()| kind))
+                })
+                .boxed()
             })
         });
         let caught: Result<Vec<_>, io::Error> = caught.into_iter().collect();
@@ -143,7 +147,8 @@ pub fn exit_code(status: ExitStatus) -> u8 {
     let code = status
         .code()
         .or_else(|| status.signal().map(|signal| 128 + signal));
-    code.and_then(|code| u8::try_from(code).ok()).unwrap_or(u8::MAX)
+    code.and_then(|code| u8::try_from(code).ok())
+        .unwrap_or(u8::MAX)
 }
 
 #[cfg(test)]

@@ -62,7 +62,11 @@ fn signals_reach_the_program_and_its_code_the_container() {
 
 #[test]
 fn commands_end_with_the_program() {
-    let mut runtime = around(&["sh", "-c", "until [ -e app/go ]; do sleep 0.02; done; exit 3"]);
+    let mut runtime = around(&[
+        "sh",
+        "-c",
+        "until [ -e app/go ]; do sleep 0.02; done; exit 3",
+    ]);
     let _stream = runtime.begin("sh -c 'sleep 1000 & echo $! > pids; wait'");
     let pids = runtime.pids("pids", 1);
     fs::write(runtime.file("go"), "").unwrap();
