@@ -72,7 +72,7 @@ async fn work_around(flags: &Flags, command: &[OsString]) -> anyhow::Result<Exit
     let status = loop {
         tokio::select! {
             status = program.wait() => break status?,
-            Some(signal) = signals.next() => {
+            signal = signals.next() => {
                 program.send(signal);
                 if signal == Signal::TERM && stopping.is_none() {
                     let (server, limit) = (Arc::clone(&server), flags.shutdown_timeout);

@@ -3,17 +3,17 @@
 //! To the container it is as if the program had been started alone: what is sent to the first process reaches it, and the container ends when it does, with its code.
 
 use std::{
-    ffi::OsString, io, os::unix::process::ExitStatusExt as _, process::ExitStatus, sync::Arc,
+    ffi::OsString, future, io, os::unix::process::ExitStatusExt as _, process::ExitStatus,
+    sync::Arc, task::Poll,
 };
 
-use futures::stream::{self, SelectAll, StreamExt as _};
 use rustix::{
     io::Errno,
     process::{Pid, Signal},
 };
 use tokio::{
     process::{Child, Command},
-    signal::unix::{SignalKind, signal},
+    signal::unix,
 };
 
 use crate::orphans::Children;
@@ -117,28 +117,31 @@ fn to_foreground(group: Pid) -> Result<(), Errno> {
     rustix::process::kill_process_group(group, Signal::CONT)
 }
 
-/// Signals that came.
+/// Signals as they come.
 #[derive(Debug)]
-pub struct Signals(SelectAll<stream::BoxStream<'static, Signal>>);
+pub struct Signals(Vec<(Signal, unix::Signal)>);
 
 impl Signals {
     /// Catches, from now on, what is passed on to the program.
     pub fn catch() -> Result<Self, Error> {
         let caught = PASSED_ON.map(|kind| {
-            signal(SignalKind::from_raw(kind.as_raw())).map(|mut arrivals| {
-                stream::poll_fn(move |context| {
-                    arrivals.poll_recv(context).map(|came| came.map(|()| kind))
-                })
-                .boxed()
-            })
+            let arrivals = unix::signal(unix::SignalKind::from_raw(kind.as_raw()))?;
+            Ok((kind, arrivals))
         });
-        let caught: Result<Vec<_>, io::Error> = caught.into_iter().collect();
-        Ok(Self(stream::select_all(caught.map_err(Error::Signals)?)))
+        let caught: Result<_, io::Error> = caught.into_iter().collect();
+        caught.map(Self).map_err(Error::Signals)
     }
 
     /// The next one.
-    pub async fn next(&mut self) -> Option<Signal> {
-        self.0.next().await
+    pub async fn next(&mut self) -> Signal {
+        future::poll_fn(|context| {
+            let came = self.0.iter_mut().find_map(|(kind, arrivals)| {
+                let came = arrivals.poll_recv(context) == Poll::Ready(Some(()));
+                came.then_some(*kind)
+            });
+            came.map_or(Poll::Pending, Poll::Ready)
+        })
+        .await
     }
 }
 
