@@ -90,7 +90,7 @@ async fn no_member_is_stale_for_it(#[case] before: Value, #[case] change: Value)
 async fn what_cannot_be_done_is_told_and_no_pod_is_made(
     #[case] runtime_image: Option<&str>,
     #[case] template: Value,
-    #[case] said: &str,
+    #[case] words: &str,
 ) {
     let cluster = cluster(runtime_image);
     cluster.template(template);
@@ -101,5 +101,5 @@ async fn what_cannot_be_done_is_told_and_no_pod_is_made(
     let sandbox = &cluster.api.list("sandboxes")[0];
     let (_, reason, message) = said(sandbox, "Ready").unwrap();
     assert_eq!(reason, "ReconcilerError");
-    assert!(message.contains(said), "{message}");
+    assert!(message.contains(words), "{message}");
 }
