@@ -172,6 +172,7 @@ else
 	say "a development cluster is there: it is used, and left at the end"
 	KEEP=1
 fi
+step "upstream's Python SDK" hack/python-sdk
 step "cluster up" cluster_up
 KUBECONFIG=$("$cluster" kubeconfig)
 TORPOR_DEV=$cluster

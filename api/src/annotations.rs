@@ -55,6 +55,8 @@ pub const DOZE_AFTER: &str = "torpor.dev/doze-after";
 pub const IDLE_TIMEOUT: &str = "torpor.dev/idle-timeout";
 /// The name that KEP-968 of upstream proposes for the same.
 pub const MAX_IDLE_TIME: &str = "agents.x-k8s.io/max-idle-time";
+/// `"true"` puts the sandbox runtime into the Pod's first container when a Pod is made that starts cold. Also read on a SandboxTemplate, whose Sandboxes get it.
+pub const INJECT_RUNTIME: &str = "torpor.dev/inject-runtime";
 
 // --- what the controller writes on a Pod ------------------------------------------------------------------------------------------------
 /// `"true"` pauses the sandbox and keeps it.
@@ -76,7 +78,7 @@ pub const REPLACES: &str = "torpor.dev/replaces";
 pub const IMAGE_FINALIZER: &str = "torpor.dev/image";
 
 /// Torpor's annotations that users write.
-pub const USER_SETTINGS: [&str; 9] = [
+pub const USER_SETTINGS: [&str; 10] = [
     SUSPENSION_STRATEGY,
     HIBERNATE,
     ON_RESTORE_FAILURE,
@@ -86,6 +88,7 @@ pub const USER_SETTINGS: [&str; 9] = [
     HIBERNATE_AFTER,
     IDLE_TIMEOUT,
     DOZE_AFTER,
+    INJECT_RUNTIME,
 ];
 
 /// Those of them that a SandboxClaim may bring: they are about the life of its own sandbox. The others say whose memory it starts from, where memory is kept and what runs in
@@ -222,6 +225,7 @@ pub struct Settings {
     pub resume_on_request: bool,
     pub hibernate_after: Option<SleepAfter>,
     pub doze_after: Option<SleepAfter>,
+    pub inject_runtime: bool,
     /// One entry per wrong value, in the order of [`USER_SETTINGS`].
     pub problems: Vec<InvalidAnnotation>,
 }
@@ -268,6 +272,11 @@ impl Settings {
             |v| SleepAfter::parse(DOZE_AFTER, v),
             &mut problems,
         );
+        let inject_runtime = checked(
+            value(INJECT_RUNTIME),
+            |v| parse_flag(INJECT_RUNTIME, v),
+            &mut problems,
+        );
         Self {
             suspension_strategy,
             hibernate: hibernate.unwrap_or_default(),
@@ -277,6 +286,7 @@ impl Settings {
             resume_on_request: resume_on_request.unwrap_or_default(),
             hibernate_after,
             doze_after,
+            inject_runtime: inject_runtime.unwrap_or_default(),
             problems,
         }
     }
@@ -422,6 +432,7 @@ mod tests {
             (RESUME_ON_REQUEST, "1"),
             (HIBERNATE_AFTER, "soon"),
             (DOZE_AFTER, "0"),
+            (INJECT_RUNTIME, "True"),
         ]);
         let settings = Settings::read(Some(&own), None);
         let said: Vec<String> = settings.problems.iter().map(ToString::to_string).collect();
@@ -436,6 +447,7 @@ mod tests {
                 r#"annotation torpor.dev/resume-on-request: value "1" is not allowed; allowed: true, false"#,
                 r#"annotation torpor.dev/hibernate-after: value "soon" is not allowed; allowed: off, or a duration from 1s to 8760h, such as 30m or 1h30m"#,
                 r#"annotation torpor.dev/doze-after: value "0" is not allowed; allowed: off, or a duration from 1s to 8760h, such as 30m or 1h30m"#,
+                r#"annotation torpor.dev/inject-runtime: value "True" is not allowed; allowed: true, false"#,
             ]
         );
         assert_eq!(

@@ -83,9 +83,12 @@ pub struct Diagnosis {
     pub unseen: usize,
 }
 
+/// What a question finds wrong.
+type Ask = fn(&Facts) -> Vec<Finding>;
+
 /// Asks all questions.
 pub fn diagnose(facts: &Facts) -> Diagnosis {
-    let questions: [(&'static str, fn(&Facts) -> Vec<Finding>); 9] = [
+    let questions: [(&'static str, Ask); 9] = [
         ("definitions", install::definitions),
         ("controller", install::controller),
         ("leader", install::leader),

@@ -103,7 +103,7 @@ async fn run(args: Args) -> Result<Ended, Error> {
         }
         Command::Top(asked) => {
             let cluster = connect(connection).await?;
-            print(&top_text(&cluster, asked).await?)?;
+            print(&Box::pin(top_text(&cluster, asked)).await?)?;
             Ok(Ended::Done)
         }
         Command::Doctor(asked) => {
@@ -111,7 +111,8 @@ async fn run(args: Args) -> Result<Ended, Error> {
             // A cluster that does not answer has one ailment, not ten.
             let version = cluster.client.apiserver_version();
             call("ask the apiserver for its version", version).await?;
-            let facts = Facts::gather(&cluster, &asked.torpor_namespace, Timestamp::now()).await;
+            let gathered = Facts::gather(&cluster, &asked.torpor_namespace, Timestamp::now());
+            let facts = Box::pin(gathered).await;
             let diagnosis = doctor::diagnose(&facts);
             print(&rendered(&diagnosis, asked.output)?)?;
             Ok(match (diagnosis.problems, diagnosis.unseen) {

@@ -22,7 +22,9 @@ pub fn of_plan(reason: &str) -> Option<&'static str> {
         }
         plan::IMAGE_ADOPTED => "the image that holds its memory serves a SandboxSnapshot too",
         plan::IDLE => "it has been idle for as long as it was to wait before it sleeps",
-        plan::DOZING => "it dozes: it stands still with its memory in swap, until somebody needs it",
+        plan::DOZING => {
+            "it dozes: it stands still with its memory in swap, until somebody needs it"
+        }
         plan::SLEEPING => "it sleeps, as it was asked to",
         plan::SETTLED => "it is as it was asked to be; nothing has to be done",
         plan::AWAKE_UNRECORDED => "it runs, and the ledger is being told so",

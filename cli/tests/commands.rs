@@ -297,7 +297,8 @@ async fn doctor_looks_at_the_whole_cluster() {
     let server = Apiserver::new();
     server.create("nodes", json!({"metadata": {"name": "node-0"}}));
     let now = "2026-11-21T12:00:00Z".parse().unwrap();
-    let facts = Facts::gather(&cluster(&server), "agent-sandbox-system", now).await;
+    let cluster = cluster(&server);
+    let facts = Box::pin(Facts::gather(&cluster, "agent-sandbox-system", now)).await;
     let diagnosis = diagnose(&facts);
     let of = |name: &str| {
         let check = diagnosis.checks.iter().find(|check| check.name == name);

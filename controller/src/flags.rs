@@ -101,6 +101,9 @@ pub struct Flags {
     /// File with the domains whose labels a claim may put on its Pod; need not exist. Upstream's place.
     #[arg(long, default_value = "/etc/sandbox-config/allowed-label-domains")]
     pub allowed_label_domains_file: PathBuf,
+    /// Image of the sandbox runtime, for Sandboxes with the annotation torpor.dev/inject-runtime; none when empty. Torpor's.
+    #[arg(long, default_value = "")]
+    pub runtime_image: String,
     /// Format of the log: text or json. Torpor's.
     #[arg(long, default_value = "text", value_parser = ["text", "json"])]
     pub log_format: String,
@@ -130,6 +133,9 @@ impl Flags {
             claim_workers: self.sandbox_claim_concurrent_workers,
             pool_workers: self.sandbox_warm_pool_concurrent_workers,
             template_workers: self.sandbox_template_concurrent_workers,
+            runtime_image: Some(self.runtime_image.as_str())
+                .filter(|image| !image.is_empty())
+                .map(Into::into),
             pools: PoolSettings {
                 max_batch: self.sandbox_warm_pool_max_batch_size.into(),
                 replenish_delay: self.sandbox_warm_pool_replenish_delay,

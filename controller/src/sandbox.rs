@@ -111,6 +111,9 @@ async fn settle(
     let mut observed = dereference::dereference(sandbox, &context.caches, &context.api)
         .await
         .map_err(Error::Observe)?;
+    observed
+        .runtime_image
+        .clone_from(&context.settings.runtime_image);
     for _ in 0..ROUNDS {
         let plan = plan::plan(&observed, Timestamp::now());
         let applied = apply::apply(&plan, &mut observed, &context.api).await;

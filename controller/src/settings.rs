@@ -1,6 +1,6 @@
 //! What the command line decides about how kinds are reconciled.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 /// How kinds are reconciled. The defaults are upstream's.
 #[derive(Clone, Debug)]
@@ -15,6 +15,8 @@ pub struct Settings {
     pub claim_workers: u16,
     pub pool_workers: u16,
     pub template_workers: u16,
+    /// Image of the sandbox runtime, for Sandboxes that ask to have it put into their Pod. Torpor's.
+    pub runtime_image: Option<Arc<str>>,
     pub pools: PoolSettings,
     pub claims: ClaimSettings,
 }
@@ -58,6 +60,7 @@ impl Default for Settings {
             claim_workers: 50,
             pool_workers: 1,
             template_workers: 1,
+            runtime_image: None,
             pools: PoolSettings::default(),
             claims: ClaimSettings::default(),
         }

@@ -7,7 +7,12 @@ use tracing_subscriber::{
 
 /// Starts the log of this process: `json`, anything else is text. `RUST_LOG` sets what is told, `info` without it.
 pub fn start(format: &str) {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
+    start_with(format, EnvFilter::DEFAULT_ENV, "info");
+}
+
+/// Starts the log of a process that has its environment and its output in common with a user's program: only the environment variable `variable` sets what is told.
+pub fn start_with(format: &str, variable: &str, default: &str) {
+    let filter = EnvFilter::try_from_env(variable).unwrap_or_else(|_| EnvFilter::new(default));
     let registry = tracing_subscriber::registry().with(filter);
     if format == "json" {
         registry

@@ -21,6 +21,7 @@ const (
 	controllerImage = "torpor.dev/controller"
 	agentImage      = "torpor.dev/agent"
 	routerImage     = "torpor.dev/router"
+	runtimeImage    = "torpor.dev/runtime"
 	torporNamespace = "agent-sandbox-system"
 	devOverlay      = "hack/overlays/dev"
 	uninstallFolder = "hack/overlays/dev-uninstall"
@@ -50,6 +51,7 @@ func buildTorpor() (builtImages, error) {
 	images := []torporImage{
 		{controllerImage, "torpor-controller", map[string]string{"torpor-controller": filepath.Join(target, "torpor-controller")}},
 		{routerImage, "sandbox-router", map[string]string{"sandbox-router": filepath.Join(target, "sandbox-router")}},
+		{runtimeImage, "sandbox-runtime", map[string]string{"sandbox-runtime": filepath.Join(target, "sandbox-runtime")}},
 		{agentImage, "torpor-agent", map[string]string{
 			"torpor-agent": filepath.Join(target, "torpor-agent"),
 			"torpor-oci":   filepath.Join(target, "torpor-oci"),
@@ -81,9 +83,9 @@ func cargoBuild() (string, error) {
 	if host == "" {
 		return "", fmt.Errorf("rustc -vV does not name its host:\n%s", version)
 	}
-	say("cargo build --profile cluster (torpor-controller, torpor-router, torpor-agent, torpor-oci)")
+	say("cargo build --profile cluster (torpor-controller, torpor-router, torpor-runtime, torpor-agent, torpor-oci)")
 	begin := time.Now()
-	cmd := exec.Command("cargo", "build", "--locked", "--profile", "cluster", "-p", "torpor-controller", "-p", "torpor-router", "-p", "torpor-agent", "-p", "torpor-oci")
+	cmd := exec.Command("cargo", "build", "--locked", "--profile", "cluster", "-p", "torpor-controller", "-p", "torpor-router", "-p", "torpor-runtime", "-p", "torpor-agent", "-p", "torpor-oci")
 	cmd.Dir, cmd.Stdout, cmd.Stderr = repoRoot, os.Stderr, os.Stderr
 	if err := during("cargo build", cmd.Run); err != nil {
 		return "", fmt.Errorf("cargo build failed (see above): %w", err)

@@ -1,11 +1,12 @@
 //! Command line of the runtime.
 
 use std::{
+    ffi::OsString,
     path::{Path, PathBuf},
     time::Duration,
 };
 
-use clap::Parser;
+use clap::{Parser, Subcommand};
 use torpor_daemon::go_flags::{BindAddress, duration};
 
 /// Upstream's limit of a command.
@@ -27,9 +28,9 @@ pub struct Flags {
     /// Where sandboxd's gRPC API is served; 0: nowhere
     #[arg(long, default_value = ":9090")]
     pub grpc_bind_address: BindAddress,
-    /// The directory that clients see, and in which commands start
-    #[arg(long, env = "SANDBOX_BASE_DIR", default_value = "/app")]
-    pub root: PathBuf,
+    /// The directory that clients see, and in which commands start; without it /app, or for `run` the working directory
+    #[arg(long, env = "SANDBOX_BASE_DIR")]
+    pub root: Option<PathBuf>,
     /// The same for sandboxd's APIs; without it /workspace if that is a directory, else --root
     #[arg(long)]
     pub root_dir: Option<PathBuf>,
@@ -72,6 +73,21 @@ pub struct Flags {
     /// How long calls under way may take after SIGTERM
     #[arg(long, default_value = "10s", value_parser = duration)]
     pub shutdown_timeout: Duration,
+    #[command(subcommand)]
+    pub action: Option<Action>,
+}
+
+/// What else this program does.
+#[derive(Clone, Debug, PartialEq, Eq, Subcommand)]
+pub enum Action {
+    /// Serves beside a program, whose exit code, signals and standard streams are the container's
+    Run {
+        /// The program and its arguments, after `--`; none: it only serves
+        #[arg(last = true)]
+        command: Vec<OsString>,
+    },
+    /// Copies this program into a directory and ends
+    Install { directory: PathBuf },
 }
 
 fn positive(text: &str) -> Result<Duration, String> {
@@ -101,7 +117,14 @@ impl Flags {
         let given = self.root_dir.clone();
         given
             .or_else(workspace)
-            .unwrap_or_else(|| self.root.clone())
+            .unwrap_or_else(|| self.root().to_path_buf())
+    }
+
+    /// The directory that clients see: the flag or upstream's variable; else upstream's default, or in an image of the user's own the directory that its program starts in.
+    pub fn root(&self) -> &Path {
+        let own_image = matches!(self.action, Some(Action::Run { .. }));
+        let default = Path::new(if own_image { "." } else { "/app" });
+        self.root.as_deref().unwrap_or(default)
     }
 
     /// The limit of a command: the flag, else upstream's variable, else upstream's default. A wrong variable counts as none, as with upstream, and is reported.
@@ -155,11 +178,26 @@ mod tests {
     fn defaults_are_upstreams() {
         let flags = Flags::parse_from(["runtime"]);
         assert_eq!(flags.legacy_bind_address, ":8888".parse().unwrap());
-        assert_eq!(flags.root, PathBuf::from("/app"));
+        assert_eq!(flags.root(), "/app");
         assert_eq!(flags.rest_bind_address, ":8080".parse().unwrap());
         assert_eq!(flags.grpc_bind_address, ":9090".parse().unwrap());
         assert_eq!(flags.metadata_env_prefix, "SANDBOX_");
         assert_eq!(flags.stream_chunk_size, 4096);
         assert_eq!(flags.shutdown_timeout, Duration::from_secs(10));
+    }
+
+    #[rstest]
+    #[case(&["run"], ".", &[])]
+    #[case(&["run", "--", "a", "--root=/b", "--", "-c"], ".", &["a", "--root=/b", "--", "-c"])]
+    #[case(&["--root=/r", "run", "--", "install"], "/r", &["install"])]
+    fn what_follows_two_dashes_is_the_users(
+        #[case] arguments: &[&str],
+        #[case] root: &str,
+        #[case] program: &[&str],
+    ) {
+        let flags = Flags::parse_from(["runtime"].iter().chain(arguments));
+        let command = program.iter().map(OsString::from).collect();
+        assert_eq!(flags.root(), root);
+        assert_eq!(flags.action, Some(Action::Run { command }));
     }
 }

@@ -7,6 +7,7 @@
 //!                     │          └──► refusal      what a client is told (pure)
 //!                     └──► sandboxd::{rest, grpc}
 //! ```
+//! Around a user's program (`sandbox-runtime run -- program…`) it is the container's first process: program passes signals on and ends the container as the program ended.
 //! Paths are resolved by [`root`] only, below one directory. Commands are confined by the sandbox, not by this process: who may call it may run anything.
 
 pub mod command_line;
@@ -14,9 +15,11 @@ pub mod execute;
 pub mod files;
 pub mod flags;
 pub mod group;
+pub mod install;
 pub mod legacy;
 pub mod orphans;
 pub mod path;
+pub mod program;
 pub mod proto;
 pub mod refusal;
 pub mod root;

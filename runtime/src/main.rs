@@ -1,6 +1,7 @@
 //! `sandbox-runtime`: see the crate's own documentation.
 
 use std::{
+    ffi::OsString,
     path::Path,
     process::ExitCode,
     sync::{
@@ -12,13 +13,16 @@ use std::{
 
 use anyhow::Context as _;
 use clap::Parser as _;
+use rustix::process::Signal;
 use tokio::signal::unix::{SignalKind, signal};
 use torpor_daemon::{go_flags::BindAddress, serve};
 use torpor_runtime::{
     execute,
-    flags::Flags,
+    flags::{Action, Flags},
+    install,
     legacy::{self, Legacy},
     orphans::Children,
+    program::{self, Program, Signals},
     root::Root,
     sandboxd::{
         grpc::{Grpc, Patience},
@@ -34,56 +38,119 @@ use torpor_runtime::{
 
 /// How long commands have to end after SIGTERM, as with upstream's sandboxd.
 const COMMANDS_GRACE: Duration = Duration::from_secs(2);
+/// Sets what is told beside a user's program.
+const LOG_VARIABLE: &str = "SANDBOX_RUNTIME_LOG";
 
 fn main() -> ExitCode {
     let flags = Flags::parse();
-    torpor_daemon::log::start("text");
-    match work(&flags) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            tracing::error!(error = format!("{error:#}"), "cannot go on");
-            ExitCode::FAILURE
+    let done = match &flags.action {
+        Some(Action::Install { directory }) => {
+            torpor_daemon::log::start("text");
+            install::install(directory)
+                .map(|path| tracing::info!(path = %path.display(), "installed"))
+                .map(|()| ExitCode::SUCCESS)
+                .map_err(anyhow::Error::from)
         }
-    }
+        Some(Action::Run { command }) if !command.is_empty() => {
+            torpor_daemon::log::start_with("text", LOG_VARIABLE, "warn");
+            work_around(&flags, command)
+        }
+        Some(Action::Run { .. }) | None => {
+            torpor_daemon::log::start("text");
+            work(&flags)
+        }
+    };
+    done.unwrap_or_else(|error| {
+        tracing::error!(error = format!("{error:#}"), "cannot go on");
+        let of_the_program = error.downcast_ref::<program::Error>();
+        of_the_program.map_or(ExitCode::FAILURE, |error| error.exit_code().into())
+    })
 }
 
+/// Serves until it is told to stop.
 #[tokio::main]
-async fn work(flags: &Flags) -> anyhow::Result<()> {
+async fn work(flags: &Flags) -> anyhow::Result<ExitCode> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
-    let children = Arc::new(Children::default());
-    children.adopt().context("no way to wait for orphans")?;
-    let server = Server::new(flags.max_connections);
-    let stopping = Arc::new(AtomicBool::new(false));
-    let processes = Processes::new(flags.max_processes);
-    let root = open(&flags.root)?;
-    let workspace = match flags.root_dir() {
-        path if path == flags.root => Arc::clone(&root),
-        path => open(&path)?,
-    };
-    let legacy = legacy(flags, root, &children);
-    let legacy = Http1::new(legacy, flags.read_header_timeout);
-    listen(&server, "legacy", flags.legacy_bind_address, legacy).await?;
-    let rest = rest(flags, &workspace, &stopping);
-    let rest = Http1::new(rest, flags.read_header_timeout);
-    listen(&server, "rest", flags.rest_bind_address, rest).await?;
-    let grpc = grpc(flags, workspace, children, &processes)?;
-    listen(&server, "grpc", flags.grpc_bind_address, grpc).await?;
+    let serving = Serving::begin(flags, &Arc::default()).await?;
     tokio::select! {
         _ = terminate.recv() => {}
         _ = interrupt.recv() => {}
     }
     tracing::info!("stopping");
-    // In upstream's order: who asks is told, commands end and with them their calls, then connections do.
-    stopping.store(true, Ordering::Relaxed);
-    let begun = Instant::now();
-    processes
-        .end(COMMANDS_GRACE.min(flags.shutdown_timeout))
-        .await;
-    server
-        .drain(flags.shutdown_timeout.saturating_sub(begun.elapsed()))
-        .await;
-    Ok(())
+    serving.end(flags.shutdown_timeout).await;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Serves until the user's program ends. While it is being terminated, calls under way have their time too.
+#[tokio::main]
+async fn work_around(flags: &Flags, command: &[OsString]) -> anyhow::Result<ExitCode> {
+    let mut signals = Signals::catch()?;
+    let children = Arc::default();
+    let serving = Arc::new(Serving::begin(flags, &children).await?);
+    let mut program = Program::start(command, &children)?;
+    let mut stopping = None;
+    let status = loop {
+        tokio::select! {
+            status = program.wait() => break status?,
+            signal = signals.next() => {
+                program.send(signal);
+                if signal == Signal::TERM && stopping.is_none() {
+                    let (serving, limit) = (Arc::clone(&serving), flags.shutdown_timeout);
+                    stopping = Some(tokio::spawn(async move { serving.end(limit).await }));
+                }
+            }
+        }
+    };
+    match stopping {
+        Some(ended) => ended.await?,
+        None => serving.end(Duration::ZERO).await,
+    }
+    Ok(program::exit_code(status).into())
+}
+
+/// All APIs, while they are served.
+struct Serving {
+    server: Server,
+    stopping: Arc<AtomicBool>,
+    processes: Arc<Processes>,
+}
+
+impl Serving {
+    async fn begin(flags: &Flags, children: &Arc<Children>) -> anyhow::Result<Self> {
+        children.adopt().context("no way to wait for orphans")?;
+        let server = Server::new(flags.max_connections);
+        let stopping = Arc::new(AtomicBool::new(false));
+        let processes = Processes::new(flags.max_processes);
+        let root = open(flags.root())?;
+        let workspace = match flags.root_dir() {
+            path if path == flags.root() => Arc::clone(&root),
+            path => open(&path)?,
+        };
+        let legacy = legacy(flags, root, children);
+        let legacy = Http1::new(legacy, flags.read_header_timeout);
+        listen(&server, "legacy", flags.legacy_bind_address, legacy).await?;
+        let rest = rest(flags, &workspace, &stopping);
+        let rest = Http1::new(rest, flags.read_header_timeout);
+        listen(&server, "rest", flags.rest_bind_address, rest).await?;
+        let grpc = grpc(flags, workspace, Arc::clone(children), &processes)?;
+        listen(&server, "grpc", flags.grpc_bind_address, grpc).await?;
+        Ok(Self {
+            server,
+            stopping,
+            processes,
+        })
+    }
+
+    /// In upstream's order: who asks is told, commands end and with them their calls, then connections do.
+    async fn end(&self, limit: Duration) {
+        self.stopping.store(true, Ordering::Relaxed);
+        let begun = Instant::now();
+        self.processes.end(COMMANDS_GRACE.min(limit)).await;
+        self.server
+            .drain(limit.saturating_sub(begun.elapsed()))
+            .await;
+    }
 }
 
 fn open(path: &Path) -> anyhow::Result<Arc<Root>> {

@@ -17,6 +17,7 @@ pub mod pods;
 pub mod remains;
 pub mod retag;
 pub mod sandboxes;
+pub mod sdk;
 pub mod sleep;
 pub mod swap;
 pub mod terminal;

@@ -44,7 +44,7 @@ pub fn agents(facts: &Facts) -> Vec<Finding> {
     if ready >= wanted {
         return Vec::new();
     }
-    let why = troubles(facts, |pod| is_agent(pod));
+    let why = troubles(facts, is_agent);
     let text = format!("{ready} of {wanted} agents are ready{why}");
     let remedy = format!(
         "kubectl -n {namespace} logs ds/{} -c install: the installer names its reason",

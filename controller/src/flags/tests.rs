@@ -129,3 +129,15 @@ fn an_unknown_flag_is_an_error() {
     read(&["--no-such-flag"]).unwrap_err();
     read(&["--leader-elect=perhaps"]).unwrap_err();
 }
+
+#[rstest]
+#[case(&[], None)]
+#[case(&["--runtime-image="], None)]
+#[case(&["--runtime-image=registry.example/runtime:1"], Some("registry.example/runtime:1"))]
+fn the_runtime_has_an_image_if_one_is_given(
+    #[case] arguments: &[&str],
+    #[case] image: Option<&str>,
+) {
+    let settings = read(arguments).unwrap().0.settings(None);
+    assert_eq!(settings.runtime_image.as_deref(), image);
+}

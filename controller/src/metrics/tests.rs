@@ -1,6 +1,10 @@
-use torpor_api::conditions::{Draft, Status, set};
+use torpor_api::{
+    SandboxWarmPool,
+    conditions::{Draft, Status, set},
+};
 
 use super::*;
+use crate::cache::Cache;
 
 fn status(entries: &[(&'static str, Status, i64)]) -> SandboxStatus {
     let mut status = SandboxStatus::default();
@@ -110,9 +114,10 @@ fn dashboards_and_alerts_name_metrics_and_labels_that_the_controller_has() {
         "spec": {"podTemplate": {"spec": {"containers": []}}},
     }))
     .unwrap();
-    let cache = Cache::new(|_: &Sandbox| None);
-    cache.apply(kube::runtime::watcher::Event::Apply(member.clone()));
-    metrics.count_sandboxes_of(cache);
+    let sandboxes = Cache::new(|_: &Sandbox| None);
+    sandboxes.apply(kube::runtime::watcher::Event::Apply(member.clone()));
+    let pools = Cache::new(|_: &SandboxWarmPool| None);
+    metrics.count(Counted { sandboxes, pools });
     let now = Timestamp::from_millisecond(120).unwrap();
     metrics.observe_claim_ready(&claim(), &member, now, now);
     metrics.count_claim(&claim(), &member);

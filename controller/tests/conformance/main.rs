@@ -4,6 +4,7 @@ mod at_work;
 mod claims;
 mod cluster;
 mod dependents;
+mod injection;
 mod lifecycle;
 mod memory;
 mod metrics;

@@ -3,6 +3,7 @@
 mod client;
 mod commands;
 mod processes;
+mod program;
 mod rest;
 mod terminals;
 mod transfers;

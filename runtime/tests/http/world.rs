@@ -46,6 +46,8 @@ impl Runtime {
             .env_remove("SANDBOX_EXEC_TIMEOUT_SECONDS")
             .env("SANDBOX_ID", "one")
             .env("SANDBOX_API_TOKEN", "secret")
+            .env("SANDBOX_RUNTIME_LOG", "info")
+            .current_dir(world.path())
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();

@@ -19,7 +19,7 @@ use super::{
 };
 use crate::sandbox::{
     dereference::Observed,
-    pod_spec::{self, Memory},
+    pod_spec::{self, Memory, inject},
     validate::Desired,
 };
 
@@ -45,7 +45,7 @@ pub(in crate::sandbox::plan) fn start(plan: &mut Plan, desired: &Desired<'_>, ob
         copy(plan, desired, observed, name);
     } else {
         let shown = after_cold_start(desired, observed);
-        create_pod(plan, desired, None, shown);
+        create_pod(plan, desired, observed, None, shown);
     }
 }
 
@@ -59,7 +59,7 @@ fn resume(
     match can_restore(desired, observed, snapshot, false) {
         Ok(memory) => {
             let start = Some((memory, fence(snapshot, ImageUse::Resume)));
-            create_pod(plan, desired, start, Shown::Remove);
+            create_pod(plan, desired, observed, start, Shown::Remove);
         }
         Err((reason, message)) if policy == OnRestoreFailure::Fail => {
             let message = format!(
@@ -76,7 +76,7 @@ fn resume(
                 plan.step(Area::Pod, Action::SupersedeSnapshot { name, message });
             }
             let shown = says(conditions::RESTORED, restored::COLD_STARTED, message);
-            create_pod(plan, desired, None, shown);
+            create_pod(plan, desired, observed, None, shown);
         }
     }
 }
@@ -97,14 +97,14 @@ fn copy(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, name: &str)
         ))
     });
     match memory {
-        Ok(start) => create_pod(plan, desired, Some(start), Shown::Remove),
+        Ok(start) => create_pod(plan, desired, observed, Some(start), Shown::Remove),
         Err((reason, message)) if desired.settings.restore_policy() == OnRestoreFailure::Fail => {
             plan.memory.restored = says(conditions::RESTORED, reason, message);
         }
         Err((reason, message)) => {
             let message = cold_start_message(reason, &message);
             let shown = says(conditions::RESTORED, restored::COLD_STARTED, message);
-            create_pod(plan, desired, None, shown);
+            create_pod(plan, desired, observed, None, shown);
         }
     }
 }
@@ -160,9 +160,24 @@ fn can_restore(
     Ok(memory)
 }
 
+/// The image of the runtime that goes into a new Pod, if it does. One that continues an image has what was saved, whatever is asked for now: it could not be restored otherwise.
+fn runtime_image<'a>(
+    desired: &Desired<'_>,
+    observed: &'a Observed,
+    memory: Option<&Memory>,
+) -> Result<Option<&'a str>, inject::Error> {
+    let wanted = memory.map_or(desired.settings.inject_runtime, Memory::has_runtime);
+    match &observed.runtime_image {
+        _ if !wanted => Ok(None),
+        Some(image) => Ok(Some(image)),
+        None => Err(inject::Error::NoImage),
+    }
+}
+
 fn create_pod(
     plan: &mut Plan,
     desired: &Desired<'_>,
+    observed: &Observed,
     start: Option<(Memory, super::super::ImageFence)>,
     restored: Shown,
 ) {
@@ -180,8 +195,12 @@ fn create_pod(
             .filter_map(|(key, after)| Some((key, after?))),
     );
     let (memory, image) = start.unzip();
-    let pod = pod_spec::pod(desired.sandbox, &wishes, memory.as_ref());
-    plan.step(Area::Pod, Action::CreatePod { pod, image });
+    let pod = runtime_image(desired, observed, memory.as_ref())
+        .and_then(|runtime| pod_spec::pod(desired.sandbox, &wishes, memory.as_ref(), runtime));
+    match pod {
+        Ok(pod) => plan.step(Area::Pod, Action::CreatePod { pod, image }),
+        Err(why) => return plan.refuse(Area::Pod, why.to_string()),
+    }
     if desired.sandbox.annotations().get(annotations::POD_NAME) != Some(&desired.name) {
         plan.step(Area::Pod, Action::RecordPodName(desired.name.clone()));
     }
