@@ -21,6 +21,13 @@ const LISTENER: &str = "trap 'echo usr1 >> app/got' USR1; trap 'echo hup >> app/
     trap 'echo term >> app/got; exit 5' TERM
     echo $$ > app/pids; while :; do sleep 0.02; done";
 
+/// Of a runtime that nobody calls.
+const NO_PORTS: [&str; 3] = [
+    "--legacy-bind-address=0",
+    "--rest-bind-address=0",
+    "--grpc-bind-address=0",
+];
+
 fn around(program: &[&str]) -> Runtime {
     Runtime::start(&[&["--shutdown-timeout=100ms", "run", "--"], program].concat())
 }
@@ -86,7 +93,8 @@ fn orphans_of_the_program_leave_no_zombie() {
 fn standard_streams_are_the_programs_own() {
     let world = TempDir::new().unwrap();
     let mut process = Command::new(env!("CARGO_BIN_EXE_sandbox-runtime"))
-        .args(["--legacy-bind-address=127.0.0.1:0", "run", "--"])
+        .args(NO_PORTS)
+        .args(["run", "--"])
         .args(["sh", "-c", "cat; pwd; echo err >&2"])
         .current_dir(&world)
         .env_remove("SANDBOX_RUNTIME_LOG")
@@ -126,7 +134,8 @@ fn the_program_has_the_terminal_and_a_key_reaches_it_once() {
     let stream = || Stdio::from(own.try_clone().unwrap());
     let mut process = Command::new("setsid")
         .args(["--ctty", "--wait", env!("CARGO_BIN_EXE_sandbox-runtime")])
-        .args(["--legacy-bind-address=127.0.0.1:0", "--root=/", "run", "--"])
+        .args(NO_PORTS)
+        .args(["--root=/", "run", "--"])
         .args(["bash", "-c", program])
         .env_remove("SANDBOX_RUNTIME_LOG")
         .stdin(stream())
