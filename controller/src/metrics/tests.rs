@@ -116,7 +116,14 @@ fn dashboards_and_alerts_name_metrics_and_labels_that_the_controller_has() {
     .unwrap();
     let sandboxes = Cache::new(|_: &Sandbox| None);
     sandboxes.apply(kube::runtime::watcher::Event::Apply(member.clone()));
+    let pool: SandboxWarmPool = serde_json::from_value(serde_json::json!({
+        "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxWarmPool",
+        "metadata": {"name": "p", "namespace": "ns", "uid": "v", "resourceVersion": "1"},
+        "spec": {"replicas": 1, "sandboxTemplateRef": {"name": "t"}},
+    }))
+    .unwrap();
     let pools = Cache::new(|_: &SandboxWarmPool| None);
+    pools.apply(kube::runtime::watcher::Event::Apply(pool));
     metrics.count(Counted { sandboxes, pools });
     let now = Timestamp::from_millisecond(120).unwrap();
     metrics.observe_claim_ready(&claim(), &member, now, now);
