@@ -1,25 +1,29 @@
 #!/usr/bin/env bash
-# Measures the router beside a direct connection to the same sandbox, in the same run on the same machine.
-# usage: hack/bench-router.sh [SECONDS] [IDLE]     (default 10 s of load each; 10000 idle WebSockets)
+# Measures the router beside a direct connection to the same sandbox and beside nginx as a proxy in front of it, in the same run on the same machine.
+# usage: hack/bench-router.sh [SECONDS] [ROUNDS] [IDLE]     (default 8 s of load each, 3 rounds, 10000 idle WebSockets)
 #
-# The sandbox, the router (5,000 sandboxes in its caches, no access log) and wrk are processes of their own and share the
-# machine's cores. Installs wrk from Debian if it is missing.
+# The sandbox, the router (5,000 sandboxes in its caches, no access log), nginx and wrk are processes of their own and share the
+# machine's cores; only one proxy has load at a time. Installs wrk and nginx from Debian if they are missing.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 need rust
 cd "$REPO_ROOT"
-seconds=${1:-10}
-idle=${2:-10000}
+seconds=${1:-8}
+rounds=${2:-3}
+idle=${3:-10000}
 connections=50
-# The router needs two descriptors for each tunnel. Root may raise the limit on most machines, and here and there not.
-ulimit -n "$((idle * 2 + 4096))" 2>/dev/null || ulimit -n "$(ulimit -Hn)"
-if [ "$(ulimit -n)" -lt "$((idle * 2 + 4096))" ]; then
-	idle=$((($(ulimit -n) - 4096) / 2))
-	[ "$idle" -gt 0 ] || idle=$((($(ulimit -n) - 512) / 2))
-	say "only $(ulimit -n) open files are allowed: $idle idle WebSockets"
+# The router needs two descriptors for each tunnel; client and sandbox, which are other processes, one each. The hard limit is
+# raised only by who has CAP_SYS_RESOURCE.
+spare=200
+ulimit -n "$((idle * 2 + spare))" 2>/dev/null || ulimit -n "$(ulimit -Hn)"
+if [ "$(ulimit -n)" -lt "$((idle * 2 + spare))" ]; then
+	idle=$((($(ulimit -n) - spare) / 2))
+	say "one process may open $(ulimit -n) files and no more: $idle idle WebSockets"
 fi
 
-command -v wrk >/dev/null || { apt-get update -qq && apt-get install -qq -y wrk >/dev/null; } || die "wrk is missing (Debian package wrk)"
+for tool in wrk nginx; do
+	command -v "$tool" >/dev/null || { apt-get update -qq && apt-get install -qq -y "$tool" >/dev/null; } || die "$tool is missing (Debian package $tool)"
+done
 
 built=$(cargo bench --locked --profile cluster -p torpor-router --bench serve --no-run --message-format=json |
 	sed -n 's/.*"name":"serve".*"executable":"\([^"]*\)".*/\1/p' | tail -n 1)
@@ -45,29 +49,98 @@ serve() {
 	die "$1 does not start: $(cat "$work/$1.log")"
 }
 
-# load NAME PORT: requests per second, p50 and p99 of wrk's report into $work/NAME.result.
+# serve_nginx: nginx as a proxy with as many processes as cores and connections that are kept, and sets port.
+serve_nginx() {
+	port=$("$built" free-port)
+	cat >"$work/nginx.conf" <<-CONF
+		worker_processes auto;
+		daemon off;
+		pid $work/nginx.pid;
+		error_log $work/nginx.log;
+		events { worker_connections 1024; }
+		http {
+			access_log off;
+			client_body_temp_path $work/body;
+			proxy_temp_path $work/proxy;
+			fastcgi_temp_path $work/fastcgi;
+			uwsgi_temp_path $work/uwsgi;
+			scgi_temp_path $work/scgi;
+			keepalive_requests 100000000;
+			upstream sandbox { server 127.0.0.1:$sandbox; keepalive 64; keepalive_requests 100000000; }
+			server {
+				listen 127.0.0.1:$port reuseport;
+				location / {
+					proxy_pass http://sandbox;
+					proxy_http_version 1.1;
+					proxy_set_header Connection "";
+					proxy_set_header X-Forwarded-For \$remote_addr;
+				}
+			}
+		}
+	CONF
+	nginx -c "$work/nginx.conf" 2>"$work/nginx.err" &
+	started+=($!)
+	for _ in $(seq 300); do
+		if (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then return 0; fi
+		sleep 0.1
+	done
+	die "nginx does not start: $(cat "$work/nginx.err")"
+}
+
+# cpu PID: ticks of processor time that a process and its children have used.
+cpu() {
+	local pid ticks=0
+	for pid in "$1" $(cat "/proc/$1/task/$1/children"); do
+		ticks=$((ticks + $(awk '{print $14 + $15}' "/proc/$pid/stat")))
+	done
+	echo "$ticks"
+}
+
+# load NAME PORT PID: appends requests per second, p50, p99 of wrk's report and processor time per request to $work/NAME.results.
 load() {
+	local before
+	before=$(cpu "$3")
 	wrk -t2 -c"$connections" -d"${seconds}s" --latency -H 'X-Sandbox-ID: s' -H 'X-Sandbox-Namespace: ns' \
 		-H "X-Sandbox-Port: $sandbox" "http://127.0.0.1:$2/" >"$work/$1.wrk"
 	if grep -E 'Non-2xx|Socket errors' "$work/$1.wrk" >&2; then die "$1: not all requests succeeded"; fi
-	awk '/Requests\/sec/ {rate = $2} $1 == "50%" {p50 = $2} $1 == "99%" {p99 = $2} END {print rate, p50, p99}' "$work/$1.wrk" >"$work/$1.result"
+	awk -v ticks="$(($(cpu "$3") - before))" -v hertz="$(getconf CLK_TCK)" '
+		function ms(text) { return text ~ /us$/ ? text / 1000 : text ~ /ms$/ ? text + 0 : text * 1000 }
+		/Requests\/sec/ {rate = $2} /requests in/ {count = $1} $1 == "50%" {p50 = ms($2)} $1 == "99%" {p99 = ms($2)}
+		END {printf "%.0f %.2f %.2f %.1f\n", rate, p50, p99, ticks / hertz * 1e6 / count}' "$work/$1.wrk" >>"$work/$1.results"
 }
+
+# median NAME COLUMN
+median() { cut -d' ' -f"$2" "$work/$1.results" | sort -g | awk '{v[NR] = $1} END {print v[int((NR + 1) / 2)]}'; }
 
 serve sandbox
 sandbox=$port
+sandbox_pid=${started[0]}
 serve router
 router=$port
 router_pid=${started[1]}
-load warm-up "$router"
-load direct "$sandbox"
-load router "$router"
-read -r direct_rate direct_p50 direct_p99 <"$work/direct.result"
-read -r router_rate router_p50 router_p99 <"$work/router.result"
+serve_nginx
+nginx=$port
+nginx_pid=${started[2]}
+load warm-up "$router" "$router_pid"
+say "load average $(cut -d' ' -f1-3 /proc/loadavg) before"
+for _ in $(seq "$rounds"); do
+	load direct "$sandbox" "$sandbox_pid"
+	load nginx "$nginx" "$nginx_pid"
+	load router "$router" "$router_pid"
+done
 rss() { awk '/VmRSS/ {printf "%.0f", $2 / 1024}' "/proc/$router_pid/status"; }
 loaded=$(rss)
-printf '%-8s %12s %10s %10s\n' "$connections conns" 'requests/s' p50 p99
-printf '%-8s %12.0f %10s %10s\n' direct "$direct_rate" "$direct_p50" "$direct_p99"
-printf '%-8s %12.0f %10s %10s\n' router "$router_rate" "$router_p50" "$router_p99"
-awk -v d="$direct_rate" -v r="$router_rate" 'BEGIN {printf "ratio    %12.2f\n", r / d}'
+printf '%-8s %12s %10s %10s %14s %12s %8s\n' "$connections conns" 'requests/s' 'p50 ms' 'p99 ms' 'µs of CPU/req' 'p99/direct' 'of direct'
+for name in direct nginx router; do
+	while read -r rate p50 p99 micros; do
+		printf '  %-6s %12s %10s %10s %14s\n' "$name" "$rate" "$p50" "$p99" "$micros"
+	done <"$work/$name.results"
+done
+for name in direct nginx router; do
+	awk -v name="$name" -v rate="$(median $name 1)" -v p50="$(median $name 2)" -v p99="$(median $name 3)" -v micros="$(median $name 4)" \
+		-v direct="$(median direct 1)" -v direct99="$(median direct 3)" \
+		'BEGIN {printf "%-8s %12s %10s %10s %14s %12.2f %8.2f\n", name, rate, p50, p99, micros, p99 / direct99, rate / direct}'
+done
+printf 'medians of %s rounds of %s s; processor time of direct is the sandbox'\''s\n' "$rounds" "$seconds"
 printf 'router RSS after the load: %s MiB\n' "$loaded"
-"$built" websockets "$router" "$sandbox" "$idle"
+"$built" websockets "$router" "$sandbox" "$idle" "$router_pid"

@@ -20,9 +20,9 @@ use tokio::{
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use torpor_router::{
-    address::AddressPolicy, authz::Authorizer, directory::Directory, flags, gate::Gate,
-    metrics::Metrics, proxy::Proxy, resume::Resumer, server::Server, tunnel::Tunnels, upstream,
-    watch,
+    address::AddressPolicy, authz::Authorizer, calls::Calls, directory::Directory, flags,
+    gate::Gate, lanes, metrics::Metrics, places::Places, proxy::Proxy, resume::Resumer,
+    server::Server, tunnel::Tunnels, upstream, watch,
 };
 use torpor_test_apiserver::Apiserver;
 
@@ -36,12 +36,16 @@ async fn main() -> anyhow::Result<()> {
     match words.as_slice() {
         ["sandbox"] => sandbox().await,
         ["router"] => router().await,
-        ["websockets", port, sandbox, idle] => {
-            websockets(port.parse()?, sandbox.parse()?, idle.parse()?).await
+        ["free-port"] => listen().await.map(drop),
+        ["websockets", port, sandbox, idle, router] => {
+            let memory = || resident(router);
+            websockets(port.parse()?, sandbox.parse()?, idle.parse()?, memory).await
         }
         // `cargo test` runs benchmarks without arguments.
         [] => Ok(()),
-        _ => bail!("usage: sandbox | router | websockets PORT SANDBOX-PORT IDLE"),
+        _ => bail!(
+            "usage: sandbox | router | free-port | websockets PORT SANDBOX-PORT IDLE ROUTER-PID"
+        ),
     }
 }
 
@@ -92,6 +96,9 @@ async fn router() -> anyhow::Result<()> {
         make(&api, &format!("other-{number}"), "10.0.0.1");
     }
     make(&api, "s", "127.0.0.1");
+    for number in 0..SANDBOXES {
+        make(&api, &format!("s-{number}"), "127.0.0.1");
+    }
     let directory = Directory::new(AddressPolicy::with_loopback());
     tokio::spawn(watch::follow(api.client(), None, &directory));
     directory.wait_ready().await;
@@ -102,13 +109,15 @@ async fn router() -> anyhow::Result<()> {
     let proxy = Proxy {
         gate: Gate::new(directory, resumer, flags.limits()),
         authorizer: Authorizer::AllowAll,
-        pool: upstream::pool(dialer),
+        calls: Calls::new(dialer.clone()),
         tunnels: Tunnels::new(tasks.clone(), cut.clone(), Arc::clone(&metrics)),
+        open_ended: Places::new(flags.open_ended()),
         metrics,
         settings: flags.settings(),
     };
     let server = Server::new(
         Arc::new(proxy),
+        lanes::one_per_core(&dialer)?,
         flags.patience(),
         flags.max_connections,
         tasks,
@@ -133,29 +142,66 @@ fn make(api: &Apiserver, name: &str, address: &str) {
     api.edit("pods", "ns", name, &ready);
 }
 
-/// Echoes over one WebSocket, before and after that many others were opened that do nothing.
-async fn websockets(port: u16, sandbox: u16, idle: usize) -> anyhow::Result<()> {
-    let mut one = open(port, sandbox).await?;
-    println!("echo over 1 WebSocket: {}", echo(&mut one).await?);
-    let mut others = Vec::with_capacity(idle);
-    for _ in 0..idle {
-        others.push(open(port, sandbox).await?);
+/// Sandboxes that the idle WebSockets are spread over: one sandbox alone may not have that many.
+const SANDBOXES: usize = 20;
+/// Echoes beside the idle ones and without them take turns, so that both meet the same machine.
+const TURNS: usize = 5;
+
+/// Resident memory of a process in KiB.
+fn resident(pid: &str) -> anyhow::Result<usize> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let number = line.and_then(|line| line.split_whitespace().next());
+    Ok(number.context("no VmRSS")?.parse()?)
+}
+
+/// Echoes over one WebSocket, with and without many others open that do nothing.
+async fn websockets(
+    port: u16,
+    sandbox: u16,
+    idle: usize,
+    memory: impl Fn() -> anyhow::Result<usize>,
+) -> anyhow::Result<()> {
+    let mut one = open(port, sandbox, "s").await?;
+    let (mut alone, mut beside) = (Vec::new(), Vec::new());
+    let mut per_tunnel = 0;
+    for _ in 0..TURNS {
+        echo(&mut one, &mut alone).await?;
+        let before = memory()?;
+        let mut others = Vec::with_capacity(idle);
+        for number in 0..idle {
+            others.push(open(port, sandbox, &format!("s-{}", number % SANDBOXES)).await?);
+        }
+        // Each has carried something, as those of users have.
+        for other in &mut others {
+            echo_once(other, *b"alive").await?;
+        }
+        // Of the first turn: later ones find what the allocator has kept.
+        if per_tunnel == 0 {
+            per_tunnel = memory()?.saturating_sub(before) * 1024 / idle.max(1);
+        }
+        echo(&mut one, &mut beside).await?;
+        for other in others.iter_mut().step_by(1 + idle / 100) {
+            echo_once(other, *b"still").await?;
+        }
+        drop(others);
     }
-    println!("echo beside {idle} idle ones: {}", echo(&mut one).await?);
-    for other in others.iter_mut().step_by(1 + idle / 100) {
-        other.write_all(b"alive").await?;
-        let mut answer = [0; 5];
-        other.read_exact(&mut answer).await?;
-        ensure!(answer == *b"alive", "an idle one echoes something else");
-    }
+    let ((alone_p50, alone_p99), (p50, p99)) = (quantiles(alone), quantiles(beside));
+    println!("echo over 1 WebSocket:    p50 {alone_p50:.1} µs, p99 {alone_p99:.1} µs");
+    println!(
+        "beside {idle} idle ones: p50 {p50:.1} µs ({:.2}), p99 {p99:.1} µs ({:.2}); {TURNS} turns of each",
+        p50 / alone_p50,
+        p99 / alone_p99
+    );
+    println!("router RSS per idle tunnel: {per_tunnel} bytes");
     Ok(())
 }
 
-async fn open(port: u16, sandbox: u16) -> anyhow::Result<TcpStream> {
+async fn open(port: u16, sandbox: u16, name: &str) -> anyhow::Result<TcpStream> {
     let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).await?;
     stream.set_nodelay(true)?;
     let head = format!(
-        "GET / HTTP/1.1\r\nHost: r\r\nX-Sandbox-ID: s\r\nX-Sandbox-Namespace: ns\r\nX-Sandbox-Port: {sandbox}\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
+        "GET / HTTP/1.1\r\nHost: r\r\nX-Sandbox-ID: {name}\r\nX-Sandbox-Namespace: ns\r\nX-Sandbox-Port: {sandbox}\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
     );
     stream.write_all(head.as_bytes()).await?;
     let mut answer = Vec::new();
@@ -170,20 +216,26 @@ async fn open(port: u16, sandbox: u16) -> anyhow::Result<TcpStream> {
     Ok(stream)
 }
 
-async fn echo(stream: &mut TcpStream) -> anyhow::Result<String> {
-    let mut times = Vec::with_capacity(5000);
+async fn echo_once<const N: usize>(stream: &mut TcpStream, message: [u8; N]) -> anyhow::Result<()> {
+    stream.write_all(&message).await?;
+    let mut answer = [0; N];
+    stream.read_exact(&mut answer).await?;
+    ensure!(answer == message, "it echoes something else");
+    Ok(())
+}
+
+async fn echo(stream: &mut TcpStream, times: &mut Vec<Duration>) -> anyhow::Result<()> {
     for _ in 0..5000 {
         let begin = Instant::now();
-        stream.write_all(&[7; 64]).await?;
-        let mut answer = [0; 64];
-        stream.read_exact(&mut answer).await?;
+        echo_once(stream, [7; 64]).await?;
         times.push(begin.elapsed());
     }
+    Ok(())
+}
+
+/// p50 and p99 in microseconds.
+fn quantiles(mut times: Vec<Duration>) -> (f64, f64) {
     times.sort();
-    let micros = |time: Duration| time.as_micros();
-    Ok(format!(
-        "p50 {} µs, p99 {} µs",
-        micros(times[2500]),
-        micros(times[4950])
-    ))
+    let micros = |percent: usize| times[times.len() * percent / 100].as_secs_f64() * 1e6;
+    (micros(50), micros(99))
 }

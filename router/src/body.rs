@@ -6,7 +6,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
-    task::{Context, Poll},
+    task::{Context, Poll, ready},
     time::Instant,
 };
 
@@ -16,8 +16,12 @@ use hyper::body::Incoming;
 use tokio::time::{Sleep, sleep_until};
 
 use crate::{
+    calls::InUse,
     connection::InFlight,
+    grpc,
     metrics::{Metrics, NamespaceLabel, RequestLabels},
+    places::Place,
+    refusal::Refusal,
 };
 
 /// A body was cut off.
@@ -58,6 +62,11 @@ pub struct Seen {
 }
 
 impl Seen {
+    /// Counts bytes that were no body's.
+    pub fn add(&self, bytes: u64) {
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
     /// Whether the body was cut off at the limit.
     pub fn too_large(&self) -> bool {
         self.too_large.load(Ordering::Relaxed)
@@ -97,7 +106,7 @@ impl Body for RequestBody {
         mut self: Pin<&mut Self>,
         task: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
-        let frame = std::task::ready!(Pin::new(&mut self.inner).poll_frame(task));
+        let frame = ready!(Pin::new(&mut self.inner).poll_frame(task));
         if let Some(Ok(frame)) = &frame {
             let size = frame.data_ref().map_or(0, |data| data.len() as u64);
             let total = self.seen.bytes.fetch_add(size, Ordering::Relaxed) + size;
@@ -127,13 +136,31 @@ pub struct Exchange {
     pub sandbox: String,
     pub path: Option<String>,
     pub code: u16,
+    /// A gRPC call: its errors are its trailers.
+    pub grpc: bool,
     pub begin: Instant,
+    pub deadline: Option<Instant>,
     pub received: Option<Arc<Seen>>,
     pub sent: u64,
     /// The request reached the sandbox.
     pub reached: bool,
+    /// Among the exchanges that have no end in sight.
+    pub place: Option<Place>,
     /// Keeps the client's connection from counting as idle.
     pub in_flight: InFlight,
+}
+
+impl Exchange {
+    /// What is seen of the request's body.
+    pub fn seen(&mut self) -> &Arc<Seen> {
+        self.received.get_or_insert_default()
+    }
+
+    /// Whether its time is over.
+    pub fn late(&self) -> bool {
+        self.deadline
+            .is_some_and(|deadline| deadline <= Instant::now())
+    }
 }
 
 impl Drop for Exchange {
@@ -147,6 +174,9 @@ impl Drop for Exchange {
         } = &*self;
         let took = self.begin.elapsed();
         metrics.inflight.dec();
+        if self.grpc {
+            metrics.calls.dec();
+        }
         let labels = RequestLabels {
             method,
             code: *code,
@@ -212,19 +242,47 @@ fn as_float(bytes: u64) -> f64 {
 #[derive(Debug)]
 pub struct ResponseBody {
     inner: Incoming,
-    deadline: Pin<Box<Sleep>>,
+    /// Past the exchange's deadline; there from the first wait on, so that an answer that is there costs no timer.
+    late: Option<Pin<Box<Sleep>>>,
     exchange: Exchange,
+    /// The trailers of a call are passed on, or made up.
+    ended: bool,
+    _connection: Option<InUse>,
 }
 
 impl ResponseBody {
-    /// Passes on what comes until `deadline`.
-    pub fn new(inner: Incoming, deadline: Instant, exchange: Exchange) -> Self {
-        let deadline = Box::pin(sleep_until(deadline.into()));
+    /// Passes on what comes until the exchange's deadline.
+    pub fn new(inner: Incoming, exchange: Exchange, connection: Option<InUse>) -> Self {
         Self {
             inner,
-            deadline,
+            late: None,
             exchange,
+            ended: false,
+            _connection: connection,
         }
+    }
+
+    fn poll_late(&mut self, task: &mut Context<'_>) -> Poll<()> {
+        let Some(deadline) = self.exchange.deadline else {
+            return Poll::Pending;
+        };
+        let late = self
+            .late
+            .get_or_insert_with(|| Box::pin(sleep_until(deadline.into())));
+        late.as_mut().poll(task)
+    }
+
+    /// The end of an answer that does not come to its own. A call hears why; of other answers only the breaking off can be told.
+    fn broken(&mut self, error: Error) -> Result<Frame<Bytes>, Error> {
+        let received = self.exchange.received.as_ref();
+        let refusal = match error {
+            _ if !self.exchange.grpc => return Err(error),
+            _ if received.is_some_and(|seen| seen.too_large()) => Refusal::BodyTooLarge,
+            Error::TooLong => Refusal::TooLate,
+            Error::TooLarge | Error::Hyper(_) => return Err(error),
+        };
+        self.ended = true;
+        Ok(Frame::trailers(grpc::trailers(&refusal)))
     }
 }
 
@@ -236,23 +294,26 @@ impl Body for ResponseBody {
         mut self: Pin<&mut Self>,
         task: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
-        match Pin::new(&mut self.inner).poll_frame(task) {
-            Poll::Ready(frame) => {
-                if let Some(Ok(frame)) = &frame {
-                    self.exchange.sent += frame.data_ref().map_or(0, |data| data.len() as u64);
-                }
-                Poll::Ready(frame.map(|frame| frame.map_err(Error::Hyper)))
-            }
-            // Only who has to wait may run out of time: an answer that is there costs no timer.
-            Poll::Pending => {
-                std::task::ready!(self.deadline.as_mut().poll(task));
-                Poll::Ready(Some(Err(Error::TooLong)))
-            }
+        if self.ended {
+            return Poll::Ready(None);
         }
+        let error = match Pin::new(&mut self.inner).poll_frame(task) {
+            Poll::Ready(Some(Ok(frame))) => {
+                self.exchange.sent += frame.data_ref().map_or(0, |data| data.len() as u64);
+                return Poll::Ready(Some(Ok(frame)));
+            }
+            Poll::Ready(None) => return Poll::Ready(None),
+            Poll::Ready(Some(Err(error))) => Error::Hyper(error),
+            Poll::Pending => {
+                ready!(self.poll_late(task));
+                Error::TooLong
+            }
+        };
+        Poll::Ready(Some(self.broken(error)))
     }
 
     fn is_end_stream(&self) -> bool {
-        self.inner.is_end_stream()
+        self.ended || self.inner.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {

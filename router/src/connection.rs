@@ -34,6 +34,8 @@ struct State {
     patience: Patience,
     begin: Instant,
     in_flight: AtomicUsize,
+    /// Of those, the ones that [`Patience::busy`] does not bound.
+    own: AtomicUsize,
     /// Streams of HTTP/2 share their connection, and it carries bytes that belong to no request.
     http2: AtomicBool,
     /// All in milliseconds since `begin`.
@@ -53,6 +55,7 @@ impl Pulse {
             patience,
             begin: Instant::now(),
             in_flight: AtomicUsize::new(0),
+            own: AtomicUsize::new(0),
             http2: AtomicBool::new(false),
             idle_since: AtomicU64::new(0),
             head_since: AtomicU64::new(0),
@@ -61,12 +64,18 @@ impl Pulse {
     }
 
     /// A request has arrived; it is under way until the result is dropped.
-    pub fn request(&self, http2: bool) -> InFlight {
+    pub fn request(&self, http2: bool, bound: Bound) -> InFlight {
         self.0.http2.store(http2, Ordering::Relaxed);
         self.0.head_since.store(NONE, Ordering::Relaxed);
         self.0.busy_since.store(self.0.now(), Ordering::Relaxed);
         self.0.in_flight.fetch_add(1, Ordering::Relaxed);
-        InFlight(self.clone())
+        if bound == Bound::Own {
+            self.0.own.fetch_add(1, Ordering::Relaxed);
+        }
+        InFlight {
+            pulse: self.clone(),
+            bound,
+        }
     }
 
     /// When to look at it again; `None`: it is to be closed now. Whoever waits hears of no change meanwhile, and so never waits longer than the shorter patience.
@@ -74,6 +83,10 @@ impl Pulse {
         let state = &*self.0;
         let now = Instant::now();
         let Patience { head, idle, busy } = state.patience;
+        let look_again = now + head.min(idle).min(busy);
+        if state.own.load(Ordering::Relaxed) > 0 {
+            return Some(look_again);
+        }
         let head_since = state.head_since.load(Ordering::Relaxed);
         let (since, patience) = if state.in_flight.load(Ordering::Relaxed) > 0 {
             (state.busy_since.load(Ordering::Relaxed), busy)
@@ -83,7 +96,7 @@ impl Pulse {
             (head_since, head)
         };
         let deadline = state.begin + Duration::from_millis(since) + patience;
-        (now < deadline).then(|| deadline.min(now + head.min(idle).min(busy)))
+        (now < deadline).then(|| deadline.min(look_again))
     }
 
     fn byte_read(&self) {
@@ -104,13 +117,28 @@ impl State {
     }
 }
 
+/// What bounds a request in time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bound {
+    /// [`Patience::busy`].
+    Busy,
+    /// Its client, or nothing: a gRPC stream may last. HTTP/2's pings say whether the client lives.
+    Own,
+}
+
 /// A request under way.
 #[derive(Debug)]
-pub struct InFlight(Pulse);
+pub struct InFlight {
+    pulse: Pulse,
+    bound: Bound,
+}
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        let state = &*self.0.0;
+        let state = &*self.pulse.0;
+        if self.bound == Bound::Own {
+            state.own.fetch_sub(1, Ordering::Relaxed);
+        }
         state.idle_since.store(state.now(), Ordering::Relaxed);
         state.in_flight.fetch_sub(1, Ordering::Relaxed);
     }
@@ -202,16 +230,31 @@ mod tests {
             idle: HOUR,
             busy: Duration::ZERO,
         });
-        let request = pulse.request(false);
+        let request = pulse.request(false, Bound::Busy);
         assert_eq!(pulse.deadline(), None);
         drop(request);
         assert!(pulse.deadline().is_some());
     }
 
     #[test]
+    fn a_call_that_bounds_itself_keeps_the_connection() {
+        let pulse = Pulse::new(Patience {
+            head: Duration::ZERO,
+            idle: Duration::ZERO,
+            busy: Duration::ZERO,
+        });
+        let call = pulse.request(true, Bound::Own);
+        let request = pulse.request(true, Bound::Busy);
+        assert!(pulse.deadline().is_some());
+        drop(call);
+        assert_eq!(pulse.deadline(), None);
+        drop(request);
+    }
+
+    #[test]
     fn while_a_request_is_under_way_nothing_counts_as_idle() {
         let pulse = pulse(Duration::ZERO, Duration::ZERO);
-        let request = pulse.request(false);
+        let request = pulse.request(false, Bound::Busy);
         assert!(pulse.deadline().is_some());
         drop(request);
         assert_eq!(pulse.deadline(), None);
@@ -220,7 +263,7 @@ mod tests {
     #[test]
     fn between_requests_the_first_byte_starts_the_shorter_patience() {
         let pulse = pulse(Duration::ZERO, HOUR);
-        drop(pulse.request(false));
+        drop(pulse.request(false, Bound::Busy));
         assert!(pulse.deadline().is_some(), "idle");
         pulse.byte_read();
         assert_eq!(pulse.deadline(), None, "a head has begun");
@@ -229,7 +272,7 @@ mod tests {
     #[test]
     fn bytes_of_http2_begin_no_head() {
         let pulse = pulse(Duration::ZERO, HOUR);
-        drop(pulse.request(true));
+        drop(pulse.request(true, Bound::Busy));
         pulse.byte_read();
         assert!(pulse.deadline().is_some());
     }
@@ -237,7 +280,7 @@ mod tests {
     #[test]
     fn bytes_of_http2_keep_nothing_alive() {
         let pulse = pulse(HOUR, Duration::ZERO);
-        drop(pulse.request(true));
+        drop(pulse.request(true, Bound::Busy));
         pulse.byte_read();
         assert_eq!(pulse.deadline(), None);
     }
@@ -245,16 +288,16 @@ mod tests {
     #[test]
     fn nobody_waits_past_the_shorter_patience_without_looking() {
         let pulse = pulse(Duration::from_secs(1), HOUR);
-        drop(pulse.request(false));
+        drop(pulse.request(false, Bound::Busy));
         assert!(pulse.deadline().unwrap() <= Instant::now() + Duration::from_secs(1));
-        let _request = pulse.request(false);
+        let _request = pulse.request(false, Bound::Busy);
         assert!(pulse.deadline().unwrap() <= Instant::now() + Duration::from_secs(1));
     }
 
     #[test]
     fn bytes_of_a_body_begin_no_head() {
         let pulse = pulse(Duration::ZERO, HOUR);
-        let request = pulse.request(false);
+        let request = pulse.request(false, Bound::Busy);
         pulse.byte_read();
         drop(request);
         assert!(pulse.deadline().is_some());

@@ -149,21 +149,15 @@ impl Directory {
         self.read().addresses.get(pod_uid) == Some(&address)
     }
 
-    /// Changes of a Sandbox from now on, unless `limit` requests wait for them already.
-    pub fn changes(&self, namespace: &str, name: &str, limit: usize) -> Option<Changes> {
+    /// Changes of a Sandbox from now on.
+    pub fn changes(&self, namespace: &str, name: &str) -> Changes {
         let key = (namespace.to_owned(), name.to_owned());
-        let mut waiting = self.waiting();
-        let sender = waiting.entry(key.clone()).or_default();
-        if sender.receiver_count() >= limit {
-            return None;
-        }
-        let receiver = Some(sender.subscribe());
-        drop(waiting);
-        Some(Changes {
+        let receiver = Some(self.waiting().entry(key.clone()).or_default().subscribe());
+        Changes {
             directory: self.clone(),
             key,
             receiver,
-        })
+        }
     }
 
     /// Waits until both kinds have been listed once.

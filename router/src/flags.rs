@@ -11,6 +11,7 @@ use torpor_daemon::go_flags::{BindAddress, duration, with_two_dashes};
 use crate::{
     connection::Patience,
     gate,
+    places::Bounds,
     proxy::Settings,
     tls::{Files, MutualTls},
     upstream::Dialling,
@@ -91,6 +92,9 @@ pub struct Flags {
     /// Longest time until the head of an answer
     #[arg(long, default_value = "180s", value_parser = positive)]
     pub response_header_timeout: Duration,
+    /// Longest time of a gRPC call beside the client's own; 0: any
+    #[arg(long, default_value = "0s", value_parser = duration)]
+    pub grpc_proxy_timeout: Duration,
     /// Longest time for requests under way to end after SIGTERM
     #[arg(long, default_value = "30s", value_parser = duration)]
     pub shutdown_timeout: Duration,
@@ -127,6 +131,12 @@ pub struct Flags {
     /// Torpor's: how many requests may wait for one sandbox at once
     #[arg(long, default_value_t = 1024)]
     pub max_held_requests_per_sandbox: usize,
+    /// Torpor's: how many tunnels (WebSockets) and gRPC calls there may be at once
+    #[arg(long, default_value_t = 16_384)]
+    pub max_open_ended: usize,
+    /// Torpor's: how many tunnels and gRPC calls one sandbox may have at once
+    #[arg(long, default_value_t = 1024)]
+    pub max_open_ended_per_sandbox: usize,
     /// Torpor's: how many connections of clients there may be at once
     #[arg(long, default_value_t = 20_000)]
     pub max_connections: usize,
@@ -282,8 +292,18 @@ impl Flags {
         gate::Limits {
             dial: self.dialling().delays().sum(),
             resume: self.resume_timeout,
-            held: self.max_held_requests,
-            held_per_sandbox: self.max_held_requests_per_sandbox,
+            held: Bounds {
+                all: self.max_held_requests,
+                each: self.max_held_requests_per_sandbox,
+            },
+        }
+    }
+
+    /// Bounds of exchanges that have no end in sight.
+    pub fn open_ended(&self) -> Bounds {
+        Bounds {
+            all: self.max_open_ended,
+            each: self.max_open_ended_per_sandbox,
         }
     }
 
@@ -302,6 +322,7 @@ impl Flags {
         Settings {
             domain: Some(self.domain.to_ascii_lowercase()).filter(|domain| !domain.is_empty()),
             proxy_timeout: self.proxy_timeout,
+            grpc_proxy_timeout: self.grpc_proxy_timeout,
             response_header_timeout: self.response_header_timeout,
             max_request_body: self.max_request_body_bytes,
             access_log: self.access_log,

@@ -6,17 +6,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::watch;
 
 use crate::{
     directory::{Changes, Directory, View},
+    places::{Bounds, Places},
     refusal::Refusal,
-    resume::{Fence, Outcome, Resumer},
+    resume::{Fence, Outcome, Resumer, Try},
     target::Target,
 };
 
 /// Where a request goes.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Destination {
     pub namespace: String,
     pub sandbox_uid: Arc<str>,
@@ -91,9 +92,7 @@ pub struct Limits {
     pub dial: Duration,
     pub resume: Duration,
     /// Requests that wait at once.
-    pub held: usize,
-    /// Requests that wait for one sandbox at once, so that one cannot take all places.
-    pub held_per_sandbox: usize,
+    pub held: Bounds,
 }
 
 /// Lets requests through when their sandbox is there.
@@ -102,13 +101,13 @@ pub struct Gate {
     directory: Directory,
     resumer: Resumer,
     limits: Limits,
-    places: Semaphore,
+    places: Places,
 }
 
 impl Gate {
     /// A gate with all places free.
     pub fn new(directory: Directory, resumer: Resumer, limits: Limits) -> Self {
-        let places = Semaphore::new(limits.held.min(Semaphore::MAX_PERMITS));
+        let places = Places::new(limits.held);
         Self {
             directory,
             resumer,
@@ -124,49 +123,39 @@ impl Gate {
 
     /// How many requests wait.
     pub fn held(&self) -> usize {
-        self.limits
-            .held
-            .saturating_sub(self.places.available_permits())
+        self.places.taken()
     }
 
-    fn look(&self, target: &Target) -> Step {
-        decide(
-            target,
-            self.directory
-                .look_up(&target.namespace, &target.id)
-                .as_ref(),
-        )
+    fn view(&self, target: &Target) -> Option<View> {
+        self.directory.look_up(&target.namespace, &target.id)
     }
 
-    /// Waits until the request may go on. Dropping the future ends the waiting, and nothing else.
-    pub async fn admit(&self, target: &Target) -> Result<Destination, Refusal> {
-        match self.look(target) {
+    /// Waits until the request may go on, not past `deadline`. Dropping the future ends the waiting, and nothing else.
+    pub async fn admit(
+        &self,
+        target: &Target,
+        deadline: Option<Instant>,
+    ) -> Result<Destination, Refusal> {
+        let view = self.view(target);
+        match decide(target, view.as_ref()) {
             Step::Route(destination) => return Ok(destination),
             Step::Refuse(refusal) => return Err(refusal),
             Step::Wait(_) | Step::Resume { .. } => {}
         }
-        let _place = self
-            .places
-            .try_acquire()
-            .map_err(|_| Refusal::TooManyHeld)?;
-        let changes =
-            self.directory
-                .changes(&target.namespace, &target.id, self.limits.held_per_sandbox);
-        let mut changes = changes.ok_or(Refusal::TooManyHeld)?;
+        // Names that nobody has share the places of one sandbox: they cost a client nothing.
+        let sandbox = view.map_or_else(|| "".into(), |view| view.uid);
+        let _place = self.places.take(&sandbox).ok_or(Refusal::TooManyHeld)?;
+        let mut changes = self.directory.changes(&target.namespace, &target.id);
         let begin = Instant::now();
+        let mut resuming: Option<Try> = None;
         loop {
-            let (patience, outcome) = match self.look(target) {
+            let (patience, outcome) = match decide(target, self.view(target).as_ref()) {
                 Step::Route(destination) => return Ok(destination),
                 Step::Refuse(refusal) => return Err(refusal),
                 Step::Wait(patience) => (patience, None),
                 Step::Resume { uid, version } => {
-                    let fence = Fence {
-                        namespace: target.namespace.clone(),
-                        name: target.id.clone(),
-                        uid,
-                        version,
-                    };
-                    (Patience::Resume, Some(self.resumer.ask(fence)))
+                    let outcome = self.resume(target, uid, version, &mut resuming)?;
+                    (Patience::Resume, Some(outcome))
                 }
             };
             let (limit, late) = match patience {
@@ -176,8 +165,10 @@ impl Gate {
                     Refusal::ResumeTimeout(target.id.clone()),
                 ),
             };
-            let left = limit.saturating_sub(begin.elapsed());
-            match tokio::time::timeout(left, something_new(&mut changes, outcome)).await {
+            let end = begin + limit;
+            let end = deadline.map_or(end, |deadline| end.min(deadline));
+            let woken = tokio::time::timeout_at(end.into(), something_new(&mut changes, outcome));
+            match woken.await {
                 Err(_) => return Err(late),
                 Ok(Some(why)) => return Err(Refusal::NotResumed(target.id.clone(), why)),
                 Ok(None) => {}
@@ -186,16 +177,40 @@ impl Gate {
     }
 }
 
+/// The outcome of a try to resume, and whether it was of the version that is looked at.
+type Asked = (watch::Receiver<Outcome>, bool);
+
+impl Gate {
+    /// Asks for the Sandbox to run. `last` is what the same request has asked for before.
+    fn resume(
+        &self,
+        target: &Target,
+        uid: Arc<str>,
+        version: Arc<str>,
+        last: &mut Option<Try>,
+    ) -> Result<Asked, Refusal> {
+        if last.as_ref().is_some_and(|last| last.was_undone(&version)) {
+            // Its user's last word. The next request may ask again, this one has done so.
+            let why = "it was suspended again".to_owned();
+            return Err(Refusal::NotResumed(target.id.clone(), why));
+        }
+        let asked = last.insert(self.resumer.ask(Fence {
+            namespace: target.namespace.clone(),
+            name: target.id.clone(),
+            uid,
+            version: Arc::clone(&version),
+        }));
+        Ok((asked.outcome.clone(), asked.version == version))
+    }
+}
+
 /// How long to look only for changes after a try to resume whose outcome nobody knows; then to try again.
 const UNKNOWN_OUTCOME: Duration = Duration::from_secs(1);
 
 /// Waits until there is a reason to look again, or one to give up.
-async fn something_new(
-    changes: &mut Changes,
-    outcome: Option<watch::Receiver<Outcome>>,
-) -> Option<String> {
+async fn something_new(changes: &mut Changes, outcome: Option<Asked>) -> Option<String> {
     let ended = async {
-        let Some(mut outcome) = outcome else {
+        let Some((mut outcome, of_this_version)) = outcome else {
             return std::future::pending().await;
         };
         let last = outcome
@@ -203,6 +218,7 @@ async fn something_new(
             .await;
         match last.map(|last| last.clone()) {
             Ok(Outcome::Refused(why)) => Some(why),
+            Ok(Outcome::Asked) if !of_this_version => None,
             // The watch will show it.
             Ok(Outcome::Asked | Outcome::Pending) => std::future::pending().await,
             Ok(Outcome::LookAgain) | Err(_) => {

@@ -6,7 +6,9 @@
 //!                         │  ├──► gate        is it there: route, wait, resume, refuse (pure decision; bounded waiting)
 //!                         │  │      └─ resume one patch for many requests
 //!                         │  └──► rewrite     headers on the way in and out (pure)
-//!                         └─────► upstream    one pool, keyed by Sandbox UID, Pod UID and address
+//!                         ├─────► upstream    one pool, keyed by Sandbox UID, Pod UID and address
+//!                         ├─────► calls       gRPC: one HTTP/2 connection for each port of a sandbox
+//!                         └─────► tunnel      what has changed its protocol
 //! watch ───► directory                        Sandboxes and their Pods, joined by UID
 //! ```
 //! No request causes a read from the apiserver: what the [`directory`] does not know does not exist.
@@ -14,12 +16,16 @@
 pub mod address;
 pub mod authz;
 pub mod body;
+pub mod calls;
 pub mod connection;
 pub mod directory;
 pub mod endpoints;
 pub mod flags;
 pub mod gate;
+pub mod grpc;
+pub mod lanes;
 pub mod metrics;
+pub mod places;
 pub mod proxy;
 pub mod refusal;
 pub mod resume;

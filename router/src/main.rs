@@ -4,17 +4,21 @@ use std::{fs, process::ExitCode, sync::Arc, time::Duration};
 
 use anyhow::Context as _;
 use kube::{Client, Config, config::KubeConfigOptions, config::Kubeconfig};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use torpor_daemon::serve;
 use torpor_router::{
     address::AddressPolicy,
     authz::{Authorizer, SharedToken},
+    calls::Calls,
     directory::Directory,
     endpoints,
     flags::{self, AuthzMode, Flags},
     gate::Gate,
+    lanes,
     metrics::Metrics,
+    places::Places,
     proxy::Proxy,
     resume::Resumer,
     scoped_token::Secret,
@@ -27,6 +31,8 @@ use torpor_router::{
 
 /// How often the files of the certificate are looked at.
 const CERTIFICATE_CHECK: Duration = Duration::from_secs(10);
+/// A client's connection and one to a sandbox.
+const FILES_PER_CONNECTION: u64 = 2;
 
 fn main() -> ExitCode {
     // First of all: with two TLS providers in the tree the first connection would panic.
@@ -57,7 +63,8 @@ fn main() -> ExitCode {
     }
 }
 
-#[tokio::main]
+/// Watches, probes and the accepting of connections are on this thread; clients are served by [`lanes`].
+#[tokio::main(flavor = "current_thread")]
 async fn work(flags: &Flags) -> anyhow::Result<()> {
     flags.check()?;
     let stopping = CancellationToken::new();
@@ -69,7 +76,22 @@ async fn work(flags: &Flags) -> anyhow::Result<()> {
     let namespace = Some(flags.cache_namespace.as_str()).filter(|namespace| !namespace.is_empty());
     let watching = tokio::spawn(watch::follow(client.clone(), namespace, &directory));
     let (tasks, cut) = (TaskTracker::new(), CancellationToken::new());
-    let proxy = Arc::new(proxy(flags, &client, &directory, (&tasks, &cut))?);
+    let metrics = Arc::new(Metrics::default());
+    let dialer = upstream::Dialer::new(directory.clone(), flags.dialling(), Arc::clone(&metrics));
+    let proxy = Proxy {
+        gate: Gate::new(
+            directory.clone(),
+            Resumer::new(client.clone(), flags.api_timeout),
+            flags.limits(),
+        ),
+        authorizer: authorizer(flags, &client)?,
+        calls: Calls::new(dialer.clone()),
+        tunnels: Tunnels::new(tasks.clone(), cut.clone(), Arc::clone(&metrics)),
+        open_ended: Places::new(flags.open_ended()),
+        metrics,
+        settings: flags.settings(),
+    };
+    let proxy = Arc::new(proxy);
     if let Some(address) = flags.health_probe_bind_address.0 {
         let probes = endpoints::probes(directory.clone(), stopping.clone());
         serve::serve(address, probes, cut.clone())
@@ -82,10 +104,11 @@ async fn work(flags: &Flags) -> anyhow::Result<()> {
             .await
             .context("metrics")?;
     }
-    let patience = flags.patience();
+    raise_open_files(flags.max_connections);
     let server = Server::new(
         Arc::clone(&proxy),
-        patience,
+        lanes::one_per_core(&dialer).context("threads that serve clients")?,
+        flags.patience(),
         flags.max_connections,
         tasks,
         cut.clone(),
@@ -128,23 +151,25 @@ async fn work(flags: &Flags) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn proxy(
-    flags: &Flags,
-    client: &Client,
-    directory: &Directory,
-    (tasks, cut): (&TaskTracker, &CancellationToken),
-) -> anyhow::Result<Proxy> {
-    let metrics = Arc::new(Metrics::default());
-    let resumer = Resumer::new(client.clone(), flags.api_timeout);
-    let dialer = upstream::Dialer::new(directory.clone(), flags.dialling(), Arc::clone(&metrics));
-    Ok(Proxy {
-        gate: Gate::new(directory.clone(), resumer, flags.limits()),
-        authorizer: authorizer(flags, client)?,
-        pool: upstream::pool(dialer),
-        tunnels: Tunnels::new(tasks.clone(), cut.clone(), Arc::clone(&metrics)),
-        metrics,
-        settings: flags.settings(),
-    })
+/// Raises the limit of open files to the highest that the process may have, as programs in Go do by themselves: container runtimes start with a low one.
+fn raise_open_files(connections: usize) {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
+    if let Err(error) = setrlimit(Resource::Nofile, raised) {
+        tracing::warn!(%error, "the limit of open files stays as it is");
+    }
+    let files = limit.maximum.unwrap_or(u64::MAX);
+    let needed = FILES_PER_CONNECTION.saturating_mul(connections as u64);
+    if files < needed {
+        tracing::warn!(
+            files,
+            needed,
+            "fewer files may be open than --max-connections can need"
+        );
+    }
 }
 
 fn authorizer(flags: &Flags, client: &Client) -> anyhow::Result<Authorizer> {

@@ -80,6 +80,7 @@ pub struct Metrics {
     pub response_bytes: Family<NamespaceLabel, Histogram>,
     pub held: Gauge,
     pub tunnels: Gauge,
+    pub calls: Gauge,
     pub refusals: Family<ReasonLabels, Counter>,
 }
 
@@ -113,6 +114,7 @@ impl Default for Metrics {
             response_bytes: sizes(),
             held: Gauge::default(),
             tunnels: Gauge::default(),
+            calls: Gauge::default(),
             refusals: Family::default(),
         };
         metrics.register();
@@ -202,6 +204,7 @@ impl Metrics {
             self.held.clone(),
         );
         torpors.register("tunnels", "Upgraded connections", self.tunnels.clone());
+        torpors.register("grpc_calls", "gRPC calls under way", self.calls.clone());
         torpors.register(
             "refusals",
             "Requests that the router answered itself, by reason",

@@ -7,7 +7,9 @@ use std::{
 };
 
 use bytes::Bytes;
-use http::{HeaderValue, Method, Request, Response, StatusCode, Uri, Version, header};
+use http::{
+    HeaderValue, Method, Request, Response, StatusCode, Uri, Version, header, uri::PathAndQuery,
+};
 use http_body_util::{Either, Full};
 use hyper::{body::Incoming, upgrade};
 use hyper_util::client::legacy;
@@ -15,9 +17,12 @@ use hyper_util::client::legacy;
 use crate::{
     authz::Authorizer,
     body::{Exchange, RequestBody, ResponseBody, Seen},
-    connection::Pulse,
+    calls::{self, Calls, InUse},
+    connection::{Bound, Pulse},
     gate::{Destination, Gate},
+    grpc,
     metrics::{self, DecisionLabels, Metrics, NO_NAMESPACE, ReasonLabels},
+    places::Places,
     refusal::{Refusal, json_response},
     rewrite,
     target::{self, Named, Target},
@@ -32,6 +37,8 @@ pub struct Settings {
     pub domain: Option<String>,
     /// For a whole request.
     pub proxy_timeout: Duration,
+    /// For a whole gRPC call, beside the client's own; 0: any.
+    pub grpc_proxy_timeout: Duration,
     /// From sending a request to the head of its answer.
     pub response_header_timeout: Duration,
     /// Largest request body in bytes; 0: any.
@@ -45,6 +52,8 @@ pub struct Peer {
     pub address: IpAddr,
     pub tls: bool,
     pub pulse: Pulse,
+    /// Connections to sandboxes of the lane that serves it.
+    pub pool: Pool,
 }
 
 /// Carries requests to sandboxes.
@@ -52,8 +61,10 @@ pub struct Peer {
 pub struct Proxy {
     pub gate: Gate,
     pub authorizer: Authorizer,
-    pub pool: Pool,
+    pub calls: Calls,
     pub tunnels: Tunnels,
+    /// For exchanges that have no end in sight: tunnels and gRPC calls.
+    pub open_ended: Places,
     pub metrics: Arc<Metrics>,
     pub settings: Settings,
 }
@@ -68,13 +79,16 @@ impl Proxy {
     /// Carries out one request. Dropping the future, as happens when the client goes away, ends the waiting and the call to the sandbox.
     pub async fn handle(&self, peer: &Peer, request: Request<Incoming>) -> Answer {
         let mut exchange = self.begin(peer, &request);
-        let answer = match self.carry(peer, request, &mut exchange).await {
-            Ok(Carried::Own(response)) => Ok(response),
-            Ok(Carried::Sandbox(response, deadline)) => {
+        let refusal = match self.carry(peer, request, &mut exchange).await {
+            Ok(Carried::Own(response)) => {
+                exchange.code = response.status().as_u16();
+                return response.map(Either::Left);
+            }
+            Ok(Carried::Sandbox(response, connection)) => {
                 let (mut parts, body) = response.into_parts();
                 rewrite::response(&mut parts.headers, false);
                 exchange.code = parts.status.as_u16();
-                let body = ResponseBody::new(body, deadline, exchange);
+                let body = ResponseBody::new(body, exchange, connection);
                 return Response::from_parts(parts, Either::Right(body));
             }
             Ok(Carried::Switched(mut response, client)) => {
@@ -84,23 +98,33 @@ impl Proxy {
                 self.tunnels.open(client, sandbox, exchange);
                 return response.map(|_| Either::Left(Full::default()));
             }
-            Err(refusal) => Err(refusal),
+            Err(_) if exchange.grpc && exchange.late() => Refusal::TooLate,
+            Err(refusal) => refusal,
         };
-        let response = answer.unwrap_or_else(|refusal| {
-            let labels = ReasonLabels {
-                sandbox_namespace: Arc::clone(&exchange.namespace),
-                reason: refusal.reason(),
-            };
-            self.metrics.refusals.get_or_create(&labels).inc();
+        let labels = ReasonLabels {
+            sandbox_namespace: Arc::clone(&exchange.namespace),
+            reason: refusal.reason(),
+        };
+        self.metrics.refusals.get_or_create(&labels).inc();
+        let response = if exchange.grpc {
+            grpc::response(&refusal)
+        } else {
             refusal.response()
-        });
+        };
         exchange.code = response.status().as_u16();
         response.map(Either::Left)
     }
 
     fn begin(&self, peer: &Peer, request: &Request<Incoming>) -> Exchange {
         self.metrics.inflight.inc();
+        let grpc = grpc::is_call(request.version(), request.method(), request.headers());
+        if grpc {
+            self.metrics.calls.inc();
+        }
         let path = || request.uri().path().to_owned();
+        let http2 = request.version() == Version::HTTP_2;
+        let bound = if grpc { Bound::Own } else { Bound::Busy };
+        let begin = Instant::now();
         Exchange {
             metrics: Arc::clone(&self.metrics),
             method: metrics::method(request.method()),
@@ -108,11 +132,14 @@ impl Proxy {
             sandbox: String::new(),
             path: self.settings.access_log.then(path),
             code: CLIENT_GONE,
-            begin: Instant::now(),
+            grpc,
+            begin,
+            deadline: (!grpc).then(|| begin + self.settings.proxy_timeout),
             received: None,
             sent: 0,
             reached: false,
-            in_flight: peer.pulse.request(request.version() == Version::HTTP_2),
+            place: None,
+            in_flight: peer.pulse.request(http2, bound),
         }
     }
 
@@ -124,6 +151,16 @@ impl Proxy {
     ) -> Result<Carried, Refusal> {
         if request.method() == Method::CONNECT {
             return Err(Refusal::Method);
+        }
+        if exchange.grpc {
+            let own = self.settings.grpc_proxy_timeout;
+            let limits = [
+                grpc::timeout(request.headers())?,
+                Some(own).filter(|own| !own.is_zero()),
+            ];
+            let limit = limits.into_iter().flatten().min();
+            // A time beyond the clock's end is none.
+            exchange.deadline = limit.and_then(|limit| exchange.begin.checked_add(limit));
         }
         let named = target::read(
             request.uri(),
@@ -137,6 +174,9 @@ impl Proxy {
             return Ok(Carried::Own(json_response(StatusCode::OK, &body, None)));
         }
         let by_host = !matches!(named, Ok(Named::ByHeaders(_)));
+        if exchange.grpc && !by_host && !request.headers().contains_key(target::PORT) {
+            return Err(Refusal::NoPort);
+        }
         let (target, refusal) = self.choose(named?);
         if self.gate.directory().has_namespace(&target.namespace) {
             exchange.namespace = target.namespace.as_str().into();
@@ -151,7 +191,7 @@ impl Proxy {
         if limit > 0 && http_body::Body::size_hint(request.body()).lower() > limit {
             return Err(Refusal::BodyTooLarge);
         }
-        let destination = self.admit(&target).await?;
+        let destination = self.admit(&target, exchange.deadline).await?;
         self.forward(peer, request, (&target, by_host), destination, exchange)
             .await
     }
@@ -199,8 +239,12 @@ impl Proxy {
         result
     }
 
-    async fn admit(&self, target: &Target) -> Result<Destination, Refusal> {
-        let admitted = self.gate.admit(target).await;
+    async fn admit(
+        &self,
+        target: &Target,
+        deadline: Option<Instant>,
+    ) -> Result<Destination, Refusal> {
+        let admitted = self.gate.admit(target, deadline).await;
         if admitted.is_err() {
             tracing::debug!(
                 namespace = target.namespace,
@@ -221,6 +265,10 @@ impl Proxy {
     ) -> Result<Carried, Refusal> {
         let protocol =
             rewrite::upgrade(request.headers()).filter(|_| request.version() == Version::HTTP_11);
+        if exchange.grpc || protocol.is_some() {
+            let place = self.open_ended.take(&destination.sandbox_uid);
+            exchange.place = Some(place.ok_or(Refusal::TooManyOpen)?);
+        }
         let client = protocol.as_ref().map(|_| upgrade::on(&mut request));
         let arrival = rewrite::Arrival {
             client: peer.address,
@@ -235,47 +283,76 @@ impl Proxy {
             exchange.received = Some(Arc::clone(&seen));
         }
         let to = (destination.address, destination.port).into();
-        rewrite::request(&mut parts.headers, &arrival, protocol, to);
-        let root = http::uri::PathAndQuery::from_static("/");
-        let path = parts.uri.path_and_query().unwrap_or(&root);
-        let unreachable = || Refusal::Unreachable(target.id.clone());
-        parts.uri = upstream::uri(&destination, path).map_err(|_| unreachable())?;
-        parts.version = Version::HTTP_11;
-        let deadline = exchange.begin + self.settings.proxy_timeout;
-        let left = deadline.saturating_duration_since(Instant::now());
-        let limit = left.min(self.settings.response_header_timeout);
-        let call = self.pool.request(Request::from_parts(parts, body));
-        let response = match tokio::time::timeout(limit, call).await {
-            Ok(Ok(response)) => response,
-            Ok(Err(error)) => return Err(self.failed(target, &error, &seen)),
-            Err(_) => {
-                self.count_error(target, "timeout");
-                return Err(unreachable());
-            }
+        rewrite::request(&mut parts.headers, &arrival, protocol.clone(), to);
+        let request = Request::from_parts(parts, body);
+        let deadline = exchange.deadline;
+        let answer = if exchange.grpc {
+            self.call(&destination, request, deadline).await
+        } else {
+            self.ask(&peer.pool, &destination, request, deadline).await
         };
+        let (response, connection) =
+            answer.map_err(|failure| self.failed(target, &failure, &seen))?;
         exchange.reached = true;
+        let switched = response.status() == StatusCode::SWITCHING_PROTOCOLS;
         match client {
-            Some(client) if response.status() == StatusCode::SWITCHING_PROTOCOLS => {
+            Some(client)
+                if switched && rewrite::same_protocol(response.headers(), protocol.as_ref()) =>
+            {
                 Ok(Carried::Switched(response, client))
             }
             // Nobody asked for it.
-            None if response.status() == StatusCode::SWITCHING_PROTOCOLS => Err(unreachable()),
-            _ => Ok(Carried::Sandbox(response, deadline)),
+            _ if switched => Err(Refusal::Unreachable(target.id.clone())),
+            _ => Ok(Carried::Sandbox(response, connection)),
         }
     }
 
-    fn failed(&self, target: &Target, error: &legacy::Error, seen: &Seen) -> Refusal {
+    /// Sends a request over HTTP/1 and returns the head of the answer.
+    async fn ask(
+        &self,
+        pool: &Pool,
+        to: &Destination,
+        mut request: Request<RequestBody>,
+        deadline: Option<Instant>,
+    ) -> Result<Head, Failure> {
+        *request.uri_mut() = upstream::pool_uri(to, path(request.uri()))?;
+        *request.version_mut() = Version::HTTP_11;
+        let limit = Instant::now() + self.settings.response_header_timeout;
+        let limit = deadline.map_or(limit, |deadline| deadline.min(limit));
+        let response = within(Some(limit), pool.request(request)).await??;
+        Ok((response, None))
+    }
+
+    /// Sends a gRPC call and returns the head of the answer. A command may run for as long as the client waits before there is one.
+    async fn call(
+        &self,
+        to: &Destination,
+        mut request: Request<RequestBody>,
+        deadline: Option<Instant>,
+    ) -> Result<Head, Failure> {
+        *request.uri_mut() = upstream::uri(to, path(request.uri()))?;
+        // Over HTTP/2 the URI says it.
+        request.headers_mut().remove(header::HOST);
+        if let Some(deadline) = deadline {
+            let left = deadline.saturating_duration_since(Instant::now());
+            grpc::set_timeout(request.headers_mut(), left);
+        }
+        let (response, connection) = within(deadline, self.calls.request(to, request)).await??;
+        Ok((response, Some(connection)))
+    }
+
+    fn failed(&self, target: &Target, failure: &Failure, seen: &Seen) -> Refusal {
         if seen.too_large() {
             return Refusal::BodyTooLarge;
         }
-        let reason = upstream::reason(error);
+        let reason = failure.reason();
         self.count_error(target, reason);
-        let chain = chain(error);
+        let error = chain(failure);
         tracing::info!(
             namespace = target.namespace,
             sandbox = target.id,
             reason,
-            error = chain,
+            error,
             "sandbox not reached"
         );
         Refusal::Unreachable(target.id.clone())
@@ -293,16 +370,67 @@ impl Proxy {
 enum Carried {
     /// The router's own answer.
     Own(Response<Full<Bytes>>),
-    /// A sandbox' answer, and when its body must have ended.
-    Sandbox(Response<Incoming>, Instant),
+    /// A sandbox' answer, and the connection that its body comes on if the answer must keep it.
+    Sandbox(Response<Incoming>, Option<InUse>),
     /// Both ends go on in another protocol.
     Switched(Response<Incoming>, upgrade::OnUpgrade),
+}
+
+/// The head of an answer, and the connection to keep for its body.
+type Head = (Response<Incoming>, Option<InUse>);
+
+/// A sandbox did not answer.
+#[derive(Debug, thiserror::Error)]
+enum Failure {
+    #[error("no URI for the sandbox")]
+    Uri(#[from] http::Error),
+    #[error("no answer")]
+    Http1(#[from] legacy::Error),
+    #[error("no answer")]
+    Http2(#[from] calls::Error),
+    /// It may still be at work.
+    #[error("no answer in time")]
+    Timeout,
+}
+
+impl Failure {
+    /// Upstream's word for it in metrics.
+    fn reason(&self) -> &'static str {
+        match self {
+            Self::Uri(_) => "other",
+            Self::Http1(error) => upstream::reason(error),
+            Self::Http2(error) => error.reason(),
+            Self::Timeout => "timeout",
+        }
+    }
+}
+
+async fn within<T>(
+    deadline: Option<Instant>,
+    future: impl Future<Output = T>,
+) -> Result<T, Failure> {
+    match deadline {
+        Some(deadline) => {
+            let limited = tokio::time::timeout_at(deadline.into(), future);
+            limited.await.map_err(|_| Failure::Timeout)
+        }
+        None => Ok(future.await),
+    }
+}
+
+fn path(uri: &Uri) -> PathAndQuery {
+    let path = uri.path_and_query().cloned();
+    path.unwrap_or_else(|| PathAndQuery::from_static("/"))
 }
 
 /// The host that the client asked for.
 fn host(uri: &Uri, headers: &http::HeaderMap) -> Option<HeaderValue> {
     match uri.authority() {
-        Some(authority) => HeaderValue::from_str(authority.as_str()).ok(),
+        Some(authority) => {
+            // Without user and password, which HTTP has no use for.
+            let host = authority.as_str().rsplit('@').next()?;
+            HeaderValue::from_str(host).ok()
+        }
         None => headers.get(header::HOST).cloned(),
     }
 }

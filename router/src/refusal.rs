@@ -19,6 +19,11 @@ pub enum Refusal {
     PortFormat,
     #[error("Invalid target IP address.")]
     AddressFormat,
+    /// gRPC has no port that most sandboxes would mean.
+    #[error("X-Sandbox-Port header is required for gRPC.")]
+    NoPort,
+    #[error("Invalid grpc-timeout format.")]
+    TimeoutFormat,
     /// Torpor's: the host is below `--domain` and names no sandbox.
     #[error(
         "Invalid host format; expected <port>-<sandbox>-<namespace>.{0} or <port>-<sandbox>.<namespace>.{0}."
@@ -53,6 +58,11 @@ pub enum Refusal {
     ResumeTimeout(String),
     #[error("Too many requests wait for sandboxes that are not ready.")]
     TooManyHeld,
+    #[error("Too many WebSockets and gRPC calls are open.")]
+    TooManyOpen,
+    /// Of a gRPC call alone.
+    #[error("The time for the call is over.")]
+    TooLate,
     #[error("Request body too large.")]
     BodyTooLarge,
     #[error("Method not allowed.")]
@@ -68,16 +78,18 @@ impl Refusal {
             | Self::NamespaceFormat
             | Self::PortFormat
             | Self::AddressFormat
+            | Self::NoPort
+            | Self::TimeoutFormat
             | Self::HostFormat(_)
             | Self::HostAmbiguous(_) => StatusCode::BAD_REQUEST,
             Self::Unauthenticated | Self::NoBearer | Self::WrongToken => StatusCode::UNAUTHORIZED,
             Self::Forbidden => StatusCode::FORBIDDEN,
             Self::ReviewFailed => StatusCode::INTERNAL_SERVER_ERROR,
             Self::Unreachable(_) => StatusCode::BAD_GATEWAY,
-            Self::Suspended(_) | Self::NotResumed(..) | Self::TooManyHeld => {
+            Self::Suspended(_) | Self::NotResumed(..) | Self::TooManyHeld | Self::TooManyOpen => {
                 StatusCode::SERVICE_UNAVAILABLE
             }
-            Self::ResumeTimeout(_) => StatusCode::GATEWAY_TIMEOUT,
+            Self::ResumeTimeout(_) | Self::TooLate => StatusCode::GATEWAY_TIMEOUT,
             Self::BodyTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
             Self::Method => StatusCode::METHOD_NOT_ALLOWED,
         }
@@ -91,6 +103,8 @@ impl Refusal {
             Self::NamespaceFormat => "NamespaceFormat",
             Self::PortFormat => "PortFormat",
             Self::AddressFormat => "AddressFormat",
+            Self::NoPort => "NoPort",
+            Self::TimeoutFormat => "TimeoutFormat",
             Self::HostFormat(_) => "HostFormat",
             Self::HostAmbiguous(_) => "HostAmbiguous",
             Self::Unauthenticated => "Unauthenticated",
@@ -103,6 +117,8 @@ impl Refusal {
             Self::NotResumed(..) => "NotResumed",
             Self::ResumeTimeout(_) => "ResumeTimeout",
             Self::TooManyHeld => "TooManyHeld",
+            Self::TooManyOpen => "TooManyOpen",
+            Self::TooLate => "TooLate",
             Self::BodyTooLarge => "BodyTooLarge",
             Self::Method => "Method",
         }
@@ -111,9 +127,10 @@ impl Refusal {
     /// When the same request may do better, if waiting alone can help.
     pub fn retry(&self) -> Option<Duration> {
         match self {
-            Self::NotResumed(..) | Self::ResumeTimeout(_) | Self::TooManyHeld => {
-                Some(Duration::from_secs(1))
-            }
+            Self::NotResumed(..)
+            | Self::ResumeTimeout(_)
+            | Self::TooManyHeld
+            | Self::TooManyOpen => Some(Duration::from_secs(1)),
             _ => None,
         }
     }
@@ -225,6 +242,12 @@ mod tests {
         Refusal::TooManyHeld,
         503,
         r#"{"detail":"Too many requests wait for sandboxes that are not ready."}"#,
+        Some("1")
+    )]
+    #[case(
+        Refusal::TooManyOpen,
+        503,
+        r#"{"detail":"Too many WebSockets and gRPC calls are open."}"#,
         Some("1")
     )]
     #[case(

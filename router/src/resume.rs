@@ -12,7 +12,7 @@ use kube::{
     api::{Patch, PatchParams},
 };
 use serde_json::json;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 
 use crate::watched::WatchedSandbox;
 
@@ -77,24 +77,31 @@ pub struct Fence {
     pub version: Arc<str>,
 }
 
+/// A try to resume a Sandbox.
+#[derive(Clone, Debug)]
+pub struct Try {
+    /// Of the Sandbox when the patch was made.
+    pub version: Arc<str>,
+    pub outcome: watch::Receiver<Outcome>,
+    since: Instant,
+}
+
 /// Makes the patches.
 pub struct Resumer {
     client: Client,
     timeout: Duration,
+    /// Patches under way at once.
+    places: Arc<Semaphore>,
     /// By UID of the Sandbox.
     tries: Mutex<HashMap<Arc<str>, Try>>,
-}
-
-struct Try {
-    version: Arc<str>,
-    since: Instant,
-    outcome: watch::Receiver<Outcome>,
 }
 
 /// Field manager of the patches.
 const FIELD_MANAGER: &str = "sandbox-router";
 /// How long a refusal stands for requests that come after it, and how long before a try of unknown outcome is repeated.
 const PAUSE: Duration = Duration::from_secs(1);
+/// Patches under way at once: each takes a connection to the apiserver, and thousands of sandboxes may be asked for in one moment.
+const AT_ONCE: usize = 64;
 /// Tries kept before old ones are dropped.
 const KEPT: usize = 1024;
 
@@ -110,18 +117,19 @@ impl Resumer {
         Self {
             client,
             timeout,
+            places: Arc::new(Semaphore::new(AT_ONCE)),
             tries: Mutex::default(),
         }
     }
 
-    /// Asks for the Sandbox to run. All who ask while a patch is under way, or before the watch shows what it did, get the same one's outcome. The patch does not
-    /// depend on any of them: whoever goes away takes nothing from the others.
-    pub fn ask(&self, fence: Fence) -> watch::Receiver<Outcome> {
+    /// Asks for the Sandbox to run. All who ask while a patch is under way, also one of an earlier version, or before the watch shows what it did, get the same try. The
+    /// patch does not depend on any of them: whoever goes away takes nothing from the others.
+    pub fn ask(&self, fence: Fence) -> Try {
         let mut tries = self.tries.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(last) = tries.get(&fence.uid)
             && last.stands_for(&fence)
         {
-            return last.outcome.clone();
+            return last.clone();
         }
         if tries.len() >= KEPT {
             tries.retain(|_, last| {
@@ -133,12 +141,15 @@ impl Resumer {
         let last = Try {
             version: Arc::clone(&fence.version),
             since: Instant::now(),
-            outcome: outcome.clone(),
+            outcome,
         };
-        tries.insert(uid, last);
+        tries.insert(uid, last.clone());
         drop(tries);
         let (client, timeout) = (self.client.clone(), self.timeout);
+        let places = Arc::clone(&self.places);
         tokio::spawn(async move {
+            // The semaphore is never closed.
+            let _place = places.acquire_owned().await;
             let result = patch(client, timeout, &fence).await;
             let Fence {
                 namespace, name, ..
@@ -151,11 +162,16 @@ impl Resumer {
             }
             sender.send_replace(outcome_of(result));
         });
-        outcome
+        last
     }
 }
 
 impl Try {
+    /// Whether it resumed an earlier version than this one, which is suspended again.
+    pub fn was_undone(&self, version: &str) -> bool {
+        *self.version != *version && *self.outcome.borrow() == Outcome::Asked
+    }
+
     fn stands_for(&self, fence: &Fence) -> bool {
         match &*self.outcome.borrow() {
             Outcome::Pending => true,

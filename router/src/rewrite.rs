@@ -6,21 +6,20 @@ use http::{
     HeaderMap, HeaderName, HeaderValue,
     header::{
         AUTHORIZATION, CONNECTION, COOKIE, EXPECT, FORWARDED, HOST, ORIGIN, PROXY_AUTHENTICATE,
-        PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE,
+        PROXY_AUTHORIZATION, TE, TRANSFER_ENCODING, UPGRADE,
     },
 };
 
 use crate::target;
 
 /// Headers of one connection, not of the message.
-const HOP_BY_HOP: [HeaderName; 9] = [
+const HOP_BY_HOP: [HeaderName; 8] = [
     CONNECTION,
     HeaderName::from_static("proxy-connection"),
     HeaderName::from_static("keep-alive"),
     PROXY_AUTHENTICATE,
     PROXY_AUTHORIZATION,
     TE,
-    TRAILER,
     TRANSFER_ENCODING,
     UPGRADE,
 ];
@@ -28,16 +27,25 @@ const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
 const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
 
-/// The protocol that a client asks to change to, if it does.
+/// The protocol that a client asks to change to, if it does. Not cleartext HTTP/2: requests in such a tunnel would reach the sandbox with headers that nobody has
+/// rewritten.
 pub fn upgrade(headers: &HeaderMap) -> Option<HeaderValue> {
     let wanted = headers
         .get_all(CONNECTION)
         .iter()
         .any(|value| names(value, "upgrade"));
-    headers
-        .get(UPGRADE)
-        .filter(|value| wanted && !value.is_empty())
+    let mut protocols = headers.get_all(UPGRADE).iter();
+    protocols
+        .next()
+        .filter(|value| wanted && !value.is_empty() && !names(value, "h2c"))
+        .filter(|_| protocols.next().is_none())
         .cloned()
+}
+
+/// Whether a sandbox has changed to the protocol that it was asked for.
+pub fn same_protocol(headers: &HeaderMap, asked: Option<&HeaderValue>) -> bool {
+    let protocol = headers.get(UPGRADE).and_then(|value| value.to_str().ok());
+    protocol.is_some_and(|protocol| asked.is_some_and(|asked| names(asked, protocol.trim())))
 }
 
 fn names(value: &HeaderValue, token: &str) -> bool {
@@ -202,6 +210,9 @@ mod tests {
     #[case::origin_of_a_page(&[("origin", "https://a.example.com")], &["origin: https://a.example.com"])]
     #[case::upgrade(&[("connection", "keep-alive, Upgrade"), ("upgrade", "websocket"), ("origin", "https://a.example.com"), ("sec-websocket-key", "k")], &["connection: Upgrade", "sec-websocket-key: k", "upgrade: websocket"])]
     #[case::upgrade_without_connection(&[("upgrade", "websocket")], &[])]
+    #[case::cleartext_http2(&[("connection", "Upgrade, HTTP2-Settings"), ("upgrade", "h2c"), ("http2-settings", "AA")], &[])]
+    #[case::cleartext_http2_among_others(&[("connection", "Upgrade"), ("upgrade", "websocket, H2C")], &[])]
+    #[case::announced_trailers(&[("trailer", "x-sum")], &["trailer: x-sum"])]
     #[case::names(&[("x-sandbox-id", "a")], &["x-sandbox-id: a"])]
     fn a_sandbox_gets_what_is_meant_for_it(
         #[case] pairs: &[(&'static str, &'static str)],
@@ -246,6 +257,23 @@ mod tests {
                 .all(|name| !name.as_str().starts_with("x-sandbox-")),
             "{map:?}"
         );
+    }
+
+    #[rstest]
+    #[case(Some("websocket"), Some("WebSocket"), true)]
+    #[case(Some("websocket, irc"), Some("irc"), true)]
+    #[case(Some("websocket"), Some("irc"), false)]
+    #[case(Some("websocket"), None, false)]
+    #[case(None, Some("websocket"), false)]
+    fn a_sandbox_changes_to_what_it_was_asked_for(
+        #[case] asked: Option<&'static str>,
+        #[case] protocol: Option<&'static str>,
+        #[case] same: bool,
+    ) {
+        let protocol = protocol.map(|protocol| ("upgrade", protocol));
+        let headers = headers(protocol.as_slice());
+        let asked = asked.map(HeaderValue::from_static);
+        assert_eq!(same_protocol(&headers, asked.as_ref()), same);
     }
 
     #[test]

@@ -17,6 +17,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use crate::{
     connection::{Felt, Patience, Pulse},
+    lanes::{self, Lane},
     proxy::{Peer, Proxy},
     tls::Acceptor,
     upstream::tune,
@@ -32,9 +33,15 @@ pub const MAX_STREAMS: u32 = 128;
 const MAX_RESETS: usize = 20;
 /// Streams that may be reset because of a client's faults.
 const MAX_FAULTS: usize = 64;
-/// Between pings of an HTTP/2 connection, and how long an answer may take.
-const PING: Duration = Duration::from_secs(30);
-const PONG: Duration = Duration::from_secs(20);
+/// What an HTTP/2 client may send of one request, and of all of a connection, before the sandboxes have taken it; in bytes.
+const STREAM_WINDOW: u32 = 256 * 1024;
+const CONNECTION_WINDOW: u32 = 512 * 1024;
+/// What is kept of an answer that an HTTP/2 client does not take, in bytes.
+const SEND_BUFFER: usize = 64 * 1024;
+/// Between pings of an HTTP/2 connection.
+pub const PING: Duration = Duration::from_secs(30);
+/// How long the answer to a ping may take.
+pub const PONG: Duration = Duration::from_secs(20);
 /// How long a TLS handshake may take.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 /// After a failed accept, such as when no file descriptor is left.
@@ -44,6 +51,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 #[derive(Debug)]
 pub struct Server {
     proxy: Arc<Proxy>,
+    lanes: Vec<Lane>,
     patience: Patience,
     places: Arc<Semaphore>,
     http: auto::Builder<TokioExecutor>,
@@ -55,9 +63,10 @@ pub struct Server {
 }
 
 impl Server {
-    /// Serves `proxy` on at most `connections` connections at once. `tasks` holds every connection; `cut` ends what is left of them.
+    /// Serves `proxy` on at most `connections` connections at once, spread over `lanes`. `tasks` holds every connection; `cut` ends what is left of them.
     pub fn new(
         proxy: Arc<Proxy>,
+        lanes: Vec<Lane>,
         patience: Patience,
         connections: usize,
         tasks: TaskTracker,
@@ -76,10 +85,14 @@ impl Server {
             .max_pending_accept_reset_streams(MAX_RESETS)
             .max_local_error_reset_streams(MAX_FAULTS)
             .max_header_list_size(u32::try_from(MAX_HEAD).unwrap_or(u32::MAX))
+            .initial_stream_window_size(STREAM_WINDOW)
+            .initial_connection_window_size(CONNECTION_WINDOW)
+            .max_send_buf_size(SEND_BUFFER)
             .keep_alive_interval(PING)
             .keep_alive_timeout(PONG);
         Arc::new(Self {
             proxy,
+            lanes,
             patience,
             places: Arc::new(Semaphore::new(connections.min(Semaphore::MAX_PERMITS))),
             http,
@@ -107,7 +120,9 @@ impl Server {
             let Ok(place) = Arc::clone(&self.places).acquire_owned().await else {
                 return;
             };
-            let (stream, address) = match listener.accept().await {
+            let accepted = listener.accept().await;
+            let accepted = accepted.and_then(|(stream, address)| Ok((stream.into_std()?, address)));
+            let (stream, address) = match accepted {
                 Ok(accepted) => accepted,
                 Err(error) => {
                     if !of_one_connection(&error) {
@@ -117,40 +132,61 @@ impl Server {
                     continue;
                 }
             };
-            let (server, tls) = (Arc::clone(self), tls.clone());
-            self.tasks.spawn(async move {
+            let Some(lane) = lanes::emptiest(&self.lanes) else {
+                return;
+            };
+            let (server, tls, lane) = (Arc::clone(self), tls.clone(), lane.clone());
+            let (runtime, occupied) = (lane.runtime.clone(), lane.occupy());
+            let connection = async move {
                 let cut = server.cut.clone();
                 tokio::select! {
-                    () = server.connection(stream, address, tls) => {}
+                    () = server.connection(stream, address, tls, lane) => {}
                     () = cut.cancelled() => {}
                 }
-                drop(place);
-            });
+                drop((place, occupied));
+            };
+            self.tasks.spawn_on(connection, &runtime);
         }
     }
 
-    async fn connection(&self, stream: TcpStream, address: SocketAddr, tls: Option<Acceptor>) {
+    async fn connection(
+        &self,
+        stream: std::net::TcpStream,
+        address: SocketAddr,
+        tls: Option<Acceptor>,
+        lane: Lane,
+    ) {
+        // The lane's own runtime hears of it from here on.
+        let stream = match TcpStream::from_std(stream) {
+            Ok(stream) => stream,
+            Err(error) => {
+                tracing::warn!(%address, %error, "cannot serve a connection");
+                return;
+            }
+        };
         tune(&stream);
+        let peer = |tls| Peer {
+            address: address.ip(),
+            tls,
+            pulse: Pulse::new(self.patience),
+            pool: lane.pool.clone(),
+        };
         let Some(tls) = tls else {
-            return self.serve(stream, address, false).await;
+            return self.serve(stream, peer(false)).await;
         };
         match timeout(HANDSHAKE, tls.accept(stream)).await {
-            Ok(Ok(stream)) => self.serve(stream, address, true).await,
+            Ok(Ok(stream)) => self.serve(stream, peer(true)).await,
             Ok(Err(error)) => tracing::debug!(%address, %error, "TLS handshake failed"),
             Err(_) => tracing::debug!(%address, "TLS handshake took too long"),
         }
     }
 
-    async fn serve<S>(&self, stream: S, address: SocketAddr, tls: bool)
+    async fn serve<S>(&self, stream: S, peer: Peer)
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
-        let pulse = Pulse::new(self.patience);
-        let peer = Arc::new(Peer {
-            address: address.ip(),
-            tls,
-            pulse: pulse.clone(),
-        });
+        let (pulse, address) = (peer.pulse.clone(), peer.address);
+        let peer = Arc::new(peer);
         let service = service_fn(|request| {
             let (proxy, peer) = (Arc::clone(&self.proxy), Arc::clone(&peer));
             async move { Ok::<_, Infallible>(proxy.handle(&peer, request).await) }

@@ -10,9 +10,9 @@ use std::{
     time::Duration,
 };
 
-use http::Uri;
+use http::{Uri, uri::PathAndQuery};
 use hyper_util::{
-    client::legacy::{self, Client},
+    client::legacy::Client,
     rt::{TokioExecutor, TokioIo, TokioTimer},
 };
 use socket2::{SockRef, TcpKeepalive};
@@ -23,6 +23,7 @@ use crate::{
     directory::Directory,
     gate::Destination,
     metrics::{Metrics, NamespaceLabel},
+    server::{MAX_HEAD, MAX_HEADERS},
 };
 
 /// How often and how long to try to connect.
@@ -102,22 +103,35 @@ pub fn pool(dialer: Dialer) -> Pool {
         .pool_timer(TokioTimer::new())
         .pool_idle_timeout(IDLE)
         .pool_max_idle_per_host(IDLE_PER_PORT)
+        .http1_max_buf_size(MAX_HEAD)
+        .http1_max_headers(MAX_HEADERS)
         // We write the Host header.
         .set_host(false)
         .build(dialer)
 }
 
 /// The address of a request in the pool: a URI whose authority is the key.
-pub fn uri(destination: &Destination, path: &http::uri::PathAndQuery) -> Result<Uri, http::Error> {
+pub fn pool_uri(destination: &Destination, path: PathAndQuery) -> Result<Uri, http::Error> {
+    with_authority(&Key::of(destination).to_string(), path)
+}
+
+/// The address of a request as the sandbox sees it.
+pub fn uri(destination: &Destination, path: PathAndQuery) -> Result<Uri, http::Error> {
+    let address = SocketAddr::new(destination.address, destination.port);
+    with_authority(&address.to_string(), path)
+}
+
+fn with_authority(authority: &str, path: PathAndQuery) -> Result<Uri, http::Error> {
     Uri::builder()
         .scheme("http")
-        .authority(Key::of(destination).to_string())
-        .path_and_query(path.clone())
+        .authority(authority)
+        .path_and_query(path)
         .build()
 }
 
-#[derive(Debug, PartialEq, Eq)]
-struct Key<'a> {
+/// What a connection belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Key<'a> {
     namespace: &'a str,
     sandbox_uid: &'a str,
     pod_uid: &'a str,
@@ -126,7 +140,8 @@ struct Key<'a> {
 }
 
 impl<'a> Key<'a> {
-    fn of(destination: &'a Destination) -> Self {
+    /// The key of a destination.
+    pub fn of(destination: &'a Destination) -> Self {
         let Destination {
             namespace,
             sandbox_uid,
@@ -198,8 +213,8 @@ impl Dialer {
         }
     }
 
-    async fn dial(self, uri: Uri) -> Result<TokioIo<TcpStream>, DialError> {
-        let key = Key::read(&uri).ok_or_else(|| DialError::Key(uri.clone()))?;
+    /// Connects, with upstream's further attempts, for as long as the directory shows the Pod there.
+    pub async fn dial(&self, key: Key<'_>) -> Result<TokioIo<TcpStream>, DialError> {
         let mut delays = self.dialling.delays();
         let label = || NamespaceLabel {
             sandbox_namespace: key.namespace.into(),
@@ -267,13 +282,17 @@ impl tower::Service<Uri> for Dialer {
     }
 
     fn call(&mut self, uri: Uri) -> Self::Future {
-        Box::pin(self.clone().dial(uri))
+        let dialer = self.clone();
+        Box::pin(async move {
+            let key = Key::read(&uri).ok_or_else(|| DialError::Key(uri.clone()))?;
+            dialer.dial(key).await
+        })
     }
 }
 
 /// Upstream's word for a failed request in metrics.
-pub fn reason(error: &legacy::Error) -> &'static str {
-    let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
+pub fn reason(error: &(dyn std::error::Error + 'static)) -> &'static str {
+    let mut next = Some(error);
     while let Some(error) = next {
         if let Some(dial) = error.downcast_ref::<DialError>() {
             return dial.reason();
@@ -330,7 +349,7 @@ mod tests {
             address in any::<IpAddr>(), port in 1_u16.., pod in "[0-9a-f-]{1,36}", sandbox in "[0-9a-f-]{1,36}",
         ) {
             let destination = destination(address, port, &pod, &sandbox);
-            let uri = uri(&destination, &http::uri::PathAndQuery::from_static("/a?b")).unwrap();
+            let uri = pool_uri(&destination, PathAndQuery::from_static("/a?b")).unwrap();
             prop_assert_eq!(Key::read(&uri), Some(Key::of(&destination)));
             prop_assert_eq!(uri.path_and_query().unwrap(), "/a?b");
         }

@@ -11,14 +11,18 @@ use std::{
 
 use bytes::Bytes;
 use http::{Request, Response};
-use http_body_util::{BodyExt, Full, combinators::BoxBody};
-use hyper::{body::Incoming, server::conn::http1, service::service_fn};
-use hyper_util::rt::TokioIo;
-use tokio::{net::TcpListener, task::JoinHandle};
+use http_body::Frame;
+use http_body_util::{BodyExt, Full, StreamBody, combinators::UnsyncBoxBody};
+use hyper::{body::Incoming, service::service_fn};
+use hyper_util::{
+    rt::{TokioExecutor, TokioIo},
+    server::conn::auto,
+};
+use tokio::{net::TcpListener, sync::mpsc, task::JoinHandle};
 
-pub(crate) type Body = BoxBody<Bytes, Infallible>;
+pub(crate) type Body = UnsyncBoxBody<Bytes, Infallible>;
 
-/// An HTTP server on a loopback address.
+/// An HTTP server on a loopback address, of HTTP/1 or 2 by what comes.
 pub(crate) struct Backend {
     pub(crate) port: u16,
     connections: Arc<AtomicUsize>,
@@ -55,11 +59,11 @@ impl Backend {
                         Ok::<_, Infallible>(response)
                     }
                 });
-                tokio::spawn(
-                    http1::Builder::new()
-                        .serve_connection(TokioIo::new(stream), service)
-                        .with_upgrades(),
-                );
+                tokio::spawn(async move {
+                    let _ = auto::Builder::new(TokioExecutor::new())
+                        .serve_connection_with_upgrades(TokioIo::new(stream), service)
+                        .await;
+                });
             }
         });
         Self {
@@ -98,5 +102,16 @@ impl Backend {
 }
 
 pub(crate) fn full(bytes: impl Into<Bytes>) -> Body {
-    Full::new(bytes.into()).boxed()
+    Full::new(bytes.into()).boxed_unsync()
+}
+
+/// A body that comes as the test sends it.
+pub(crate) fn frames(mut frames: mpsc::UnboundedReceiver<Frame<Bytes>>) -> Body {
+    let frames = futures::stream::poll_fn(move |task| frames.poll_recv(task));
+    StreamBody::new(futures::StreamExt::map(frames, Ok)).boxed_unsync()
+}
+
+/// Data of a body.
+pub(crate) fn data(text: &str) -> Frame<Bytes> {
+    Frame::data(Bytes::copy_from_slice(text.as_bytes()))
 }

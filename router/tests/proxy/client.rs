@@ -5,8 +5,11 @@ use std::net::SocketAddr;
 use bytes::Bytes;
 use http::{HeaderMap, Request, Response};
 use http_body_util::{BodyExt, Full};
-use hyper::body::{Body, Incoming};
-use hyper_util::rt::TokioIo;
+use hyper::{
+    body::{Body, Incoming},
+    client::conn::http2,
+};
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
@@ -77,6 +80,20 @@ where
         .send_request(request.map(BodyExt::boxed_unsync))
         .await
         .unwrap()
+}
+
+/// A connection that speaks HTTP/2 from its first byte on.
+pub(crate) async fn http2<B>(world: &World) -> http2::SendRequest<B>
+where
+    B: Body<Data = Bytes> + Send + Unpin + 'static,
+    B::Error: std::error::Error + Send + Sync,
+{
+    let stream = TcpStream::connect(world.address).await.unwrap();
+    let (sender, connection) = http2::handshake(TokioExecutor::new(), TokioIo::new(stream))
+        .await
+        .unwrap();
+    tokio::spawn(connection);
+    sender
 }
 
 pub(crate) async fn read(response: Response<Incoming>) -> Answer {

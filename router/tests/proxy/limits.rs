@@ -56,7 +56,7 @@ async fn a_head_that_drips_is_cut_off_all_the_same() {
 #[tokio::test]
 async fn a_connection_between_requests_may_wait_longer_than_a_head() {
     let world = World::with(hurried(|setup| {
-        setup.patience.head = Duration::from_secs(1)
+        setup.patience.head = Duration::from_millis(50)
     }))
     .await;
     let mut client = Raw::open(&world).await;
@@ -65,8 +65,8 @@ async fn a_connection_between_requests_may_wait_longer_than_a_head() {
             .write("GET /healthz HTTP/1.1\r\nHost: r\r\n\r\n")
             .await;
         client.read_until("ok").await;
-        // More than the patience with a head.
-        tokio::time::sleep(Duration::from_millis(1200)).await;
+        // Made after the answer, and closed when the patience with a head is over: then more than that has passed between the requests too.
+        Raw::open(&world).await.rest().await;
     }
     client.write("GE").await;
     assert_eq!(client.rest().await, "", "a head has begun");
@@ -187,7 +187,7 @@ async fn an_answer_that_takes_too_long_is_cut_off() {
     let backend = Backend::start(|_| async {
         let endless =
             futures::stream::pending::<Result<http_body::Frame<Bytes>, std::convert::Infallible>>();
-        http::Response::new(StreamBody::new(endless).boxed())
+        http::Response::new(StreamBody::new(endless).boxed_unsync())
     })
     .await;
     world.running("s", "127.0.0.1").await;
@@ -219,7 +219,7 @@ async fn a_client_that_does_not_read_holds_its_sandbox_for_a_limited_time() {
                     &[0; 4096],
                 )))
             });
-            http::Response::new(StreamBody::new(endless).boxed())
+            http::Response::new(StreamBody::new(endless).boxed_unsync())
         }
     })
     .await;
@@ -229,6 +229,86 @@ async fn a_client_that_does_not_read_holds_its_sandbox_for_a_limited_time() {
         .write(format!("GET / HTTP/1.1\r\nHost: r\r\nX-Sandbox-ID: s\r\nX-Sandbox-Namespace: ns\r\nX-Sandbox-Port: {}\r\n\r\n", backend.port))
         .await;
     soon("the sandbox is let go", ended).await.unwrap_err();
+}
+
+#[tokio::test]
+async fn a_body_that_does_not_come_holds_its_sandbox_for_a_limited_time() {
+    let world = World::with(hurried(|setup| {
+        setup.settings.proxy_timeout = Duration::from_millis(100)
+    }))
+    .await;
+    let backend = Backend::echo().await;
+    world.running("s", "127.0.0.1").await;
+    let mut client = Raw::open(&world).await;
+    client.write(post(backend.port, 100, "x")).await;
+    let answer = client.rest().await;
+    assert!(answer.starts_with("HTTP/1.1 502 "), "{answer}");
+}
+
+fn post(port: u16, length: usize, body: &str) -> String {
+    format!(
+        "POST / HTTP/1.1\r\nHost: r\r\nConnection: close\r\nX-Sandbox-ID: s\r\nX-Sandbox-Namespace: ns\r\nX-Sandbox-Port: {port}\r\nContent-Length: {length}\r\n\r\n{body}"
+    )
+}
+
+#[tokio::test]
+async fn a_body_whose_client_ends_its_half_too_early_is_no_whole_body() {
+    let world = World::new().await;
+    let (told, mut bodies) = tokio::sync::mpsc::unbounded_channel();
+    let backend = Backend::start(move |request: http::Request<hyper::body::Incoming>| {
+        let told = told.clone();
+        async move {
+            let whole = request.into_body().collect().await.is_ok();
+            told.send(whole).unwrap();
+            http::Response::new(crate::backend::full(""))
+        }
+    })
+    .await;
+    world.running("s", "127.0.0.1").await;
+    let mut client = Raw::open(&world).await;
+    client.write(post(backend.port, 10, "hello")).await;
+    client.0.shutdown().await.unwrap();
+    assert_eq!(
+        soon("the sandbox hears of it", bodies.recv()).await,
+        Some(false)
+    );
+    let answer = client.rest().await;
+    assert!(!answer.contains(" 200 "), "{answer}");
+}
+
+#[tokio::test]
+async fn a_client_that_ends_its_half_while_it_waits_has_gone_away() {
+    let world = World::new().await;
+    let (told, mut begins) = tokio::sync::mpsc::unbounded_channel();
+    let backend = Backend::start(move |_| {
+        let told = told.clone();
+        async move {
+            let (end, ended) = tokio::sync::oneshot::channel::<()>();
+            told.send(ended).unwrap();
+            let _end = end;
+            std::future::pending().await
+        }
+    })
+    .await;
+    world.running("s", "127.0.0.1").await;
+    let mut client = Raw::open(&world).await;
+    client.write(post(backend.port, 0, "")).await;
+    let ended = soon("the call begins", begins.recv()).await.unwrap();
+    client.0.shutdown().await.unwrap();
+    soon("the sandbox' call ends", ended).await.unwrap_err();
+    assert_eq!(client.rest().await, "");
+}
+
+#[tokio::test]
+async fn a_head_that_is_too_large_is_refused_over_http2_too() {
+    let world = World::new().await;
+    let backend = Backend::named("s").await;
+    world.running("s", "127.0.0.1").await;
+    let mut client = crate::client::http2(&world).await;
+    let large = request("s", backend.port).header("x-big", "x".repeat(80_000));
+    let answer = client.send_request(large.body(nothing()).unwrap());
+    assert_eq!(soon("an answer", answer).await.unwrap().status(), 431);
+    assert_eq!(backend.connections(), 0);
 }
 
 /// A frame of HTTP/2.

@@ -5,6 +5,7 @@ mod backend;
 mod client;
 mod contract;
 mod drain;
+mod grpc;
 mod hosts;
 mod isolation;
 mod limits;

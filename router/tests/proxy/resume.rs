@@ -129,8 +129,8 @@ async fn a_client_that_goes_away_gives_its_place_back_and_takes_nothing_from_oth
 #[tokio::test]
 async fn places_are_bounded_in_all_and_for_each_sandbox() {
     for setup in [
-        limits(|limits| limits.held = 1),
-        limits(|limits| limits.held_per_sandbox = 1),
+        limits(|limits| limits.held.all = 1),
+        limits(|limits| limits.held.each = 1),
     ] {
         let world = World::with(setup).await;
         world.sandbox("s", resumable()).await;
@@ -246,4 +246,81 @@ async fn a_patch_whose_answer_is_lost_is_seen_by_the_watch() {
     let (answer, ()) = tokio::join!(get(&world, "s", backend.port), meanwhile);
     assert_eq!(answer.line(), "200 awake");
     assert_eq!(world.patches(), [200]);
+}
+
+#[tokio::test]
+async fn a_resume_that_the_apiserver_cannot_do_now_is_tried_again() {
+    let world = World::new().await;
+    let backend = Backend::named("awake").await;
+    let uid = world.sandbox("s", resumable()).await;
+    world.api.fail(Fault {
+        verb: "patch",
+        kind: "sandboxes",
+        answer: FaultAnswer::Refuse(503),
+    });
+    let meanwhile = async {
+        resumed(&world).await;
+        world.pod("s", &uid, "127.0.0.1").await;
+    };
+    let (answer, ()) = tokio::join!(get(&world, "s", backend.port), meanwhile);
+    assert_eq!(answer.line(), "200 awake");
+    assert_eq!(world.patches(), [503, 200]);
+}
+
+#[tokio::test]
+async fn a_user_who_suspends_again_is_not_overruled_by_who_waits_already() {
+    let world = World::new().await;
+    world.sandbox("s", resumable()).await;
+    let meanwhile = async {
+        resumed(&world).await;
+        let change = json!({"spec": {"operatingMode": "Suspended"}});
+        world.api.edit("sandboxes", NS, "s", &change);
+    };
+    let (answer, ()) = tokio::join!(get(&world, "s", 80), meanwhile);
+    assert_eq!(
+        answer.line(),
+        r#"503 {"detail":"Sandbox s is suspended and could not be resumed: it was suspended again"}"#
+    );
+    assert_eq!(
+        (world.patches(), mode(&world)),
+        (vec![200], "Suspended".to_owned())
+    );
+}
+
+#[tokio::test]
+async fn nobody_waits_longer_than_a_request_may_take() {
+    let mut setup = Setup::default();
+    setup.settings.proxy_timeout = Duration::from_millis(50);
+    let world = World::with(setup).await;
+    world.sandbox("s", resumable()).await;
+    assert_eq!(get(&world, "s", 80).await.status, 504);
+}
+
+#[tokio::test]
+async fn names_that_nobody_has_take_no_places_from_sandboxes() {
+    let world = World::with(limits(|limits| {
+        limits.held.all = 4;
+        limits.dial = crate::world::LIMIT;
+    }))
+    .await;
+    let backend = Backend::named("awake").await;
+    let uid = world.sandbox("s", resumable()).await;
+    let mut ghosts = Vec::new();
+    for number in 0..2 {
+        let mut ghost = Raw::open(&world).await;
+        ghost
+            .write(format!(
+                "GET / HTTP/1.1\r\nHost: r\r\nX-Sandbox-ID: ghost-{number}\r\n\r\n"
+            ))
+            .await;
+        ghosts.push(ghost);
+        until("it waits", || world.proxy.gate.held() == ghosts.len()).await;
+    }
+    assert_eq!(get(&world, "another-ghost", 80).await.status, 503);
+    let meanwhile = async {
+        resumed(&world).await;
+        world.pod("s", &uid, "127.0.0.1").await;
+    };
+    let (answer, ()) = tokio::join!(get(&world, "s", backend.port), meanwhile);
+    assert_eq!(answer.line(), "200 awake");
 }

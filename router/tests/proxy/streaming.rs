@@ -1,15 +1,10 @@
 //! Nothing is collected on the way, and each end hears of the other's.
 
-use std::{
-    convert::Infallible,
-    sync::{Arc, Mutex},
-};
+use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
-use futures::StreamExt;
 use http::Response;
-use http_body::Frame;
-use http_body_util::{BodyExt, StreamBody};
+use http_body_util::BodyExt;
 use hyper::{body::Incoming, upgrade};
 use hyper_util::rt::TokioIo;
 use tokio::{
@@ -20,57 +15,10 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    backend::{Backend, Body, full},
+    backend::{Backend, data, frames, full},
     client::{Raw, nothing, read, request, start},
     world::{World, soon, until},
 };
-
-/// A body that comes as the test sends it.
-fn body(pieces: mpsc::UnboundedReceiver<&'static str>) -> Body {
-    let frames = futures::stream::unfold(pieces, |mut pieces| async move {
-        let piece = pieces.recv().await?;
-        Some((
-            Ok::<_, Infallible>(Frame::data(Bytes::from_static(piece.as_bytes()))),
-            pieces,
-        ))
-    });
-    StreamBody::new(frames.boxed())
-        .map_err(|never| match never {})
-        .boxed_sync()
-}
-
-trait BoxedSync {
-    fn boxed_sync(self) -> Body;
-}
-
-impl<B> BoxedSync for B
-where
-    B: http_body::Body<Data = Bytes, Error = Infallible> + Send + 'static,
-{
-    fn boxed_sync(self) -> Body {
-        // A stream is Send and not Sync; the lock makes it both.
-        http_body_util::combinators::BoxBody::new(SyncBody(Mutex::new(Box::pin(self))))
-    }
-}
-
-struct SyncBody<B>(Mutex<std::pin::Pin<Box<B>>>);
-
-impl<B: http_body::Body<Data = Bytes, Error = Infallible>> http_body::Body for SyncBody<B> {
-    type Data = Bytes;
-    type Error = Infallible;
-
-    fn poll_frame(
-        self: std::pin::Pin<&mut Self>,
-        task: &mut std::task::Context<'_>,
-    ) -> std::task::Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        self.get_mut()
-            .0
-            .get_mut()
-            .unwrap()
-            .as_mut()
-            .poll_frame(task)
-    }
-}
 
 async fn next(body: &mut Incoming) -> Option<String> {
     let frame = soon("a piece of the body", body.frame()).await?.unwrap();
@@ -84,7 +32,7 @@ async fn an_answer_comes_piece_by_piece() {
     let pieces = Arc::new(Mutex::new(Some(pieces)));
     let backend = Backend::start(move |_| {
         let pieces = pieces.lock().unwrap().take().unwrap();
-        async move { Response::new(body(pieces)) }
+        async move { Response::new(frames(pieces)) }
     })
     .await;
     world.running("s", "127.0.0.1").await;
@@ -94,7 +42,7 @@ async fn an_answer_comes_piece_by_piece() {
         .into_body();
     // The second piece is not sent before the first has arrived.
     for piece in ["one", "two", "three"] {
-        sender.send(piece).unwrap();
+        sender.send(data(piece)).unwrap();
         assert_eq!(next(&mut answer).await.as_deref(), Some(piece));
     }
     drop(sender);
@@ -120,11 +68,11 @@ async fn a_request_goes_piece_by_piece() {
     let (sender, pieces) = mpsc::unbounded_channel();
     let request = request("s", backend.port)
         .method("POST")
-        .body(body(pieces))
+        .body(frames(pieces))
         .unwrap();
     let answer = tokio::spawn(start(world.address, request));
     for piece in ["one", "two", "three"] {
-        sender.send(piece).unwrap();
+        sender.send(data(piece)).unwrap();
         assert_eq!(
             soon("the piece arrives", arrived.recv()).await.as_deref(),
             Some(piece)
@@ -178,7 +126,7 @@ async fn a_client_that_goes_away_ends_the_answer() {
     let pieces = Arc::new(Mutex::new(Some(pieces)));
     let backend = Backend::start(move |_| {
         let pieces = pieces.lock().unwrap().take().unwrap();
-        async move { Response::new(body(pieces)) }
+        async move { Response::new(frames(pieces)) }
     })
     .await;
     world.running("s", "127.0.0.1").await;
@@ -186,14 +134,14 @@ async fn a_client_that_goes_away_ends_the_answer() {
     let mut answer = soon("the head", start(world.address, request))
         .await
         .into_body();
-    sender.send("one").unwrap();
+    sender.send(data("one")).unwrap();
     assert_eq!(next(&mut answer).await.as_deref(), Some("one"));
     drop(answer);
     soon("the sandbox stops sending", sender.closed()).await;
 }
 
 /// A sandbox that answers its first connection with `bytes`, and closes.
-async fn raw_backend(bytes: &'static str) -> u16 {
+pub(crate) async fn raw_backend(bytes: &'static str) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
     tokio::spawn(async move {
@@ -341,13 +289,7 @@ async fn http2_reaches_the_sandbox_too() {
     let world = World::new().await;
     let backend = Backend::echo().await;
     world.running("s", "127.0.0.1").await;
-    let stream = tokio::net::TcpStream::connect(world.address).await.unwrap();
-    let executor = hyper_util::rt::TokioExecutor::new();
-    let (mut sender, connection) =
-        hyper::client::conn::http2::handshake(executor, TokioIo::new(stream))
-            .await
-            .unwrap();
-    tokio::spawn(connection);
+    let mut sender = crate::client::http2(&world).await;
     let request = request("s", backend.port)
         .uri("http://router/x")
         .header("cookie", "a=1")

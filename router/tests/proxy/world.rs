@@ -9,10 +9,13 @@ use torpor_api::name_hash;
 use torpor_router::{
     address::AddressPolicy,
     authz::Authorizer,
+    calls::Calls,
     connection::Patience,
     directory::Directory,
     gate::{Gate, Limits},
+    lanes::Lane,
     metrics::Metrics,
+    places::{Bounds, Places},
     proxy::{Proxy, Settings},
     resume::Resumer,
     server::Server,
@@ -32,6 +35,7 @@ pub(crate) struct Setup {
     pub(crate) policy: AddressPolicy,
     pub(crate) settings: Settings,
     pub(crate) limits: Limits,
+    pub(crate) open_ended: Bounds,
     pub(crate) patience: Patience,
     pub(crate) dialling: Dialling,
     pub(crate) api_timeout: Duration,
@@ -46,6 +50,7 @@ impl Default for Setup {
             settings: Settings {
                 domain: Some("sandboxes.example.com".into()),
                 proxy_timeout: LIMIT,
+                grpc_proxy_timeout: Duration::ZERO,
                 response_header_timeout: LIMIT,
                 max_request_body: 0,
                 access_log: false,
@@ -53,9 +58,12 @@ impl Default for Setup {
             limits: Limits {
                 dial: Duration::from_millis(7),
                 resume: LIMIT,
-                held: 4096,
-                held_per_sandbox: 1024,
+                held: Bounds {
+                    all: 4096,
+                    each: 1024,
+                },
             },
+            open_ended: Bounds { all: 64, each: 32 },
             patience: Patience {
                 head: LIMIT,
                 idle: LIMIT,
@@ -105,12 +113,21 @@ impl World {
         let proxy = Arc::new(Proxy {
             gate: Gate::new(directory.clone(), resumer, setup.limits),
             authorizer: (setup.authorizer)(&api),
-            pool: upstream::pool(dialer),
+            calls: Calls::new(dialer.clone()),
             tunnels: Tunnels::new(tasks.clone(), cut.clone(), Arc::clone(&metrics)),
+            open_ended: Places::new(setup.open_ended),
             metrics,
             settings: setup.settings,
         });
-        let server = Server::new(Arc::clone(&proxy), setup.patience, 20_000, tasks, cut);
+        let lanes = vec![Lane::here(dialer)];
+        let server = Server::new(
+            Arc::clone(&proxy),
+            lanes,
+            setup.patience,
+            20_000,
+            tasks,
+            cut,
+        );
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         server.accept(listener, setup.tls);

@@ -1,0 +1,199 @@
+//! HTTP/2 connections to sandboxes, without TLS and with prior knowledge: what gRPC needs. Each port of a sandbox has one, which all calls to it share; it is made by the
+//! first call and closed when none has needed it for a while.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use http::{Request, Response};
+use hyper::{body::Incoming, client::conn::http2};
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use tokio::{net::TcpStream, sync::watch};
+
+use crate::{
+    body::RequestBody,
+    gate::Destination,
+    server::{MAX_HEAD, PING, PONG},
+    upstream::{self, DialError, Dialer, Key},
+};
+
+/// How long a connection without calls is kept; at least once and at most twice as long.
+const IDLE: Duration = Duration::from_secs(45);
+
+/// A call got no answer.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum Error {
+    #[error("no connection for a gRPC call")]
+    Dial(#[source] Arc<DialError>),
+    #[error("the sandbox' port does not speak HTTP/2")]
+    Handshake(#[source] Arc<hyper::Error>),
+    #[error("the gRPC call broke off")]
+    Call(#[source] Arc<hyper::Error>),
+    #[error("the connection was given up before the call was on it")]
+    Closed,
+}
+
+impl Error {
+    /// Upstream's word for it in metrics.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Dial(error) => error.reason(),
+            Self::Handshake(error) | Self::Call(error) => upstream::reason(&**error),
+            Self::Closed => "eof",
+        }
+    }
+}
+
+/// The connections. Clones are the same ones.
+#[derive(Clone, Debug)]
+pub struct Calls {
+    dialer: Dialer,
+    open: Arc<Mutex<HashMap<Destination, watch::Receiver<State>>>>,
+}
+
+/// Of a connection. Whoever has a receiver keeps it open.
+#[derive(Clone, Debug)]
+enum State {
+    Dialling,
+    Open(http2::SendRequest<RequestBody>),
+    Failed(Error),
+}
+
+/// Keeps a connection from counting as unused.
+#[derive(Debug)]
+pub struct InUse {
+    _connection: watch::Receiver<State>,
+}
+
+impl Calls {
+    /// None is open yet.
+    pub fn new(dialer: Dialer) -> Self {
+        Self {
+            dialer,
+            open: Arc::default(),
+        }
+    }
+
+    /// Sends a call and returns the head of its answer; the connection lives as long as the second value. Dropping the future resets the call.
+    pub async fn request(
+        &self,
+        to: &Destination,
+        mut request: Request<RequestBody>,
+    ) -> Result<(Response<Incoming>, InUse), Error> {
+        let mut last = Error::Closed;
+        // A connection that the sandbox is closing takes no call, and gives it back unsent: a new one will.
+        for _ in 0..2 {
+            let mut connection = self.connection(to);
+            let state = connection
+                .wait_for(|state| !matches!(state, State::Dialling))
+                .await
+                .map_or(State::Failed(Error::Closed), |state| state.clone());
+            let mut sender = match state {
+                State::Open(sender) => sender,
+                State::Failed(error) => return Err(error),
+                State::Dialling => return Err(Error::Closed),
+            };
+            match sender.try_send_request(request).await {
+                Ok(response) => {
+                    let _connection = connection;
+                    return Ok((response, InUse { _connection }));
+                }
+                Err(mut error) => {
+                    let unsent = error.take_message();
+                    last = Error::Call(Arc::new(error.into_error()));
+                    let Some(unsent) = unsent else {
+                        return Err(last);
+                    };
+                    self.forget(to, &connection);
+                    request = unsent;
+                }
+            }
+        }
+        Err(last)
+    }
+
+    fn connection(&self, to: &Destination) -> watch::Receiver<State> {
+        let mut open = self.open();
+        if let Some(connection) = open.get(to) {
+            return connection.clone();
+        }
+        let (state, connection) = watch::channel(State::Dialling);
+        open.insert(to.clone(), connection.clone());
+        drop(open);
+        tokio::spawn(self.clone().keep(to.clone(), state));
+        connection
+    }
+
+    /// Makes a connection and keeps it until it ends, or nobody has needed it. All who came meanwhile hear of a failure, and who comes later tries anew.
+    async fn keep(self, to: Destination, state: watch::Sender<State>) {
+        let (sender, connection) = match self.connect(&to).await {
+            Ok(made) => made,
+            Err(error) => {
+                self.forget(&to, &state.subscribe());
+                state.send_replace(State::Failed(error));
+                return;
+            }
+        };
+        state.send_replace(State::Open(sender));
+        let mut connection = std::pin::pin!(connection);
+        loop {
+            match tokio::time::timeout(IDLE, connection.as_mut()).await {
+                Ok(Ok(())) => break,
+                Ok(Err(error)) => {
+                    tracing::debug!(%error, "HTTP/2 connection to a sandbox ended");
+                    break;
+                }
+                Err(_) if self.forget_unused(&to, &state) => return,
+                Err(_) => {}
+            }
+        }
+        self.forget(&to, &state.subscribe());
+    }
+
+    async fn connect(&self, to: &Destination) -> Result<Connection, Error> {
+        let stream = self.dialer.dial(Key::of(to)).await;
+        let stream = stream.map_err(|error| Error::Dial(Arc::new(error)))?;
+        http2::Builder::new(TokioExecutor::new())
+            .timer(TokioTimer::new())
+            .keep_alive_interval(PING)
+            .keep_alive_timeout(PONG)
+            .max_header_list_size(u32::try_from(MAX_HEAD).unwrap_or(u32::MAX))
+            .handshake(stream)
+            .await
+            .map_err(|error| Error::Handshake(Arc::new(error)))
+    }
+
+    fn forget(&self, to: &Destination, connection: &watch::Receiver<State>) {
+        let mut open = self.open();
+        // Another may have taken its place.
+        if open
+            .get(to)
+            .is_some_and(|other| other.same_channel(connection))
+        {
+            open.remove(to);
+        }
+    }
+
+    /// Forgets a connection that no call has; while the lock is held nobody comes by it.
+    fn forget_unused(&self, to: &Destination, state: &watch::Sender<State>) -> bool {
+        let mut open = self.open();
+        let known = open.get(to);
+        let ours = known.is_some_and(|known| known.same_channel(&state.subscribe()));
+        let unused = state.receiver_count() == usize::from(ours);
+        if ours && unused {
+            open.remove(to);
+        }
+        unused
+    }
+
+    fn open(&self) -> MutexGuard<'_, HashMap<Destination, watch::Receiver<State>>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+type Connection = (
+    http2::SendRequest<RequestBody>,
+    http2::Connection<TokioIo<TcpStream>, RequestBody, TokioExecutor>,
+);

@@ -1,0 +1,220 @@
+//! gRPC on its way through: which requests are calls, how long one may take, and how the router refuses one. Pure.
+//! The wire format is that of gRPC over HTTP/2 (github.com/grpc/grpc, doc/PROTOCOL-HTTP2.md); what counts as a call, and the status of each refusal, are upstream's.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, Version, header::CONTENT_TYPE};
+use http_body_util::Full;
+use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
+
+use crate::refusal::Refusal;
+
+/// How long the client waits.
+const TIMEOUT: HeaderName = HeaderName::from_static("grpc-timeout");
+const STATUS: HeaderName = HeaderName::from_static("grpc-status");
+const MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
+/// What `grpc-message` may not hold as it is: everything but the printable characters of ASCII, and `%`.
+const NOT_IN_MESSAGES: &AsciiSet = &CONTROLS.add(b'%');
+/// `grpc-timeout` has at most so many digits.
+const DIGITS: usize = 8;
+/// Its units in nanoseconds, finest first.
+const UNITS: [(u8, u128); 6] = [
+    (b'n', 1),
+    (b'u', 1_000),
+    (b'm', 1_000_000),
+    (b'S', 1_000_000_000),
+    (b'M', 60_000_000_000),
+    (b'H', 3_600_000_000_000),
+];
+
+/// Status codes of gRPC.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Code {
+    InvalidArgument = 3,
+    DeadlineExceeded = 4,
+    PermissionDenied = 7,
+    ResourceExhausted = 8,
+    Unimplemented = 12,
+    Internal = 13,
+    Unavailable = 14,
+    Unauthenticated = 16,
+}
+
+/// Whether a request is a call: a POST over HTTP/2 of `application/grpc`, with a codec (`+proto`) or without. gRPC-Web is none.
+pub fn is_call(version: Version, method: &Method, headers: &HeaderMap) -> bool {
+    version == Version::HTTP_2
+        && method == Method::POST
+        && headers
+            .get(CONTENT_TYPE)
+            .and_then(|value| value.to_str().ok())
+            .is_some_and(is_media_type)
+}
+
+fn is_media_type(text: &str) -> bool {
+    let essence = text.split(';').next().unwrap_or_default().trim();
+    let essence = essence.to_ascii_lowercase();
+    match essence.strip_prefix("application/grpc") {
+        Some("") => true,
+        Some(codec) => codec.strip_prefix('+').is_some_and(|name| !name.is_empty()),
+        None => false,
+    }
+}
+
+/// How long the client waits, if it says so.
+pub fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, Refusal> {
+    let mut values = headers.get_all(&TIMEOUT).iter();
+    let Some(value) = values.next() else {
+        return Ok(None);
+    };
+    let read = read_timeout(value.as_bytes()).filter(|_| values.next().is_none());
+    read.map(Some).ok_or(Refusal::TimeoutFormat)
+}
+
+fn read_timeout(text: &[u8]) -> Option<Duration> {
+    let (unit, digits) = text.split_last()?;
+    if digits.is_empty() || digits.len() > DIGITS || !digits.iter().all(u8::is_ascii_digit) {
+        return None;
+    }
+    let (_, nanoseconds) = UNITS.iter().find(|(letter, _)| letter == unit)?;
+    let number: u128 = str::from_utf8(digits).ok()?.parse().ok()?;
+    Some(Duration::from_nanos_u128(number * nanoseconds))
+}
+
+/// Tells the sandbox how long the client still waits: rounded up, in the finest unit that eight digits can hold.
+pub fn set_timeout(headers: &mut HeaderMap, left: Duration) {
+    let most = 10_u128.pow(8) - 1;
+    let nanoseconds = left.as_nanos();
+    let fitting = UNITS
+        .iter()
+        .map(|(letter, unit)| (nanoseconds.div_ceil(*unit), *letter));
+    let (number, letter) = fitting
+        .clone()
+        .find(|(number, _)| *number <= most)
+        .unwrap_or((most, b'H'));
+    let text = format!("{number}{}", char::from(letter));
+    headers.insert(
+        TIMEOUT,
+        HeaderValue::from_str(&text).unwrap_or_else(|_| HeaderValue::from_static("0n")),
+    );
+}
+
+fn code(refusal: &Refusal) -> Code {
+    match refusal {
+        Refusal::NoSandbox
+        | Refusal::SandboxFormat
+        | Refusal::NamespaceFormat
+        | Refusal::PortFormat
+        | Refusal::NoPort
+        | Refusal::AddressFormat
+        | Refusal::TimeoutFormat
+        | Refusal::HostFormat(_)
+        | Refusal::HostAmbiguous(_) => Code::InvalidArgument,
+        Refusal::Unauthenticated | Refusal::NoBearer | Refusal::WrongToken => Code::Unauthenticated,
+        Refusal::Forbidden => Code::PermissionDenied,
+        Refusal::ReviewFailed => Code::Internal,
+        Refusal::Unreachable(_)
+        | Refusal::Suspended(_)
+        | Refusal::NotResumed(..)
+        | Refusal::ResumeTimeout(_) => Code::Unavailable,
+        Refusal::TooLate => Code::DeadlineExceeded,
+        Refusal::TooManyHeld | Refusal::TooManyOpen | Refusal::BodyTooLarge => {
+            Code::ResourceExhausted
+        }
+        Refusal::Method => Code::Unimplemented,
+    }
+}
+
+/// Status and message of a refusal, as a sandbox would put them behind its last message.
+pub fn trailers(refusal: &Refusal) -> HeaderMap {
+    let message = refusal.to_string();
+    let message = utf8_percent_encode(&message, NOT_IN_MESSAGES).to_string();
+    let mut trailers = HeaderMap::new();
+    trailers.insert(STATUS, HeaderValue::from(code(refusal) as u16));
+    if let Ok(message) = HeaderValue::from_str(&message) {
+        trailers.insert(MESSAGE, message);
+    }
+    trailers
+}
+
+/// The answer to a call that goes nowhere. Its body is empty, so that its headers are its trailers.
+pub fn response(refusal: &Refusal) -> Response<Full<Bytes>> {
+    let mut response = Response::new(Full::default());
+    *response.headers_mut() = trailers(refusal);
+    response
+        .headers_mut()
+        .insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    response
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case("application/grpc", true)]
+    #[case("application/grpc+proto", true)]
+    #[case("Application/GRPC; charset=utf-8", true)]
+    #[case("application/grpc+", false)]
+    #[case("application/grpc-web", false)]
+    #[case("application/grpc-web+proto", false)]
+    #[case("application/json", false)]
+    fn the_media_type_makes_a_call(#[case] text: &'static str, #[case] call: bool) {
+        let mut headers = HeaderMap::new();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static(text));
+        assert_eq!(is_call(Version::HTTP_2, &Method::POST, &headers), call);
+        assert!(!is_call(Version::HTTP_11, &Method::POST, &headers));
+        assert!(!is_call(Version::HTTP_2, &Method::GET, &headers));
+    }
+
+    #[rstest]
+    #[case(&[], Ok(None))]
+    #[case(&["1S"], Ok(Some(Duration::from_secs(1))))]
+    #[case(&["250m"], Ok(Some(Duration::from_millis(250))))]
+    #[case(&["99999999H"], Ok(Some(Duration::from_secs(3600 * 99_999_999))))]
+    #[case(&["0n"], Ok(Some(Duration::ZERO)))]
+    #[case(&["123456789n"], Err(Refusal::TimeoutFormat))]
+    #[case(&["1"], Err(Refusal::TimeoutFormat))]
+    #[case(&["S"], Err(Refusal::TimeoutFormat))]
+    #[case(&[""], Err(Refusal::TimeoutFormat))]
+    #[case(&["+1S"], Err(Refusal::TimeoutFormat))]
+    #[case(&["1s"], Err(Refusal::TimeoutFormat))]
+    #[case(&["1S", "1S"], Err(Refusal::TimeoutFormat))]
+    fn timeouts_are_read(
+        #[case] values: &[&'static str],
+        #[case] timeout: Result<Option<Duration>, Refusal>,
+    ) {
+        let mut headers = HeaderMap::new();
+        for value in values {
+            headers.append(TIMEOUT, HeaderValue::from_static(value));
+        }
+        assert_eq!(super::timeout(&headers), timeout);
+    }
+
+    proptest! {
+        #[test]
+        fn a_timeout_never_gets_shorter_on_the_way(nanoseconds in any::<u64>()) {
+            let left = Duration::from_nanos(nanoseconds);
+            let mut headers = HeaderMap::new();
+            set_timeout(&mut headers, left);
+            let read = timeout(&headers).unwrap().unwrap();
+            prop_assert!(read >= left);
+            // One part in ten thousand is what eight digits lose at most, from one unit to the next.
+            prop_assert!(read - left <= left / 1000 + Duration::from_nanos(1), "{:?}", headers);
+        }
+    }
+
+    #[test]
+    fn a_refusal_is_an_answer_of_headers_alone() {
+        let answer = response(&Refusal::Unreachable("näme 100%".into()));
+        assert_eq!(answer.status(), 200);
+        assert_eq!(answer.headers()["content-type"], "application/grpc");
+        assert_eq!(answer.headers()["grpc-status"], "14");
+        let message = "Could not connect to the backend sandbox: n%C3%A4me 100%25";
+        assert_eq!(answer.headers()["grpc-message"], message);
+        assert!(http_body::Body::is_end_stream(answer.body()));
+    }
+}
