@@ -18,7 +18,11 @@ pub enum Route {
 /// Finds the call. Upstream decodes a file's path twice, once in its framework and once itself: a client that encodes once or twice is understood.
 pub fn route(method: &Method, raw_path: &str) -> Result<Route, Refusal> {
     let path = decode(raw_path);
-    let below = |prefix: &str| path.strip_prefix(prefix).map(decode);
+    // Clients shorten "/list/." to "/list" before they send it.
+    let below = |prefix: &str| match path.strip_prefix(prefix) {
+        Some(rest) => Some(decode(rest)),
+        None => (prefix.strip_suffix('/') == Some(path.as_ref())).then(String::new),
+    };
     let (allowed, route) = if path == "/" {
         (Method::GET, Route::Health)
     } else if path == "/execute" {
@@ -59,7 +63,8 @@ mod tests {
     #[case("GET", "/list/%2F", Ok(Route::List("/".into())))]
     #[case("GET", "/exists/%C3%A4%00", Ok(Route::Exists("ä\0".into())))]
     #[case("GET", "/nothing", Err(Refusal::NoRoute))]
-    #[case("GET", "/list", Err(Refusal::NoRoute))]
+    #[case("GET", "/list", Ok(Route::List("".into())))]
+    #[case("GET", "/lists", Err(Refusal::NoRoute))]
     #[case("GET", "/execute", Err(Refusal::Method(Method::POST)))]
     #[case("DELETE", "/download/a", Err(Refusal::Method(Method::GET)))]
     fn a_request_is_one_call_or_none(

@@ -66,6 +66,9 @@ async fn pool(case: &Case, replicas: u32) -> anyhow::Result<()> {
 
 /// The template `tv`, of which a claim may change the volume and add variables, with its empty pool `v`. Its pod template asks for the runtime.
 async fn pool_with_volumes(case: &Case) -> anyhow::Result<()> {
+    let mut spec = pod_spec(restricted("data"));
+    // The volumes of the development cluster's provisioner belong to root, and fsGroup does not change that.
+    spec["securityContext"] = json!({});
     let claim = json!({
         "metadata": { "name": "data" },
         "spec": { "accessModes": ["ReadWriteOnce"], "resources": { "requests": { "storage": "16Mi" } } },
@@ -73,7 +76,7 @@ async fn pool_with_volumes(case: &Case) -> anyhow::Result<()> {
     let template = json!({
         "podTemplate": {
             "metadata": { "annotations": { "torpor.dev/inject-runtime": "true" } },
-            "spec": pod_spec(restricted("data")),
+            "spec": spec,
         },
         "volumeClaimTemplates": [claim],
         "volumeClaimTemplatesPolicy": "Overrides",
