@@ -187,6 +187,11 @@ var chartCases = []struct {
 		helm:          []string{"--set", "image.tag=dev,router.tokenReview=true"},
 	},
 	{
+		name:          "monitoring",
+		kustomization: "resources: [REPO/deploy, REPO/deploy/monitoring]",
+		helm:          []string{"--set", "image.tag=dev,metrics.podMonitor.enabled=true,metrics.prometheusRule.enabled=true,metrics.dashboard.enabled=true"},
+	},
+	{
 		name: "uninstall Job",
 		kustomization: `resources: [REPO/hack/overlays/dev-uninstall]
 nameSuffix: -node-0
