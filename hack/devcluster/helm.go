@@ -187,6 +187,11 @@ var chartCases = []struct {
 		helm:          []string{"--set", "image.tag=dev,router.tokenReview=true"},
 	},
 	{
+		name:          "monitoring",
+		kustomization: "resources: [REPO/deploy, REPO/deploy/monitoring]",
+		helm:          []string{"--set", "image.tag=dev,metrics.podMonitor.enabled=true,metrics.prometheusRule.enabled=true,metrics.dashboard.enabled=true"},
+	},
+	{
 		name: "uninstall Job",
 		kustomization: `resources: [REPO/hack/overlays/dev-uninstall]
 nameSuffix: -node-0
@@ -208,6 +213,7 @@ patches:
   patch: |
     - {op: replace, path: /spec/replicas, value: 2}
     - {op: replace, path: /spec/template/spec/containers/0/args/0, value: --leader-elect=false}
+    - {op: replace, path: /spec/template/spec/containers/0/args/2, value: "--runtime-image=registry.example/r:v3"}
     - {op: add, path: /spec/template/spec/containers/0/args/-, value: --kube-api-qps=1.5}
     - {op: add, path: /spec/template/spec/containers/0/args/-, value: --pprof-block-profile-rate=1000000}
     - {op: add, path: /spec/template/spec/containers/0/args/-, value: --log-format=json}
@@ -228,7 +234,7 @@ patches:
 `,
 		helm: []string{
 			"--set", "namespace.name=elsewhere,router.enabled=false,replicaCount=2,service.name=metrics",
-			"--set", "image.repository=registry.example/c,image.tag=v1,agent.image.tag=v2,image.pullPolicy=Always,imagePullSecrets[0].name=key",
+			"--set", "image.repository=registry.example/c,image.tag=v1,agent.image.tag=v2,runtime.image.repository=registry.example/r,runtime.image.tag=v3,image.pullPolicy=Always,imagePullSecrets[0].name=key",
 			"--set", "controller.leaderElect=false,controller.kubeApiQps=1.5,controller.pprofBlockProfileRate=1000000,controller.extraArgs={--log-format=json}",
 			"--set-json", `controller.env=[{"name":"OTEL_EXPORTER_OTLP_ENDPOINT","value":"http://otel:4317"}]`,
 			"--set", "podAnnotations.scrape=yes,podLabels.team=us,podLabels.app=hijacked,agent.nodeSelector.pool=sandboxes",
