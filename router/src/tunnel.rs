@@ -45,9 +45,11 @@ impl Tunnels {
     }
 
     /// Carries bytes between the two once both have changed the protocol. There is no limit in time: TCP's keepalive says whether the ends live.
-    pub fn open(&self, client: OnUpgrade, sandbox: OnUpgrade, mut exchange: Exchange) {
+    pub fn open(&self, client: OnUpgrade, sandbox: OnUpgrade, exchange: Exchange) {
         let (cut, metrics) = (self.cut.clone(), Arc::clone(&self.metrics));
         self.tasks.spawn(async move {
+            // The whole of it, which is counted when the tunnel ends.
+            let mut exchange = exchange;
             metrics.tunnels.inc();
             let (mut up, mut down) = (Way::default(), Way::default());
             let carry = async {
@@ -69,7 +71,6 @@ impl Tunnels {
                 }
                 () = cut.cancelled() => {}
             }
-            // The whole of it is counted when the tunnel ends.
             exchange.seen().add(up.bytes);
             exchange.sent = down.bytes;
             metrics.tunnels.dec();

@@ -210,7 +210,7 @@ async fn short_lived() -> (u16, mpsc::UnboundedReceiver<()>) {
     tokio::spawn(async move {
         loop {
             let (stream, _) = listener.accept().await.unwrap();
-            let (answered, answer) = oneshot::channel();
+            let (answered, answer) = oneshot::channel::<()>();
             let answered = std::sync::Arc::new(std::sync::Mutex::new(Some(answered)));
             let service = hyper::service::service_fn(move |_| {
                 let answered = answered.lock().unwrap().take();

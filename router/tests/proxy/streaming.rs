@@ -2,7 +2,6 @@
 
 use std::sync::{Arc, Mutex};
 
-use bytes::Bytes;
 use http::Response;
 use http_body_util::BodyExt;
 use hyper::{body::Incoming, upgrade};
