@@ -100,9 +100,10 @@ containerd_config() {
 }
 containerd_pid() { cat /run/torpor-dev/node-0/containerd.pid; }
 
+# install [--helm]
 install() {
 	config_before=$(containerd_config)
-	"$cluster" install-torpor
+	"$cluster" install-torpor "$@"
 	[ "$(containerd_config)" != "$config_before" ] || die "containerd's configuration is as it was: nothing was installed"
 }
 
@@ -114,11 +115,37 @@ install_again() {
 	[ "$(containerd_pid)" = "$pid" ] || die "an installation that changed nothing restarted containerd"
 }
 
+# uninstall [--helm]
 uninstall() {
-	"$cluster" uninstall-torpor
+	local left
+	"$cluster" uninstall-torpor "$@"
+	left=$("$cluster" kubectl get customresourcedefinitions,clusterroles,clusterrolebindings,runtimeclasses,namespaces -o name |
+		grep -E 'torpor|agents\.x-k8s\.io|agent-sandbox|sandbox-router' || true)
+	[ -z "$left" ] || die "left behind in the cluster: $left"
 	diff <(echo "$config_before") <(containerd_config) || die "containerd's configuration is not as it was before Torpor"
 	[ ! -e /opt/torpor/bin ] || die "left behind: $(find /opt/torpor)"
 	"$cluster" status
+}
+
+# The chart installs what runs a Sandbox with the RuntimeClass, and takes all of it away again.
+by_helm() {
+	install --helm
+	"$cluster" kubectl apply -f - <<-END
+		apiVersion: agents.x-k8s.io/v1beta1
+		kind: Sandbox
+		metadata: {name: by-helm, namespace: default}
+		spec:
+		  podTemplate:
+		    spec:
+		      runtimeClassName: torpor
+		      terminationGracePeriodSeconds: 0
+		      containers:
+		      - {name: main, image: "torpor.dev/busybox:dev", command: [sleep, infinity]}
+	END
+	"$cluster" kubectl wait sandbox/by-helm --for=condition=Ready --timeout=60s
+	"$cluster" kubectl delete sandbox/by-helm --cascade=foreground --timeout=60s
+	"$cluster" helm --namespace agent-sandbox-system status torpor
+	uninstall --helm
 }
 
 end_to_end() {
@@ -138,12 +165,14 @@ if [ -n "$foreign_cluster" ]; then
 	step "end-to-end tests" end_to_end
 	exit 0
 fi
+step "Helm chart" "$cluster" check-chart
 if [ -n "${CI:-}" ] || [ ! -e /var/lib/torpor-dev/machine.json ]; then
 	step "development cluster: selftest" hack/selftest --replace
 else
 	say "a development cluster is there: it is used, and left at the end"
 	KEEP=1
 fi
+step "upstream's Python SDK" hack/python-sdk
 step "cluster up" cluster_up
 KUBECONFIG=$("$cluster" kubeconfig)
 TORPOR_DEV=$cluster
@@ -153,6 +182,7 @@ if [ -n "${KEEP:-}" ] && [ -e /opt/torpor/bin ]; then
 	step "end-to-end tests" end_to_end
 	exit 0
 fi
+step "install by Helm, and take it off" by_helm
 step "install Torpor" install
 step "end-to-end tests" end_to_end
 step "install Torpor again" install_again

@@ -4,6 +4,7 @@
 //! applies and [`Settings::problems`] says what was wrong.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 // --- upstream -------------------------------------------------------------------------------------------------------------------------
 /// Name of the Pod that belongs to the Sandbox.
@@ -20,6 +21,8 @@ pub const PROPAGATED_ANNOTATIONS: &str = "agents.x-k8s.io/propagated-annotations
 pub const CONTROLLER_FIRST_OBSERVED_AT: &str = "agents.x-k8s.io/controller-first-observed-at";
 /// When the client asked.
 pub const CLIENT_FIRST_REQUESTED_AT: &str = "agents.x-k8s.io/client-first-requested-at";
+/// RFC 3339 time at which an admission webhook saw the claim; written by installations that have one.
+pub const WEBHOOK_FIRST_OBSERVED_AT: &str = "agents.x-k8s.io/webhook-first-observed-at";
 /// When a claim was Ready for the first time, or [`UNKNOWN_TIME`].
 pub const CLAIM_FIRST_READY_AT: &str = "agents.x-k8s.io/claim-first-ready-at";
 /// Value of [`CLAIM_FIRST_READY_AT`] when nobody saw the moment.
@@ -44,6 +47,16 @@ pub const RESTORE_FROM: &str = "torpor.dev/restore-from";
 pub const SNAPSHOT_CLASS: &str = "torpor.dev/snapshot-class";
 /// `"true"` lets a request that reaches the router resume a suspended sandbox.
 pub const RESUME_ON_REQUEST: &str = "torpor.dev/resume-on-request";
+/// How long a sandbox must have been idle before it hibernates in place by itself: see [`SleepAfter`]. Copied to the Pod.
+pub const HIBERNATE_AFTER: &str = "torpor.dev/hibernate-after";
+/// How long a sandbox must have been idle before it dozes (paused, its memory in swap): see [`SleepAfter`]. Copied to the Pod.
+pub const DOZE_AFTER: &str = "torpor.dev/doze-after";
+/// Another name of [`HIBERNATE_AFTER`], which wins where both are written.
+pub const IDLE_TIMEOUT: &str = "torpor.dev/idle-timeout";
+/// The name that KEP-968 of upstream proposes for the same.
+pub const MAX_IDLE_TIME: &str = "agents.x-k8s.io/max-idle-time";
+/// `"true"` puts the sandbox runtime into the Pod's first container when a Pod is made that starts cold. Also read on a SandboxTemplate, whose Sandboxes get it.
+pub const INJECT_RUNTIME: &str = "torpor.dev/inject-runtime";
 
 // --- what the controller writes on a Pod ------------------------------------------------------------------------------------------------
 /// `"true"` pauses the sandbox and keeps it.
@@ -65,18 +78,33 @@ pub const REPLACES: &str = "torpor.dev/replaces";
 pub const IMAGE_FINALIZER: &str = "torpor.dev/image";
 
 /// Torpor's annotations that users write.
-pub const USER_SETTINGS: [&str; 6] = [
+pub const USER_SETTINGS: [&str; 10] = [
     SUSPENSION_STRATEGY,
     HIBERNATE,
     ON_RESTORE_FAILURE,
     RESTORE_FROM,
     SNAPSHOT_CLASS,
     RESUME_ON_REQUEST,
+    HIBERNATE_AFTER,
+    IDLE_TIMEOUT,
+    DOZE_AFTER,
+    INJECT_RUNTIME,
+];
+
+/// Those of them that a SandboxClaim may bring: they are about the life of its own sandbox. The others say whose memory it starts from, where memory is kept and what runs in
+/// it; they are for who writes Sandboxes and SandboxTemplates.
+pub const CLAIM_SETTINGS: [&str; 4] = [
+    SUSPENSION_STRATEGY,
+    HIBERNATE,
+    ON_RESTORE_FAILURE,
+    RESUME_ON_REQUEST,
 ];
 
 /// Torpor's annotations on a Pod: the only ones, all written by the controller.
-pub const ON_POD: [&str; 5] = [
+pub const ON_POD: [&str; 7] = [
     HIBERNATE,
+    DOZE_AFTER,
+    HIBERNATE_AFTER,
     FREEZE,
     RESTORE_IMAGE,
     RESTORE_COPY,
@@ -115,6 +143,66 @@ impl OnRestoreFailure {
     }
 }
 
+/// How long a sandbox must have been idle before something is done with it. Written as Go and jiff write durations (`30m`, `1h30m`,
+/// `90s`), or `off`, which hides what the pod template says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SleepAfter {
+    Off,
+    Idle(Duration),
+}
+
+impl SleepAfter {
+    const ALLOWED: &str = "off, or a duration from 1s to 8760h, such as 30m or 1h30m";
+    const MIN: Duration = Duration::from_secs(1);
+    const MAX: Duration = Duration::from_secs(8760 * 3600);
+
+    /// Parses the value of `key`.
+    pub fn parse(key: &'static str, value: &str) -> Result<Self, InvalidAnnotation> {
+        if value == "off" {
+            return Ok(Self::Off);
+        }
+        let parsed = value.parse::<jiff::SignedDuration>().ok();
+        parsed
+            .and_then(|duration| Duration::try_from(duration).ok())
+            .filter(|duration| (Self::MIN..=Self::MAX).contains(duration))
+            .map(Self::Idle)
+            .ok_or_else(|| invalid(key, value, Self::ALLOWED))
+    }
+
+    /// The time, unless it is switched off.
+    pub fn duration(self) -> Option<Duration> {
+        match self {
+            Self::Off => None,
+            Self::Idle(duration) => Some(duration),
+        }
+    }
+
+    /// The annotation's value in one spelling: seconds.
+    pub fn canonical(self) -> String {
+        match self {
+            Self::Off => "off".to_owned(),
+            // Less than a second is no part of a time that people wait.
+            Self::Idle(duration) => format!("{}s", duration.as_secs()),
+        }
+    }
+}
+
+/// The idle time after which a sandbox dozes, checked.
+pub fn doze_after<'a>(
+    value: impl Fn(&str) -> Option<&'a String>,
+) -> Option<Result<SleepAfter, InvalidAnnotation>> {
+    value(DOZE_AFTER).map(|value| SleepAfter::parse(DOZE_AFTER, value))
+}
+
+/// The idle time after which a sandbox hibernates: the first of the names that is written, checked.
+pub fn hibernate_after<'a>(
+    value: impl Fn(&str) -> Option<&'a String>,
+) -> Option<Result<SleepAfter, InvalidAnnotation>> {
+    let names = [HIBERNATE_AFTER, IDLE_TIMEOUT, MAX_IDLE_TIME];
+    let written = names.into_iter().find_map(|key| Some((key, value(key)?)));
+    written.map(|(key, value)| SleepAfter::parse(key, value))
+}
+
 /// A value that the key does not allow.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("annotation {key}: value {value:?} is not allowed; allowed: {allowed}")]
@@ -135,6 +223,9 @@ pub struct Settings {
     pub restore_from: Option<String>,
     pub snapshot_class: Option<String>,
     pub resume_on_request: bool,
+    pub hibernate_after: Option<SleepAfter>,
+    pub doze_after: Option<SleepAfter>,
+    pub inject_runtime: bool,
     /// One entry per wrong value, in the order of [`USER_SETTINGS`].
     pub problems: Vec<InvalidAnnotation>,
 }
@@ -169,6 +260,23 @@ impl Settings {
             |v| parse_flag(RESUME_ON_REQUEST, v),
             &mut problems,
         );
+        // Whatever name the Sandbox uses hides every name in its template.
+        let of = |all: Option<&BTreeMap<String, String>>| {
+            hibernate_after(|key| all.and_then(|all| all.get(key)))
+        };
+        let hibernate_after = of(own)
+            .or_else(|| of(template))
+            .and_then(|parsed| parsed.map_err(|problem| problems.push(problem)).ok());
+        let doze_after = checked(
+            value(DOZE_AFTER),
+            |v| SleepAfter::parse(DOZE_AFTER, v),
+            &mut problems,
+        );
+        let inject_runtime = checked(
+            value(INJECT_RUNTIME),
+            |v| parse_flag(INJECT_RUNTIME, v),
+            &mut problems,
+        );
         Self {
             suspension_strategy,
             hibernate: hibernate.unwrap_or_default(),
@@ -176,6 +284,9 @@ impl Settings {
             restore_from,
             snapshot_class,
             resume_on_request: resume_on_request.unwrap_or_default(),
+            hibernate_after,
+            doze_after,
+            inject_runtime: inject_runtime.unwrap_or_default(),
             problems,
         }
     }
@@ -319,6 +430,9 @@ mod tests {
             (RESTORE_FROM, "Not A Name"),
             (SNAPSHOT_CLASS, ""),
             (RESUME_ON_REQUEST, "1"),
+            (HIBERNATE_AFTER, "soon"),
+            (DOZE_AFTER, "0"),
+            (INJECT_RUNTIME, "True"),
         ]);
         let settings = Settings::read(Some(&own), None);
         let said: Vec<String> = settings.problems.iter().map(ToString::to_string).collect();
@@ -331,6 +445,9 @@ mod tests {
                 r#"annotation torpor.dev/restore-from: value "Not A Name" is not allowed; allowed: the name of an object (a DNS-1123 subdomain)"#,
                 r#"annotation torpor.dev/snapshot-class: value "" is not allowed; allowed: the name of an object (a DNS-1123 subdomain)"#,
                 r#"annotation torpor.dev/resume-on-request: value "1" is not allowed; allowed: true, false"#,
+                r#"annotation torpor.dev/hibernate-after: value "soon" is not allowed; allowed: off, or a duration from 1s to 8760h, such as 30m or 1h30m"#,
+                r#"annotation torpor.dev/doze-after: value "0" is not allowed; allowed: off, or a duration from 1s to 8760h, such as 30m or 1h30m"#,
+                r#"annotation torpor.dev/inject-runtime: value "True" is not allowed; allowed: true, false"#,
             ]
         );
         assert_eq!(
@@ -349,6 +466,52 @@ mod tests {
         let settings = Settings::read(Some(&own), Some(&template));
         assert_eq!(settings.suspension_strategy, None);
         assert_eq!(settings.problems.len(), 1);
+    }
+
+    #[test]
+    fn idle_times_are_durations_as_go_writes_them() {
+        let parsed = |value| SleepAfter::parse(HIBERNATE_AFTER, value).ok();
+        let seconds = |n| Some(SleepAfter::Idle(Duration::from_secs(n)));
+        for (value, expected) in [
+            ("30m", seconds(1800)),
+            ("1h30m", seconds(5400)),
+            ("90s", seconds(90)),
+            ("8760h", seconds(31_536_000)),
+            ("off", Some(SleepAfter::Off)),
+            ("", None),
+            ("0s", None),
+            ("500ms", None),
+            ("-5m", None),
+            ("30", None),
+            ("8761h", None),
+            ("99999999999999999999h", None),
+        ] {
+            assert_eq!(parsed(value), expected, "{value:?}");
+        }
+        assert_eq!(seconds(5400).expect("one").canonical(), "5400s");
+    }
+
+    #[test]
+    fn each_name_of_the_idle_time_is_understood_and_the_sandbox_hides_its_template() {
+        let template = map(&[(HIBERNATE_AFTER, "1h")]);
+        for (own, expected) in [
+            (map(&[]), SleepAfter::Idle(Duration::from_secs(3600))),
+            (
+                map(&[(IDLE_TIMEOUT, "5m")]),
+                SleepAfter::Idle(Duration::from_secs(300)),
+            ),
+            (
+                map(&[(MAX_IDLE_TIME, "7m"), (IDLE_TIMEOUT, "5m")]),
+                SleepAfter::Idle(Duration::from_secs(300)),
+            ),
+            (map(&[(MAX_IDLE_TIME, "off")]), SleepAfter::Off),
+        ] {
+            let settings = Settings::read(Some(&own), Some(&template));
+            assert_eq!(settings.hibernate_after, Some(expected), "{own:?}");
+        }
+        let wrong = Settings::read(Some(&map(&[(MAX_IDLE_TIME, "x")])), Some(&template));
+        assert_eq!(wrong.hibernate_after, None);
+        assert_eq!(wrong.problems[0].key, MAX_IDLE_TIME);
     }
 
     #[test]

@@ -13,6 +13,7 @@ pub mod conditions;
 pub mod crds;
 pub mod extensions;
 pub mod hash;
+pub mod install;
 pub mod labels;
 pub mod node;
 pub mod raw;

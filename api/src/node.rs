@@ -72,9 +72,71 @@ pub struct SandboxNodeStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "runtimes_schema")]
     pub runtimes: Vec<NodeRuntime>,
+    /// The sandboxes of the node, by Pod UID: what no condition of their Pods says. At most 1024; those beyond are left out.
+    // Written also when empty: a merge patch takes nothing away that it does not name.
+    #[serde(default)]
+    #[schemars(schema_with = "sandboxes_schema")]
+    pub sandboxes: Vec<SandboxReport>,
     /// The local store of images.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub storage: Option<ImageStorage>,
+}
+
+/// Most entries of `status.sandboxes`: with some 500 bytes each they stay far below what an object may have.
+pub const MAX_REPORTED: usize = 1024;
+
+/// What the agent knows of one sandbox.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct SandboxReport {
+    /// Bytes of the image that the sandbox sleeps in.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image_bytes: Option<i64>,
+    /// How it last woke in place.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_wake: Option<LastWake>,
+    /// Working set of the Pod's cgroup in bytes, right after the sandbox last fell asleep in place.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_asleep_bytes: Option<i64>,
+    /// The same right before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_awake_bytes: Option<i64>,
+    /// Namespace of the Pod.
+    #[serde(default)]
+    pub namespace: String,
+    /// Name of the Pod.
+    #[serde(default)]
+    pub pod_name: String,
+    /// UID of the Pod.
+    #[serde(rename = "podUID")]
+    pub pod_uid: String,
+    /// Why the agent does what it does with the sandbox, in the order in which it decided.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub reasons: Vec<PlanReason>,
+}
+
+/// A wake in place: the Pod stayed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct LastWake {
+    /// When it was over.
+    pub at: Time,
+    /// Who asked: `Asked` (through the API) or `Called` (an exec, a port-forward, a signal).
+    #[serde(default)]
+    pub cause: String,
+    /// From the beginning of the restore until the sandbox ran, in microseconds.
+    #[serde(default)]
+    pub duration_micros: i64,
+}
+
+/// One reason of the agent's planner.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct PlanReason {
+    /// What it is about: an image, a time.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub detail: String,
+    /// Its name, in CamelCase.
+    pub reason: String,
 }
 
 /// One containerd runtime handler of a node.
@@ -101,6 +163,9 @@ pub struct RuntimeCapabilities {
     /// Restore that runs while memory is still being read.
     #[serde(default)]
     pub background_restore: bool,
+    /// Pause an idle sandbox and push its memory into swap.
+    #[serde(default)]
+    pub doze: bool,
     /// Pause and continue.
     #[serde(default)]
     pub freeze: bool,
@@ -124,6 +189,8 @@ pub enum RuntimeKind {
 /// Sandboxes of a node by state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SandboxCounts {
+    #[serde(default)]
+    pub dozing: i32,
     #[serde(default)]
     pub hibernated: i32,
     #[serde(default)]
@@ -151,6 +218,15 @@ pub struct ImageStorage {
 }
 
 impl SandboxNode {
+    /// What the agent says of the sandbox of a Pod.
+    pub fn sandbox(&self, pod_uid: &str) -> Option<&SandboxReport> {
+        let status = self.status.as_ref()?;
+        status
+            .sandboxes
+            .iter()
+            .find(|report| report.pod_uid == pod_uid)
+    }
+
     /// What the node can do for a handler; nothing when it does not know the handler.
     pub fn capabilities(&self, handler: &str) -> RuntimeCapabilities {
         self.status
@@ -171,6 +247,16 @@ fn runtimes_schema(generator: &mut SchemaGenerator) -> Schema {
         "items": NodeRuntime::json_schema(generator),
         "x-kubernetes-list-type": "map",
         "x-kubernetes-list-map-keys": ["handler"],
+    })
+}
+
+fn sandboxes_schema(generator: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": "array",
+        "maxItems": MAX_REPORTED,
+        "items": SandboxReport::json_schema(generator),
+        "x-kubernetes-list-type": "map",
+        "x-kubernetes-list-map-keys": ["podUID"],
     })
 }
 

@@ -87,18 +87,20 @@ pub mod hibernated {
     pub const SAVING: &str = "Saving";
     pub const SAVE_FAILED: &str = "SaveFailed";
     pub const FROZEN: &str = "Frozen";
+    pub const DOZING: &str = "Dozing";
     pub const RUNTIME_NOT_CAPABLE: &str = "RuntimeNotCapable";
     pub const INVALID_ANNOTATION: &str = "InvalidAnnotation";
     pub const SNAPSHOT_CLASS_NOT_SUPPORTED: &str = "SnapshotClassNotSupported";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 9] = [
+    pub const ALL: [&str; 10] = [
         HIBERNATED,
         AWAKE,
         WAKING,
         SAVING,
         SAVE_FAILED,
         FROZEN,
+        DOZING,
         RUNTIME_NOT_CAPABLE,
         INVALID_ANNOTATION,
         SNAPSHOT_CLASS_NOT_SUPPORTED,
@@ -161,6 +163,68 @@ pub mod snapshot {
     ];
 }
 
+/// Reasons of the agent's planner, as a SandboxNode's `status.sandboxes[].reasons` shows them.
+pub mod plan {
+    pub const BUSY: &str = "Busy";
+    pub const LIVE_UNKNOWN: &str = "LiveUnknown";
+    pub const LEDGER_CORRUPT: &str = "LedgerCorrupt";
+    pub const RESTORING: &str = "Restoring";
+    pub const SLEEP_WANTED: &str = "SleepWanted";
+    pub const IDLE: &str = "Idle";
+    pub const DOZING: &str = "Dozing";
+    pub const AWAKE_WANTED: &str = "AwakeWanted";
+    pub const FREEZE_WANTED: &str = "FreezeWanted";
+    pub const SNAPSHOT_WANTED: &str = "SnapshotWanted";
+    pub const DELETION_WANTED: &str = "DeletionWanted";
+    pub const IMAGE_ADOPTED: &str = "ImageAdopted";
+    pub const SLEEPING: &str = "Sleeping";
+    pub const SETTLED: &str = "Settled";
+    pub const AWAKE_UNRECORDED: &str = "AwakeUnrecorded";
+    pub const RECORD_STALE: &str = "RecordStale";
+    pub const SAVE_UNFINISHED: &str = "SaveUnfinished";
+    pub const NOT_CAPABLE: &str = "NotCapable";
+    pub const IN_USE: &str = "InUse";
+    pub const BACKOFF: &str = "Backoff";
+    pub const AWAITING_CONTAINERS: &str = "AwaitingContainers";
+    pub const NO_SANDBOX: &str = "NoSandbox";
+    pub const IMAGE_MISSING: &str = "ImageMissing";
+    pub const GARBAGE: &str = "Garbage";
+    pub const POD_TERMINATING: &str = "PodTerminating";
+    pub const POD_GONE: &str = "PodGone";
+    pub const NUMBERS_EXHAUSTED: &str = "NumbersExhausted";
+
+    /// Every reason of this module.
+    pub const ALL: [&str; 27] = [
+        BUSY,
+        LIVE_UNKNOWN,
+        LEDGER_CORRUPT,
+        RESTORING,
+        SLEEP_WANTED,
+        IDLE,
+        DOZING,
+        AWAKE_WANTED,
+        FREEZE_WANTED,
+        SNAPSHOT_WANTED,
+        DELETION_WANTED,
+        IMAGE_ADOPTED,
+        SLEEPING,
+        SETTLED,
+        AWAKE_UNRECORDED,
+        RECORD_STALE,
+        SAVE_UNFINISHED,
+        NOT_CAPABLE,
+        IN_USE,
+        BACKOFF,
+        AWAITING_CONTAINERS,
+        NO_SANDBOX,
+        IMAGE_MISSING,
+        GARBAGE,
+        POD_TERMINATING,
+        POD_GONE,
+        NUMBERS_EXHAUSTED,
+    ];
+}
+
 /// Reasons of Events. Those on a Pod are written by the agent, the others by the controller.
 pub mod event {
     pub const MULTIPLE_PODS: &str = "MultiplePods";
@@ -203,13 +267,14 @@ mod tests {
 
     #[test]
     fn every_reason_is_camel_case_and_unique_in_its_family() {
-        let families: [&[&str]; 7] = [
+        let families: [&[&str]; 8] = [
             &sandbox::ALL,
             &claim::ALL,
             &freeze::ALL,
             &hibernated::ALL,
             &restored::ALL,
             &snapshot::ALL,
+            &plan::ALL,
             &event::ALL,
         ];
         for family in families {

@@ -6,7 +6,7 @@ use std::cell::OnceCell;
 use kube::ResourceExt;
 use serde_json::{Map, Value, json};
 use torpor_api::{
-    Sandbox, SandboxSpec, SandboxTemplate,
+    Sandbox, SandboxSpec, SandboxTemplate, annotations,
     extensions::NetworkPolicyManagement,
     labels, name_hash,
     raw::RawPodSpec,
@@ -51,6 +51,15 @@ pub fn sandbox_spec(
         volume_claim_templates: volume_claim_templates.to_vec(),
         ..SandboxSpec::default()
     })
+}
+
+/// Annotations of a Sandbox to create. What a template's own annotations ask of the Sandbox stands on it and not in its pod template: that it is there or not makes no Sandbox stale.
+pub fn sandbox_annotations(template: &SandboxTemplate) -> Value {
+    let mut all = json!({annotations::SANDBOX_TEMPLATE_REF: template.name_any()});
+    if let Some(value) = template.annotations().get(annotations::INJECT_RUNTIME) {
+        all[annotations::INJECT_RUNTIME] = value.clone().into();
+    }
+    all
 }
 
 fn is_unset(value: Option<&Value>) -> bool {

@@ -9,11 +9,12 @@ use std::{sync::Arc, time::Duration};
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::{Resource, ResourceExt};
-use torpor_api::{SandboxClaim, extensions::SandboxClaimStatus};
+use torpor_api::{SandboxClaim, annotations, extensions::SandboxClaimStatus};
 
 use crate::{
     calls::{self, Answer},
     context::Context,
+    trace,
 };
 
 pub mod adopt;
@@ -87,7 +88,9 @@ pub async fn reconcile(
     if claim.metadata.deletion_timestamp.is_some() {
         return Ok(None);
     }
+    let (claim, trace) = traced(claim, &context);
     let mut session = dereference::dereference(claim, &context);
+    session.trace = trace;
     for _ in 0..REWRITES {
         let plan = settle(&mut session, &context).await?;
         if plan.ends {
@@ -100,6 +103,26 @@ pub async fn reconcile(
         }
     }
     Err(Error::Unsettled)
+}
+
+/// The trace that passes over a claim belong to, as a carrier: the one that its annotation names, or that of its first pass.
+pub fn trace(claim: &SandboxClaim, context: &Context) -> Option<String> {
+    trace::carried(claim).or_else(|| context.sightings.trace(claim, || None))
+}
+
+/// The claim with its trace in the annotation, from where its Sandbox gets it; and the trace, if the claim in the API has none yet.
+fn traced(claim: Arc<SandboxClaim>, context: &Context) -> (Arc<SandboxClaim>, Option<String>) {
+    if claim.annotations().contains_key(annotations::TRACE_CONTEXT) {
+        return (claim, None);
+    }
+    let Some(carrier) = context.sightings.trace(&claim, trace::carrier) else {
+        return (claim, None);
+    };
+    let mut traced = (*claim).clone();
+    traced
+        .annotations_mut()
+        .insert(annotations::TRACE_CONTEXT.to_owned(), carrier.clone());
+    (Arc::new(traced), Some(carrier))
 }
 
 /// Plans and applies until a plan went through as planned.

@@ -6,7 +6,7 @@ use crate::{
     calls::Apiserver,
     candidates::Candidates,
     claim::sightings::Sightings,
-    metrics::Metrics,
+    metrics::{Counted, Metrics},
     pool,
     settings::Settings,
     watches::{Caches, Queues},
@@ -35,7 +35,10 @@ impl Context {
     pub fn new(api: Apiserver, cluster_domain: String, settings: Settings) -> Self {
         let caches = Caches::default();
         let metrics = Metrics::default();
-        metrics.count_sandboxes_of(caches.sandboxes.clone());
+        metrics.count(Counted {
+            sandboxes: caches.sandboxes.clone(),
+            pools: caches.pools.clone(),
+        });
         Self {
             api,
             caches,
@@ -48,6 +51,29 @@ impl Context {
             sightings: Sightings::default(),
             pools: pool::memory::Memory::default(),
         }
+    }
+}
+
+impl Context {
+    /// The metrics as they are now, in OpenMetrics text format.
+    pub fn metrics_text(&self) -> Result<String, std::fmt::Error> {
+        let Queues {
+            sandboxes,
+            snapshots,
+            claims,
+            pools,
+            templates,
+        } = &self.queues;
+        for (controller, queue) in [
+            ("sandbox", sandboxes),
+            ("sandboxsnapshot", snapshots),
+            ("sandboxclaim", claims),
+            ("sandboxwarmpool", pools),
+            ("sandboxtemplate", templates),
+        ] {
+            self.metrics.set_depth(controller, queue.depth());
+        }
+        self.metrics.text()
     }
 }
 

@@ -68,15 +68,42 @@ pub struct Flags {
     /// Let the cluster autoscaler take unclaimed members of pools away.
     #[arg(long, default_value = "true", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
     pub enable_warm_pool_eviction: bool,
+    /// Publish no Events about Sandboxes.
+    #[arg(long, default_value = "false", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
+    pub disable_sandbox_events: bool,
     /// Publish no Events about SandboxClaims.
     #[arg(long, default_value = "false", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
     pub disable_claim_events: bool,
     /// Do not write on a SandboxClaim when it was first seen and first ready.
     #[arg(long, default_value = "false", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
     pub disable_claim_observability_annotations: bool,
+    /// Watch only Services that carry the label of a Sandbox, as Pods and PersistentVolumeClaims are watched in any case.
+    #[arg(long, default_value = "false", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
+    pub cache_label_selectors: bool,
+    /// Calls to the apiserver per second in the long run; what is not positive is no limit.
+    #[arg(long, default_value_t = -1.0, allow_hyphen_values = true)]
+    pub kube_api_qps: f64,
+    /// Calls to the apiserver that may follow one another at once, where --kube-api-qps limits them.
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
+    pub kube_api_burst: u32,
+    /// Export spans by OTLP over gRPC, to where the variable OTEL_EXPORTER_OTLP_ENDPOINT says.
+    #[arg(long, default_value = "false", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
+    pub enable_tracing: bool,
+    /// Kubeconfig file; without one KUBECONFIG, or the Pod's own account.
+    #[arg(long)]
+    pub kubeconfig: Option<PathBuf>,
+    /// What is logged: debug, info, error, or a number as zap takes it. RUST_LOG goes before it.
+    #[arg(long, default_value = "info", value_parser = log_level)]
+    pub zap_log_level: String,
+    /// Format of the log: json, or console, which is text.
+    #[arg(long, value_parser = ["json", "console"])]
+    pub zap_encoder: Option<String>,
     /// File with the domains whose labels a claim may put on its Pod; need not exist. Upstream's place.
     #[arg(long, default_value = "/etc/sandbox-config/allowed-label-domains")]
     pub allowed_label_domains_file: PathBuf,
+    /// Image of the sandbox runtime, for Sandboxes with the annotation torpor.dev/inject-runtime; none when empty. Torpor's.
+    #[arg(long, default_value = "")]
+    pub runtime_image: String,
     /// Format of the log: text or json. Torpor's.
     #[arg(long, default_value = "text", value_parser = ["text", "json"])]
     pub log_format: String,
@@ -86,15 +113,29 @@ pub struct Flags {
 }
 
 impl Flags {
+    /// Format of the log: Torpor's flag, or upstream's.
+    pub fn log_format(&self) -> &str {
+        match self.zap_encoder.as_deref() {
+            Some("json") => "json",
+            Some(_) => "text",
+            None => &self.log_format,
+        }
+    }
+
     /// What the flags say about how kinds are reconciled. `domains` is the text of the allow-list of label domains.
     pub fn settings(&self, domains: Option<&str>) -> Settings {
         let defaults = ClaimSettings::default();
         Settings {
             extensions: self.extensions,
+            sandbox_events: !self.disable_sandbox_events,
+            cache_label_selectors: self.cache_label_selectors,
             sandbox_workers: self.sandbox_concurrent_workers,
             claim_workers: self.sandbox_claim_concurrent_workers,
             pool_workers: self.sandbox_warm_pool_concurrent_workers,
             template_workers: self.sandbox_template_concurrent_workers,
+            runtime_image: Some(self.runtime_image.as_str())
+                .filter(|image| !image.is_empty())
+                .map(Into::into),
             pools: PoolSettings {
                 max_batch: self.sandbox_warm_pool_max_batch_size.into(),
                 replenish_delay: self.sandbox_warm_pool_replenish_delay,
@@ -115,48 +156,71 @@ impl Flags {
     }
 }
 
-/// Upstream's other flags. They take any value, `bool` says whether they may stand bare.
-const WITHOUT_MEANING: [(&str, bool); 31] = [
-    ("enable-tracing", true),
-    ("enable-pprof", true),
-    ("enable-pprof-debug", true),
-    ("pprof-block-profile-rate", false),
-    ("pprof-mutex-profile-fraction", false),
-    ("kube-api-qps", false),
-    ("kube-api-burst", false),
-    ("api-connections", false),
-    ("separate-watch-connection", true),
-    ("cache-label-selectors", true),
-    ("disable-sandbox-events", true),
-    ("sandbox-write-behind-window", false),
-    ("metrics-secure-serving", true),
-    ("metrics-cert-dir", false),
-    ("tls-min-version", false),
-    ("tls-cipher-suites", false),
-    ("kubeconfig", false),
-    ("webhook-port", false),
-    ("webhook-cert-dir", false),
-    ("webhook-cert-name", false),
-    ("webhook-key-name", false),
-    ("webhook-service-name", false),
-    ("webhook-namespace", false),
-    ("manage-webhook-certs", true),
-    ("enable-webhook", true),
-    ("zap-devel", true),
-    ("zap-encoder", false),
-    ("zap-log-level", false),
-    ("zap-stacktrace-level", false),
-    ("zap-time-encoding", false),
-    ("alsologtostderr", true),
+/// A flag of upstream's that is taken and changes nothing, and why. `bare`: it may stand without a value.
+struct WithoutMeaning {
+    name: &'static str,
+    bare: bool,
+    why: &'static str,
+}
+
+const PPROF: &str = "it is about Go's runtime";
+const CONNECTIONS: &str = "each call that is under way has a connection of its own";
+const WEBHOOK: &str = "there is no webhook";
+const LOG: &str = "the log has its own form";
+const TLS: &str = "metrics are served without TLS: keep the port within the cluster";
+
+/// Upstream's other flags. They take any value.
+const WITHOUT_MEANING: [WithoutMeaning; 23] = [
+    without("enable-pprof", true, PPROF),
+    without("enable-pprof-debug", true, PPROF),
+    without("pprof-block-profile-rate", false, PPROF),
+    without("pprof-mutex-profile-fraction", false, PPROF),
+    without("api-connections", false, CONNECTIONS),
+    without("separate-watch-connection", true, CONNECTIONS),
+    without(
+        "sandbox-write-behind-window",
+        false,
+        "nobody waits for the writes that it would put off",
+    ),
+    without("metrics-secure-serving", true, TLS),
+    without("metrics-cert-dir", false, TLS),
+    without("tls-min-version", false, TLS),
+    without("tls-cipher-suites", false, TLS),
+    without("webhook-port", false, WEBHOOK),
+    without("webhook-cert-dir", false, WEBHOOK),
+    without("webhook-cert-name", false, WEBHOOK),
+    without("webhook-key-name", false, WEBHOOK),
+    without("webhook-service-name", false, WEBHOOK),
+    without("webhook-namespace", false, WEBHOOK),
+    without("manage-webhook-certs", true, WEBHOOK),
+    without("enable-webhook", true, WEBHOOK),
+    without("zap-devel", true, LOG),
+    without("zap-stacktrace-level", false, LOG),
+    without("zap-time-encoding", false, LOG),
+    without("alsologtostderr", true, LOG),
 ];
 
-/// Reads the command line. Returns the flags, and the names of those that were given and mean nothing here.
+const fn without(name: &'static str, bare: bool, why: &'static str) -> WithoutMeaning {
+    WithoutMeaning { name, bare, why }
+}
+
+/// A flag that was given and means nothing here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ignored {
+    pub name: &'static str,
+    pub why: &'static str,
+}
+
+/// Reads the command line. Returns the flags, and those that were given and mean nothing here.
 pub fn parse(
     arguments: impl IntoIterator<Item = OsString>,
-) -> Result<(Flags, Vec<&'static str>), clap::Error> {
-    let command = Flags::command().args(WITHOUT_MEANING.map(|(name, bare)| {
-        let argument = Arg::new(name).long(name).hide(true).action(ArgAction::Set);
-        if bare {
+) -> Result<(Flags, Vec<Ignored>), clap::Error> {
+    let command = Flags::command().args(WITHOUT_MEANING.iter().map(|flag| {
+        let argument = Arg::new(flag.name)
+            .long(flag.name)
+            .hide(true)
+            .action(ArgAction::Set);
+        if flag.bare {
             argument
                 .num_args(0..=1)
                 .require_equals(true)
@@ -170,11 +234,31 @@ pub fn parse(
     Ok((Flags::from_arg_matches(&matches)?, ignored))
 }
 
-fn given(matches: &ArgMatches) -> Vec<&'static str> {
-    let names = WITHOUT_MEANING.iter().map(|(name, _)| *name);
-    names
-        .filter(|name| matches.value_source(name) == Some(ValueSource::CommandLine))
+fn given(matches: &ArgMatches) -> Vec<Ignored> {
+    WITHOUT_MEANING
+        .iter()
+        .filter(|flag| matches.value_source(flag.name) == Some(ValueSource::CommandLine))
+        .map(|WithoutMeaning { name, why, .. }| Ignored { name, why })
         .collect()
+}
+
+/// Zap's levels in the words of our log. Its numbers are the more talkative the greater they are.
+fn log_level(text: &str) -> Result<String, String> {
+    let level = match text {
+        "debug" | "info" | "warn" | "error" => text,
+        "panic" | "fatal" => "error",
+        _ => match text.parse::<u8>() {
+            Ok(0) => "info",
+            Ok(1) => "debug",
+            Ok(_) => "trace",
+            Err(_) => {
+                return Err(format!(
+                    "{text:?} is no level: debug, info, error or a number"
+                ));
+            }
+        },
+    };
+    Ok(level.to_owned())
 }
 
 /// A rate: a number that is not negative.
@@ -186,106 +270,4 @@ fn rate(text: &str) -> Result<f64, String> {
 }
 
 #[cfg(test)]
-mod tests {
-    use rstest::rstest;
-
-    use super::*;
-
-    fn read(arguments: &[&str]) -> Result<(Flags, Vec<&'static str>), clap::Error> {
-        parse(["controller"].iter().chain(arguments).map(OsString::from))
-    }
-
-    #[test]
-    fn defaults_are_upstreams() {
-        let (flags, ignored) = read(&[]).unwrap();
-        assert_eq!(flags.cluster_domain, "cluster.local");
-        assert_eq!(flags.metrics_bind_address, ":8080".parse().unwrap());
-        assert_eq!(flags.health_probe_bind_address, ":8081".parse().unwrap());
-        assert!(flags.leader_elect && !flags.extensions);
-        assert_eq!(flags.sandbox_concurrent_workers, 100);
-        assert!(ignored.is_empty());
-        let settings = flags.settings(None);
-        assert_eq!(settings.pools, crate::settings::PoolSettings::default());
-        assert_eq!(settings.claims, crate::settings::ClaimSettings::default());
-        let Settings {
-            claim_workers,
-            pool_workers,
-            template_workers,
-            ..
-        } = settings;
-        assert_eq!((claim_workers, pool_workers, template_workers), (50, 1, 1));
-    }
-
-    #[test]
-    fn flags_of_pools_and_claims_have_their_effect() {
-        let (flags, _) = read(&[
-            "--sandbox-warm-pool-max-batch-size=7",
-            "--sandbox-warm-pool-replenish-delay=20s",
-            "--sandbox-warm-pool-max-refill-rate=2.5",
-            "--enable-warm-pool-eviction=false",
-            "--disable-claim-events",
-            "--disable-claim-observability-annotations",
-        ])
-        .unwrap();
-        let settings = flags.settings(Some("example.com"));
-        assert_eq!(settings.pools.max_batch, 7);
-        assert_eq!(settings.pools.replenish_delay.as_secs(), 20);
-        assert!((settings.pools.max_refill_rate - 2.5).abs() < f64::EPSILON);
-        assert!(!settings.pools.eviction);
-        assert!(!settings.claims.events && !settings.claims.observability);
-        assert_eq!(settings.claims.label_domains, ["example.com"]);
-        read(&["--sandbox-warm-pool-max-refill-rate=-1"]).unwrap_err();
-        read(&["--sandbox-warm-pool-max-batch-size=0"]).unwrap_err();
-    }
-
-    #[rstest]
-    #[case(&["--leader-elect=false"], false)]
-    #[case(&["-leader-elect=false"], false)]
-    #[case(&["--leader-elect"], true)]
-    #[case(&["--leader-elect=true"], true)]
-    fn booleans_are_taken_as_go_takes_them(#[case] arguments: &[&str], #[case] leader: bool) {
-        assert_eq!(read(arguments).unwrap().0.leader_elect, leader);
-    }
-
-    #[test]
-    fn the_flags_that_upstreams_tests_patch_in_are_taken() {
-        let (flags, ignored) = read(&[
-            "--extensions",
-            "--sandbox-concurrent-workers=10",
-            "--sandbox-claim-concurrent-workers=100",
-            "--sandbox-warm-pool-concurrent-workers=10",
-            "--kube-api-qps=-1.000000",
-            "--kube-api-burst=10",
-        ])
-        .unwrap();
-        assert!(flags.extensions);
-        assert_eq!(flags.sandbox_concurrent_workers, 10);
-        assert_eq!(flags.sandbox_claim_concurrent_workers, 100);
-        assert_eq!(flags.sandbox_warm_pool_concurrent_workers, 10);
-        assert_eq!(ignored, ["kube-api-qps", "kube-api-burst"]);
-    }
-
-    #[rstest]
-    #[case(&["--kube-api-qps", "-1"])]
-    #[case(&["-kube-api-qps=-1"])]
-    #[case(&["-cluster-domain", "example.org", "--enable-pprof"])]
-    #[case(&["--zap-log-level=debug", "--sandbox-warm-pool-readiness-grace-period=5m"])]
-    fn values_may_follow_in_any_way(#[case] arguments: &[&str]) {
-        read(arguments).unwrap();
-    }
-
-    #[test]
-    fn every_flag_without_meaning_is_taken_with_a_value_and_named() {
-        for (name, bare) in WITHOUT_MEANING {
-            let (_, ignored) = read(&[&format!("--{name}=1")]).unwrap();
-            assert_eq!(ignored, [name]);
-            assert_eq!(read(&[&format!("--{name}")]).is_ok(), bare, "{name} bare");
-        }
-    }
-
-    #[test]
-    fn an_unknown_flag_is_an_error() {
-        read(&["--no-such-flag"]).unwrap_err();
-        read(&["--leader-elect=perhaps"]).unwrap_err();
-    }
-}
+mod tests;

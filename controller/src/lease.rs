@@ -13,8 +13,8 @@ use k8s_openapi::{
 use kube::{Api, Client, api::PostParams};
 use tokio_util::sync::CancellationToken;
 
-/// Name of the lease, upstream's, so that one of the two controllers works and not both.
-pub const LEASE_NAME: &str = "a3317529.agent-sandbox.x-k8s.io";
+/// Name of the lease.
+pub const LEASE_NAME: &str = torpor_api::install::CONTROLLER_LEASE;
 
 /// The three spans of leader election.
 #[derive(Clone, Copy, Debug)]

@@ -28,4 +28,6 @@ pub mod serve;
 pub mod settings;
 pub mod snapshot;
 pub mod template;
+pub mod trace;
+pub mod transport;
 pub mod watches;

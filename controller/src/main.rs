@@ -3,15 +3,21 @@
 use std::{path::Path, process::ExitCode, sync::Arc};
 
 use anyhow::Context as _;
-use kube::{Client, Config};
+use kube::{
+    Client, Config,
+    client::ClientBuilder,
+    config::{KubeConfigOptions, Kubeconfig},
+};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use torpor_controller::{
     calls::Apiserver,
     context::Context,
-    flags::{self, Flags},
+    flags::{self, Flags, Ignored},
     lease::{Candidate, Ended, Timing},
     run, serve,
+    trace::{self, Exporter},
+    transport::{Rate, Requests, TransportLayer},
 };
 
 /// File in which a Pod finds its own namespace.
@@ -30,14 +36,7 @@ fn main() -> ExitCode {
         Ok(parsed) => parsed,
         Err(error) => error.exit(),
     };
-    torpor_daemon::log::start(&flags.log_format);
-    if !ignored.is_empty() {
-        tracing::info!(
-            flags = ignored.join(" "),
-            "these flags have no meaning here"
-        );
-    }
-    match work(&flags) {
+    match work(&flags, &ignored) {
         Ok(Ended::Stopped) => ExitCode::SUCCESS,
         Ok(Ended::Lost) => {
             tracing::error!("lost the lease");
@@ -51,7 +50,29 @@ fn main() -> ExitCode {
 }
 
 #[tokio::main]
-async fn work(flags: &Flags) -> anyhow::Result<Ended> {
+async fn work(flags: &Flags, ignored: &[Ignored]) -> anyhow::Result<Ended> {
+    let exporter = flags.enable_tracing.then(Exporter::start).transpose();
+    // A process that cannot begin says why in its log, too.
+    let spans = exporter.as_ref().ok().and_then(Option::as_ref);
+    torpor_daemon::log::start_with_spans(
+        flags.log_format(),
+        &flags.zap_log_level,
+        format!("{}=off", trace::TARGET).parse()?,
+        spans.map(Exporter::layer),
+    );
+    for Ignored { name, why } in ignored {
+        tracing::info!(flag = name, why, "taken, and means nothing here");
+    }
+    let exporter = exporter?;
+    let ended = serve_and_lead(flags).await;
+    if let Some(exporter) = exporter {
+        // It waits for its own thread.
+        tokio::task::spawn_blocking(move || exporter.end()).await?;
+    }
+    ended
+}
+
+async fn serve_and_lead(flags: &Flags) -> anyhow::Result<Ended> {
     let settings = flags.settings(label_domains(&flags.allowed_label_domains_file)?.as_deref());
     let Flags {
         cluster_domain,
@@ -64,9 +85,12 @@ async fn work(flags: &Flags) -> anyhow::Result<Ended> {
     } = flags.clone();
     let shutdown = CancellationToken::new();
     stop_on_signal(shutdown.clone())?;
-    let client = client().await?;
-    let api = Apiserver::new(client.clone(), api_timeout);
+    let config = config(flags.kubeconfig.as_deref()).await?;
+    let requests = Requests::default();
+    let rate = Rate::of(flags.kube_api_qps, flags.kube_api_burst);
+    let api = Apiserver::new(client(config.clone(), rate, &requests)?, api_timeout);
     let context = Arc::new(Context::new(api, cluster_domain, settings));
+    context.metrics.show_requests(&requests);
     if let Some(address) = health_probe_bind_address.0 {
         serve::serve(address, serve::probes(), shutdown.clone())
             .await
@@ -84,6 +108,8 @@ async fn work(flags: &Flags) -> anyhow::Result<Ended> {
         return Ok(Ended::Stopped);
     }
     let namespace = lease_namespace(&leader_election_namespace)?;
+    // The lease is renewed in time whatever the other calls wait for.
+    let client = client(config, None, &requests)?;
     let mut candidate = Candidate::new(client, &namespace, identity(), Timing::default());
     if candidate.acquire(&shutdown).await.is_none() {
         return Ok(Ended::Stopped);
@@ -93,11 +119,29 @@ async fn work(flags: &Flags) -> anyhow::Result<Ended> {
     lead(candidate, context, shutdown).await
 }
 
-/// A client that sends nothing twice by itself: an object without a fixed name would be made twice, and who asks too much has to know it.
-async fn client() -> anyhow::Result<Client> {
-    let mut config = Config::infer().await.context("no way to an apiserver")?;
+/// The way to the apiserver: the file named, else what kubectl would take, else the Pod's account.
+async fn config(kubeconfig: Option<&Path>) -> anyhow::Result<Config> {
+    let mut config = match kubeconfig {
+        Some(path) => {
+            let file = Kubeconfig::read_from(path).context("--kubeconfig")?;
+            let options = KubeConfigOptions::default();
+            Config::from_custom_kubeconfig(file, &options)
+                .await
+                .with_context(|| format!("--kubeconfig={}", path.display()))?
+        }
+        None => Config::infer().await.context("no way to an apiserver")?,
+    };
     config.default_retry = false;
-    Client::try_from(config).context("no client for the apiserver")
+    Ok(config)
+}
+
+/// A client that sends nothing twice by itself: an object without a fixed name would be made twice, and who asks too much has to know it.
+fn client(config: Config, rate: Option<Rate>, requests: &Requests) -> anyhow::Result<Client> {
+    let authority = config.cluster_url.authority();
+    let host = authority.map_or_else(String::new, ToString::to_string);
+    let transport = TransportLayer::new(rate, requests.clone(), &host);
+    let builder = ClientBuilder::try_from(config).context("no client for the apiserver")?;
+    Ok(builder.with_layer(&transport).build())
 }
 
 /// Text of the allow-list of label domains, read once, as upstream. The file need not be there.

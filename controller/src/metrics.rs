@@ -1,34 +1,35 @@
-//! Metrics, under upstream's names (and controller-runtime's for the passes), so that dashboards and alerts keep working.
+//! Metrics, under upstream's names (and those of controller-runtime and client-go for passes, queues and calls), so that dashboards and alerts keep working.
 
 use std::{
-    collections::BTreeMap,
+    collections::HashMap,
     fmt,
-    sync::{Arc, Mutex, OnceLock, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
     time::Duration,
 };
 
 use jiff::Timestamp;
 use kube::ResourceExt;
 use prometheus_client::{
-    collector::Collector,
-    encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric, text::encode},
-    metrics::{
-        MetricType,
-        counter::Counter,
-        family::Family,
-        gauge::{ConstGauge, Gauge},
-        histogram::Histogram,
-    },
+    encoding::{EncodeLabelSet, text::encode},
+    metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
     registry::Registry,
 };
-use torpor_api::{Sandbox, SandboxClaim, SandboxStatus, annotations, conditions, labels, reasons};
+use torpor_api::{
+    Sandbox, SandboxClaim, SandboxStatus, ShutdownPolicy, annotations, conditions, labels,
+};
 
-use crate::{cache::Cache, watches::extensions::controller_of_kind};
+use crate::{transport::Requests, watches::extensions::controller_of_kind};
 
-/// Upper bounds of agent_sandbox_creation_latency_ms, upstream's.
-const CREATION_BUCKETS_MS: [f64; 14] = [
-    50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0, 10000.0, 30000.0, 60000.0, 120_000.0,
-    240_000.0, 300_000.0, 600_000.0,
+pub mod lifecycle;
+mod scrape;
+
+use self::lifecycle::{Change, Turn};
+pub use self::scrape::Counted;
+
+/// Upper bounds of the latencies of Sandboxes: upstream's, and finer ones below 50 ms.
+const SANDBOX_BUCKETS_MS: [f64; 17] = [
+    5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0, 10000.0, 30000.0, 60000.0,
+    120_000.0, 240_000.0, 300_000.0, 600_000.0,
 ];
 /// Upper bounds of the claims' startup latencies: upstream's, and finer ones below 100 ms, where most claims of a warm pool are.
 const STARTUP_BUCKETS_MS: [f64; 24] = [
@@ -43,13 +44,13 @@ const PASS_BUCKETS: [f64; 11] = [
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct CreationLabels {
     namespace: String,
-    launch_type: String,
+    launch_type: &'static str,
     sandbox_template: String,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct StartupLabels {
-    launch_type: String,
+    launch_type: &'static str,
     sandbox_template: String,
 }
 
@@ -57,10 +58,48 @@ struct StartupLabels {
 struct ClaimLabels {
     namespace: String,
     sandbox_template: String,
-    launch_type: String,
+    launch_type: &'static str,
     warmpool_name: String,
     pod_condition: &'static str,
     created_by: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct LifecycleLabels {
+    namespace: String,
+    sandbox_template: String,
+    owned_by: &'static str,
+}
+
+/// As [`LifecycleLabels`], and how it went.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OutcomeLabels {
+    namespace: String,
+    sandbox_template: String,
+    owned_by: &'static str,
+    result: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct FinishedLabels {
+    namespace: String,
+    sandbox_template: String,
+    owned_by: &'static str,
+    reason: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ExpiredLabels {
+    namespace: String,
+    sandbox_template: String,
+    owned_by: &'static str,
+    shutdown_policy: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct QueueLabels {
+    name: &'static str,
+    controller: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -90,15 +129,15 @@ struct BuildLabels {
     platform: &'static str,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, EncodeLabelSet)]
-struct SandboxLabels {
-    namespace: String,
-    ready_condition: &'static str,
-    expired: &'static str,
-    launch_type: String,
-    sandbox_template: String,
-    owned_by: &'static str,
-    created_by: &'static str,
+/// Value of labels that cannot be told.
+const UNKNOWN: &str = "unknown";
+/// The same for the template of a claim's metrics, where upstream writes it so.
+const UNKNOWN_TEMPLATE: &str = "__unknown__";
+
+type SandboxLatency<L> = Family<L, Histogram, fn() -> Histogram>;
+
+fn sandbox_latency<L: Clone + std::hash::Hash + Eq>() -> SandboxLatency<L> {
+    Family::new_with_constructor(|| Histogram::new(SANDBOX_BUCKETS_MS))
 }
 
 type StartupLatency = Family<StartupLabels, Histogram, fn() -> Histogram>;
@@ -107,19 +146,19 @@ fn startup_latency() -> StartupLatency {
     Family::new_with_constructor(|| Histogram::new(STARTUP_BUCKETS_MS))
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, EncodeLabelSet)]
-struct PoolLabels {
-    namespace: String,
-    warmpool_name: String,
-    sandbox_template: String,
-    sandbox_status: &'static str,
-}
-
 /// All metrics of the controller.
 pub struct Metrics {
     registry: Mutex<Registry>,
-    sandboxes: Arc<OnceLock<Cache<Sandbox>>>,
-    creation: Family<CreationLabels, Histogram, fn() -> Histogram>,
+    counted: Arc<OnceLock<Counted>>,
+    /// Since when each Sandbox, by UID, is being suspended or resumed.
+    changing: Mutex<HashMap<String, (Change, Timestamp)>>,
+    creation: SandboxLatency<CreationLabels>,
+    suspends: Family<OutcomeLabels, Counter>,
+    suspend_time: SandboxLatency<LifecycleLabels>,
+    resumes: Family<OutcomeLabels, Counter>,
+    resume_time: SandboxLatency<LifecycleLabels>,
+    finished: Family<FinishedLabels, Counter>,
+    expired: Family<ExpiredLabels, Counter>,
     startup: StartupLatency,
     controller_startup: StartupLatency,
     client_startup: StartupLatency,
@@ -127,6 +166,7 @@ pub struct Metrics {
     pass_time: Family<PassLabels, Histogram, fn() -> Histogram>,
     passes: Family<ResultLabels, Counter>,
     failures: Family<FailureLabels, Counter>,
+    depths: Family<QueueLabels, Gauge>,
     leader: Gauge,
 }
 
@@ -138,11 +178,17 @@ impl fmt::Debug for Metrics {
 
 impl Default for Metrics {
     fn default() -> Self {
-        let sandboxes = Arc::new(OnceLock::new());
         let metrics = Self {
             registry: Mutex::new(Registry::default()),
-            sandboxes: Arc::clone(&sandboxes),
-            creation: Family::new_with_constructor(|| Histogram::new(CREATION_BUCKETS_MS)),
+            counted: Arc::default(),
+            changing: Mutex::default(),
+            creation: sandbox_latency(),
+            suspends: Family::default(),
+            suspend_time: sandbox_latency(),
+            resumes: Family::default(),
+            resume_time: sandbox_latency(),
+            finished: Family::default(),
+            expired: Family::default(),
             startup: startup_latency(),
             controller_startup: startup_latency(),
             client_startup: startup_latency(),
@@ -150,25 +196,22 @@ impl Default for Metrics {
             pass_time: Family::new_with_constructor(|| Histogram::new(PASS_BUCKETS)),
             passes: Family::default(),
             failures: Family::default(),
+            depths: Family::default(),
             leader: Gauge::default(),
         };
-        metrics.register(sandboxes);
+        metrics.register();
         metrics
     }
 }
 
 impl Metrics {
-    fn register(&self, sandboxes: Arc<OnceLock<Cache<Sandbox>>>) {
+    fn register(&self) {
         let mut registry = self.registry.lock().unwrap_or_else(PoisonError::into_inner);
-        registry.register(
-            "agent_sandbox_creation_latency_ms",
-            "Time from a Sandbox's creation to its first Ready, in milliseconds",
-            self.creation.clone(),
-        );
+        self.register_sandboxes(&mut registry);
         for (name, help, latency) in [
             (
                 "agent_sandbox_claim_startup_latency_ms",
-                "Time from a SandboxClaim's creation to its first Ready, in milliseconds",
+                "Time from a webhook's first sight of a SandboxClaim, or its creation, to its first Ready, in milliseconds",
                 &self.startup,
             ),
             (
@@ -184,11 +227,67 @@ impl Metrics {
         ] {
             registry.register(name, help, latency.clone());
         }
-        registry.register(
+        let (name, help) = (
             "agent_sandbox_claim_creation",
             "SandboxClaims that got a Sandbox",
-            self.claims.clone(),
         );
+        registry.register(name, help, self.claims.clone());
+        self.register_runtime(&mut registry);
+        let build = Family::<BuildLabels, Gauge>::default();
+        build.get_or_create(&build_labels()).set(1);
+        registry.register("agent_sandbox_build_info", "What was built", build);
+        let counted = Arc::clone(&self.counted);
+        registry.register_collector(Box::new(scrape::Scrape { counted }));
+    }
+
+    fn register_sandboxes(&self, registry: &mut Registry) {
+        registry.register(
+            "agent_sandbox_creation_latency_ms",
+            "Time from a Sandbox's creation to its first Ready, in milliseconds",
+            self.creation.clone(),
+        );
+        for (name, help, counter) in [
+            (
+                "agent_sandbox_suspend",
+                "Suspensions of Sandboxes by what came of them",
+                &self.suspends,
+            ),
+            (
+                "agent_sandbox_resume",
+                "Resumes of Sandboxes by what came of them",
+                &self.resumes,
+            ),
+        ] {
+            registry.register(name, help, counter.clone());
+        }
+        for (name, help, latency) in [
+            (
+                "agent_sandbox_suspend_latency_ms",
+                "Time from the first sight of operatingMode Suspended to Suspended=True, in milliseconds",
+                &self.suspend_time,
+            ),
+            (
+                "agent_sandbox_resume_latency_ms",
+                "Time from the first sight of operatingMode Running after a suspension to Ready, in milliseconds",
+                &self.resume_time,
+            ),
+        ] {
+            registry.register(name, help, latency.clone());
+        }
+        registry.register(
+            "agent_sandbox_finished",
+            "Sandboxes whose Pod has ended",
+            self.finished.clone(),
+        );
+        registry.register(
+            "agent_sandbox_expired",
+            "Sandboxes whose time was over",
+            self.expired.clone(),
+        );
+    }
+
+    /// What Go controllers tell of themselves.
+    fn register_runtime(&self, registry: &mut Registry) {
         registry.register(
             "controller_runtime_reconcile_time_seconds",
             "Time of a pass, in seconds",
@@ -205,19 +304,36 @@ impl Metrics {
             self.failures.clone(),
         );
         registry.register(
+            "workqueue_depth",
+            "Objects that wait for a pass",
+            self.depths.clone(),
+        );
+        registry.register(
             "leader_election_master_status",
             "1 while this process leads",
             self.leader.clone(),
         );
-        let build = Family::<BuildLabels, Gauge>::default();
-        build.get_or_create(&build_labels()).set(1);
-        registry.register("agent_sandbox_build_info", "What was built", build);
-        registry.register_collector(Box::new(SandboxCount { sandboxes }));
     }
 
-    /// The Sandboxes to count at each scrape; the first call holds.
-    pub fn count_sandboxes_of(&self, cache: Cache<Sandbox>) {
-        let _ = self.sandboxes.set(cache);
+    /// The objects to count at each scrape; the first call holds.
+    pub fn count(&self, counted: Counted) {
+        let _ = self.counted.set(counted);
+    }
+
+    /// Shows the calls that a client has counted.
+    pub fn show_requests(&self, requests: &Requests) {
+        let mut registry = self.registry.lock().unwrap_or_else(PoisonError::into_inner);
+        requests.register(&mut registry);
+    }
+
+    /// Says how many objects of a kind wait for a pass.
+    pub fn set_depth(&self, controller: &'static str, depth: usize) {
+        let labels = QueueLabels {
+            name: controller,
+            controller,
+        };
+        let depth = i64::try_from(depth).unwrap_or(i64::MAX);
+        self.depths.get_or_create(&labels).set(depth);
     }
 
     /// Says whether this process leads.
@@ -251,28 +367,129 @@ impl Metrics {
         }
     }
 
-    /// Records the time to the first Ready. A Sandbox that becomes Ready again, or after a suspension, is not new.
-    pub fn observe_ready(
+    /// Counts what a pass has made of a Sandbox, once its status says so.
+    pub fn observe_sandbox(
         &self,
         sandbox: &Sandbox,
         before: &SandboxStatus,
         after: &SandboxStatus,
         now: Timestamp,
     ) {
-        if !became_ready_first(before, after) {
-            return;
+        let uid = sandbox.uid().unwrap_or_default();
+        let resumes = matches!(self.changing().get(&uid), Some((Change::Resume, _)));
+        let turns = lifecycle::between(before, after, resumes);
+        for turn in &turns {
+            self.count_turn(sandbox, &uid, *turn, now);
         }
-        let Some(created) = &sandbox.metadata.creation_timestamp else {
-            return;
+        // One that becomes Ready again, or after a suspension, is not new.
+        if !turns.contains(&Turn::Resumed)
+            && became_ready_first(before, after)
+            && let Some(created) = &sandbox.metadata.creation_timestamp
+        {
+            let labels = CreationLabels {
+                namespace: sandbox.namespace().unwrap_or_default(),
+                launch_type: launch_type(sandbox),
+                sandbox_template: template_of_claim(sandbox),
+            };
+            self.creation
+                .get_or_create(&labels)
+                .observe(milliseconds(created.0, now));
+        }
+    }
+
+    fn count_turn(&self, sandbox: &Sandbox, uid: &str, turn: Turn, now: Timestamp) {
+        let labels = lifecycle_labels(sandbox);
+        match turn {
+            Turn::SuspendRequested => {
+                count_outcome(&self.suspends, labels, "requested");
+                self.begin(uid, Change::Suspend, now);
+            }
+            Turn::Suspended(result) => {
+                count_outcome(&self.suspends, labels.clone(), result);
+                self.end(uid, Change::Suspend, now, &self.suspend_time, &labels);
+            }
+            Turn::ResumeRequested => {
+                count_outcome(&self.resumes, labels, "requested");
+                self.begin(uid, Change::Resume, now);
+            }
+            Turn::Resumed => {
+                count_outcome(&self.resumes, labels.clone(), "ready");
+                self.end(uid, Change::Resume, now, &self.resume_time, &labels);
+            }
+            Turn::Finished(reason) => {
+                let LifecycleLabels {
+                    namespace,
+                    sandbox_template,
+                    owned_by,
+                } = labels;
+                let labels = FinishedLabels {
+                    namespace,
+                    sandbox_template,
+                    owned_by,
+                    reason,
+                };
+                self.finished.get_or_create(&labels).inc();
+            }
+            Turn::Expired => {
+                let LifecycleLabels {
+                    namespace,
+                    sandbox_template,
+                    owned_by,
+                } = labels;
+                let labels = ExpiredLabels {
+                    namespace,
+                    sandbox_template,
+                    owned_by,
+                    shutdown_policy: match sandbox.spec.shutdown_policy {
+                        Some(ShutdownPolicy::Delete) => "Delete",
+                        _ => "Retain",
+                    },
+                };
+                self.expired.get_or_create(&labels).inc();
+            }
+        }
+    }
+
+    /// Counts a pass that failed while it was to suspend or resume a Sandbox.
+    pub fn count_failed_change(&self, sandbox: &Sandbox) {
+        let counter = match lifecycle::under_way(sandbox) {
+            Some(Change::Suspend) => &self.suspends,
+            Some(Change::Resume) => &self.resumes,
+            None => return,
         };
-        let labels = CreationLabels {
-            namespace: sandbox.namespace().unwrap_or_default(),
-            launch_type: launch_type(sandbox),
-            sandbox_template: template(sandbox),
-        };
-        self.creation
-            .get_or_create(&labels)
-            .observe(milliseconds(created.0, now));
+        count_outcome(counter, lifecycle_labels(sandbox), "error");
+    }
+
+    /// The Sandbox with this UID is gone.
+    pub fn forget(&self, uid: &str) {
+        self.changing().remove(uid);
+    }
+
+    fn begin(&self, uid: &str, change: Change, now: Timestamp) {
+        self.changing().insert(uid.to_owned(), (change, now));
+    }
+
+    /// Without a beginning that this process saw there is no time to tell.
+    fn end(
+        &self,
+        uid: &str,
+        change: Change,
+        now: Timestamp,
+        latency: &SandboxLatency<LifecycleLabels>,
+        labels: &LifecycleLabels,
+    ) {
+        if let Some((begun, since)) = self.changing().remove(uid)
+            && begun == change
+        {
+            latency
+                .get_or_create(labels)
+                .observe(milliseconds(since, now));
+        }
+    }
+
+    // A panic elsewhere leaves the map as it was.
+    fn changing(&self) -> MutexGuard<'_, HashMap<String, (Change, Timestamp)>> {
+        self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Counts a claim that got its Sandbox.
@@ -282,14 +499,14 @@ impl Metrics {
             status.is_some_and(|status| conditions::is_true(&status.conditions, conditions::READY));
         let labels = ClaimLabels {
             namespace: claim.namespace().unwrap_or_default(),
-            sandbox_template: template(sandbox),
+            sandbox_template: template_of_claim(sandbox),
             launch_type: launch_type(sandbox),
             warmpool_name: claim.spec.warm_pool_ref.name.clone(),
             pod_condition: if ready { "ready" } else { "not_ready" },
             created_by: claim
                 .labels()
                 .get(labels::CREATED_BY)
-                .map_or("unknown", |creator| labels::created_by(creator)),
+                .map_or(UNKNOWN, |creator| labels::created_by(creator)),
         };
         self.claims.get_or_create(&labels).inc();
     }
@@ -304,14 +521,21 @@ impl Metrics {
     ) {
         let labels = StartupLabels {
             launch_type: launch_type(sandbox),
-            sandbox_template: template(sandbox),
+            sandbox_template: template_of_claim(sandbox),
         };
         let asked = claim
             .annotations()
             .get(annotations::CLIENT_FIRST_REQUESTED_AT);
+        let admitted = claim
+            .annotations()
+            .get(annotations::WEBHOOK_FIRST_OBSERVED_AT)
+            .and_then(|time| time.parse().ok());
         let created = claim.metadata.creation_timestamp.as_ref();
         for (latency, since) in [
-            (&self.startup, created.map(|time| time.0)),
+            (
+                &self.startup,
+                admitted.or_else(|| created.map(|time| time.0)),
+            ),
             (&self.controller_startup, Some(first_seen)),
             (
                 &self.client_startup,
@@ -362,21 +586,63 @@ fn became_ready_first(before: &SandboxStatus, after: &SandboxStatus) -> bool {
     }
 }
 
-fn launch_type(sandbox: &Sandbox) -> String {
-    sandbox
-        .labels()
-        .get(labels::LAUNCH_TYPE)
-        .cloned()
-        .unwrap_or_else(|| "cold".to_owned())
+fn count_outcome(
+    counter: &Family<OutcomeLabels, Counter>,
+    labels: LifecycleLabels,
+    result: &'static str,
+) {
+    let LifecycleLabels {
+        namespace,
+        sandbox_template,
+        owned_by,
+    } = labels;
+    let labels = OutcomeLabels {
+        namespace,
+        sandbox_template,
+        owned_by,
+        result,
+    };
+    counter.get_or_create(&labels).inc();
 }
 
-fn template(sandbox: &Sandbox) -> String {
-    let named = sandbox.annotations().get(annotations::SANDBOX_TEMPLATE_REF);
-    named
-        .filter(|name| !name.is_empty())
-        .cloned()
-        .unwrap_or_else(|| "unknown".to_owned())
+fn lifecycle_labels(sandbox: &Sandbox) -> LifecycleLabels {
+    LifecycleLabels {
+        namespace: sandbox.namespace().unwrap_or_default(),
+        sandbox_template: template(sandbox).unwrap_or_else(|| UNKNOWN.to_owned()),
+        owned_by: owned_by(sandbox),
+    }
 }
+
+fn launch_type(sandbox: &Sandbox) -> &'static str {
+    let label = sandbox.labels().get(labels::LAUNCH_TYPE);
+    if label.is_some_and(|value| value == "warm") {
+        "warm"
+    } else {
+        "cold"
+    }
+}
+
+fn owned_by(sandbox: &Sandbox) -> &'static str {
+    ["SandboxClaim", "SandboxWarmPool"]
+        .into_iter()
+        .find(|kind| controller_of_kind(sandbox, kind).is_some())
+        .unwrap_or("None")
+}
+
+/// The template that the Sandbox was made from, if it names one.
+fn template(sandbox: &Sandbox) -> Option<String> {
+    let named = sandbox.annotations().get(annotations::SANDBOX_TEMPLATE_REF);
+    named.filter(|name| !name.is_empty()).cloned()
+}
+
+fn template_of_claim(sandbox: &Sandbox) -> String {
+    template(sandbox).unwrap_or_else(|| UNKNOWN_TEMPLATE.to_owned())
+}
+
+#[cfg(target_arch = "aarch64")]
+const PLATFORM: &str = "linux/arm64";
+#[cfg(not(target_arch = "aarch64"))]
+const PLATFORM: &str = "linux/amd64";
 
 fn build_labels() -> BuildLabels {
     BuildLabels {
@@ -385,200 +651,9 @@ fn build_labels() -> BuildLabels {
         build_date: option_env!("TORPOR_BUILD_DATE").unwrap_or("unknown"),
         go_version: "none",
         compiler: "rustc",
-        platform: concat!("linux/", "amd64"),
-    }
-}
-
-/// Counts the Sandboxes of the cache when somebody looks.
-struct SandboxCount {
-    sandboxes: Arc<OnceLock<Cache<Sandbox>>>,
-}
-
-impl fmt::Debug for SandboxCount {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("SandboxCount")
-    }
-}
-
-impl Collector for SandboxCount {
-    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
-        let mut counts = BTreeMap::<SandboxLabels, i64>::new();
-        let mut members = BTreeMap::<PoolLabels, i64>::new();
-        let all = self.sandboxes.get().map(|cache| cache.filtered(|_| true));
-        for sandbox in all.unwrap_or_default() {
-            *counts.entry(sandbox_labels(&sandbox)).or_default() += 1;
-            if let Some(labels) = pool_labels(&sandbox) {
-                *members.entry(labels).or_default() += 1;
-            }
-        }
-        let mut family = encoder.encode_descriptor(
-            "agent_sandboxes",
-            "Sandboxes by state",
-            None,
-            MetricType::Gauge,
-        )?;
-        for (labels, count) in counts {
-            ConstGauge::new(count).encode(family.encode_family(&labels)?)?;
-        }
-        let mut family = encoder.encode_descriptor(
-            "agent_sandbox_warmpool_size",
-            "Unclaimed members of SandboxWarmPools",
-            None,
-            MetricType::Gauge,
-        )?;
-        for (labels, count) in members {
-            ConstGauge::new(count).encode(family.encode_family(&labels)?)?;
-        }
-        Ok(())
-    }
-}
-
-/// `None` for a Sandbox that no pool controls.
-fn pool_labels(sandbox: &Sandbox) -> Option<PoolLabels> {
-    let pool = controller_of_kind(sandbox, "SandboxWarmPool")?;
-    let status = sandbox.status.as_ref();
-    let ready =
-        status.is_some_and(|status| conditions::is_true(&status.conditions, conditions::READY));
-    Some(PoolLabels {
-        namespace: sandbox.namespace().unwrap_or_default(),
-        warmpool_name: pool.name.clone(),
-        sandbox_template: template(sandbox),
-        sandbox_status: if ready { "ready" } else { "not_ready" },
-    })
-}
-
-fn sandbox_labels(sandbox: &Sandbox) -> SandboxLabels {
-    let conditions = sandbox
-        .status
-        .as_ref()
-        .map_or(&[][..], |status| &status.conditions);
-    let ready = conditions::find(conditions, conditions::READY);
-    let text = |yes: bool| if yes { "true" } else { "false" };
-    let owner = sandbox
-        .owner_references()
-        .iter()
-        .find(|owner| owner.controller == Some(true));
-    SandboxLabels {
-        namespace: sandbox.namespace().unwrap_or_default(),
-        ready_condition: text(ready.is_some_and(|ready| ready.status == "True")),
-        expired: text(ready.is_some_and(|ready| ready.reason == reasons::sandbox::SANDBOX_EXPIRED)),
-        launch_type: launch_type(sandbox),
-        sandbox_template: template(sandbox),
-        owned_by: match owner.map(|owner| owner.kind.as_str()) {
-            Some("SandboxClaim") => "SandboxClaim",
-            Some("SandboxWarmPool") => "SandboxWarmPool",
-            _ => "None",
-        },
-        created_by: sandbox
-            .labels()
-            .get(labels::CREATED_BY)
-            .map_or("unknown", |creator| labels::created_by(creator)),
+        platform: PLATFORM,
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use torpor_api::conditions::{Draft, Status, set};
-
-    use super::*;
-
-    fn status(entries: &[(&'static str, Status, i64)]) -> SandboxStatus {
-        let mut status = SandboxStatus::default();
-        for (type_, value, second) in entries {
-            let now = Timestamp::from_second(*second).unwrap();
-            set(
-                &mut status.conditions,
-                Draft::new(type_, *value, "R", ""),
-                None,
-                now,
-            );
-        }
-        status
-    }
-
-    #[test]
-    fn only_the_first_ready_counts_as_creation() {
-        use conditions::{READY, SUSPENDED};
-        let ready = status(&[(SUSPENDED, Status::False, 1), (READY, Status::True, 9)]);
-        let new = status(&[(SUSPENDED, Status::False, 1), (READY, Status::False, 1)]);
-        let flapped = status(&[(SUSPENDED, Status::False, 1), (READY, Status::False, 5)]);
-        let resumed = status(&[(SUSPENDED, Status::False, 7), (READY, Status::False, 3)]);
-        assert!(became_ready_first(&SandboxStatus::default(), &ready));
-        assert!(became_ready_first(&new, &ready));
-        assert!(!became_ready_first(&flapped, &ready));
-        assert!(!became_ready_first(&resumed, &ready));
-        assert!(!became_ready_first(&ready, &ready));
-    }
-
-    fn claim() -> SandboxClaim {
-        serde_json::from_value(serde_json::json!({
-            "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxClaim",
-            "metadata": {
-                "name": "c", "namespace": "ns", "creationTimestamp": "1970-01-01T00:00:00Z",
-                "annotations": {"agents.x-k8s.io/client-first-requested-at": "1970-01-01T00:00:00.1Z"},
-            },
-            "spec": {"warmPoolRef": {"name": "p"}},
-        }))
-        .unwrap()
-    }
-
-    #[test]
-    fn the_three_latencies_of_a_claim_have_upstreams_names_and_finer_buckets() {
-        let metrics = Metrics::default();
-        let at = |millisecond| Timestamp::from_millisecond(millisecond).unwrap();
-        let mut sandbox = Sandbox::default();
-        sandbox
-            .labels_mut()
-            .insert(labels::LAUNCH_TYPE.to_owned(), "warm".to_owned());
-        metrics.observe_claim_ready(&claim(), &sandbox, at(104), at(112));
-        let text = metrics.text().unwrap();
-        let of = r#"launch_type="warm",sandbox_template="unknown""#;
-        for line in [
-            format!("agent_sandbox_claim_startup_latency_ms_bucket{{le=\"100.0\",{of}}} 0"),
-            format!("agent_sandbox_claim_startup_latency_ms_bucket{{le=\"250.0\",{of}}} 1"),
-            format!(
-                "agent_sandbox_claim_controller_startup_latency_ms_bucket{{le=\"7.5\",{of}}} 0"
-            ),
-            format!(
-                "agent_sandbox_claim_controller_startup_latency_ms_bucket{{le=\"10.0\",{of}}} 1"
-            ),
-            format!("agent_sandbox_client_claim_startup_latency_ms_bucket{{le=\"10.0\",{of}}} 0"),
-            format!("agent_sandbox_client_claim_startup_latency_ms_bucket{{le=\"15.0\",{of}}} 1"),
-        ] {
-            assert!(text.contains(&line), "{line}\nnot in\n{text}");
-        }
-        for bound in [
-            100, 250, 500, 750, 1000, 1250, 1500, 2000, 2500, 5000, 10_000, 30_000, 60_000,
-            120_000, 240_000,
-        ] {
-            assert!(STARTUP_BUCKETS_MS.contains(&f64::from(bound)), "{bound}");
-        }
-    }
-
-    #[test]
-    fn names_and_buckets_are_upstreams() {
-        let metrics = Metrics::default();
-        let mut sandbox = Sandbox::default();
-        let created = Timestamp::from_second(0).unwrap();
-        sandbox.metadata.creation_timestamp = Some(
-            k8s_openapi::apimachinery::pkg::apis::meta::v1::Time(created),
-        );
-        let ready = status(&[(conditions::READY, Status::True, 1)]);
-        let now = Timestamp::from_millisecond(120).unwrap();
-        metrics.observe_ready(&sandbox, &SandboxStatus::default(), &ready, now);
-        metrics.observe_pass("sandbox", Duration::from_millis(2), Some("Refused"), false);
-        let text = metrics.text().unwrap();
-        for line in [
-            r#"agent_sandbox_creation_latency_ms_bucket{le="100.0",namespace="",launch_type="cold",sandbox_template="unknown"} 0"#,
-            r#"agent_sandbox_creation_latency_ms_bucket{le="250.0",namespace="",launch_type="cold",sandbox_template="unknown"} 1"#,
-            r#"controller_runtime_reconcile_total{controller="sandbox",result="error"} 1"#,
-            r#"controller_runtime_reconcile_errors_total{controller="sandbox",reason="Refused"} 1"#,
-        ] {
-            assert!(text.contains(line), "{line}\nnot in\n{text}");
-        }
-        assert!(
-            text.contains("agent_sandbox_build_info{git_version=\"v"),
-            "{text}"
-        );
-    }
-}
+mod tests;

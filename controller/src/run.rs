@@ -5,6 +5,7 @@ use std::{future::Future, sync::Arc, time::Duration};
 use kube::Resource;
 use tokio::{task::JoinSet, time::Instant};
 use tokio_util::sync::CancellationToken;
+use tracing::Instrument;
 
 use crate::{
     cache::{Cache, Key},
@@ -14,7 +15,7 @@ use crate::{
     queue::Queue,
     sandbox,
     settings::Settings,
-    snapshot, template, watches,
+    snapshot, template, trace, watches,
 };
 
 /// How long passes that are under way may take to end once the program is being stopped.
@@ -77,6 +78,8 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
     } = context.settings;
     start.kind(Kind {
         name: "sandbox",
+        span: "ReconcileSandbox",
+        trace: |object, _| trace::carried(object),
         workers: sandbox_workers,
         cache: |context| &context.caches.sandboxes,
         queue: |context| &context.queues.sandboxes,
@@ -84,6 +87,8 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
     });
     start.kind(Kind {
         name: "sandboxsnapshot",
+        span: "ReconcileSandboxSnapshot",
+        trace: |object, _| trace::carried(object),
         workers: SNAPSHOT_WORKERS,
         cache: |context| &context.caches.snapshots,
         queue: |context| &context.queues.snapshots,
@@ -92,6 +97,8 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
     if extensions {
         start.kind(Kind {
             name: "sandboxclaim",
+            span: "ReconcileSandboxClaim",
+            trace: claim::trace,
             workers: claim_workers,
             cache: |context| &context.caches.claims,
             queue: |context| &context.queues.claims,
@@ -99,6 +106,8 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
         });
         start.kind(Kind {
             name: "sandboxwarmpool",
+            span: "ReconcileSandboxWarmPool",
+            trace: |object, _| trace::carried(object),
             workers: pool_workers,
             cache: |context| &context.caches.pools,
             queue: |context| &context.queues.pools,
@@ -106,6 +115,8 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
         });
         start.kind(Kind {
             name: "sandboxtemplate",
+            span: "ReconcileSandboxTemplate",
+            trace: |object, _| trace::carried(object),
             workers: template_workers,
             cache: |context| &context.caches.templates,
             queue: |context| &context.queues.templates,
@@ -122,6 +133,10 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
 /// One kind's reconciler and what it works from.
 struct Kind<K, Pass> {
     name: &'static str,
+    /// Name of the spans of its passes.
+    span: &'static str,
+    /// The trace that a pass continues, as a carrier.
+    trace: fn(&K, &Context) -> Option<String>,
     workers: u16,
     cache: fn(&Context) -> &Cache<K>,
     queue: fn(&Context) -> &Queue,
@@ -191,7 +206,9 @@ where
         return None;
     };
     let begin = Instant::now();
-    let result = reconcile(found, Arc::clone(context)).await;
+    let span = trace::pass(kind.span, &*found, || (kind.trace)(&found, context));
+    let pass = reconcile(found, Arc::clone(context)).instrument(span.clone());
+    let result = pass.await;
     let failure = result.as_ref().err().map(Failure::reason);
     let requeues = matches!(result, Ok(Some(_)));
     context
@@ -204,6 +221,7 @@ where
         }
         Err(error) => {
             let delay = context.failures.count(&failing);
+            trace::failed(&span, &Chain(&error));
             tracing::warn!(
                 controller = name,
                 namespace,

@@ -64,23 +64,33 @@ pub async fn reconcile(
     sandbox: Arc<Sandbox>,
     context: Arc<Context>,
 ) -> Result<Option<Duration>, Error> {
+    let result = pass(Arc::clone(&sandbox), &context).await;
+    if result.is_err() {
+        context.metrics.count_failed_change(&sandbox);
+    }
+    result
+}
+
+async fn pass(sandbox: Arc<Sandbox>, context: &Context) -> Result<Option<Duration>, Error> {
     if sandbox.metadata.deletion_timestamp.is_some() {
         return Ok(None);
     }
     let before = sandbox.status.clone().unwrap_or_default();
-    let (plan, applied, sandbox) = settle(sandbox, &context).await?;
+    let (plan, applied, sandbox) = settle(sandbox, context).await?;
     if applied.sandbox_deleted {
         return Ok(None);
     }
     let now = Timestamp::now();
-    let (after, requeue) = conclude(&sandbox, &plan, &applied, &context, now);
-    write_status(&sandbox, &before, &after, &context).await?;
-    for note in notes::between(&before, &after, &plan) {
-        events::publish(&context.api, &*sandbox, note).await;
+    let (after, requeue) = conclude(&sandbox, &plan, &applied, context, now);
+    write_status(&sandbox, &before, &after, context).await?;
+    if context.settings.sandbox_events {
+        for note in notes::between(&before, &after, &plan) {
+            events::publish(&context.api, &*sandbox, note).await;
+        }
     }
     context
         .metrics
-        .observe_ready(&sandbox, &before, &after, now);
+        .observe_sandbox(&sandbox, &before, &after, now);
     let refusals: Vec<String> = plan
         .refusals
         .iter()
@@ -101,6 +111,9 @@ async fn settle(
     let mut observed = dereference::dereference(sandbox, &context.caches, &context.api)
         .await
         .map_err(Error::Observe)?;
+    observed
+        .runtime_image
+        .clone_from(&context.settings.runtime_image);
     for _ in 0..ROUNDS {
         let plan = plan::plan(&observed, Timestamp::now());
         let applied = apply::apply(&plan, &mut observed, &context.api).await;

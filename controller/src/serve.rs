@@ -22,7 +22,7 @@ pub fn metrics(context: Arc<Context>) -> Router {
     let answer = move || {
         let context = Arc::clone(&context);
         async move {
-            match context.metrics.text() {
+            match context.metrics_text() {
                 Ok(text) => (StatusCode::OK, [("content-type", OPEN_METRICS)], text),
                 Err(error) => {
                     let text = error.to_string();

@@ -1,16 +1,22 @@
 //! What the command line decides about how kinds are reconciled.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 /// How kinds are reconciled. The defaults are upstream's.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// Reconcile SandboxClaims, SandboxTemplates and SandboxWarmPools too.
     pub extensions: bool,
+    /// Publish Events about Sandboxes.
+    pub sandbox_events: bool,
+    /// Watch only Services that carry the label of a Sandbox.
+    pub cache_label_selectors: bool,
     pub sandbox_workers: u16,
     pub claim_workers: u16,
     pub pool_workers: u16,
     pub template_workers: u16,
+    /// Image of the sandbox runtime, for Sandboxes that ask to have it put into their Pod. Torpor's.
+    pub runtime_image: Option<Arc<str>>,
     pub pools: PoolSettings,
     pub claims: ClaimSettings,
 }
@@ -48,10 +54,13 @@ impl Default for Settings {
     fn default() -> Self {
         Self {
             extensions: false,
+            sandbox_events: true,
+            cache_label_selectors: false,
             sandbox_workers: 100,
             claim_workers: 50,
             pool_workers: 1,
             template_workers: 1,
+            runtime_image: None,
             pools: PoolSettings::default(),
             claims: ClaimSettings::default(),
         }

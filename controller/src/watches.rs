@@ -110,7 +110,7 @@ pub fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
     start_sandboxes(context, tasks);
     start_dependents(context, tasks);
     let known = Arc::clone(context);
-    tasks.spawn(follow_guarded(client.clone(), trim, move |event| {
+    tasks.spawn(follow_guarded(client.clone(), trim_node, move |event| {
         for change in known.caches.nodes.apply(event) {
             waiting_for_node(&change, &known.caches.sandboxes)
                 .into_iter()
@@ -165,6 +165,9 @@ pub fn sandbox_changed(context: &Context, change: &Change<Sandbox>) {
     let Some(sandbox) = change.after.as_ref().or(change.before.as_ref()) else {
         return;
     };
+    if change.after.is_none() {
+        context.metrics.forget(&sandbox.uid().unwrap_or_default());
+    }
     let key = key_of(&**sandbox);
     // A snapshot may have been made before its Sandbox.
     for snapshot in context.caches.snapshots.indexed(&key.0, &key.1) {
@@ -228,17 +231,26 @@ fn start_dependents(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
         },
     ));
     let known = Arc::clone(context);
-    // All Services, not only ours: one that somebody else owns under a Sandbox's name has to be seen.
-    let all = watcher::Config::default();
-    tasks.spawn(follow(client.clone(), all, trim_service, move |event| {
-        known
-            .caches
-            .services
-            .apply(event)
-            .iter()
-            .flat_map(owners)
-            .for_each(|key| known.queues.sandboxes.add(key));
-    }));
+    // All Services, not only ours: one that somebody else owns under a Sandbox's name is seen before ours is made. Where only ours are watched, the create finds the name taken.
+    let services = if context.settings.cache_label_selectors {
+        hashed.clone()
+    } else {
+        watcher::Config::default()
+    };
+    tasks.spawn(follow(
+        client.clone(),
+        services,
+        trim_service,
+        move |event| {
+            known
+                .caches
+                .services
+                .apply(event)
+                .iter()
+                .flat_map(owners)
+                .for_each(|key| known.queues.sandboxes.add(key));
+        },
+    ));
     // Claims wake nobody, as upstream: they are made before the Pod and not looked at again.
     let known = Arc::clone(context);
     tasks.spawn(follow(client, hashed, trim_claim, move |event| {
@@ -384,6 +396,14 @@ fn naming_class(change: &Change<SnapshotClass>, sandboxes: &Cache<Sandbox>) -> V
 
 fn trim<K: Resource>(object: &mut K) {
     object.meta_mut().managed_fields = None;
+}
+
+/// A SandboxNode without what its agent says of each sandbox: that grows with the node, and is for people.
+fn trim_node(node: &mut SandboxNode) {
+    trim(node);
+    if let Some(status) = &mut node.status {
+        status.sandboxes = Vec::new();
+    }
 }
 
 /// A Pod without what nobody here reads, which is most of it.

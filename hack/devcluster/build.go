@@ -81,6 +81,17 @@ var artifacts = []artifact{
 	},
 }
 
+// helmArtifact is built only by what uses it: nothing of the cluster needs it.
+var helmArtifact = artifact{
+	name: "helm", about: "2 min",
+	packages: []string{"helm.sh/helm/v3/cmd/helm@v3.22.0"},
+	// Without a version of Kubernetes helm believes in 1.20 where it sees no cluster.
+	ldflags: "-X helm.sh/helm/v3/internal/version.version=v3.22.0" +
+		" -X helm.sh/helm/v3/pkg/chartutil.k8sVersionMajor=1 -X helm.sh/helm/v3/pkg/chartutil.k8sVersionMinor=36" +
+		" -X helm.sh/helm/v3/pkg/lint/rules.k8sVersionMajor=1 -X helm.sh/helm/v3/pkg/lint/rules.k8sVersionMinor=36",
+	files: []string{"helm"},
+}
+
 // key is the hash of all that decides what the build makes.
 func (a artifact) key(goVersion string) (string, error) {
 	h := sha256.New()
@@ -122,9 +133,12 @@ func goEnvironment(cgo bool) []string {
 // toolset says where each built file is.
 type toolset map[string]string
 
-// builtTools returns the files of all artifacts; those that are missing are built first if build is true,
-// otherwise their absence is an error.
-func builtTools(build bool) (toolset, error) {
+// builtTools returns the files of all artifacts of the development cluster; those that are missing are built first if build is
+// true, otherwise their absence is an error.
+func builtTools(build bool) (toolset, error) { return toolsOf(artifacts, build) }
+
+// toolsOf does the same for some artifacts.
+func toolsOf(artifacts []artifact, build bool) (toolset, error) {
 	cache, err := cacheRoot()
 	if err != nil {
 		return nil, err

@@ -25,6 +25,9 @@ const usage = `usage: hack/cluster COMMAND
   build-torpor          compile Torpor, make its images, load them if the cluster runs
   install-torpor        build-torpor, apply hack/overlays/dev, wait until it runs
   uninstall-torpor      take Torpor off the cluster and its nodes
+                        both take --helm: by the chart deploy/helm instead of kustomize
+  helm ARGS…            helm on this cluster; built when first asked for
+  check-chart           the chart says what the kustomize base says; needs no cluster
   build                 build what is missing, start nothing
   help                  this text
 `
@@ -68,10 +71,12 @@ func run(command string, args []string) error {
 	case "build-torpor":
 		_, err := buildTorpor()
 		return err
-	case "install-torpor":
-		return installTorpor()
-	case "uninstall-torpor":
-		return uninstallTorpor()
+	case "install-torpor", "uninstall-torpor":
+		return torporCommand(command, args)
+	case "helm":
+		return helmCommand(args)
+	case "check-chart":
+		return checkChart()
 	case "build":
 		_, err := builtTools(true)
 		return err

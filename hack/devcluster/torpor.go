@@ -21,6 +21,7 @@ const (
 	controllerImage = "torpor.dev/controller"
 	agentImage      = "torpor.dev/agent"
 	routerImage     = "torpor.dev/router"
+	runtimeImage    = "torpor.dev/runtime"
 	torporNamespace = "agent-sandbox-system"
 	devOverlay      = "hack/overlays/dev"
 	uninstallFolder = "hack/overlays/dev-uninstall"
@@ -50,6 +51,7 @@ func buildTorpor() (builtImages, error) {
 	images := []torporImage{
 		{controllerImage, "torpor-controller", map[string]string{"torpor-controller": filepath.Join(target, "torpor-controller")}},
 		{routerImage, "sandbox-router", map[string]string{"sandbox-router": filepath.Join(target, "sandbox-router")}},
+		{runtimeImage, "sandbox-runtime", map[string]string{"sandbox-runtime": filepath.Join(target, "sandbox-runtime")}},
 		{agentImage, "torpor-agent", map[string]string{
 			"torpor-agent": filepath.Join(target, "torpor-agent"),
 			"torpor-oci":   filepath.Join(target, "torpor-oci"),
@@ -81,9 +83,9 @@ func cargoBuild() (string, error) {
 	if host == "" {
 		return "", fmt.Errorf("rustc -vV does not name its host:\n%s", version)
 	}
-	say("cargo build --profile cluster (torpor-controller, torpor-router, torpor-agent, torpor-oci)")
+	say("cargo build --profile cluster (torpor-controller, torpor-router, torpor-runtime, torpor-agent, torpor-oci)")
 	begin := time.Now()
-	cmd := exec.Command("cargo", "build", "--locked", "--profile", "cluster", "-p", "torpor-controller", "-p", "torpor-router", "-p", "torpor-agent", "-p", "torpor-oci")
+	cmd := exec.Command("cargo", "build", "--locked", "--profile", "cluster", "-p", "torpor-controller", "-p", "torpor-router", "-p", "torpor-runtime", "-p", "torpor-agent", "-p", "torpor-oci")
 	cmd.Dir, cmd.Stdout, cmd.Stderr = repoRoot, os.Stderr, os.Stderr
 	if err := during("cargo build", cmd.Run); err != nil {
 		return "", fmt.Errorf("cargo build failed (see above): %w", err)
@@ -222,11 +224,20 @@ func render(folder string, images builtImages) ([]manifest, error) {
 	for repository, reference := range images {
 		text = strings.ReplaceAll(text, repository+":dev", reference)
 	}
+	return parseManifests(folder, text)
+}
+
+// parseManifests takes the objects of a text apart that has sorted keys, as kustomize and the chart write them.
+func parseManifests(origin, text string) ([]manifest, error) {
 	var all []manifest
-	for document := range strings.SplitSeq(text, "\n---\n") {
+	for document := range strings.SplitSeq("\n"+text, "\n---\n") {
+		document = strings.Trim(document, "\n")
+		if document == "" {
+			continue
+		}
 		m := manifest{kind: first(kindLine, document), name: first(nameLine, document), namespace: first(namespaceLine, document), text: document}
 		if m.kind == "" || m.name == "" {
-			return nil, fmt.Errorf("%s: an object without kind or name:\n%s", folder, document)
+			return nil, fmt.Errorf("%s: an object without kind or name:\n%s", origin, document)
 		}
 		all = append(all, m)
 	}
@@ -395,8 +406,7 @@ func uninstallTorpor() error {
 		return err
 	}
 	// The build that made the nodes' files takes them away; without one there are none.
-	agent, err := kubectlRun(20*time.Second, nil, "get", "daemonset", "torpor-agent", "-n", torporNamespace, "--ignore-not-found",
-		"-o", "jsonpath={.spec.template.spec.containers[0].image}")
+	agent, err := installedAgent()
 	if err != nil {
 		return err
 	}
@@ -404,7 +414,11 @@ func uninstallTorpor() error {
 		return err
 	}
 	if agent != "" {
-		if err := runUninstallJobs(builtImages{"torpor.dev/agent": agent}); err != nil {
+		jobs, err := render(uninstallFolder, builtImages{agentImage: agent})
+		if err != nil {
+			return err
+		}
+		if err := runUninstallJobs(jobs); err != nil {
 			return err
 		}
 	}
@@ -415,11 +429,13 @@ func uninstallTorpor() error {
 	return nil
 }
 
-func runUninstallJobs(images builtImages) error {
-	jobs, err := render(uninstallFolder, images)
-	if err != nil {
-		return err
-	}
+// installedAgent is the image of the agents in the cluster; empty when there are none.
+func installedAgent() (string, error) {
+	return kubectlRun(20*time.Second, nil, "get", "daemonset", "torpor-agent", "-n", torporNamespace, "--ignore-not-found",
+		"-o", "jsonpath={.spec.template.spec.containers[0].image}")
+}
+
+func runUninstallJobs(jobs []manifest) error {
 	if _, err := kubectlRun(time.Minute, joined(jobs), "apply", "--server-side", "--force-conflicts", "-f", "-"); err != nil {
 		return err
 	}
@@ -432,6 +448,6 @@ func runUninstallJobs(images builtImages) error {
 			return fmt.Errorf("%w\n%s", err, explainPods())
 		}
 	}
-	_, err = kubectlRun(time.Minute, joined(jobs), "delete", "--ignore-not-found", "-f", "-")
+	_, err := kubectlRun(time.Minute, joined(jobs), "delete", "--ignore-not-found", "-f", "-")
 	return err
 }

@@ -106,9 +106,15 @@ pub(crate) struct InstallArgs {
     /// gVisor's platform
     #[arg(long, default_value = "systrap", env = "TORPOR_RUNSC_PLATFORM")]
     pub(crate) runsc_platform: String,
+    /// The port of the kubelet's API (KubeletConfiguration's `port`): its probes of a sleeping pod are known by the process that listens there
+    #[arg(long, default_value = "10250", env = "TORPOR_KUBELET_PORT")]
+    pub(crate) kubelet_port: u16,
     /// Whether the kernel's RCU grace periods are expedited (for the whole node) for the moment of a wake, which halves it
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set)]
     pub(crate) expedite_wakes: bool,
+    /// Swap for dozing sandboxes that this makes: zram:<percent>% of the node's memory, compressed in memory. Without it the node's own is used, if any
+    #[arg(long, value_parser = doze_swap, env = "TORPOR_DOZE_SWAP")]
+    pub(crate) doze_swap: Option<ShareOfMemory>,
     /// Directory on the host for runsc's debug logs; without it there are none
     #[arg(long, value_parser = absolute, env = "TORPOR_RUNSC_DEBUG_DIR")]
     pub(crate) runsc_debug_dir: Option<PathBuf>,
@@ -184,6 +190,32 @@ impl FromStr for ContainerdRestart {
     }
 }
 
+/// A share of the node's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ShareOfMemory(u8);
+
+impl ShareOfMemory {
+    /// From 1 to 200: what is in zram is compressed, so that it may be larger than memory, but not by much.
+    pub(crate) fn percent(percent: u8) -> Option<Self> {
+        (1..=200).contains(&percent).then_some(Self(percent))
+    }
+
+    /// That many bytes of so many, in whole pages.
+    pub(crate) fn of(self, bytes: u64) -> u64 {
+        const LARGEST_PAGE: u64 = 64 << 10;
+        bytes / 100 * u64::from(self.0) / LARGEST_PAGE * LARGEST_PAGE
+    }
+}
+
+fn doze_swap(text: &str) -> Result<ShareOfMemory, String> {
+    let percent = text
+        .strip_prefix("zram:")
+        .and_then(|share| share.strip_suffix('%'));
+    percent
+        .and_then(|percent| ShareOfMemory::percent(percent.parse().ok()?))
+        .ok_or_else(|| "allowed is zram:<1 to 200>%".to_owned())
+}
+
 fn absolute(text: &str) -> Result<PathBuf, String> {
     let path = Path::new(text);
     if path.is_absolute() {
@@ -231,6 +263,24 @@ mod tests {
             install.containerd.containerd_restart,
             ContainerdRestart::Systemd("containerd".into())
         );
+    }
+
+    #[test]
+    fn the_share_of_memory_that_becomes_swap_is_read() {
+        let half = doze_swap("zram:50%").expect("a share");
+        assert_eq!(half.of(1 << 30), (1 << 29) - (64 << 10));
+        for wrong in [
+            "",
+            "50%",
+            "zram",
+            "zram:50",
+            "zram:0%",
+            "zram:201%",
+            "zram:-1%",
+            "file:1%",
+        ] {
+            assert!(doze_swap(wrong).is_err(), "{wrong:?} was read");
+        }
     }
 
     #[test]

@@ -1,13 +1,18 @@
 //! What the API asks for, for one Pod UID. Pure: from the watch caches to `torpor-core`'s words.
 
-use k8s_openapi::api::core::v1::Pod;
+use std::collections::BTreeSet;
+
+use k8s_openapi::api::core::v1::{Container, Pod, Probe};
+use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt;
 use torpor_api::annotations;
 use torpor_api::snapshot::{SandboxSnapshot, SnapshotReason as ApiReason};
 use torpor_core::ids::{ImageId, PodUid, SnapshotUid};
 use torpor_core::state::{
-    Desired, PodPresence, Power, SnapshotIntent, SnapshotReason, SnapshotWish,
+    Desired, PodPresence, Power, SleepAfter, SnapshotIntent, SnapshotReason, SnapshotWish,
 };
+
+use torpor_gvisor::record::Probes;
 
 /// The label that the controller puts on a Sandbox' Pod.
 const SANDBOX_KIND: &str = "Sandbox";
@@ -99,6 +104,17 @@ pub(crate) fn desired(
         (false, true) => Power::Frozen,
         (false, false) => Power::Awake,
     };
+    // The controller tells of a wrong value; here it is as if nobody had written one.
+    let hibernate = annotations::hibernate_after(|key| pod?.annotations().get(key));
+    let doze = annotations::doze_after(|key| pod?.annotations().get(key));
+    let duration = |read: Option<Result<annotations::SleepAfter, _>>| {
+        read.and_then(Result::ok)
+            .and_then(annotations::SleepAfter::duration)
+    };
+    let sleep = SleepAfter {
+        doze: duration(doze),
+        hibernate: duration(hibernate),
+    };
     let snapshots = snapshots
         .iter()
         .filter(|snapshot| has_finalizer(snapshot))
@@ -108,7 +124,70 @@ pub(crate) fn desired(
         pod_uid: pod_uid.clone(),
         pod: presence,
         power,
+        sleep,
         snapshots,
+    }
+}
+
+/// Each probe of the Pod, with its container.
+fn each_probe(pod: &Pod) -> impl Iterator<Item = (&Container, &Probe)> {
+    let spec = pod.spec.as_ref();
+    let init = spec.and_then(|spec| spec.init_containers.as_ref());
+    let main = spec.map(|spec| &spec.containers);
+    init.into_iter()
+        .chain(main)
+        .flatten()
+        .flat_map(|container| {
+            let probes = [
+                &container.startup_probe,
+                &container.readiness_probe,
+                &container.liveness_probe,
+            ];
+            let probes = probes.into_iter().flatten();
+            probes.map(move |probe| (container, probe))
+        })
+}
+
+/// What the kubelet probes in the Pod, as far as it can be told from traffic and processes of others.
+pub(crate) fn probes(pod: &Pod) -> Probes {
+    let mut found = Probes::default();
+    for (container, probe) in each_probe(pod) {
+        found.ports.extend(probed_port(container, probe));
+        let command = probe.exec.as_ref().and_then(|exec| exec.command.clone());
+        found.commands.extend(command);
+    }
+    found
+}
+
+/// The ports whose probes can be answered without the Pod's program: a probe over TLS cannot.
+pub(crate) fn answerable_ports(pod: &Pod) -> Vec<u16> {
+    let over_tls = |probe: &Probe| {
+        let http = probe.http_get.as_ref();
+        http.is_some_and(|get| get.scheme.as_deref() == Some("HTTPS"))
+    };
+    let probes = each_probe(pod).filter(|(_, probe)| !over_tls(probe));
+    let ports: BTreeSet<u16> = probes
+        .filter_map(|(container, probe)| probed_port(container, probe))
+        .collect();
+    ports.into_iter().collect()
+}
+
+fn probed_port(container: &Container, probe: &Probe) -> Option<u16> {
+    let http = probe.http_get.as_ref().map(|http| &http.port);
+    let tcp = probe.tcp_socket.as_ref().map(|tcp| &tcp.port);
+    let port = http.or(tcp).and_then(|port| port_of(container, port));
+    let grpc = || probe.grpc.as_ref().map(|grpc| grpc.port);
+    u16::try_from(port.or_else(grpc)?).ok()
+}
+
+fn port_of(container: &Container, port: &IntOrString) -> Option<i32> {
+    match port {
+        IntOrString::Int(number) => Some(*number),
+        IntOrString::String(name) => {
+            let mut ports = container.ports.iter().flatten();
+            let named = ports.find(|port| port.name.as_ref() == Some(name));
+            named.map(|port| port.container_port)
+        }
     }
 }
 
@@ -159,6 +238,51 @@ mod tests {
     }
 
     #[test]
+    fn a_pod_may_fall_asleep_by_any_of_the_names_and_not_by_a_wrong_value() {
+        let after = |annotations| {
+            let pod = pod(annotations);
+            let sleep = desired(&uid(), Some(&pod), &[]).sleep;
+            sleep.hibernate.map(|after| after.as_secs())
+        };
+        assert_eq!(after(json!({})), None);
+        assert_eq!(
+            after(json!({ "torpor.dev/hibernate-after": "30m" })),
+            Some(1800)
+        );
+        assert_eq!(
+            after(json!({ "agents.x-k8s.io/max-idle-time": "90s" })),
+            Some(90)
+        );
+        assert_eq!(after(json!({ "torpor.dev/hibernate-after": "soon" })), None);
+        assert_eq!(after(json!({ "torpor.dev/hibernate-after": "off" })), None);
+    }
+
+    #[test]
+    fn probes_are_known_by_their_ports_and_commands() {
+        let pod: Pod = serde_json::from_value(json!({ "spec": {
+            "initContainers": [{ "name": "side", "startupProbe": { "grpc": { "port": 9000 } } }],
+            "containers": [
+                { "name": "a", "ports": [{ "name": "web", "containerPort": 8080 }],
+                  "readinessProbe": { "httpGet": { "port": "web" } },
+                  "livenessProbe": { "tcpSocket": { "port": 8081 } } },
+                { "name": "b", "readinessProbe": {} },
+                { "name": "c", "livenessProbe": { "exec": { "command": ["cat", "/ok"] } },
+                  "readinessProbe": { "httpGet": { "port": "nowhere" } } },
+            ],
+        } }))
+        .expect("a Pod");
+        let found = probes(&pod);
+        assert_eq!(
+            found.ports.into_iter().collect::<Vec<_>>(),
+            [8080, 8081, 9000]
+        );
+        assert_eq!(
+            found.commands.into_iter().collect::<Vec<_>>(),
+            [["cat", "/ok"]]
+        );
+    }
+
+    #[test]
     fn a_pod_that_is_not_in_the_cache_is_gone() {
         assert_eq!(desired(&uid(), None, &[]).pod, PodPresence::Gone);
     }
@@ -185,5 +309,31 @@ mod tests {
         };
         assert_eq!(of("s"), Some(uid()));
         assert_eq!(of("another"), None);
+    }
+
+    #[test]
+    fn probes_are_known_that_can_be_answered_without_the_program() {
+        let mut pod = pod(json!({}));
+        pod.spec = serde_json::from_value(json!({
+            "containers": [
+                {
+                    "name": "a",
+                    "ports": [{ "name": "web", "containerPort": 8080 }, { "name": "x", "containerPort": 9 }],
+                    "readinessProbe": { "httpGet": { "port": "web" } },
+                    "livenessProbe": { "tcpSocket": { "port": 8080 } },
+                    "startupProbe": { "httpGet": { "port": 8443, "scheme": "HTTPS" } },
+                },
+                { "name": "b", "readinessProbe": { "exec": { "command": ["true"] } } },
+            ],
+            "initContainers": [
+                { "name": "c", "restartPolicy": "Always", "livenessProbe": { "grpc": { "port": 9000 } } },
+                { "name": "d", "readinessProbe": { "tcpSocket": { "port": "nowhere" } } },
+            ],
+        }))
+        .expect("a spec");
+        assert_eq!(answerable_ports(&pod), [8080, 9000]);
+        assert!(probes(&pod).ports.contains(&8443));
+        pod.spec = None;
+        assert!(answerable_ports(&pod).is_empty());
     }
 }

@@ -22,14 +22,16 @@ use torpor_core::ids::{Namespace, PodUid};
 use torpor_core::state::{Desired, Failures, PodPresence, Policy};
 use torpor_core::status::SnapshotState;
 use torpor_core::steps::{Outcome, Plan};
-use torpor_gvisor::record::{PodLock, PodRecord};
+use torpor_gvisor::record::{PodLock, PodRecord, Probes};
 
-use crate::desired::{desired, has_finalizer, pod_of_snapshot};
+use crate::desired::{answerable_ports, desired, has_finalizer, pod_of_snapshot, probes};
 use crate::execute::{Context, execute};
+use crate::idle::{self, Watched};
 use crate::metrics::Metrics;
 use crate::node::Node;
 use crate::observe::observe;
 use crate::publish::{Publisher, SavedImage};
+use crate::sandboxes::Board;
 
 mod draft;
 
@@ -46,6 +48,7 @@ pub(crate) struct Shared {
     pub(crate) publisher: Publisher,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) policy: Policy,
+    pub(crate) board: Arc<Board>,
 }
 
 /// Starts tasks and wakes them.
@@ -147,9 +150,9 @@ impl Driver {
     }
 
     async fn drive(&self, pod: PodUid, notify: Arc<Notify>) {
-        let mut failures = Failures::default();
+        let mut remembered = Remembered::default();
         loop {
-            let wait = match self.turn(&pod, &mut failures).await {
+            let wait = match self.turn(&pod, &mut remembered).await {
                 Turn::Again => continue,
                 Turn::Wait(wait) => wait,
                 Turn::Nothing => {
@@ -168,7 +171,7 @@ impl Driver {
     }
 
     /// Observe, plan, tell, do.
-    async fn turn(&self, pod_uid: &PodUid, failures: &mut Failures) -> Turn {
+    async fn turn(&self, pod_uid: &PodUid, remembered: &mut Remembered) -> Turn {
         if self.stop.is_cancelled() {
             return Turn::Wait(Duration::ZERO);
         }
@@ -180,12 +183,16 @@ impl Driver {
         }
         let references: Vec<&SandboxSnapshot> = snapshots.iter().map(AsRef::as_ref).collect();
         let desired = desired(pod_uid, pod.as_deref(), &references);
-        let Ok(look) = self.look(desired, failures.clone()).await else {
+        let probes = pod.as_deref().map(probes);
+        let Ok((look, idle)) = self.look(desired, probes, remembered.clone()).await else {
             return Turn::Wait(RETRY);
         };
+        remembered.idle = idle;
         if look.nothing {
+            shared.board.forget(pod_uid);
             return Turn::Nothing;
         }
+        shared.board.note(pod_uid, &look.plan.why);
         self.shared.metrics.planned();
         if let Err(error) = self.tell(pod.as_deref(), &snapshots, &look).await {
             tracing::warn!(%pod_uid, error = crate::observe::words(&error), "status not written");
@@ -196,7 +203,7 @@ impl Driver {
         if look.plan.steps.is_empty() {
             return Turn::Wait(until(look.plan.wake_at));
         }
-        self.act(look, pod, failures).await;
+        self.act(look, pod, &mut remembered.failures).await;
         Turn::Again
     }
 
@@ -238,10 +245,12 @@ impl Driver {
     async fn look(
         &self,
         desired: Desired,
-        failures: Failures,
-    ) -> Result<Look, tokio::task::JoinError> {
+        probes: Option<Probes>,
+        remembered: Remembered,
+    ) -> Result<(Look, Option<Watched>), tokio::task::JoinError> {
         let shared = self.shared.clone();
-        tokio::task::spawn_blocking(move || look(&shared, &desired, &failures)).await
+        let look = move || look(&shared, &desired, probes.as_ref(), remembered);
+        tokio::task::spawn_blocking(look).await
     }
 
     async fn tell(
@@ -309,6 +318,14 @@ fn pod_of(shared: &Shared, uid: &PodUid) -> Option<Arc<Pod>> {
         .find(|pod| pod.uid().as_deref() == Some(uid.as_str()))
 }
 
+/// What a task knows of its Pod from turn to turn. After a restart of the agent everything is tried at once, and what was idle
+/// counts as used until then.
+#[derive(Debug, Clone, Default)]
+struct Remembered {
+    failures: Failures,
+    idle: Option<Watched>,
+}
+
 /// What was seen and what follows; holds the sandbox' lock for the steps.
 struct Look {
     pod_uid: PodUid,
@@ -320,16 +337,41 @@ struct Look {
     nothing: bool,
 }
 
-fn look(shared: &Shared, desired: &Desired, failures: &Failures) -> Look {
+fn look(
+    shared: &Shared,
+    desired: &Desired,
+    probes: Option<&Probes>,
+    remembered: Remembered,
+) -> (Look, Option<Watched>) {
     let node = &shared.node;
+    let now = Timestamp::now();
     let pod_uid = desired.pod_uid.clone();
     let record = node.sandbox_of(&pod_uid);
     let lock = record
         .as_ref()
         .and_then(|record| node.records.try_lock(&record.sandbox).ok().flatten());
     let busy = record.is_some() && lock.is_none();
-    let observed = observe(node, &pod_uid, record.as_ref(), failures, busy);
-    let plan = torpor_core::plan(desired, &observed, &shared.policy, Timestamp::now());
+    let failures = &remembered.failures;
+    let mut observed = observe(node, &pod_uid, record.as_ref(), failures, busy);
+    let idle = match record.as_ref().zip(lock.as_ref()) {
+        Some((record, lock)) => {
+            if let Some(probes) = probes
+                && let Err(error) = node.records.write_probes(&record.sandbox, probes)
+            {
+                tracing::warn!(%pod_uid, error = crate::observe::words(&error), "the Pod's probes are not noted");
+            }
+            let sandbox = idle::Sandbox {
+                node,
+                record,
+                lock,
+                probes,
+            };
+            idle::watch(&sandbox, desired, &mut observed, remembered.idle, now)
+        }
+        // Somebody else is at work; what was known before is still so.
+        None => remembered.idle.filter(|_| busy),
+    };
+    let plan = torpor_core::plan(desired, &observed, &shared.policy, now);
     let nothing = desired.pod == PodPresence::Gone
         && desired.snapshots.is_empty()
         && record.is_none()
@@ -349,7 +391,7 @@ fn look(shared: &Shared, desired: &Desired, failures: &Failures) -> Look {
         .iter()
         .flat_map(|namespace| draft::saved(node, namespace, &plan))
         .collect();
-    Look {
+    let look = Look {
         pod_uid,
         plan,
         record,
@@ -357,7 +399,8 @@ fn look(shared: &Shared, desired: &Desired, failures: &Failures) -> Look {
         namespace,
         saved,
         nothing,
-    }
+    };
+    (look, idle)
 }
 
 fn run_steps(shared: &Shared, look: &Look, pod: Option<&Pod>, failures: &mut Failures) {
@@ -383,7 +426,9 @@ fn run_in(
     failures: &mut Failures,
 ) {
     let draft = || draft::manifest(&shared.node, look.record.as_ref(), pod);
+    let answerable_ports = pod.map(answerable_ports).unwrap_or_default();
     let context = Context {
+        answerable_ports: &answerable_ports,
         node: &shared.node,
         pod: &look.pod_uid,
         namespace,

@@ -1,7 +1,6 @@
 //! Steps, done. One arm per action, one call per arm, no choices: what is to happen was decided in `torpor-core`.
 
 use std::cell::RefCell;
-use std::os::fd::AsFd;
 use std::time::Duration;
 
 use torpor_core::ids::{ImageId, Namespace, PodUid};
@@ -27,6 +26,8 @@ pub(crate) struct Context<'a> {
     pub(crate) namespace: &'a Namespace,
     /// The sandbox, with its lock; none when the Pod has none.
     pub(crate) sandbox: Option<(&'a PodRecord, &'a PodLock)>,
+    /// TCP ports of the Pod whose probes can be answered for it.
+    pub(crate) answerable_ports: &'a [u16],
     /// What a commit writes into the manifest.
     pub(crate) draft: &'a dyn Fn() -> ManifestDraft,
     /// The image that a checkpoint of this plan wrote and that waits for its commit.
@@ -79,17 +80,30 @@ pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
 
 fn act(context: &Context<'_>, action: &Action, ledger: &LedgerFile) -> Outcome {
     let node = context.node;
+    let probes = || context.answerable_ports.to_vec();
     match action {
         Action::Pause => with_control(context, |control, record| {
             pause::pause(&node.records, control, &record.sandbox, CALL_LIMIT)
         }),
-        Action::Resume => with_control(context, |control, record| {
-            pause::resume(&node.records, control, &record.sandbox, CALL_LIMIT)
-        }),
+        Action::Doze => {
+            let outcome = with_control(context, |control, record| {
+                pause::doze(&node.records, control, &record.sandbox, CALL_LIMIT)
+            });
+            tell_keeper(context, &Request::Watch { probes: probes() });
+            outcome
+        }
+        Action::Reclaim { image } => run_verb(context, Verb::Doze, image),
+        Action::Resume => {
+            let outcome = with_control(context, |control, record| {
+                pause::resume(&node.records, control, &record.sandbox, CALL_LIMIT)
+            });
+            tell_keeper(context, &Request::Release);
+            outcome
+        }
         Action::Checkpoint { image } => checkpoint(context, image),
         Action::Commit { image } => commit(context, image),
-        Action::End { image } => ask_keeper(context, Verb::End, image),
-        Action::Wake { image } => ask_keeper(context, Verb::Wake, image),
+        Action::End { image } => run_verb(context, Verb::End, image),
+        Action::Wake { image } => run_verb(context, Verb::Wake, image),
         Action::Record => Outcome::Done,
         Action::ForgetSleep => forget_sleep(context),
         Action::DiscardPartial { image } => {
@@ -159,6 +173,9 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
         Ok(partial) => partial,
         Err(error) => return failed(error.reason(), &error),
     };
+    // What arrives from now on finds a sandbox whose image does not know of it.
+    let probes = context.answerable_ports.to_vec();
+    tell_keeper(context, &Request::Hold { probes });
     let root = context.node.runsc.root();
     match save::checkpoint(root, &record.sandbox, &partial, SAVE_LIMIT) {
         Ok(()) => {
@@ -186,17 +203,27 @@ fn commit(context: &Context<'_>, image: &ImageId) -> Outcome {
     }
 }
 
+/// A keeper that cannot hold packets back keeps no sandbox from sleeping, and one that was not told that its sandbox runs
+/// sees it by itself.
+fn tell_keeper(context: &Context<'_>, request: &Request) {
+    let Some((record, _)) = context.sandbox else {
+        return;
+    };
+    let dir = context.node.pause_dir(&record.sandbox);
+    if let Err(error) = keeper::ask(&dir, request, &[], CALL_LIMIT) {
+        tracing::warn!(pod = %context.pod, error = words(&error), "the Pod's keeper does not do as asked");
+    }
+}
+
 /// The keeper's program holds the lock for as long as it works, whatever becomes of the agent.
-fn ask_keeper(context: &Context<'_>, verb: Verb, image: &ImageId) -> Outcome {
+fn run_verb(context: &Context<'_>, verb: Verb, image: &ImageId) -> Outcome {
     let Some((record, lock)) = context.sandbox else {
         return no_sandbox();
     };
-    let dir = context.node.pause_dir(&record.sandbox);
-    let request = Request::Run {
-        verb,
-        image: image.clone(),
-    };
-    match keeper::ask(&dir, &request, &[lock.as_fd()], WAKE_LIMIT) {
+    let asked = context
+        .node
+        .ask_keeper(&record.sandbox, lock, verb, Some(image), WAKE_LIMIT);
+    match asked {
         Ok(_) => Outcome::Done,
         Err(keeper::Error::Refused { reason, message }) => Outcome::Failed { reason, message },
         Err(error @ keeper::Error::Gone { .. }) => failed("KeeperGone", &error),

@@ -6,6 +6,7 @@
 //! | [`containerd`] | the text of that configuration |
 //! | [`apply`] | the order of changes on the node, and what a crash leaves |
 //! | [`restart`] | containerd ends and comes back |
+//! | [`zram`] | swap in compressed memory, where it is asked for |
 //! | [`host`] | files below the host's root |
 
 mod apply;
@@ -14,6 +15,7 @@ mod error;
 mod host;
 mod plan;
 mod restart;
+mod zram;
 
 pub(crate) use apply::Outcome;
 pub(crate) use error::Error;

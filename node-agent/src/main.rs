@@ -5,6 +5,7 @@ mod args;
 mod desired;
 mod driver;
 mod execute;
+mod idle;
 mod install;
 mod metrics;
 mod node;
@@ -12,6 +13,7 @@ mod observe;
 mod publish;
 mod run;
 mod sandbox_node;
+mod sandboxes;
 mod server;
 
 use std::process::ExitCode;

@@ -1,5 +1,6 @@
 //! What the agent counts. Names begin with `torpor_agent_`.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use prometheus_client::encoding::EncodeLabelSet;
@@ -9,6 +10,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use torpor_core::steps::{Outcome, StepKind};
+use torpor_gvisor::record::{SleepNote, WakeCause};
 
 #[derive(Debug, Clone, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct StepLabels {
@@ -19,6 +21,27 @@ struct StepLabels {
 #[derive(Debug, Clone, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct KindLabel {
     step: String,
+}
+
+#[derive(Debug, Clone, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct CauseLabel {
+    cause: String,
+}
+
+#[derive(Debug, Clone, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct StageLabel {
+    stage: String,
+}
+
+#[derive(Debug, Clone, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct ReasonLabel {
+    reason: String,
+}
+
+#[derive(Debug, Clone, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct FailureLabels {
+    work: &'static str,
+    reason: String,
 }
 
 /// Seconds: a pause takes a millisecond, the save of gigabytes a minute.
@@ -36,7 +59,17 @@ pub(crate) struct Metrics {
     pub(crate) running: Gauge,
     pub(crate) hibernated: Gauge,
     pub(crate) paused: Gauge,
+    pub(crate) dozing: Gauge,
     pub(crate) image_bytes: Gauge,
+    pub(crate) store_available: Gauge,
+    pub(crate) store_capacity: Gauge,
+    wakes: Family<CauseLabel, Counter>,
+    wake_seconds: Family<CauseLabel, Histogram>,
+    wake_stages: Family<StageLabel, Histogram>,
+    given_back: Counter,
+    pub(crate) held_asleep: Gauge,
+    failures: Family<FailureLabels, Counter>,
+    plan_reasons: Family<ReasonLabel, Gauge>,
 }
 
 impl Metrics {
@@ -49,7 +82,17 @@ impl Metrics {
             running: Gauge::default(),
             hibernated: Gauge::default(),
             paused: Gauge::default(),
+            dozing: Gauge::default(),
             image_bytes: Gauge::default(),
+            store_available: Gauge::default(),
+            store_capacity: Gauge::default(),
+            wakes: Family::default(),
+            wake_seconds: Family::new_with_constructor(|| Histogram::new(SECONDS)),
+            wake_stages: Family::new_with_constructor(|| Histogram::new(SECONDS)),
+            given_back: Counter::default(),
+            held_asleep: Gauge::default(),
+            failures: Family::default(),
+            plan_reasons: Family::default(),
             registry: Registry::default(),
         };
         registry.register("steps", "Steps executed, by outcome", metrics.steps.clone());
@@ -75,14 +118,106 @@ impl Metrics {
             metrics.paused.clone(),
         );
         registry.register(
+            "sandboxes_dozing",
+            "Sandboxes that are paused because they were idle",
+            metrics.dozing.clone(),
+        );
+        registry.register(
             "image_bytes",
             "Bytes of all images",
             metrics.image_bytes.clone(),
         );
+        metrics.register_sleep(&mut registry);
         Self {
             registry,
             ..metrics
         }
+    }
+
+    /// What falling asleep gains and what waking costs, and the room for it.
+    fn register_sleep(&self, registry: &mut Registry) {
+        registry.register(
+            "image_store_available_bytes",
+            "Bytes free in the file system of the images",
+            self.store_available.clone(),
+        );
+        registry.register(
+            "image_store_capacity_bytes",
+            "Bytes of the file system of the images",
+            self.store_capacity.clone(),
+        );
+        registry.register(
+            "wakes",
+            "Wakes in place that succeeded, by who asked",
+            self.wakes.clone(),
+        );
+        registry.register(
+            "wake_seconds",
+            "Time of wakes in place, from the beginning of the restore until the sandbox ran",
+            self.wake_seconds.clone(),
+        );
+        registry.register(
+            "wake_stage_seconds",
+            "Time of each stage of wakes in place",
+            self.wake_stages.clone(),
+        );
+        registry.register(
+            "memory_given_back_bytes",
+            "Bytes by which working sets of Pods shrank when their sandboxes fell asleep",
+            self.given_back.clone(),
+        );
+        registry.register(
+            "memory_held_asleep_bytes",
+            "Working sets of the Pods whose sandboxes sleep now, as they were when they fell asleep",
+            self.held_asleep.clone(),
+        );
+        registry.register(
+            "failures",
+            "Steps that failed or whose outcome is unknown, by what they were for and why",
+            self.failures.clone(),
+        );
+        registry.register(
+            "plan_reasons",
+            "Sandboxes by the reasons of their latest plan",
+            self.plan_reasons.clone(),
+        );
+    }
+
+    /// How many sandboxes have each reason in their latest plan.
+    pub(crate) fn planned_for(&self, counts: &BTreeMap<String, i64>) {
+        // A reason that nobody has any more has no series.
+        self.plan_reasons.clear();
+        for (reason, count) in counts {
+            let reason = reason.clone();
+            self.plan_reasons
+                .get_or_create(&ReasonLabel { reason })
+                .set(*count);
+        }
+    }
+
+    /// Counts a wake in place. `stages`: how long each took.
+    pub(crate) fn woke(&self, cause: WakeCause, took: Duration, stages: &[(String, Duration)]) {
+        let label = CauseLabel {
+            cause: format!("{cause:?}"),
+        };
+        self.wakes.get_or_create(&label).inc();
+        self.wake_seconds
+            .get_or_create(&label)
+            .observe(took.as_secs_f64());
+        for (stage, took) in stages {
+            let label = StageLabel {
+                stage: stage.clone(),
+            };
+            self.wake_stages
+                .get_or_create(&label)
+                .observe(took.as_secs_f64());
+        }
+    }
+
+    /// Counts a sandbox that fell asleep.
+    pub(crate) fn fell_asleep(&self, sleep: SleepNote) {
+        self.given_back
+            .inc_by(sleep.bytes_before.saturating_sub(sleep.bytes_after));
     }
 
     pub(crate) fn planned(&self) {
@@ -91,6 +226,17 @@ impl Metrics {
 
     pub(crate) fn stepped(&self, kind: StepKind, outcome: &Outcome, took: Duration) {
         let step = format!("{kind:?}");
+        let failure = match outcome {
+            Outcome::Failed { reason, .. } => Some(reason.clone()),
+            Outcome::Unknown { .. } => Some("Unknown".to_owned()),
+            Outcome::Done | Outcome::Already | Outcome::Stale => None,
+        };
+        if let Some(reason) = failure {
+            let work = work(kind);
+            self.failures
+                .get_or_create(&FailureLabels { work, reason })
+                .inc();
+        }
         let outcome_name = match outcome {
             Outcome::Done => "Done".to_owned(),
             Outcome::Already => "Already".to_owned(),
@@ -110,5 +256,63 @@ impl Metrics {
                 outcome: outcome_name,
             })
             .inc();
+    }
+}
+
+/// What a step is for, as the planner's waiting times after failures see it.
+fn work(kind: StepKind) -> &'static str {
+    match kind {
+        StepKind::Pause | StepKind::Checkpoint | StepKind::Commit | StepKind::End => "save",
+        StepKind::Wake => "wake",
+        _ => "upkeep",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One of each, so that every family has a series: those without any are left out of the text.
+    fn text_with_everything() -> String {
+        let metrics = Metrics::new();
+        metrics.planned();
+        metrics.stepped(StepKind::Pause, &Outcome::Done, Duration::from_millis(1));
+        let failed = Outcome::Failed {
+            reason: "DiskFull".to_owned(),
+            message: "no room".to_owned(),
+        };
+        metrics.stepped(StepKind::Commit, &failed, Duration::ZERO);
+        let stages = [("verified".to_owned(), Duration::from_millis(20))];
+        metrics.woke(WakeCause::Called, Duration::from_millis(90), &stages);
+        metrics.fell_asleep(SleepNote {
+            bytes_before: 5000,
+            bytes_after: 2000,
+        });
+        metrics.planned_for(&[("LedgerCorrupt".to_owned(), 1)].into());
+        metrics.planned_for(&[("InUse".to_owned(), 2)].into());
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &metrics.registry).expect("text");
+        text
+    }
+
+    #[test]
+    fn what_sleep_gains_and_wakes_cost_is_counted() {
+        let text = text_with_everything();
+        for line in [
+            r#"torpor_agent_wakes_total{cause="Called"} 1"#,
+            r#"torpor_agent_wake_seconds_sum{cause="Called"} 0.09"#,
+            r#"torpor_agent_wake_stage_seconds_sum{stage="verified"} 0.02"#,
+            "torpor_agent_memory_given_back_bytes_total 3000",
+            r#"torpor_agent_failures_total{work="save",reason="DiskFull"} 1"#,
+        ] {
+            assert!(text.contains(line), "{line} is not in\n{text}");
+        }
+        assert!(text.contains(r#"torpor_agent_plan_reasons{reason="InUse"} 2"#));
+        assert!(!text.contains("LedgerCorrupt"), "{text}");
+    }
+
+    #[test]
+    fn dashboards_and_alerts_name_metrics_and_labels_that_the_agent_has() {
+        torpor_test_monitoring::check("torpor_agent_", &text_with_everything());
     }
 }

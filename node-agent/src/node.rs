@@ -1,10 +1,12 @@
 //! What the agent has of its node: paths, runsc, records, images. Synchronous: called from blocking threads.
 
+use std::os::fd::AsFd;
 use std::time::Duration;
 
-use torpor_core::ids::{PodUid, SandboxId};
+use torpor_core::ids::{ImageId, PodUid, SandboxId};
 use torpor_gvisor::config::Config;
-use torpor_gvisor::record::{PodRecord, Records};
+use torpor_gvisor::keeper::{self, Answer, Request, Verb};
+use torpor_gvisor::record::{PodLock, PodRecord, Records};
 use torpor_gvisor::runsc::Runsc;
 use torpor_snapshots::{Fingerprint, SaveError, Store};
 
@@ -44,6 +46,23 @@ impl Node {
         pods.into_iter()
             .filter(|record| record.pod_uid == *pod)
             .max_by_key(|record| self.records.made_at(&record.sandbox))
+    }
+
+    /// Has the pod's keeper run a verb of torpor-oci, which holds the lock for as long as it works, whatever becomes of the agent.
+    pub(crate) fn ask_keeper(
+        &self,
+        sandbox: &SandboxId,
+        lock: &PodLock,
+        verb: Verb,
+        image: Option<&ImageId>,
+        limit: Duration,
+    ) -> Result<Answer, keeper::Error> {
+        let request = Request::Run {
+            verb,
+            image: image.cloned(),
+        };
+        let dir = self.pause_dir(sandbox);
+        keeper::ask(&dir, &request, &[lock.as_fd()], limit).map(|(answer, _)| answer)
     }
 
     /// Directory of the pod sandbox' keeper.

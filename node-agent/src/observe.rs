@@ -3,10 +3,10 @@
 use std::collections::BTreeSet;
 
 use torpor_core::ids::{ImageId, PodUid};
-use torpor_core::state::{Failures, ImageObserved, Live, Observed, Record, Restore};
+use torpor_core::state::{Doze, Failures, ImageObserved, Live, Observed, Record, Restore};
 use torpor_gvisor::control::{self, Control};
 use torpor_gvisor::pause;
-use torpor_gvisor::record::{self, PodRecord, RestoreReport, SandboxState};
+use torpor_gvisor::record::{self, PodRecord, RestoreReport, SandboxState, Session};
 
 use crate::node::{CALL_LIMIT, Node};
 
@@ -30,6 +30,12 @@ pub(crate) fn observe(
         sandbox: record.map(|record| record.sandbox.clone()),
         live: record.map_or(Live::None, |record| live(node, record)),
         record: hibernated,
+        doze: record
+            .and_then(|record| node.records.doze(&record.sandbox).ok().flatten())
+            .map(|note| Doze {
+                reclaimed: note.reclaimed,
+            }),
+        can_doze: can_doze(),
         ledger: node
             .store
             .ledger(pod)
@@ -38,6 +44,9 @@ pub(crate) fn observe(
         images: images(node, pod),
         capable: capable(node),
         restore: restore(state.as_ref(), node.records.report(pod)),
+        // Whoever holds the lock finds it out: see `crate::idle`.
+        idle_since: None,
+        idle_known: Ok(()),
         sessions: record.map_or(0, |record| sessions(node, record)),
         awake_since: record.and_then(|record| awake_since(node, record)),
         failures: failures.clone(),
@@ -47,7 +56,12 @@ pub(crate) fn observe(
 
 /// How many is not told: none or some.
 fn sessions(node: &Node, record: &PodRecord) -> u32 {
-    u32::from(node.records.has_sessions(&record.sandbox).unwrap_or(false))
+    let runs = |session| {
+        node.records
+            .has_sessions(&record.sandbox, session)
+            .unwrap_or(false)
+    };
+    u32::from(runs(Session::Use) || runs(Session::Probe))
 }
 
 /// When somebody other than the agent woke the sandbox.
@@ -115,6 +129,22 @@ fn restoring(node: &Node) -> BTreeSet<ImageId> {
         .collect()
 }
 
+/// Whether this node has anywhere to push memory out to. What a cgroup forbids is found when it is tried.
+pub(crate) fn can_doze() -> Result<(), String> {
+    let swaps = std::fs::read_to_string("/proc/swaps");
+    match swaps.map(|text| has_swap(&text)) {
+        Ok(true) => Ok(()),
+        Ok(false) => Err("this node has no swap".to_owned()),
+        Err(error) => Err(format!("cannot read /proc/swaps: {error}")),
+    }
+}
+
+/// A line of names, then one for each swap device: name, type, KiB, KiB in use, priority.
+fn has_swap(swaps: &str) -> bool {
+    let size = |line: &str| line.split_whitespace().nth(2)?.parse::<u64>().ok();
+    swaps.lines().skip(1).any(|line| size(line) > Some(0))
+}
+
 fn capable(node: &Node) -> Result<(), String> {
     match &node.ability {
         Ok(ability) if ability.capabilities.hibernate && ability.capabilities.restore => Ok(()),
@@ -178,6 +208,15 @@ mod tests {
             image: image(1),
             started: Vec::new(),
         }
+    }
+
+    #[test]
+    fn swap_is_a_line_with_a_size() {
+        let names = "Filename\t\t\t\tType\t\tSize\t\tUsed\t\tPriority\n";
+        assert!(!has_swap(names));
+        assert!(has_swap(&format!(
+            "{names}/dev/zram0 partition\t1048572\t\t0\t\t100\n"
+        )));
     }
 
     #[test]

@@ -407,6 +407,7 @@ mod tests {
             core::WAKING,
             core::SAVING,
             core::SAVE_FAILED,
+            core::DOZING,
             core::FROZEN,
             core::RUNTIME_NOT_CAPABLE,
             core::RESTORED,

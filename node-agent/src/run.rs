@@ -32,6 +32,7 @@ use crate::driver::{Driver, Shared};
 use crate::metrics::Metrics;
 use crate::node::Node;
 use crate::publish::Publisher;
+use crate::sandboxes::{Board, Sandboxes};
 use crate::{sandbox_node, server};
 
 /// How often every Pod is looked at in any case: what the node's disk says comes with no event.
@@ -65,11 +66,13 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
         metrics.clone(),
         stop.clone(),
     ));
+    let board = Arc::new(Board::default());
     let report = sandbox_node::report(
         client.clone(),
         node.clone(),
         args.node_name.clone(),
         args.runtime_handler.clone(),
+        Sandboxes::new(metrics.clone(), board.clone()),
         metrics.clone(),
         stop.clone(),
     );
@@ -77,7 +80,17 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
         report.await;
         Ok(())
     });
-    let driver = watch(client, node, &args.node_name, metrics, &stop, &mut tasks).await?;
+    let publisher = Publisher::new(client.clone(), args.node_name.clone());
+    let shared = |pods, snapshots| Shared {
+        node,
+        pods,
+        snapshots,
+        publisher,
+        metrics,
+        policy: Policy::default(),
+        board,
+    };
+    let driver = watch(client, &args.node_name, shared, &stop, &mut tasks).await?;
     ready.store(true, Ordering::Relaxed);
     tracing::info!(node = args.node_name, "watching");
 
@@ -115,9 +128,8 @@ async fn until_told(
 /// Fills the caches and lets every change of them poke the driver.
 async fn watch(
     client: Client,
-    node: Arc<Node>,
     node_name: &str,
-    metrics: Arc<Metrics>,
+    shared: impl FnOnce(Store<Pod>, Store<SandboxSnapshot>) -> Shared,
     stop: &CancellationToken,
     tasks: &mut tokio::task::JoinSet<anyhow::Result<()>>,
 ) -> anyhow::Result<Driver> {
@@ -126,18 +138,11 @@ async fn watch(
         watcher::Config::default().fields(&format!("spec.nodeName={node_name}")),
     );
     let (snapshots, snapshot_events) = reflect(
-        Api::<SandboxSnapshot>::all(client.clone()),
+        Api::<SandboxSnapshot>::all(client),
         watcher::Config::default(),
     );
-    let shared = Arc::new(Shared {
-        node,
-        pods: pods.clone(),
-        snapshots: snapshots.clone(),
-        publisher: Publisher::new(client, node_name.to_owned()),
-        metrics,
-        policy: Policy::default(),
-    });
-    let driver = Driver::new(shared, stop.clone());
+    let shared = shared(pods.clone(), snapshots.clone());
+    let driver = Driver::new(Arc::new(shared), stop.clone());
     let for_pods = driver.clone();
     tasks.spawn(pump(pod_events, stop.clone(), move |pod: &Pod| {
         if let Some(uid) = pod.uid().and_then(|uid| PodUid::new(uid).ok()) {

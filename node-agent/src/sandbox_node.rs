@@ -1,6 +1,6 @@
 //! The SandboxNode object: what this node can do and holds.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -17,10 +17,13 @@ use torpor_api::node::{
 use torpor_core::state::ImageState;
 use torpor_gvisor::control::Control;
 use torpor_gvisor::record::SandboxState;
+use torpor_snapshots::Listed;
 
 use crate::metrics::Metrics;
 use crate::node::Node;
+use crate::observe::can_doze;
 use crate::publish::{API_LIMIT, fingerprint};
+use crate::sandboxes::{Sandboxes, signed};
 
 /// A node whose heartbeat is older than three of these has no agent.
 const HEARTBEAT: Duration = Duration::from_secs(30);
@@ -33,15 +36,21 @@ pub(crate) async fn report(
     node: Arc<Node>,
     node_name: String,
     handler: String,
+    sandboxes: Sandboxes,
     metrics: Arc<Metrics>,
     stop: CancellationToken,
 ) {
+    let sandboxes = Arc::new(Mutex::new(sandboxes));
     let api: Api<SandboxNode> = Api::all(client);
     let mut written: Option<(SandboxNodeStatus, std::time::Instant)> = None;
     loop {
         let counted = {
-            let (node, handler) = (node.clone(), handler.clone());
-            tokio::task::spawn_blocking(move || status(&node, &handler)).await
+            let (node, handler, sandboxes) = (node.clone(), handler.clone(), sandboxes.clone());
+            tokio::task::spawn_blocking(move || {
+                let mut sandboxes = sandboxes.lock().unwrap_or_else(PoisonError::into_inner);
+                status(&node, &handler, &mut sandboxes)
+            })
+            .await
         };
         if let Ok(status) = counted {
             record(&metrics, &status);
@@ -74,6 +83,7 @@ fn changed(old: &SandboxNodeStatus, new: &SandboxNodeStatus) -> bool {
             fingerprint,
             heartbeat_time: _,
             runtimes,
+            sandboxes,
             storage,
         } = status.clone();
         let conditions: Vec<(String, String)> = conditions
@@ -87,6 +97,7 @@ fn changed(old: &SandboxNodeStatus, new: &SandboxNodeStatus) -> bool {
             counts,
             fingerprint,
             runtimes,
+            sandboxes,
             images,
         )
     };
@@ -122,13 +133,17 @@ fn record(metrics: &Metrics, status: &SandboxNodeStatus) {
         metrics.running.set(counts.running.into());
         metrics.hibernated.set(counts.hibernated.into());
         metrics.paused.set(counts.paused.into());
+        metrics.dozing.set(counts.dozing.into());
     }
     if let Some(storage) = &status.storage {
         metrics.image_bytes.set(storage.bytes);
+        metrics.store_available.set(storage.available_bytes);
+        metrics.store_capacity.set(storage.capacity_bytes);
     }
 }
 
-fn status(node: &Node, handler: &str) -> SandboxNodeStatus {
+fn status(node: &Node, handler: &str, sandboxes: &mut Sandboxes) -> SandboxNodeStatus {
+    let images = node.store.list().ok();
     let now = Timestamp::now();
     let mut conditions = Vec::new();
     let (truth, reason, message) = match &node.ability {
@@ -152,7 +167,8 @@ fn status(node: &Node, handler: &str) -> SandboxNodeStatus {
             .map(|ability| fingerprint(&ability.fingerprint)),
         heartbeat_time: Some(Time(now)),
         runtimes: vec![runtime(node, handler)],
-        storage: storage(node),
+        sandboxes: sandboxes.report(node, images.as_deref().unwrap_or_default()),
+        storage: images.and_then(|images| storage(node, &images)),
     }
 }
 
@@ -160,6 +176,7 @@ fn runtime(node: &Node, handler: &str) -> NodeRuntime {
     let capabilities = node.ability.as_ref().map_or_else(
         |_| RuntimeCapabilities::default(),
         |ability| RuntimeCapabilities {
+            doze: ability.capabilities.hibernate && can_doze().is_ok(),
             background_restore: ability.capabilities.background_restore,
             freeze: ability.capabilities.freeze,
             hibernate: ability.capabilities.hibernate,
@@ -170,7 +187,11 @@ fn runtime(node: &Node, handler: &str) -> NodeRuntime {
         capabilities,
         handler: handler.to_owned(),
         kind: RuntimeKind::GVisor,
-        message: node.ability.as_ref().err().cloned().unwrap_or_default(),
+        message: match (&node.ability, can_doze()) {
+            (Err(why), _) => why.clone(),
+            (Ok(_), Err(why)) => format!("cannot doze: {why}"),
+            (Ok(_), Ok(())) => String::new(),
+        },
     }
 }
 
@@ -182,7 +203,9 @@ fn counts(node: &Node) -> SandboxCounts {
             Ok(SandboxState::Running) => {
                 let lives = Control::connect(node.runsc.root(), pod.sandbox.as_str()).is_ok();
                 let paused = node.records.is_noted_paused(&pod.sandbox);
-                counts.paused += i32::from(lives && paused);
+                let dozes = paused && matches!(node.records.doze(&pod.sandbox), Ok(Some(_)));
+                counts.dozing += i32::from(lives && dozes);
+                counts.paused += i32::from(lives && paused && !dozes);
                 counts.running += i32::from(lives && !paused);
             }
             Ok(SandboxState::Restoring { .. }) | Err(_) => {}
@@ -191,9 +214,7 @@ fn counts(node: &Node) -> SandboxCounts {
     counts
 }
 
-fn storage(node: &Node) -> Option<ImageStorage> {
-    let signed = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
-    let images = node.store.list().ok()?;
+fn storage(node: &Node, images: &[Listed]) -> Option<ImageStorage> {
     let committed: Vec<_> = images
         .iter()
         .filter(|image| image.state == ImageState::Committed)

@@ -298,7 +298,16 @@ mod tests {
             .cert_reloads
             .get_or_create(&OutcomeLabel { outcome: "success" })
             .inc();
+        metrics
+            .refusals
+            .get_or_create(&ReasonLabels {
+                sandbox_namespace: NO_NAMESPACE.into(),
+                reason: "suspended",
+            })
+            .inc();
         let text = metrics.text().unwrap();
+        torpor_test_monitoring::check("sandbox_router_", &text);
+        torpor_test_monitoring::check("torpor_router_", &text);
         for line in [
             r#"sandbox_router_requests_total{method="GET",code="200",sandbox_namespace="ns"} 1"#,
             r#"sandbox_router_request_duration_seconds_bucket{le="0.005",method="GET",code="200",sandbox_namespace="ns"} 1"#,

@@ -9,7 +9,10 @@ use http_body_util::{BodyExt as _, StreamBody};
 use hyper::body::Frame;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use serde_json::{Value, json};
-use tokio::{fs::File, io::AsyncReadExt as _};
+use tokio::{
+    fs::File,
+    io::{AsyncReadExt as _, AsyncSeekExt as _},
+};
 
 use crate::{
     refusal::{Body, Refusal, answer},
@@ -48,8 +51,11 @@ pub async fn download(root: &Arc<Root>, path: String) -> Result<Response<Body>, 
         Error::Missing | Error::NotADirectory | Error::NotAFile => Refusal::NoFile,
         other => Refusal::Download(other.to_string()),
     })?;
-    let pieces = pieces(File::from_std(file), size).map_ok(Frame::data);
-    let mut response = Response::new(StreamBody::new(pieces).boxed_unsync());
+    let whole = Segment::Span {
+        start: 0,
+        length: size,
+    };
+    let mut response = Response::new(body(file, vec![whole]));
     let headers = response.headers_mut();
     let kind = HeaderValue::from_static("application/octet-stream");
     headers.insert(header::CONTENT_TYPE, kind);
@@ -60,20 +66,70 @@ pub async fn download(root: &Arc<Root>, path: String) -> Result<Response<Body>, 
     Ok(response)
 }
 
-/// Exactly `size` bytes, or an error: a file that was cut meanwhile must not look whole.
-fn pieces(file: File, size: u64) -> impl futures::Stream<Item = io::Result<Bytes>> + Send {
-    futures::stream::try_unfold((file, size), |(mut file, left)| async move {
-        if left == 0 {
-            return Ok(None);
+/// A part of an answer that is made of a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Segment {
+    Text(Bytes),
+    /// So many bytes of the file, from here on.
+    Span {
+        start: u64,
+        length: u64,
+    },
+}
+
+impl Segment {
+    /// In bytes.
+    pub fn length(&self) -> u64 {
+        match self {
+            Self::Text(text) => text.len() as u64,
+            Self::Span { length, .. } => *length,
         }
-        let mut piece = vec![0; CHUNK.min(usize::try_from(left).unwrap_or(CHUNK))];
-        let read = file.read(&mut piece).await?;
+    }
+}
+
+/// Where in an answer one is.
+struct Reading {
+    file: File,
+    ahead: std::vec::IntoIter<Segment>,
+    left: u64,
+}
+
+/// Exactly what the segments say, or an error: a file that was cut meanwhile must not look whole.
+pub fn pieces(
+    file: File,
+    segments: Vec<Segment>,
+) -> impl futures::Stream<Item = io::Result<Bytes>> + Send {
+    let reading = Reading {
+        file,
+        ahead: segments.into_iter(),
+        left: 0,
+    };
+    futures::stream::try_unfold(reading, |mut reading| async move {
+        while reading.left == 0 {
+            match reading.ahead.next() {
+                None => return Ok(None),
+                Some(Segment::Text(text)) => return Ok(Some((text, reading))),
+                Some(Segment::Span { start, length }) => {
+                    reading.file.seek(io::SeekFrom::Start(start)).await?;
+                    reading.left = length;
+                }
+            }
+        }
+        let mut piece = vec![0; CHUNK.min(usize::try_from(reading.left).unwrap_or(CHUNK))];
+        let read = reading.file.read(&mut piece).await?;
         if read == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
         piece.truncate(read);
-        Ok(Some((Bytes::from(piece), (file, left - read as u64))))
+        reading.left -= read as u64;
+        Ok(Some((Bytes::from(piece), reading)))
     })
+}
+
+/// The body of an answer that is made of a file.
+pub fn body(file: std::fs::File, segments: Vec<Segment>) -> Body {
+    let pieces = pieces(File::from_std(file), segments).map_ok(Frame::data);
+    StreamBody::new(pieces).boxed_unsync()
 }
 
 /// A file's name as a header, in upstream's two forms.

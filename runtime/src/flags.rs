@@ -1,33 +1,61 @@
 //! Command line of the runtime.
 
-use std::{path::PathBuf, time::Duration};
+use std::{
+    ffi::OsString,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
-use clap::Parser;
+use clap::{Parser, Subcommand};
 use torpor_daemon::go_flags::{BindAddress, duration};
 
 /// Upstream's limit of a command.
 const EXEC_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Serves upstream's legacy sandbox API: commands and files of one directory.
+/// Where upstream's sandboxd has its files.
+const WORKSPACE: &str = "/workspace";
+
+/// Serves upstream's sandbox APIs, the legacy one and sandboxd's: commands and files of a directory.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "sandbox-runtime", version)]
 pub struct Flags {
-    /// Where the legacy API is served
+    /// Where the legacy API is served; 0: nowhere
     #[arg(long, default_value = ":8888")]
     pub legacy_bind_address: BindAddress,
-    /// The directory that clients see, and in which commands start
-    #[arg(long, env = "SANDBOX_BASE_DIR", default_value = "/app")]
-    pub root: PathBuf,
-    /// Longest time of a command; without it SANDBOX_EXEC_TIMEOUT_SECONDS, or 300s
+    /// Where sandboxd's REST API is served; 0: nowhere
+    #[arg(long, default_value = ":8080")]
+    pub rest_bind_address: BindAddress,
+    /// Where sandboxd's gRPC API is served; 0: nowhere
+    #[arg(long, default_value = ":9090")]
+    pub grpc_bind_address: BindAddress,
+    /// The directory that clients see, and in which commands start; without it /app, or for `run` the working directory
+    #[arg(long, env = "SANDBOX_BASE_DIR")]
+    pub root: Option<PathBuf>,
+    /// The same for sandboxd's APIs; without it /workspace if that is a directory, else --root
+    #[arg(long)]
+    pub root_dir: Option<PathBuf>,
+    /// Variables whose names begin so are told to clients of the REST API
+    #[arg(long, default_value = "SANDBOX_")]
+    pub metadata_env_prefix: String,
+    /// Longest time of a command of the legacy API; without it SANDBOX_EXEC_TIMEOUT_SECONDS, or 300s
     #[arg(long, value_parser = positive)]
     pub exec_timeout: Option<Duration>,
-    /// Bytes that are kept of each output of a command
+    /// Bytes that are kept of each output of a command; with gRPC, more are an error, and Start has no limit
     #[arg(long, default_value_t = 8 << 20)]
     pub max_output_bytes: usize,
+    /// How many commands of the gRPC API may run at once
+    #[arg(long, default_value_t = 128)]
+    pub max_processes: usize,
+    /// How many directories may be watched at once
+    #[arg(long, default_value_t = 64)]
+    pub max_watches: usize,
+    /// Bytes of a piece of output of the gRPC API
+    #[arg(long, default_value_t = 4096, value_parser = chunk_size)]
+    pub stream_chunk_size: usize,
     /// Largest body of an upload
     #[arg(long, default_value_t = 1 << 30)]
     pub max_upload_bytes: u64,
-    /// How many connections there may be at once
+    /// How many connections there may be at once, of each API
     #[arg(long, default_value_t = 256)]
     pub max_connections: usize,
     /// Longest time for the head of a request
@@ -36,9 +64,30 @@ pub struct Flags {
     /// Longest time for the next piece of a request's body
     #[arg(long, default_value = "60s", value_parser = positive)]
     pub read_body_timeout: Duration,
+    /// A gRPC client that is silent for so long is asked for a sign of life, and has as long to give it
+    #[arg(long, default_value = "30s", value_parser = positive)]
+    pub grpc_keepalive: Duration,
+    /// A gRPC connection without a call for so long is closed
+    #[arg(long, default_value = "5m", value_parser = positive)]
+    pub grpc_idle_timeout: Duration,
     /// How long calls under way may take after SIGTERM
     #[arg(long, default_value = "10s", value_parser = duration)]
     pub shutdown_timeout: Duration,
+    #[command(subcommand)]
+    pub action: Option<Action>,
+}
+
+/// What else this program does.
+#[derive(Clone, Debug, PartialEq, Eq, Subcommand)]
+pub enum Action {
+    /// Serves beside a program, whose exit code, signals and standard streams are the container's
+    Run {
+        /// The program and its arguments, after `--`; none: it only serves
+        #[arg(last = true)]
+        command: Vec<OsString>,
+    },
+    /// Copies this program into a directory and ends
+    Install { directory: PathBuf },
 }
 
 fn positive(text: &str) -> Result<Duration, String> {
@@ -48,12 +97,36 @@ fn positive(text: &str) -> Result<Duration, String> {
     }
 }
 
+/// Small enough for a message.
+fn chunk_size(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(size @ 1..=1_048_576) => Ok(size),
+        _ => Err("must be from 1 to 1048576".to_owned()),
+    }
+}
+
 /// The variable's value is no positive number of seconds.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("SANDBOX_EXEC_TIMEOUT_SECONDS: {0:?} is not a positive number")]
 pub struct NotSeconds(String);
 
 impl Flags {
+    /// The directory of sandboxd's APIs.
+    pub fn root_dir(&self) -> PathBuf {
+        let workspace = || Path::new(WORKSPACE).is_dir().then(|| WORKSPACE.into());
+        let given = self.root_dir.clone();
+        given
+            .or_else(workspace)
+            .unwrap_or_else(|| self.root().to_path_buf())
+    }
+
+    /// The directory that clients see: the flag or upstream's variable; else upstream's default, or in an image of the user's own the directory that its program starts in.
+    pub fn root(&self) -> &Path {
+        let own_image = matches!(self.action, Some(Action::Run { .. }));
+        let default = Path::new(if own_image { "." } else { "/app" });
+        self.root.as_deref().unwrap_or(default)
+    }
+
     /// The limit of a command: the flag, else upstream's variable, else upstream's default. A wrong variable counts as none, as with upstream, and is reported.
     pub fn exec_timeout(&self, variable: Option<&str>) -> (Duration, Option<NotSeconds>) {
         match (self.exec_timeout, variable) {
@@ -105,6 +178,26 @@ mod tests {
     fn defaults_are_upstreams() {
         let flags = Flags::parse_from(["runtime"]);
         assert_eq!(flags.legacy_bind_address, ":8888".parse().unwrap());
-        assert_eq!(flags.root, PathBuf::from("/app"));
+        assert_eq!(flags.root(), "/app");
+        assert_eq!(flags.rest_bind_address, ":8080".parse().unwrap());
+        assert_eq!(flags.grpc_bind_address, ":9090".parse().unwrap());
+        assert_eq!(flags.metadata_env_prefix, "SANDBOX_");
+        assert_eq!(flags.stream_chunk_size, 4096);
+        assert_eq!(flags.shutdown_timeout, Duration::from_secs(10));
+    }
+
+    #[rstest]
+    #[case(&["run"], ".", &[])]
+    #[case(&["run", "--", "a", "--root=/b", "--", "-c"], ".", &["a", "--root=/b", "--", "-c"])]
+    #[case(&["--root=/r", "run", "--", "install"], "/r", &["install"])]
+    fn what_follows_two_dashes_is_the_users(
+        #[case] arguments: &[&str],
+        #[case] root: &str,
+        #[case] program: &[&str],
+    ) {
+        let flags = Flags::parse_from(["runtime"].iter().chain(arguments));
+        let command = program.iter().map(OsString::from).collect();
+        assert_eq!(flags.root(), root);
+        assert_eq!(flags.action, Some(Action::Run { command }));
     }
 }

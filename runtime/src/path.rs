@@ -45,6 +45,20 @@ pub fn components(path: &str) -> Result<Vec<Component>, Error> {
     Ok(steps)
 }
 
+/// The path with `..` taken out by its words alone, as upstream does. Empty for the root.
+pub fn clean(path: &str) -> Result<String, Error> {
+    components(path)?;
+    let mut kept = Vec::new();
+    for part in path.split('/') {
+        match part {
+            "" | "." => {}
+            ".." => drop(kept.pop()),
+            name => kept.push(name),
+        }
+    }
+    Ok(kept.join("/"))
+}
+
 /// The steps of a path, wherever they lead.
 pub fn split(path: &[u8]) -> Result<Vec<Component>, Error> {
     if path.len() > MAX_BYTES {
@@ -71,6 +85,16 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
+
+    #[rstest]
+    #[case("/a/./b//c/", "a/b/c")]
+    #[case("a/../b", "b")]
+    #[case("a/b/..", "a")]
+    #[case("a/..", "")]
+    #[case("/", "")]
+    fn a_clean_path_has_names_only(#[case] path: &str, #[case] cleaned: &str) {
+        assert_eq!(clean(path).as_deref(), Ok(cleaned));
+    }
 
     #[rstest]
     #[case("a/b.txt", Ok("a/b.txt"))]
@@ -100,5 +124,6 @@ mod tests {
             words.collect::<Vec<_>>().join("/")
         };
         assert_eq!(components(path).map(words), steps.map(str::to_owned));
+        assert_eq!(clean(path).is_ok(), components(path).is_ok());
     }
 }

@@ -23,6 +23,10 @@ use crate::path::{self, Component};
 const MAX_LINKS: u32 = 40;
 /// Most entries of a listing.
 pub const MAX_ENTRIES: usize = 100_000;
+/// How many names of unfinished uploads are passed over.
+const MAX_LEFT_BEHIND: u32 = 1000;
+/// Permissions of directories that are made for a file, as upstream has them.
+const NEW_DIRECTORY: Mode = Mode::from_bits_retain(0o755);
 const DIRECTORY: OFlags = OFlags::PATH
     .union(OFlags::DIRECTORY)
     .union(OFlags::NOFOLLOW)
@@ -40,8 +44,14 @@ pub enum Error {
     NotAFile,
     #[error("not a directory")]
     NotADirectory,
+    #[error("is a directory")]
+    IsADirectory,
+    #[error("directory not empty")]
+    NotEmpty,
     #[error("more than {MAX_ENTRIES} entries")]
     TooMany,
+    #[error("more than {} directories deep", path::MAX_COMPONENTS)]
+    TooDeep,
     #[error("{}", io::Error::from(*.0))]
     Io(Errno),
 }
@@ -51,6 +61,7 @@ impl From<Errno> for Error {
         match errno {
             Errno::NOENT => Self::Missing,
             Errno::NOTDIR => Self::NotADirectory,
+            Errno::NOTEMPTY => Self::NotEmpty,
             other => Self::Io(other),
         }
     }
@@ -73,6 +84,10 @@ pub struct Entry {
     pub is_directory: bool,
     /// Seconds since 1970.
     pub mod_time: f64,
+    /// Permission bits.
+    pub mode: u32,
+    /// A link that leads to nothing, or outside; then the rest is of the link itself.
+    pub dangling: bool,
 }
 
 /// The directory that clients see.
@@ -81,6 +96,17 @@ pub struct Root {
     directory: OwnedFd,
     path: PathBuf,
     uploads: AtomicU64,
+}
+
+/// How the end of a path is looked for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Walk {
+    /// What the path leads to.
+    Follow,
+    /// The same, and directories on the way that are missing are made.
+    Make,
+    /// What has the path's last name, were it a link.
+    NoFollow,
 }
 
 /// A name in a directory that is below the root; `.` is the directory itself.
@@ -170,6 +196,7 @@ impl Root {
                 .ok(),
             _ => None,
         };
+        let dangling = is_link && target.is_none();
         let stat = target.unwrap_or(own);
         #[expect(clippy::cast_precision_loss, reason = "a time as upstream writes it")]
         let mod_time = stat.st_mtime as f64 + stat.st_mtime_nsec as f64 / 1e9;
@@ -178,10 +205,26 @@ impl Root {
             size: u64::try_from(stat.st_size).unwrap_or(0),
             is_directory: FileType::from_raw_mode(stat.st_mode) == FileType::Directory,
             mod_time,
+            mode: stat.st_mode & 0o777,
+            dangling,
         })
     }
 
-    /// Begins a file that takes the place of what is at `path` when it is whole.
+    /// Opens a directory to be named by its descriptor, as a place to work in or to watch.
+    pub fn directory(&self, path: &str) -> Result<OwnedFd, Error> {
+        let place = self.resolve(path)?;
+        let opened = rustix::fs::openat(&place.directory, &place.name, DIRECTORY, Mode::empty());
+        Ok(opened?)
+    }
+
+    /// The same, unless the path's last name is a link.
+    pub fn directory_itself(&self, path: &str) -> Result<OwnedFd, Error> {
+        let place = self.walk(path, Walk::NoFollow)?;
+        let opened = rustix::fs::openat(&place.directory, &place.name, DIRECTORY, Mode::empty());
+        Ok(opened?)
+    }
+
+    /// Begins a file that takes the place of what is at `path` when it is whole. One that is replaced hands on its permissions.
     pub fn begin(&self, path: &str) -> Result<Upload, Error> {
         let place = self.resolve(path)?;
         let mode = match stat(place.directory.as_fd(), &place.name) {
@@ -193,13 +236,11 @@ impl Root {
             Err(Error::Missing) => None,
             Err(error) => return Err(error),
         };
-        let number = self.uploads.fetch_add(1, Ordering::Relaxed);
-        let temporary = format!(".torpor-upload-{}-{number}", std::process::id());
-        let temporary = CString::new(temporary).map_err(|_| Error::Denied)?;
-        let flags =
-            OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let wanted = Mode::from_raw_mode(0o666);
-        let file = rustix::fs::openat(&place.directory, &temporary, flags, wanted)?;
+        self.begin_at(place, mode)
+    }
+
+    fn begin_at(&self, place: Place, mode: Option<Mode>) -> Result<Upload, Error> {
+        let (temporary, file) = self.temporary(place.directory.as_fd())?;
         let upload = Upload {
             place,
             temporary: Some(temporary),
@@ -212,7 +253,31 @@ impl Root {
         Ok(upload)
     }
 
+    /// A new file. Another process of this number may have left one behind, as the first of a container that was started again.
+    fn temporary(&self, at: BorrowedFd<'_>) -> Result<(CString, OwnedFd), Error> {
+        let flags =
+            OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let wanted = Mode::from_raw_mode(0o666);
+        let mut result = Err(Error::Io(Errno::EXIST));
+        for _ in 0..MAX_LEFT_BEHIND {
+            let number = self.uploads.fetch_add(1, Ordering::Relaxed);
+            let name = format!(".torpor-upload-{}-{number}", std::process::id());
+            let name = CString::new(name).map_err(|_| Error::Denied)?;
+            result = match rustix::fs::openat(at, &name, flags, wanted) {
+                Err(Errno::EXIST) => continue,
+                Ok(file) => Ok((name, file)),
+                Err(errno) => Err(errno.into()),
+            };
+            break;
+        }
+        result
+    }
+
     fn resolve(&self, path: &str) -> Result<Place, Error> {
+        self.walk(path, Walk::Follow)
+    }
+
+    fn walk(&self, path: &str, walk: Walk) -> Result<Place, Error> {
         let mut ahead = path::components(path)?;
         ahead.reverse();
         let mut above: Vec<OwnedFd> = Vec::new();
@@ -226,6 +291,10 @@ impl Root {
                 .last()
                 .map_or_else(|| self.directory.as_fd(), AsFd::as_fd);
             match rustix::fs::readlinkat(here, &name, Vec::new()) {
+                Ok(_) if ahead.is_empty() && walk == Walk::NoFollow => {
+                    let directory = here.try_clone_to_owned().map_err(|_| Errno::MFILE)?;
+                    return Ok(Place { directory, name });
+                }
                 Ok(target) => {
                     links += 1;
                     if links > MAX_LINKS {
@@ -238,9 +307,16 @@ impl Root {
                     let directory = here.try_clone_to_owned().map_err(|_| Errno::MFILE)?;
                     return Ok(Place { directory, name });
                 }
+                Err(Errno::NOENT) if walk == Walk::Make => {
+                    match rustix::fs::mkdirat(here, &name, NEW_DIRECTORY) {
+                        Ok(()) | Err(Errno::EXIST) => {}
+                        Err(errno) => return Err(errno.into()),
+                    }
+                    // What somebody else put there meanwhile is followed by nobody.
+                    above.push(rustix::fs::openat(here, &name, DIRECTORY, Mode::empty())?);
+                }
                 Err(Errno::INVAL) => {
-                    let next = rustix::fs::openat(here, &name, DIRECTORY, Mode::empty())?;
-                    above.push(next);
+                    above.push(rustix::fs::openat(here, &name, DIRECTORY, Mode::empty())?);
                 }
                 Err(errno) => return Err(errno.into()),
             }
@@ -332,5 +408,6 @@ fn regular(stat: &Stat) -> Result<(), Error> {
     }
 }
 
+mod edit;
 #[cfg(test)]
 mod tests;

@@ -33,6 +33,15 @@ pub struct Limits {
     pub patience: Duration,
 }
 
+impl Limits {
+    /// Whether a request says by its head that its body is too large.
+    pub fn refuse(&self, headers: &HeaderMap) -> bool {
+        let length = headers.get(header::CONTENT_LENGTH);
+        let length = length.and_then(|length| length.to_str().ok()?.parse().ok());
+        length.is_some_and(|length: u64| length > self.bytes)
+    }
+}
+
 /// The pieces of a body.
 pub fn pieces(
     body: Incoming,

@@ -154,6 +154,11 @@ impl Node {
         self.config.store_dir.join("ledger").join(uid)
     }
 
+    /// How many entries the Pod's ledger has had; a wake is two.
+    pub fn ledger_seq(&self, uid: &str) -> anyhow::Result<u64> {
+        Ok(self.store.ledger(&PodUid::new(uid)?)?.read()?.seq)
+    }
+
     /// What the Pod's ledger says, for people.
     pub fn ledger_words(&self, uid: &str) -> String {
         let read = || -> anyhow::Result<String> {

@@ -1,6 +1,6 @@
 """A program that can tell whether it is still the same: it holds memory, counts, has a child and open files.
 
-It answers each line on port 8080 with a line of JSON, on as many connections as there are. Environment: MEGABYTES of random
+It answers each line on port 8080 with a line of JSON, on as many connections as there are, and each datagram with one. Environment: MEGABYTES of random
 bytes to hold, FILES to write its secret into and to hold open (separated by colons).
 """
 
@@ -78,7 +78,15 @@ class Lines(socketserver.StreamRequestHandler):
 class Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
+    # As many as a test opens at once.
+    request_queue_size = 256
+
+
+class Datagrams(socketserver.DatagramRequestHandler):
+    def handle(self):
+        self.wfile.write(json.dumps(state()).encode())
 
 
 threading.Thread(target=count, daemon=True).start()
+threading.Thread(target=socketserver.UDPServer(("", 8080), Datagrams).serve_forever, daemon=True).start()
 Server(("", 8080), Lines).serve_forever()

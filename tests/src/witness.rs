@@ -8,7 +8,7 @@ use k8s_openapi::api::core::v1::Pod;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
-use tokio::net::TcpStream;
+use tokio::net::{TcpStream, UdpSocket};
 
 use crate::pods::{python, with};
 use crate::wait;
@@ -124,6 +124,17 @@ impl Connection {
             .await
             .context("no answer in time")?
     }
+}
+
+/// Asks by one datagram, which nobody sends again.
+pub async fn ask_by_datagram(pod: &Pod) -> anyhow::Result<State> {
+    let socket = UdpSocket::bind("0.0.0.0:0").await?;
+    socket.connect((address(pod)?.as_str(), PORT)).await?;
+    socket.send(b"?").await?;
+    let mut answer = vec![0; 4096];
+    let length = tokio::time::timeout(ANSWER_LIMIT, socket.recv(&mut answer));
+    let length = length.await.context("no answer in time")??;
+    Ok(serde_json::from_slice(&answer[..length])?)
 }
 
 /// The Pod's address.

@@ -42,7 +42,7 @@ pub(super) async fn finish(
     let became_ready = count(session, sandbox, context, now);
     let patch = sandbox
         .filter(|_| context.settings.claims.observability)
-        .and_then(|sandbox| annotation_patch(claim, sandbox, became_ready, context, now));
+        .and_then(|sandbox| annotation_patch(session, sandbox, became_ready, context, now));
     let notes = if context.settings.claims.events {
         notes(session)
     } else {
@@ -87,12 +87,13 @@ fn count(session: &Session, sandbox: Option<&Sandbox>, context: &Context, now: T
 
 /// When the claim was seen and ready, and what it holds: one write, once it is Ready.
 fn annotation_patch(
-    claim: &SandboxClaim,
+    session: &Session,
     sandbox: &Sandbox,
     became_ready: bool,
     context: &Context,
     now: Timestamp,
 ) -> Option<Value> {
+    let claim = &session.observed.claim;
     let known = claim.annotations();
     let ready = claim.status.as_ref().is_some_and(is_ready);
     let current = known.get(annotations::SANDBOX_NAME) == Some(&sandbox.name_any());
@@ -118,6 +119,9 @@ fn annotation_patch(
             annotations::UNKNOWN_TIME.to_owned()
         };
         all.insert(annotations::CLAIM_FIRST_READY_AT.to_owned(), at.into());
+    }
+    if let Some(trace) = &session.trace {
+        all.insert(annotations::TRACE_CONTEXT.to_owned(), trace.clone().into());
     }
     Some(json!({"metadata": {"uid": claim.uid(), "annotations": all}}))
 }

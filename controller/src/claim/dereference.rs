@@ -29,6 +29,8 @@ pub struct Session {
     pub taken: Option<Taken>,
     /// What the pass has done, for what is told afterwards.
     pub happened: Vec<Happened>,
+    /// The trace that the claim's annotation does not name yet, as a carrier.
+    pub trace: Option<String>,
 }
 
 /// Reads the caches.
@@ -72,6 +74,7 @@ pub fn dereference(claim: Arc<SandboxClaim>, context: &Context) -> Session {
         observed,
         taken: None,
         happened: Vec::new(),
+        trace: None,
     }
 }
 

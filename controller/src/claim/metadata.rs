@@ -5,7 +5,11 @@
 use std::collections::BTreeMap;
 
 use kube::ResourceExt;
-use torpor_api::{Sandbox, SandboxClaim, annotations, sandbox::PodMetadata};
+use torpor_api::{
+    Sandbox, SandboxClaim,
+    annotations::{self, InvalidAnnotation},
+    sandbox::PodMetadata,
+};
 
 /// Keys and values of labels or annotations.
 pub type Strings = BTreeMap<String, String>;
@@ -14,6 +18,9 @@ pub type Strings = BTreeMap<String, String>;
 const ROUTER_LABEL: (&str, &str) = ("app", "sandbox-router");
 /// Domains whose annotations mean something to the cluster.
 const RESERVED_DOMAINS: [&str; 3] = ["kubernetes.io", "k8s.io", "agents.x-k8s.io"];
+
+/// Torpor's own: what of it a claim may bring is listed.
+const TORPOR_DOMAIN: &str = "torpor.dev";
 
 /// What a claim adds is not allowed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -24,6 +31,13 @@ pub enum Invalid {
     RouterLabel,
     #[error("annotation {0:?} is not allowed: its domain is reserved")]
     AnnotationDomain(String),
+    #[error(
+        "annotation {0:?} is not allowed on a SandboxClaim: the SandboxTemplate decides about it; allowed of torpor.dev: {allowed}",
+        allowed = annotations::CLAIM_SETTINGS.join(", ")
+    )]
+    NotForClaims(String),
+    #[error("{0}")]
+    Setting(InvalidAnnotation),
     #[error("{kind} {key:?} is not well-formed: {why}")]
     Malformed {
         kind: &'static str,
@@ -67,8 +81,16 @@ pub fn check(claim: &SandboxClaim, domains: &[String]) -> Result<(), Invalid> {
         if reserved && key != annotations::SAFE_TO_EVICT {
             return Err(Invalid::AnnotationDomain(key.clone()));
         }
+        let torpors = domain(key).is_some_and(|own| is_within(own, TORPOR_DOMAIN));
+        if torpors && !annotations::CLAIM_SETTINGS.contains(&key.as_str()) {
+            return Err(Invalid::NotForClaims(key.clone()));
+        }
     }
-    Ok(())
+    let settings = annotations::Settings::read(added.annotations.as_ref(), None);
+    match settings.problems.into_iter().next() {
+        Some(problem) => Err(Invalid::Setting(problem)),
+        None => Ok(()),
+    }
 }
 
 fn domain(key: &str) -> Option<&str> {

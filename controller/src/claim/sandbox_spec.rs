@@ -75,7 +75,7 @@ pub fn sandbox(
         &claim.spec.volume_claim_templates,
         template.spec.volume_claim_templates_policy,
     )?;
-    let mut on_sandbox = json!({annotations::SANDBOX_TEMPLATE_REF: template.name_any()});
+    let mut on_sandbox = blueprint::sandbox_annotations(template);
     for (key, list) in metadata::lists(claim) {
         if let Some(list) = list {
             on_sandbox[key] = list.into();

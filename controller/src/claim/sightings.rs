@@ -23,6 +23,8 @@ pub struct Sighting {
     pub unsettled: Option<String>,
     /// The first Ready was counted, by this process or an earlier one.
     pub counted: bool,
+    /// Carrier of the trace that the claim's first pass began, while no annotation of the claim names one.
+    pub trace: Option<String>,
 }
 
 impl Sightings {
@@ -54,6 +56,21 @@ impl Sightings {
             .is_some_and(|sighting| !std::mem::replace(&mut sighting.counted, true))
     }
 
+    /// The trace of a claim whose annotation names none: that of its first pass, for which `begun` is asked.
+    pub fn trace(
+        &self,
+        claim: &SandboxClaim,
+        begun: impl FnOnce() -> Option<String>,
+    ) -> Option<String> {
+        let uid = claim.uid().unwrap_or_default();
+        let mut all = self.lock();
+        let sighting = all.get_mut(&uid)?;
+        if sighting.trace.is_none() {
+            sighting.trace = begun();
+        }
+        sighting.trace.clone()
+    }
+
     /// The claim is gone.
     pub fn forget(&self, claim: &SandboxClaim) {
         let uid = claim.uid().unwrap_or_default();
@@ -76,6 +93,7 @@ fn first(claim: &SandboxClaim, now: Timestamp) -> Sighting {
         unsettled: None,
         counted: annotation(annotations::CLAIM_FIRST_READY_AT).is_some()
             || conditions.is_some_and(|all| conditions::is_true(all, conditions::READY)),
+        trace: None,
     }
 }
 

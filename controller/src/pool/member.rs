@@ -40,7 +40,7 @@ pub fn sandbox(
     eviction: bool,
 ) -> Value {
     let spec = &template.spec;
-    let mut on_sandbox = json!({annotations::SANDBOX_TEMPLATE_REF: template.name_any()});
+    let mut on_sandbox = blueprint::sandbox_annotations(template);
     let decided = spec
         .pod_template
         .annotations()

@@ -7,14 +7,18 @@ use k8s_openapi::api::core::v1::{PersistentVolumeClaim, Pod, Service};
 use kube::ResourceExt;
 use serde_json::{Value, json};
 use torpor_api::{
-    Sandbox, SandboxSnapshot,
+    Sandbox, SandboxSnapshot, annotations,
     conditions::{self, Draft, Status},
     reasons,
 };
+use tracing::Instrument;
 
 use super::dereference::{Fact, Observed};
 use super::plan::{Action, Area, ImageFence, ImageUse, Plan, SnapshotFence, Step, pod_name_patch};
-use crate::calls::{self, Answer, Apiserver};
+use crate::{
+    calls::{self, Answer, Apiserver},
+    trace,
+};
 
 /// How one step ended.
 #[derive(Debug)]
@@ -60,7 +64,8 @@ pub async fn apply(plan: &Plan, observed: &mut Observed, api: &Apiserver) -> App
         if applied.failures.iter().any(|failure| failure.area == *area) {
             continue;
         }
-        match execute(*area, action, &observed.sandbox, api).await {
+        let step = execute(*area, action, &observed.sandbox, api);
+        match step.instrument(trace::step(*area)).await {
             Outcome::Done(fact) => {
                 applied.note(action, fact.as_ref());
                 if let Some(fact) = fact {
@@ -127,8 +132,8 @@ async fn execute(area: Area, action: &Action, sandbox: &Sandbox, api: &Apiserver
                 failed(doing, e)
             })
         }
-        Action::ForgetPodName => set_pod_name(api, ns, name, None, failed).await,
-        Action::RecordPodName(pod) => set_pod_name(api, ns, name, Some(pod), failed).await,
+        Action::ForgetPodName => set_pod_name(api, sandbox, None, failed).await,
+        Action::RecordPodName(pod) => set_pod_name(api, sandbox, Some(pod), failed).await,
         Action::CreatePod { pod, image } => create_pod(api, ns, pod, image.as_ref(), failed).await,
         Action::PatchPod { name, patch } => match api.patch::<Pod>(ns, name, patch).await {
             Ok(pod) => Outcome::Done(Some(Fact::Pod(Arc::new(pod)))),
@@ -253,17 +258,25 @@ async fn or_existing<K: calls::Namespaced>(
 
 async fn set_pod_name(
     api: &Apiserver,
-    namespace: &str,
-    sandbox: &str,
+    sandbox: &Sandbox,
     pod: Option<&String>,
     failed: impl Fn(&str, &calls::Error) -> Failure,
 ) -> Outcome {
-    let patch = pod_name_patch(pod.map(String::as_str));
+    let mut patch = pod_name_patch(pod.map(String::as_str));
+    // The first write that a Sandbox gets anyway: later passes continue this one's trace.
+    if !sandbox
+        .annotations()
+        .contains_key(annotations::TRACE_CONTEXT)
+        && let Some(carrier) = trace::carrier()
+    {
+        patch["metadata"]["annotations"][annotations::TRACE_CONTEXT] = carrier.into();
+    }
     let doing = match pod {
         Some(_) => "failed to update pod name annotation",
         None => "failed to clear pod name annotation",
     };
-    let patched = api.patch::<Sandbox>(namespace, sandbox, &patch).await;
+    let (namespace, name) = (sandbox.namespace().unwrap_or_default(), sandbox.name_any());
+    let patched = api.patch::<Sandbox>(&namespace, &name, &patch).await;
     done(
         patched.map(|sandbox| Fact::Sandbox(Arc::new(sandbox))),
         |e| failed(doing, e),

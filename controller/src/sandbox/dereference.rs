@@ -33,6 +33,8 @@ pub struct Observed {
     pub handlers: BTreeMap<String, String>,
     /// The snapshot class that the Sandbox names.
     pub snapshot_class: Option<Arc<SnapshotClass>>,
+    /// Image of the sandbox runtime, if the controller was given one.
+    pub runtime_image: Option<Arc<str>>,
 }
 
 /// A fact that only became known while acting.

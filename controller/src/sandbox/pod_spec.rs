@@ -10,6 +10,8 @@ use torpor_api::{
 
 use super::{dereference::claim_name, metadata, validate::owner_reference};
 
+pub mod inject;
+
 /// What a Pod continues from.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Memory {
@@ -20,6 +22,8 @@ pub struct Memory {
     pub on_failure: OnRestoreFailure,
     /// Container name and the image reference that the saved container had.
     pub containers: Vec<(String, String)>,
+    /// Names of the containers that had ended before.
+    pub completed: Vec<String>,
     /// Name of the Pod that was saved, which was its hostname.
     pub pod_name: Option<String>,
 }
@@ -43,8 +47,21 @@ impl Memory {
                 .filter(|container| !container.image_id.is_empty())
                 .map(|container| (container.name.clone(), container.image_id.clone()))
                 .collect(),
+            completed: status
+                .completed_containers
+                .iter()
+                .map(|container| container.name.clone())
+                .collect(),
             pod_name: status.pod_name.clone(),
         })
+    }
+
+    /// Whether the sandbox runtime had been put into the Pod that was saved.
+    pub fn has_runtime(&self) -> bool {
+        let running = self.containers.iter().map(|(name, _)| name);
+        running
+            .chain(&self.completed)
+            .any(|name| name == inject::NAME)
     }
 }
 
@@ -56,12 +73,13 @@ pub fn runtime_class_name(spec: &RawPodSpec) -> Option<String> {
         .map(str::to_owned)
 }
 
-/// The Pod to create.
+/// The Pod to create. `runtime` is the image of the sandbox runtime, where that is put in.
 pub fn pod(
     sandbox: &Sandbox,
     torpor_annotations: &[(&str, String)],
     memory: Option<&Memory>,
-) -> Value {
+    runtime: Option<&str>,
+) -> Result<Value, inject::Error> {
     let name = sandbox.name_any();
     let (labels, mut on_pod) = metadata::for_new_pod(sandbox);
     on_pod.extend(
@@ -71,6 +89,9 @@ pub fn pod(
     );
     let mut spec = sandbox.spec.pod_template.spec.json().clone();
     mount_claims(&mut spec, sandbox);
+    if let Some(image) = runtime {
+        inject::inject(&mut spec, image, memory.is_none())?;
+    }
     if let Some(memory) = memory {
         on_pod.insert(
             annotations::RESTORE_IMAGE.to_owned(),
@@ -85,7 +106,7 @@ pub fn pod(
         }
         continue_from(&mut spec, memory, &name);
     }
-    json!({
+    Ok(json!({
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
@@ -96,7 +117,7 @@ pub fn pod(
             "ownerReferences": [owner_reference(sandbox)],
         },
         "spec": spec,
-    })
+    }))
 }
 
 /// One volume per claim template; it replaces a volume of the same name.

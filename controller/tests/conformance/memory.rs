@@ -453,6 +453,39 @@ async fn hibernation_in_place_is_asked_of_the_pod_and_reported_by_it() {
 }
 
 #[tokio::test]
+async fn idle_times_reach_the_pod_in_one_spelling_and_wrong_ones_are_said() {
+    let world = World::new();
+    let annotated = |pairs| json!({"metadata": {"annotations": pairs}});
+    let template =
+        json!({"spec": {"podTemplate": annotated(json!({"torpor.dev/doze-after": "1m"}))}});
+    world.ready(torpor_sandbox(template)).await;
+    let on_pod = |world: &World, key: &str| {
+        let annotations = &world.pod().unwrap()["metadata"]["annotations"];
+        annotations
+            .get(key)
+            .and_then(|v| v.as_str())
+            .map(str::to_owned)
+    };
+    let (doze, hibernate) = ("torpor.dev/doze-after", "torpor.dev/hibernate-after");
+    assert_eq!(on_pod(&world, doze).as_deref(), Some("60s"));
+    assert_eq!(on_pod(&world, hibernate), None);
+
+    world.edit_sandbox(&annotated(
+        json!({"agents.x-k8s.io/max-idle-time": "1h30m", "torpor.dev/doze-after": "off"}),
+    ));
+    world.settle().await;
+    assert_eq!(on_pod(&world, hibernate).as_deref(), Some("5400s"));
+    assert_eq!(on_pod(&world, doze).as_deref(), Some("off"));
+
+    world.edit_sandbox(&annotated(json!({"agents.x-k8s.io/max-idle-time": "soon"})));
+    world.settle().await;
+    let message = "annotation agents.x-k8s.io/max-idle-time: value \"soon\" is not allowed; allowed: off, or a duration from 1s to 8760h, such as 30m or 1h30m";
+    world.assert_says("Hibernated", "False", "InvalidAnnotation", message);
+    assert_eq!(on_pod(&world, hibernate), None);
+    assert_eq!(world.events(), ["InvalidAnnotation"]);
+}
+
+#[tokio::test]
 async fn hibernation_in_place_where_the_runtime_cannot_is_said() {
     let world = World::new();
     let ask = json!({"metadata": {"annotations": {"torpor.dev/hibernate": "true"}}});

@@ -56,8 +56,13 @@ pub enum Entry {
         image: ImageId,
         snapshots: BTreeSet<SnapshotUid>,
     },
-    /// The sandbox's processes are being ended; its memory is `image`.
-    Asleep { image: ImageId },
+    /// The sandbox's processes are being ended; its memory is `image`. Written again when only `by_itself` changes.
+    Asleep {
+        image: ImageId,
+        /// Nobody asked for it: it was idle.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        by_itself: bool,
+    },
     /// A restore of `image` begins.
     Waking { image: ImageId },
     /// The sandbox runs, or is about to be resumed: no image is its memory any more.
@@ -237,7 +242,12 @@ pub enum Memory {
     /// In the paused sandbox and, the same, in `image`.
     Committed { image: ImageId },
     /// In `image`.
-    Asleep { image: ImageId },
+    Asleep {
+        image: ImageId,
+        /// Nobody asked for it: it sleeps until somebody needs it.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        by_itself: bool,
+    },
     /// In `image`, unless the sandbox turns out to run.
     Waking { image: ImageId },
     /// In `image`; the last restore ended without a sandbox.
@@ -251,7 +261,7 @@ impl Memory {
             Memory::Live => None,
             Memory::Saving { image }
             | Memory::Committed { image }
-            | Memory::Asleep { image }
+            | Memory::Asleep { image, .. }
             | Memory::Waking { image }
             | Memory::WakeFailed { image, .. } => Some(image),
         }
@@ -319,9 +329,10 @@ impl LedgerState {
                 let record = self.images.entry(image.clone()).or_default();
                 record.snapshots.extend(snapshots.iter().cloned());
             }
-            Entry::Asleep { image } => {
+            Entry::Asleep { image, by_itself } => {
                 self.memory = Memory::Asleep {
                     image: image.clone(),
+                    by_itself: *by_itself,
                 }
             }
             Entry::Waking { image } => {

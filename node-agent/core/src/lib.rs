@@ -5,12 +5,14 @@
 //! simulated in seconds (`tests/sim.rs`).
 //!
 //! - [`ids`]: names that become path components, checked when they are made
+//! - [`idle`]: since when a sandbox has been idle
 //! - [`ledger`]: the append-only record of what was begun and done with a sandbox's memory
 //! - [`state`]: what is wanted, what is there, what is allowed
 //! - [`steps`]: plans, their steps, and what became of a step
 //! - [`status`]: what users are told
 //! - [`planner`]: the decisions
 
+pub mod idle;
 pub mod ids;
 pub mod ledger;
 pub mod planner;
@@ -24,8 +26,8 @@ pub use ids::{
 pub use ledger::{Entry, LedgerState, Memory};
 pub use planner::plan;
 pub use state::{
-    Desired, Failure, Failures, ImageObserved, ImageState, Live, Observed, PodPresence, Policy,
-    Power, Record, Restore, SnapshotIntent, SnapshotReason, SnapshotWish,
+    Desired, Doze, Failure, Failures, ImageObserved, ImageState, Live, Observed, PodPresence,
+    Policy, Power, Record, Restore, SleepAfter, SnapshotIntent, SnapshotReason, SnapshotWish,
 };
 pub use status::{ConditionDraft, Phase, SnapshotDraft, SnapshotState, StatusDraft};
 pub use steps::{Action, Fence, Outcome, Plan, Reason, Step, StepKind};

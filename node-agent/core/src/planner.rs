@@ -3,6 +3,8 @@
 //! | sandbox | memory, by the ledger | wanted | steps |
 //! |---|---|---|---|
 //! | running | in it | sleep | pause, checkpoint, commit, end |
+//! | running | in it | nothing, and it has been idle for long enough | as for sleep; it then sleeps until somebody needs it |
+//! | running | in it | nothing, and it has been idle for long enough to doze | doze: paused; then, each in a plan of its own so that whoever needs it comes between: checkpoint and commit, reclaim |
 //! | running | in it | snapshot | pause, checkpoint, commit, resume |
 //! | running | in it | freeze | pause |
 //! | running | anything else | - | record that it is awake: from now on its image is stale |
@@ -21,7 +23,9 @@ use jiff::Timestamp;
 
 use crate::ids::ImageId;
 use crate::ledger::{Entry, Memory};
-use crate::state::{Desired, Failure, Live, Observed, PodPresence, Policy, Power, Restore, later};
+use crate::state::{
+    Desired, Doze, Failure, Live, Observed, PodPresence, Policy, Power, Restore, later,
+};
 use crate::steps::{Action, Fence, Plan, Reason, Step};
 
 mod rubbish;
@@ -32,7 +36,7 @@ use view::View;
 
 /// What to do next with one sandbox. Synchronous, total and deterministic: same arguments, same plan.
 pub fn plan(desired: &Desired, observed: &Observed, policy: &Policy, now: Timestamp) -> Plan {
-    let view = View::new(desired, observed);
+    let view = View::new(desired, observed, now);
     let mut planning = Planning::new(&view, policy, now);
     planning.decide();
     let Planning {
@@ -127,7 +131,13 @@ impl<'a> Planning<'a> {
             self.upkeep(Action::ForgetSleep, None, None);
             return;
         }
+        self.look_when_idle();
         if self.may_save() {
+            if view.target == Power::Dozing && view.needing_image().next().is_none() {
+                self.push_sleep_wanted();
+                self.step(Action::Doze, None, None);
+                return;
+            }
             self.step(Action::Pause, None, None);
             self.push_save();
         } else if view.target == Power::Frozen && view.is_present() {
@@ -137,6 +147,15 @@ impl<'a> Planning<'a> {
             }
         } else if self.why.is_empty() {
             self.why.push(Reason::Settled);
+        }
+    }
+
+    /// Nothing but time makes it fall asleep by itself.
+    fn look_when_idle(&mut self) {
+        let at = view::idle_until(self.view.desired, self.view.observed, self.now);
+        let stays = matches!(self.view.target, Power::Awake | Power::Dozing);
+        if let Some(at) = at.filter(|_| stays) {
+            self.look_at(at);
         }
     }
 
@@ -155,6 +174,11 @@ impl<'a> Planning<'a> {
             self.why.push(Reason::AwakeUnrecorded);
             self.upkeep(Action::Record, Some(Entry::Awake), None);
             return;
+        }
+        if view.observed.doze.is_some() && frozen {
+            // From now on nobody but who froze it lets it run.
+            self.why.push(Reason::FreezeWanted);
+            self.upkeep(Action::Pause, None, None);
         }
         match view.fresh.clone() {
             Some(image) => self.plan_paused_and_saved(&image),
@@ -185,17 +209,41 @@ impl<'a> Planning<'a> {
         self.adopt(image);
         match view.target {
             Power::Asleep => {
-                self.why.push(Reason::SleepWanted);
+                self.push_sleep_wanted();
                 if self.may_try_save_steps() {
                     self.push_end(image);
                 }
             }
+            Power::Dozing => self.plan_dozing(image),
             Power::Frozen if view.is_present() => self.why.push(Reason::Settled),
             Power::Frozen | Power::Awake => {
                 self.why.push(Reason::AwakeWanted);
                 self.upkeep(Action::Resume, Some(Entry::Awake), None);
             }
         }
+    }
+
+    /// Paused, and its memory is in `image`.
+    fn plan_dozing(&mut self, image: &ImageId) {
+        self.why.push(Reason::Dozing);
+        self.look_when_idle();
+        let next = match self.view.observed.doze {
+            None => Action::Doze,
+            Some(Doze { reclaimed: false }) => Action::Reclaim {
+                image: image.clone(),
+            },
+            Some(Doze { reclaimed: true }) => return,
+        };
+        if self.may_try_save_steps() {
+            self.step(next, None, None);
+        }
+    }
+
+    fn push_sleep_wanted(&mut self) {
+        self.why.push(match self.view.by_itself {
+            true => Reason::Idle,
+            false => Reason::SleepWanted,
+        });
     }
 
     fn resume_unless_frozen(&mut self, image: &ImageId) {
@@ -258,6 +306,7 @@ impl<'a> Planning<'a> {
         let to_delete = view.deletion_asked(image);
         if !view.is_present() || !(to_run || to_delete) {
             self.why.push(Reason::Sleeping);
+            self.push_asked_for(image);
             return;
         }
         self.why.push(if to_delete {
@@ -280,11 +329,29 @@ impl<'a> Planning<'a> {
         }
     }
 
+    /// Asked to sleep, it fell asleep by itself before: when nobody asks any more, it is to be woken.
+    fn push_asked_for(&mut self, image: &ImageId) {
+        let was_idle = matches!(
+            self.view.ledger.memory,
+            Memory::Asleep {
+                by_itself: true,
+                ..
+            }
+        );
+        if was_idle && self.view.desired.target() == Power::Asleep && self.view.is_present() {
+            let asleep = Entry::Asleep {
+                image: image.clone(),
+                by_itself: false,
+            };
+            self.upkeep(Action::Record, Some(asleep), None);
+        }
+    }
+
     /// Whether a save begins now. If not, `why` and `wake_at` say what is waited for.
     fn may_save(&mut self) -> bool {
         let view = self.view;
         let for_snapshot = view.needing_image().next().is_some();
-        let for_sleep = view.target == Power::Asleep;
+        let for_sleep = view.sleeps();
         if !for_snapshot && !for_sleep {
             return false;
         }
@@ -357,11 +424,15 @@ impl<'a> Planning<'a> {
         );
         match view.target {
             Power::Asleep if !self.why.contains(&Reason::InUse) => {
-                self.why.push(Reason::SleepWanted);
+                self.push_sleep_wanted();
                 self.push_end(&image);
             }
+            // What comes next is a plan of its own.
+            Power::Dozing if view.observed.live == Live::Paused => self.why.push(Reason::Dozing),
             Power::Frozen => {}
-            Power::Asleep | Power::Awake => self.step(Action::Resume, Some(Entry::Awake), None),
+            Power::Asleep | Power::Dozing | Power::Awake => {
+                self.step(Action::Resume, Some(Entry::Awake), None)
+            }
         }
     }
 
@@ -369,6 +440,7 @@ impl<'a> Planning<'a> {
         let known = matches!(self.view.ledger.memory, Memory::Asleep { .. });
         let asleep = (!known).then(|| Entry::Asleep {
             image: image.clone(),
+            by_itself: self.view.by_itself,
         });
         self.step(
             Action::End {
@@ -395,7 +467,7 @@ impl<'a> Planning<'a> {
     }
 
     fn may_try_save_steps(&mut self) -> bool {
-        let (min, max) = (self.policy.save_backoff_min, self.policy.save_backoff_max);
+        let (min, max) = self.view.save_backoff(self.policy);
         self.has_waited(self.view.observed.failures.save.as_ref(), min, max)
     }
 

@@ -7,6 +7,8 @@
 //!      │ ◄─────────────────────────────────────────────────┘ resume            │ wake
 //!      └◄──────────────────────────── Waking ◄─────────────────────────────────┘
 //! ```
+//! Dozing is the middle of it: paused for idleness, committed, its memory reclaimed; a resume is its wake, an end its deeper sleep.
+//!
 //! Beside each: `Absent` (the kubelet has not made the sandbox, or it died), `Restoring` (a new Pod is being filled from an older
 //! Pod's image) and `Failed`. The names are those of [`crate::status::Phase`]; the planner itself keeps no state: it derives
 //! everything from [`Observed`], so that after a crash it goes on where the world is, not where it thought it was.
@@ -29,6 +31,8 @@ pub enum Power {
     Asleep,
     /// Paused, memory where it is. A sandbox that sleeps already is left asleep: that is at least as still.
     Frozen,
+    /// Paused, memory in an image, and pushed out of main memory. Nobody asks for it: an idle sandbox does it by itself.
+    Dozing,
 }
 
 /// Whether the Pod is there, by the API.
@@ -79,11 +83,29 @@ pub struct Desired {
     pub pod: PodPresence,
     /// From the Pod's annotations. A Suspend snapshot of a present Pod makes it [`Power::Asleep`] whatever this says.
     pub power: Power,
+    /// When it may fall asleep by itself, while [`Power::Awake`] is wanted.
+    pub sleep: SleepAfter,
     pub snapshots: Vec<SnapshotIntent>,
 }
 
+/// Idle times after which a sandbox falls asleep by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct SleepAfter {
+    /// Then it is paused, its memory goes into an image and is pushed into swap.
+    pub doze: Option<Duration>,
+    /// Then its memory goes into an image and its processes end.
+    pub hibernate: Option<Duration>,
+}
+
+impl SleepAfter {
+    /// The shortest of them: when it is worth finding out whether the sandbox is idle.
+    pub fn first(&self) -> Option<Duration> {
+        self.doze.into_iter().chain(self.hibernate).min()
+    }
+}
+
 impl Desired {
-    /// What the sandbox shall do, Suspend snapshots considered.
+    /// What the sandbox shall do, Suspend snapshots considered; not what it does by itself.
     pub fn target(&self) -> Power {
         match self.suspending() {
             true => Power::Asleep,
@@ -122,6 +144,13 @@ pub enum Live {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     pub image: ImageId,
+}
+
+/// The runtime's note under /run that the sandbox is paused because it was idle: whoever needs it resumes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Doze {
+    /// Its memory was pushed out.
+    pub reclaimed: bool,
 }
 
 /// How far an image in the store is.
@@ -166,6 +195,9 @@ pub struct Observed {
     pub sandbox: Option<SandboxId>,
     pub live: Live,
     pub record: Option<Record>,
+    pub doze: Option<Doze>,
+    /// `Err`: this node cannot push memory out, in words.
+    pub can_doze: Result<(), String>,
     /// `Err`: the ledger is corrupt, in words.
     pub ledger: Result<LedgerState, String>,
     pub images: Vec<ImageObserved>,
@@ -174,6 +206,11 @@ pub struct Observed {
     pub restore: Restore,
     /// Open exec, attach and port-forward sessions: hold off in-place hibernation (not Suspend, not snapshots).
     pub sessions: u32,
+    /// Since when it has been idle, by [`crate::idle`]; none: not known, or nobody asked. Say so only when packets and the program's
+    /// mark have been asked about, if it is long enough for [`Desired::sleep`].
+    pub idle_since: Option<Timestamp>,
+    /// `Err`: it cannot be found out whether it is idle, in words.
+    pub idle_known: Result<(), String>,
     /// When somebody outside (an exec, a packet) last woke it, if known: see [`Policy::linger`]. Not when a plan did.
     pub awake_since: Option<Timestamp>,
     /// What failed lately; see [`Failures::note`].
@@ -189,11 +226,15 @@ impl Observed {
             sandbox: None,
             live: Live::None,
             record: None,
+            doze: None,
+            can_doze: Ok(()),
             ledger: Ok(LedgerState::default()),
             images: Vec::new(),
             capable: Ok(()),
             restore: Restore::NotAsked,
             sessions: 0,
+            idle_since: None,
+            idle_known: Ok(()),
             awake_since: None,
             failures: Failures::default(),
             busy: false,
@@ -207,6 +248,9 @@ pub struct Policy {
     /// Wait after the first failed save; doubles with each.
     pub save_backoff_min: Duration,
     pub save_backoff_max: Duration,
+    /// The same for a sleep that nobody asked for: what cannot be saved is left in peace.
+    pub idle_backoff_min: Duration,
+    pub idle_backoff_max: Duration,
     /// Wait after the first failed wake; doubles with each.
     pub wake_backoff_min: Duration,
     pub wake_backoff_max: Duration,
@@ -223,6 +267,8 @@ impl Default for Policy {
         Self {
             save_backoff_min: Duration::from_secs(5),
             save_backoff_max: Duration::from_secs(300),
+            idle_backoff_min: Duration::from_secs(300),
+            idle_backoff_max: Duration::from_secs(3600),
             wake_backoff_min: Duration::from_secs(1),
             wake_backoff_max: Duration::from_secs(60),
             upkeep_backoff_min: Duration::from_secs(1),
@@ -246,7 +292,7 @@ pub struct Failure {
 /// Failures that are not yet made good, by the kind of work. Kept in memory: after a restart of the agent everything is tried at once.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Failures {
-    /// Pause, Checkpoint, Commit, End.
+    /// Pause, Doze, Checkpoint, Commit, Reclaim, End.
     pub save: Option<Failure>,
     /// Wake.
     pub wake: Option<Failure>,
@@ -262,9 +308,12 @@ impl Failures {
     pub fn note(&mut self, action: &Action, outcome: &Outcome, now: Timestamp) {
         let step = action.kind();
         let place = match step {
-            StepKind::Pause | StepKind::Checkpoint | StepKind::Commit | StepKind::End => {
-                &mut self.save
-            }
+            StepKind::Pause
+            | StepKind::Doze
+            | StepKind::Checkpoint
+            | StepKind::Commit
+            | StepKind::Reclaim
+            | StepKind::End => &mut self.save,
             StepKind::Wake => &mut self.wake,
             StepKind::Resume
             | StepKind::Record

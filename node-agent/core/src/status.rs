@@ -16,6 +16,10 @@ pub enum Phase {
     Paused,
     /// Stands still while its memory is being kept, or is about to be resumed.
     Saving,
+    /// Paused, its memory in an image and pushed out, or about to be.
+    Dozing {
+        image: ImageId,
+    },
     Hibernated {
         image: ImageId,
     },
@@ -74,6 +78,7 @@ pub mod reasons {
     pub const WAKING: &str = "Waking";
     pub const SAVING: &str = "Saving";
     pub const SAVE_FAILED: &str = "SaveFailed";
+    pub const DOZING: &str = "Dozing";
     pub const FROZEN: &str = "Frozen";
     pub const RUNTIME_NOT_CAPABLE: &str = "RuntimeNotCapable";
     pub const RESTORED: &str = "Restored";

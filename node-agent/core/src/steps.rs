@@ -43,6 +43,10 @@ pub struct Step {
 pub enum Action {
     /// Stop the sandbox's processor time; it stays in memory.
     Pause,
+    /// The same, with a note that it is for idleness: whoever needs it resumes it. One that is paused gets the note.
+    Doze,
+    /// Push the memory of a dozing sandbox, which is in `image` too, out of main memory, and note that.
+    Reclaim { image: ImageId },
     /// Let it run on.
     Resume,
     /// Read the paused sandbox's memory into a fresh partial image; the sandbox stays paused.
@@ -70,6 +74,8 @@ pub enum Action {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum StepKind {
     Pause,
+    Doze,
+    Reclaim,
     Resume,
     Checkpoint,
     Commit,
@@ -86,6 +92,8 @@ impl Action {
     pub fn kind(&self) -> StepKind {
         match self {
             Action::Pause => StepKind::Pause,
+            Action::Doze => StepKind::Doze,
+            Action::Reclaim { .. } => StepKind::Reclaim,
             Action::Resume => StepKind::Resume,
             Action::Checkpoint { .. } => StepKind::Checkpoint,
             Action::Commit { .. } => StepKind::Commit,
@@ -132,6 +140,10 @@ pub enum Reason {
     Restoring,
     /// Asked to sleep.
     SleepWanted,
+    /// Idle for as long as was asked for.
+    Idle,
+    /// Dozes because it was idle.
+    Dozing,
     /// Asked to run.
     AwakeWanted,
     /// Asked to stand still.

@@ -6,9 +6,9 @@ use std::fmt::Write as _;
 
 use jiff::Timestamp;
 use torpor_core::{
-    Desired, Entry, ImageId, ImageObserved, ImageState, LedgerState, Live, Observed, PodPresence,
-    PodUid, Policy, Power, Record, SandboxId, SnapshotIntent, SnapshotReason, SnapshotUid,
-    SnapshotWish, plan,
+    Desired, Doze, Entry, ImageId, ImageObserved, ImageState, LedgerState, Live, Observed,
+    PodPresence, PodUid, Policy, Power, Record, SandboxId, SleepAfter, SnapshotIntent,
+    SnapshotReason, SnapshotUid, SnapshotWish, plan,
 };
 
 fn image() -> ImageId {
@@ -22,7 +22,14 @@ fn entries(names: &str) -> Vec<Entry> {
             snapshots: BTreeSet::new(),
         },
         "committed" => Entry::Committed { image: image() },
-        "asleep" => Entry::Asleep { image: image() },
+        "asleep" => Entry::Asleep {
+            image: image(),
+            by_itself: false,
+        },
+        "idle" => Entry::Asleep {
+            image: image(),
+            by_itself: true,
+        },
         "waking" => Entry::Waking { image: image() },
         "failed" => Entry::WakeFailed {
             image: image(),
@@ -34,12 +41,13 @@ fn entries(names: &str) -> Vec<Entry> {
 }
 
 /// A ledger, and what of its image lies in the store.
-const LEDGERS: [(&str, Option<ImageState>); 8] = [
+const LEDGERS: [(&str, Option<ImageState>); 9] = [
     ("", None),
     ("saving", Some(ImageState::Partial)),
     ("saving", Some(ImageState::Committed)),
     ("saving committed", Some(ImageState::Committed)),
     ("saving committed asleep", Some(ImageState::Committed)),
+    ("saving committed idle", Some(ImageState::Committed)),
     ("saving committed asleep", None),
     (
         "saving committed asleep waking",
@@ -51,10 +59,19 @@ const LEDGERS: [(&str, Option<ImageState>); 8] = [
     ),
 ];
 
-fn observed(live: Live, ledger: &str, stored: Option<ImageState>, noted: bool) -> Observed {
+fn observed(
+    live: Live,
+    ledger: &str,
+    stored: Option<ImageState>,
+    noted: bool,
+    doze: Option<Doze>,
+) -> Observed {
     Observed {
         sandbox: Some(SandboxId::new("5".repeat(64)).expect("an id")),
         live,
+        // Heeded only where the sandbox may fall asleep by itself.
+        idle_since: Some(Timestamp::UNIX_EPOCH),
+        doze,
         record: noted.then(|| Record { image: image() }),
         ledger: Ok(LedgerState::fold(&entries(ledger))),
         images: stored
@@ -76,6 +93,7 @@ fn wishes() -> Vec<(&'static str, Desired)> {
         pod_uid: uid.clone(),
         pod,
         power,
+        sleep: SleepAfter::default(),
         snapshots: reason
             .into_iter()
             .map(|reason| SnapshotIntent {
@@ -91,6 +109,26 @@ fn wishes() -> Vec<(&'static str, Desired)> {
     use PodPresence::{Gone, Present, Terminating};
     vec![
         ("run", wish(Present, Power::Awake, None)),
+        (
+            "idle",
+            Desired {
+                sleep: SleepAfter {
+                    doze: Some(std::time::Duration::ZERO),
+                    hibernate: Some(std::time::Duration::ZERO),
+                },
+                ..wish(Present, Power::Awake, None)
+            },
+        ),
+        (
+            "doze",
+            Desired {
+                sleep: SleepAfter {
+                    doze: Some(std::time::Duration::ZERO),
+                    hibernate: Some(std::time::Duration::from_secs(60)),
+                },
+                ..wish(Present, Power::Awake, None)
+            },
+        ),
         ("sleep", wish(Present, Power::Asleep, None)),
         ("freeze", wish(Present, Power::Frozen, None)),
         (
@@ -109,16 +147,24 @@ fn wishes() -> Vec<(&'static str, Desired)> {
 #[test]
 fn the_decisions_are_these() {
     let mut table = String::new();
-    for (live, noted) in [
-        (Live::Running, false),
-        (Live::Paused, false),
-        (Live::None, false),
-        (Live::None, true),
+    let dozing = |reclaimed| Some(Doze { reclaimed });
+    for (live, noted, doze) in [
+        (Live::Running, false, None),
+        (Live::Paused, false, None),
+        (Live::Paused, false, dozing(false)),
+        (Live::Paused, false, dozing(true)),
+        (Live::None, false, None),
+        (Live::None, true, None),
     ] {
         for (ledger, stored) in LEDGERS {
-            let observed = observed(live, ledger, stored, noted);
+            let observed = observed(live, ledger, stored, noted, doze);
             let image = stored.map_or_else(|| "none".to_owned(), |state| format!("{state:?}"));
-            let note = if noted { ", noted asleep" } else { "" };
+            let note = match (noted, doze) {
+                (true, _) => ", noted asleep",
+                (false, None) => "",
+                (false, Some(Doze { reclaimed: false })) => ", noted dozing",
+                (false, Some(Doze { reclaimed: true })) => ", dozing and reclaimed",
+            };
             let _ = writeln!(table, "{live:?}{note}; ledger: {ledger}; image: {image}");
             for (name, desired) in wishes() {
                 let plan = plan(

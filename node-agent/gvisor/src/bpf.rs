@@ -1,11 +1,12 @@
-//! As much of bpf(2) as two small programs need: instructions, a map with one socket, loading, attaching.
+//! As much of bpf(2) as a few small programs need: instructions, a map with one socket or with times, loading, attaching.
 //!
 //! Numbers and layouts are the kernel's ABI (include/uapi/linux/bpf.h).
 
 #![allow(unsafe_code)]
 
 use std::mem::size_of;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::time::Duration;
 
 use nix::libc;
 
@@ -16,6 +17,7 @@ const LICENCE: &std::ffi::CStr = c"Apache-2.0";
 /// The verifier's words about thirty instructions.
 const MAX_LOG: usize = 64 << 10;
 
+const MAP_TYPE_HASH: u32 = 1;
 const MAP_TYPE_SOCKMAP: u32 = 15;
 
 /// What a program decides about.
@@ -25,6 +27,8 @@ pub(crate) enum Hook {
     SocketLookup,
     /// What becomes of a packet that a link has received, before anybody else sees it: the same for every kind of link.
     Received,
+    /// Attached through a link's queueing discipline: see [`crate::net::attach_to_links`].
+    Classify,
 }
 
 impl Hook {
@@ -32,6 +36,7 @@ impl Hook {
         match self {
             Self::SocketLookup => 30,
             Self::Received => 6,
+            Self::Classify => 3,
         }
     }
 
@@ -39,12 +44,13 @@ impl Hook {
         match self {
             Self::SocketLookup => 36,
             Self::Received => 37,
+            Self::Classify => 0,
         }
     }
 
     fn flags(self) -> u32 {
         match self {
-            Self::SocketLookup => 0,
+            Self::SocketLookup | Self::Classify => 0,
             // XDP_FLAGS_SKB_MODE: needs nothing of the link's driver.
             Self::Received => 2,
         }
@@ -54,10 +60,12 @@ impl Hook {
 /// Why the kernel did not take the program.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("the kernel makes no map of sockets")]
+    #[error("the kernel makes no map")]
     Map(#[source] std::io::Error),
-    #[error("the kernel does not take the listener into the map")]
+    #[error("the kernel does not take the entry into the map")]
     Insert(#[source] std::io::Error),
+    #[error("the kernel does not show the map (any more)")]
+    Read(#[source] std::io::Error),
     #[error("the kernel refuses the program{log}")]
     Load {
         #[source]
@@ -67,13 +75,20 @@ pub enum Error {
     },
     #[error("the kernel does not attach the program")]
     Attach(#[source] std::io::Error),
+    /// A link takes one program of this kind.
+    #[error("another program is attached there")]
+    Taken,
 }
 
 #[derive(Clone, Copy)]
 enum Call {
     MapCreate = 0,
+    MapLookupElem = 1,
     MapUpdateElem = 2,
+    MapGetNextKey = 4,
     ProgLoad = 5,
+    MapGetFdById = 14,
+    ObjGetInfoByFd = 15,
     LinkCreate = 28,
 }
 
@@ -89,6 +104,7 @@ struct MapCreate {
     name: [u8; 16],
 }
 
+/// A key, and where a value (or the next key) is read from or written to.
 #[repr(C)]
 struct MapUpdate {
     map_fd: u32,
@@ -122,7 +138,36 @@ struct LinkCreate {
     flags: u32,
 }
 
+#[repr(C)]
+struct GetById {
+    id: u32,
+    next_id: u32,
+    open_flags: u32,
+}
+
+#[repr(C)]
+struct GetInfo {
+    fd: u32,
+    length: u32,
+    info: u64,
+}
+
+/// The beginning of the kernel's `struct bpf_map_info`.
+#[repr(C)]
+#[derive(Default)]
+struct MapInfo {
+    map_type: u32,
+    id: u32,
+}
+
+impl MapInfo {
+    const LENGTH: u32 = 8;
+}
+
 const _: () = {
+    assert!(size_of::<GetById>() == 12);
+    assert!(size_of::<GetInfo>() == 16);
+    assert!(size_of::<MapInfo>() == MapInfo::LENGTH as usize);
     assert!(size_of::<MapCreate>() == 44);
     assert!(size_of::<MapUpdate>() == 32);
     assert!(size_of::<ProgLoad>() == 72);
@@ -167,31 +212,138 @@ fn number(fd: RawFd) -> u32 {
     fd.cast_unsigned()
 }
 
-/// A map from the index 0 to the socket.
-pub(crate) fn socket_map(socket: BorrowedFd<'_>) -> Result<OwnedFd, Error> {
+/// A map whose keys have four bytes.
+fn map(map_type: u32, value_size: u32, max_entries: u32) -> Result<OwnedFd, Error> {
     let attributes = MapCreate {
-        map_type: MAP_TYPE_SOCKMAP,
+        map_type,
         key_size: 4,
-        value_size: 4,
-        max_entries: 1,
+        value_size,
+        max_entries,
         map_flags: 0,
         inner_map_fd: 0,
         numa_node: 0,
         name: NAME,
     };
     // SAFETY: the structure of this call, without addresses; the call answers a descriptor.
-    let map = unsafe { bpf_fd(Call::MapCreate, &attributes) }.map_err(Error::Map)?;
-    let (key, value) = (0_u32, number(socket.as_raw_fd()));
+    unsafe { bpf_fd(Call::MapCreate, &attributes) }.map_err(Error::Map)
+}
+
+/// # Safety
+///
+/// The map's keys must be of four bytes, and its values of the size of `T`.
+unsafe fn element<T>(
+    call: Call,
+    map: BorrowedFd<'_>,
+    key: u32,
+    value: &mut T,
+) -> std::io::Result<()> {
     let attributes = MapUpdate {
         map_fd: number(map.as_raw_fd()),
         padding: 0,
         key: std::ptr::from_ref(&key).addr() as u64,
-        value: std::ptr::from_ref(&value).addr() as u64,
+        value: std::ptr::from_mut(value).addr() as u64,
         flags: 0,
     };
-    // SAFETY: the structure of this call; key and value are of the sizes that the map was made with, and live on.
-    unsafe { bpf(Call::MapUpdateElem, &attributes) }.map_err(Error::Insert)?;
+    // SAFETY: the structure of these calls; key and value are of the sizes of the map, as the caller promises, and live on.
+    unsafe { bpf(call, &attributes) }.map(drop)
+}
+
+/// A map from the index 0 to the socket.
+pub(crate) fn socket_map(socket: BorrowedFd<'_>) -> Result<OwnedFd, Error> {
+    let map = map(MAP_TYPE_SOCKMAP, 4, 1)?;
+    let mut value = number(socket.as_raw_fd());
+    // SAFETY: this map was made with values of four bytes.
+    unsafe { element(Call::MapUpdateElem, map.as_fd(), 0, &mut value) }.map_err(Error::Insert)?;
     Ok(map)
+}
+
+/// A map from numbers to times: nanoseconds of [`now`]'s clock.
+pub(crate) fn time_map(max_entries: u32) -> Result<OwnedFd, Error> {
+    const TIME: u32 = 8; // bytes of nanoseconds
+    map(MAP_TYPE_HASH, TIME, max_entries)
+}
+
+/// Puts a time into a [`time_map`].
+pub(crate) fn insert_time(map: BorrowedFd<'_>, key: u32, nanoseconds: u64) -> Result<(), Error> {
+    let mut value = nanoseconds;
+    // SAFETY: the values of these maps have eight bytes.
+    unsafe { element(Call::MapUpdateElem, map, key, &mut value) }.map_err(Error::Insert)
+}
+
+/// What a [`time_map`] holds.
+pub(crate) fn times(map: BorrowedFd<'_>) -> Result<Vec<(u32, Duration)>, Error> {
+    let mut found = Vec::new();
+    for key in keys(map)? {
+        let mut value = 0_u64;
+        // SAFETY: the values of these maps have eight bytes.
+        unsafe { element(Call::MapLookupElem, map, key, &mut value) }.map_err(Error::Read)?;
+        found.push((key, Duration::from_nanos(value)));
+    }
+    Ok(found)
+}
+
+/// Nothing is ever taken out of these maps, so that each key is met once.
+fn keys(map: BorrowedFd<'_>) -> Result<Vec<u32>, Error> {
+    let mut keys = Vec::new();
+    let mut at: Option<u32> = None;
+    loop {
+        let mut next = 0_u32;
+        let attributes = MapUpdate {
+            map_fd: number(map.as_raw_fd()),
+            padding: 0,
+            key: at
+                .as_ref()
+                .map_or(0, |key| std::ptr::from_ref(key).addr() as u64),
+            value: std::ptr::from_mut(&mut next).addr() as u64,
+            flags: 0,
+        };
+        // SAFETY: the structure of this call; both keys have four bytes, as those of the map, and live on.
+        match unsafe { bpf(Call::MapGetNextKey, &attributes) } {
+            Ok(_) => {}
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(keys),
+            Err(error) => return Err(Error::Read(error)),
+        }
+        keys.push(next);
+        at = Some(next);
+    }
+}
+
+/// The number by which [`map_by_id`] finds the map as long as anybody uses it.
+pub(crate) fn map_id(map: BorrowedFd<'_>) -> Result<u32, Error> {
+    let mut info = MapInfo::default();
+    let attributes = GetInfo {
+        fd: number(map.as_raw_fd()),
+        length: MapInfo::LENGTH,
+        info: std::ptr::from_mut(&mut info).addr() as u64,
+    };
+    // SAFETY: the structure of this call; the kernel writes at most as many bytes as `info` has, which lives on.
+    unsafe { bpf(Call::ObjGetInfoByFd, &attributes) }.map_err(Error::Read)?;
+    Ok(info.id)
+}
+
+/// The map of this number.
+pub(crate) fn map_by_id(id: u32) -> Result<OwnedFd, Error> {
+    let attributes = GetById {
+        id,
+        next_id: 0,
+        open_flags: 0,
+    };
+    // SAFETY: the structure of this call, without addresses; the call answers a descriptor.
+    unsafe { bpf_fd(Call::MapGetFdById, &attributes) }.map_err(Error::Read)
+}
+
+/// The time of the clock that programs read (CLOCK_MONOTONIC), since its beginning.
+pub(crate) fn now() -> Duration {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: the kernel writes one timespec; this clock is always there.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
+    Duration::new(
+        u64::try_from(time.tv_sec).unwrap_or(0),
+        u32::try_from(time.tv_nsec).unwrap_or(0),
+    )
 }
 
 /// Loads a program. The verifier is asked for words only when it has refused.
@@ -261,7 +413,13 @@ fn attach(hook: Hook, program: BorrowedFd<'_>, target: u32) -> Result<OwnedFd, E
         flags: hook.flags(),
     };
     // SAFETY: the structure of this call, without addresses; the call answers a descriptor.
-    unsafe { bpf_fd(Call::LinkCreate, &attributes) }.map_err(Error::Attach)
+    unsafe { bpf_fd(Call::LinkCreate, &attributes) }.map_err(|error| {
+        if error.raw_os_error() == Some(libc::EBUSY) {
+            Error::Taken
+        } else {
+            Error::Attach(error)
+        }
+    })
 }
 
 /// One instruction, as the kernel reads it.
@@ -280,15 +438,22 @@ pub(crate) enum Register {
     R1,
     R2,
     R3,
-    R6 = 6,
+    R4,
+    R5,
+    R6,
     R7,
-    R10 = 10,
+    R8,
+    R9,
+    R10,
 }
 
 /// Functions of the kernel that a program may call.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Helper {
     MapLookupElem = 1,
+    MapUpdateElem = 2,
+    KtimeGetNs = 5,
+    SkbLoadBytesRelative = 68,
     SkRelease = 86,
     SkAssign = 124,
 }
@@ -340,12 +505,44 @@ pub(crate) fn from_network_order32(of: Register) -> Instruction {
     instruction(0xdc, of, R0, 0, 32)
 }
 
+pub(crate) fn from_network_order16(of: Register) -> Instruction {
+    instruction(0xdc, of, R0, 0, 16)
+}
+
+pub(crate) fn shift_left(of: Register, bits: i32) -> Instruction {
+    instruction(0x67, of, R0, 0, bits)
+}
+
+pub(crate) fn and(of: Register, mask: i32) -> Instruction {
+    instruction(0x57, of, R0, 0, mask)
+}
+
+pub(crate) fn subtract(from: Register, value: Register) -> Instruction {
+    instruction(0x1f, from, value, 0, 0)
+}
+
+pub(crate) fn load8(to: Register, base: Register, offset: i16) -> Instruction {
+    instruction(0x71, to, base, offset, 0)
+}
+
+pub(crate) fn load16(to: Register, base: Register, offset: i16) -> Instruction {
+    instruction(0x69, to, base, offset, 0)
+}
+
 pub(crate) fn load32(to: Register, base: Register, offset: i16) -> Instruction {
     instruction(0x61, to, base, offset, 0)
 }
 
 pub(crate) fn store32(base: Register, offset: i16, value: i32) -> Instruction {
     instruction(0x62, base, R0, offset, value)
+}
+
+pub(crate) fn store_register32(base: Register, offset: i16, value: Register) -> Instruction {
+    instruction(0x63, base, value, offset, 0)
+}
+
+pub(crate) fn store64(base: Register, offset: i16, value: Register) -> Instruction {
+    instruction(0x7b, base, value, offset, 0)
 }
 
 /// The address of a map takes two instructions; the kernel replaces the descriptor in the first.
@@ -361,8 +558,43 @@ pub(crate) fn jump_if_not(register: Register, value: i32) -> Instruction {
     instruction(0x55, register, R0, 0, value)
 }
 
+pub(crate) fn jump() -> Instruction {
+    instruction(0x05, R0, R0, 0, 0)
+}
+
+pub(crate) fn jump_if(register: Register, value: i32) -> Instruction {
+    instruction(0x15, register, R0, 0, value)
+}
+
+pub(crate) fn jump_if_at_least(register: Register, value: i32) -> Instruction {
+    instruction(0x35, register, R0, 0, value)
+}
+
+/// When any of these bits is set.
+pub(crate) fn jump_if_any(register: Register, bits: i32) -> Instruction {
+    instruction(0x45, register, R0, 0, bits)
+}
+
+/// Compares the lower halves, so that a value with the highest bit set is no negative number.
+pub(crate) fn jump32_if_not(register: Register, value: i32) -> Instruction {
+    instruction(0x56, register, R0, 0, value)
+}
+
 pub(crate) fn jump_if_zero(register: Register) -> Instruction {
-    instruction(0x15, register, R0, 0, 0)
+    jump_if(register, 0)
+}
+
+pub(crate) fn jump_if_less(register: Register, value: i32) -> Instruction {
+    instruction(0xa5, register, R0, 0, value)
+}
+
+pub(crate) fn jump_if_greater(register: Register, value: i32) -> Instruction {
+    instruction(0x25, register, R0, 0, value)
+}
+
+/// If `register` is greater than `than`.
+pub(crate) fn jump_if_greater_than(register: Register, than: Register) -> Instruction {
+    instruction(0x2d, register, than, 0, 0)
 }
 
 pub(crate) fn call(helper: Helper) -> Instruction {

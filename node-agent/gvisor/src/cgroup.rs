@@ -204,6 +204,34 @@ impl Hierarchies {
             .collect()
     }
 
+    /// Working set of the cgroup in bytes, as the kubelet counts it: memory in use without file cache that is idle. None where memory is not counted.
+    pub fn working_set(&self, relative: &Path) -> Option<u64> {
+        self.existing(relative).find_map(|path| {
+            let used = ["memory.current", "memory.usage_in_bytes"]
+                .iter()
+                .find_map(|file| std::fs::read_to_string(path.join(file)).ok())?;
+            let used: u64 = used.trim().parse().ok()?;
+            let stat = std::fs::read_to_string(path.join("memory.stat")).unwrap_or_default();
+            Some(used.saturating_sub(idle_cache(&stat)))
+        })
+    }
+
+    /// Where the memory of the cgroup is limited and counted; none where the kernel does neither.
+    pub(crate) fn memory(&self, relative: &Path) -> Option<MemoryGroup> {
+        let group = |root: &Path| {
+            let name = root.file_name().unwrap_or_default().to_string_lossy();
+            if name.split(',').any(|controller| controller == "memory") {
+                return Some(MemoryGroup::V1(root.join(relative)));
+            }
+            let one = root.join("cgroup.controllers").exists() && self.roots.len() == 1;
+            one.then(|| MemoryGroup::V2 {
+                root: root.to_path_buf(),
+                group: root.join(relative),
+            })
+        };
+        self.roots.iter().find_map(|root| group(root))
+    }
+
     fn with_parent(&self, relative: &Path) -> impl Iterator<Item = PathBuf> {
         self.roots
             .iter()
@@ -217,6 +245,13 @@ impl Hierarchies {
             .map(move |root| root.join(relative))
             .filter(|path| path.is_dir())
     }
+}
+
+/// A cgroup of the memory controller.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum MemoryGroup {
+    V1(PathBuf),
+    V2 { root: PathBuf, group: PathBuf },
 }
 
 /// Whether a hierarchy, by the controllers that its name lists, limits or counts what a pod uses. The only one of v2 does.
@@ -252,6 +287,18 @@ impl Quota {
     }
 }
 
+/// Bytes of file cache that nobody used lately, of the cgroup and those below it, from `memory.stat` of v1 or v2.
+fn idle_cache(stat: &str) -> u64 {
+    let value = |key: &str| {
+        stat.lines()
+            .find_map(|line| line.strip_prefix(key)?.strip_prefix(' ')?.parse().ok())
+    };
+    // v1's `inactive_file` is the cgroup's own alone.
+    value("total_inactive_file")
+        .or_else(|| value("inactive_file"))
+        .unwrap_or(0)
+}
+
 /// How "no limit" is written in place of `value`: on v1 a number, on v2 `max` and the period.
 fn unlimited(value: &str) -> Option<String> {
     match value.split_once(' ') {
@@ -284,7 +331,7 @@ fn inherit_cpuset(path: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-fn write(path: &Path, text: &str) -> Result<(), Error> {
+pub(crate) fn write(path: &Path, text: &str) -> Result<(), Error> {
     let written = std::fs::OpenOptions::new()
         .write(true)
         .truncate(true)
@@ -375,6 +422,25 @@ mod tests {
         assert_eq!(now(), "50000 100000\n");
         // v1 has a number in a file of another name.
         assert_eq!(unlimited("20000"), Some("-1".to_owned()));
+    }
+
+    #[test]
+    fn the_working_set_is_what_is_used_without_idle_file_cache() {
+        let root = v2_tree();
+        let pod = Path::new("kubepods/pod1");
+        let hierarchies = Hierarchies::find(root.path()).expect("found");
+        assert_eq!(hierarchies.working_set(pod), None);
+        let write = |file: &str, text: &str| {
+            std::fs::write(root.path().join(pod).join(file), text).expect("written");
+        };
+        write("memory.current", "5000\n");
+        assert_eq!(hierarchies.working_set(pod), Some(5000));
+        write(
+            "memory.stat",
+            "anon 10\ninactive_file 1200\nactive_file 7\n",
+        );
+        assert_eq!(hierarchies.working_set(pod), Some(3800));
+        assert_eq!(idle_cache("inactive_file 1\ntotal_inactive_file 9\n"), 9);
     }
 
     #[test]

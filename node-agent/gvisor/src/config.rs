@@ -22,6 +22,9 @@ pub struct Config {
     pub store_dir: PathBuf,
     /// The kubelet's root directory; emptyDir volumes are found below it.
     pub kubelet_root: PathBuf,
+    /// Where the kubelet listens, by which its probes are known.
+    #[serde(default = "default_kubelet_port")]
+    pub kubelet_port: u16,
     /// gVisor's platform.
     #[serde(default = "default_platform")]
     pub platform: String,
@@ -35,6 +38,11 @@ pub struct Config {
 
 fn default_platform() -> String {
     "systrap".to_owned()
+}
+
+/// KubeletConfiguration's `port`, where nobody set another.
+fn default_kubelet_port() -> u16 {
+    10250
 }
 
 fn yes() -> bool {

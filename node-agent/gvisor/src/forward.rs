@@ -67,6 +67,19 @@ pub fn begin(records: &Records, sandbox: &SandboxId) -> Result<Forward, Error> {
     options.open(&path).map(Forward).map_err(failed)
 }
 
+/// Whether a connection is being forwarded.
+pub fn any_open(records: &Records, sandbox: &SandboxId) -> Result<bool, Error> {
+    let path = pipe(records, sandbox);
+    let mut options = OpenOptions::new();
+    options.write(true).custom_flags(O_NONBLOCK | O_NOFOLLOW);
+    match options.open(&path) {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+        Err(error) if error.raw_os_error() == Some(nix::libc::ENXIO) => Ok(false),
+        Err(source) => Err(Error::Pipe { path, source }),
+    }
+}
+
 /// Ends every forwarded connection and waits until the last one has ended. The caller holds the pod's lock.
 pub fn end_all(records: &Records, sandbox: &SandboxId, limit: Duration) -> Result<(), Error> {
     let path = pipe(records, sandbox);
@@ -125,6 +138,7 @@ mod tests {
             state_dir: dir.path().into(),
             store_dir: PathBuf::new(),
             kubelet_root: PathBuf::new(),
+            kubelet_port: 10250,
             platform: String::new(),
             expedite_wakes: false,
             debug_log_dir: None,
@@ -144,7 +158,10 @@ mod tests {
     fn where_nothing_is_forwarded_there_is_nothing_to_end() {
         let (_dir, records, sandbox) = one_pod();
         end_all(&records, &sandbox, Duration::ZERO).expect("never one");
-        drop(begin(&records, &sandbox).expect("begun"));
+        let open = begin(&records, &sandbox).expect("begun");
+        assert!(any_open(&records, &sandbox).expect("looked"));
+        drop(open);
+        assert!(!any_open(&records, &sandbox).expect("looked"));
         end_all(&records, &sandbox, Duration::ZERO).expect("none any more");
     }
 

@@ -1,8 +1,12 @@
-//! Silence while a sandbox wakes.
+//! Silence while a sandbox is saved, sleeps and wakes.
 //!
-//! From the moment its address is back until its connections are, others stand in for it: the host's kernel, then gVisor's
-//! network stack before the image is in it. Neither knows the connections, and both answer their packets with resets. So
-//! what the pod's links receive meanwhile is dropped before either sees it; TCP sends it again.
+//! From the moment its memory is written until its connections are back, others stand in for it: its paused self, whose
+//! later words are in no image, then the host's kernel, then gVisor's network stack before the image is in it. None of
+//! them knows what the sandbox will know, and the last two answer packets of its connections with resets. So what the
+//! pod's links receive meanwhile is dropped before any of them sees it. Who listens at the other end of the link (see
+//! `torpor-wake`) can give it back later; without that, TCP sends it again.
+//!
+//! ARP and neighbour discovery go through: whoever has the address at the time answers them.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
@@ -16,10 +20,22 @@ pub enum Error {
     #[error(transparent)]
     Namespace(#[from] net::Error),
     #[error("cannot drop what the pod's links receive (Linux 5.9 or later can)")]
-    Drop(#[from] bpf::Error),
+    Drop(#[source] bpf::Error),
+    /// By another process, or by somebody else's XDP program.
+    #[error("the pod's links are silenced already")]
+    Already,
 }
 
-/// The links receive nothing until this is dropped, or its process has ended.
+impl From<bpf::Error> for Error {
+    fn from(error: bpf::Error) -> Self {
+        match error {
+            bpf::Error::Taken => Self::Already,
+            error => Self::Drop(error),
+        }
+    }
+}
+
+/// The links receive nothing but ARP and neighbour discovery until this is dropped, or its process has ended.
 #[derive(Debug)]
 pub struct Hush {
     /// Each keeps the program attached to one link.
@@ -30,9 +46,7 @@ impl Hush {
     /// Silences the links, loopback aside, of the network namespace at `path`.
     pub fn begin(path: &Path) -> Result<Self, Error> {
         within(path, || {
-            const DROP: i32 = 1;
-            let code = [bpf::set(bpf::Register::R0, DROP), bpf::exit()];
-            let program = bpf::load(Hook::Received, &code)?;
+            let program = bpf::load(Hook::Received, &program())?;
             let links = net::link_indexes()?
                 .into_iter()
                 .map(|link| bpf::attach_to_link(Hook::Received, program.as_fd(), link))
@@ -42,6 +56,69 @@ impl Hush {
     }
 }
 
+/// Offsets in the kernel's `struct xdp_md`.
+mod received {
+    pub(super) const BEGIN: i16 = 0;
+    pub(super) const END: i16 = 4;
+}
+
+/// Offsets in a frame, and what is looked for there.
+mod frame {
+    pub(super) const ETHER_TYPE: i16 = 12;
+    pub(super) const ETHERNET: i32 = 14;
+    pub(super) const IPV6_NEXT: i16 = 14 + 6;
+    pub(super) const ICMPV6_TYPE: i16 = 14 + 40;
+    pub(super) const ARP: u16 = 0x0806;
+    pub(super) const IPV6: u16 = 0x86dd;
+    pub(super) const ICMPV6: i32 = 58;
+    /// Router and neighbour solicitation and advertisement, redirect (RFC 4861).
+    pub(super) const NEIGHBOUR_FIRST: i32 = 133;
+    pub(super) const NEIGHBOUR_LAST: i32 = 137;
+}
+
+fn program() -> Vec<bpf::Instruction> {
+    use bpf::Register::{R0, R1, R2, R3, R4, R5};
+    use bpf::{add, copy, exit, jump_if, jump_if_greater, jump_if_greater_than, jump_if_less};
+    use bpf::{jump_if_not, load8, load16, load32, set};
+
+    const DROP: i32 = 1;
+    const PASS: i32 = 2;
+    let mut code = vec![
+        load32(R2, R1, received::BEGIN),
+        load32(R3, R1, received::END),
+    ];
+    // Where the program leaves for its two ends, whose places are known last.
+    let (mut passes, mut drops) = (Vec::new(), Vec::new());
+    let leave = |code: &mut Vec<_>, ends: &mut Vec<usize>, jump| {
+        ends.push(code.len());
+        code.push(jump);
+    };
+    code.extend([copy(R4, R2), add(R4, frame::ETHERNET)]);
+    leave(&mut code, &mut drops, jump_if_greater_than(R4, R3));
+    code.push(load16(R5, R2, frame::ETHER_TYPE));
+    let arp = jump_if(R5, i32::from(frame::ARP.to_be()));
+    leave(&mut code, &mut passes, arp);
+    let not_ipv6 = jump_if_not(R5, i32::from(frame::IPV6.to_be()));
+    leave(&mut code, &mut drops, not_ipv6);
+    code.extend([copy(R4, R2), add(R4, i32::from(frame::ICMPV6_TYPE) + 1)]);
+    leave(&mut code, &mut drops, jump_if_greater_than(R4, R3));
+    code.push(load8(R5, R2, frame::IPV6_NEXT));
+    leave(&mut code, &mut drops, jump_if_not(R5, frame::ICMPV6));
+    code.push(load8(R5, R2, frame::ICMPV6_TYPE));
+    let below = jump_if_less(R5, frame::NEIGHBOUR_FIRST);
+    leave(&mut code, &mut drops, below);
+    let above = jump_if_greater(R5, frame::NEIGHBOUR_LAST);
+    leave(&mut code, &mut drops, above);
+    for (ends, verdict) in [(passes, PASS), (drops, DROP)] {
+        let end = code.len();
+        code.extend([set(R0, verdict), exit()]);
+        for at in ends {
+            code[at].jump_to(at, end);
+        }
+    }
+    code
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -49,29 +126,39 @@ mod tests {
 
     /// Needs root and iproute2, as the development cluster does.
     #[test]
-    fn a_silenced_link_receives_nothing_until_the_silence_is_over() {
+    fn a_silenced_link_receives_nothing_but_questions_for_its_address() {
         let (near, far) = (Namespace::empty("near"), Namespace::empty("far"));
         let (a, b) = (near.name(), far.name());
         sh(&format!(
             "ip link add eth0 netns {a} type veth peer name eth0 netns {b}
              for n in {a} {b}; do ip -n $n link set eth0 up; ip netns exec $n sysctl -qw net.ipv4.icmp_echo_ignore_all=0; done
-             ip -n {a} addr add 10.202.0.1/24 dev eth0; ip -n {b} addr add 10.202.0.2/24 dev eth0"
+             ip -n {a} addr add 10.202.0.1/24 dev eth0; ip -n {b} addr add 10.202.0.2/24 dev eth0
+             ip -n {a} addr add fd02::1/64 dev eth0 nodad; ip -n {b} addr add fd02::2/64 dev eth0 nodad"
         ));
         // A connection to a closed port is answered by a reset at once, if it is answered.
-        let is_answered = || {
+        let is_answered = |address: &str| {
+            let address: std::net::SocketAddr = address.parse().expect("an address");
             within(&near.path(), || {
-                let address = std::net::SocketAddr::from(([10, 202, 0, 2], 9));
                 let limit = std::time::Duration::from_millis(500);
                 let error = std::net::TcpStream::connect_timeout(&address, limit);
                 Ok::<_, net::Error>(
                     error.is_err_and(|e| e.kind() == std::io::ErrorKind::ConnectionRefused),
                 )
             })
+            .expect("asked")
         };
-        assert!(is_answered().expect("asked"));
         let hush = Hush::begin(&far.path()).expect("silenced");
-        assert!(!is_answered().expect("asked"));
+        assert!(matches!(Hush::begin(&far.path()), Err(Error::Already)));
+        assert!(!is_answered("10.202.0.2:9") && !is_answered("[fd02::2]:9"));
+        // The silence has not kept anybody from learning where the addresses are.
+        let neighbours = sh(&format!("ip -n {a} neighbour"));
+        for address in ["10.202.0.2", "fd02::2"] {
+            let known = neighbours
+                .lines()
+                .any(|line| line.starts_with(address) && line.contains("lladdr"));
+            assert!(known, "{address} in {neighbours}");
+        }
         drop(hush);
-        assert!(is_answered().expect("asked"));
+        assert!(is_answered("10.202.0.2:9") && is_answered("[fd02::2]:9"));
     }
 }

@@ -51,13 +51,25 @@ pub enum Request {
     Stdio,
     /// The container's new console, beside the message: carry its bytes to and from the terminal that the shim holds.
     Console,
-    /// The sandbox runs (again): wait for the container's end.
+    /// The sandbox runs (again): wait for the container's end, and give it what arrived meanwhile.
     Attach,
+    /// The pod's memory is about to be written: from now on hold what arrives for it, and wake it when it sleeps and
+    /// somebody wants an answer. The kubelet's probes of these TCP ports are answered for it.
+    Hold { probes: Vec<u16> },
+    /// The sandbox stands still with its memory: as for [`Request::Hold`], and it sleeps from now on.
+    Watch { probes: Vec<u16> },
+    /// The sandbox was not put to sleep after all.
+    Release,
     /// End with this code.
     Exit { code: u8 },
     /// Run torpor-oci on the host, as a child of the pod's shim; its answer is the answer. The pod's lock comes beside
     /// the message, and the program holds it to its end, whatever becomes of who asked.
-    Run { verb: Verb, image: ImageId },
+    Run {
+        verb: Verb,
+        /// What to wake or to end; the other verbs need none.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        image: Option<ImageId>,
+    },
 }
 
 /// What a keeper runs for the agent: what must live in the host's namespaces and not in the agent's container.
@@ -66,6 +78,10 @@ pub enum Request {
 pub enum Verb {
     Wake,
     End,
+    /// Push the memory of a dozing sandbox out of main memory; from then on the keeper may look out for who needs it.
+    Doze,
+    /// Say when the pod's links last carried something; see [`crate::traffic`].
+    Traffic,
 }
 
 impl Verb {
@@ -73,6 +89,8 @@ impl Verb {
         match self {
             Self::Wake => "wake",
             Self::End => "end",
+            Self::Doze => "doze",
+            Self::Traffic => "traffic",
         }
     }
 }

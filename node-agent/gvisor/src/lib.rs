@@ -19,8 +19,10 @@
 //! | [`forward`] | who forwards a connection into a sandbox, and how a save ends it |
 //! | [`hush`] | what a waking pod receives before it can answer is dropped |
 //! | [`keeper`] | talking to a keeper over its socket |
+//! | [`reclaim`] | pushing the memory of a paused sandbox into swap |
 //! | [`probe`] | what this node's runsc can do; its fingerprint |
 //! | [`pause`] | pausing exactly once |
+//! | [`traffic`] | when a pod last sent or received a packet |
 //! | [`save`] | reading a sandbox' memory into an image |
 
 mod bpf;
@@ -36,7 +38,9 @@ pub mod loopback;
 pub mod net;
 pub mod pause;
 pub mod probe;
+pub mod reclaim;
 pub mod record;
 pub mod runsc;
 pub mod save;
 pub mod spec;
+pub mod traffic;

@@ -4,20 +4,24 @@
 //! on) and nobody puts them back when the sandbox ends. So they are read once, when the CNI plugin has just set them,
 //! kept in the pod's record as the kernel's own messages, and replayed before each restore.
 
-use std::os::fd::{AsFd, BorrowedFd};
+use std::net::IpAddr;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use netlink_packet_core::{
-    NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_REPLACE, NLM_F_REQUEST, NetlinkHeader,
+    NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_EXCL, NLM_F_REPLACE, NLM_F_REQUEST, NetlinkHeader,
     NetlinkMessage, NetlinkPayload,
 };
 use netlink_packet_route::RouteNetlinkMessage;
 use netlink_packet_route::address::{
     AddressAttribute, AddressFlags, AddressHeaderFlags, AddressMessage,
 };
-use netlink_packet_route::link::{LinkFlags, LinkMessage};
+use netlink_packet_route::link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};
 use netlink_packet_route::route::{
     RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
+};
+use netlink_packet_route::tc::{
+    TcAttribute, TcBpfFlags, TcFilterBpf, TcFilterBpfOption, TcHandle, TcMessage, TcOption,
 };
 use netlink_sys::protocols::NETLINK_ROUTE;
 use netlink_sys::{Socket, SocketAddr};
@@ -59,12 +63,93 @@ pub enum Error {
     Panicked,
 }
 
+/// Which way packets go, as the pod sees it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Direction {
+    In,
+    Out,
+}
+
 /// What was set on the interfaces of a namespace, loopback aside: netlink messages in hexadecimal.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Addresses {
     pub addresses: Vec<String>,
     pub routes: Vec<String>,
+}
+
+impl Addresses {
+    /// The addresses alone, those of the link's own (fe80::) aside.
+    pub fn ips(&self) -> Result<Vec<IpAddr>, Error> {
+        let mut ips = Vec::new();
+        for hex in &self.addresses {
+            if let RouteNetlinkMessage::NewAddress(address) = from_hex(hex)? {
+                // On a point-to-point link the other attribute is the other end's address; IPv6 has only that one.
+                let attributes = &address.attributes;
+                let local = attributes.iter().find_map(|a| match a {
+                    AddressAttribute::Local(ip) => Some(*ip),
+                    _ => None,
+                });
+                let any = || {
+                    attributes.iter().find_map(|a| match a {
+                        AddressAttribute::Address(ip) => Some(*ip),
+                        _ => None,
+                    })
+                };
+                let is_of_link =
+                    |ip: &IpAddr| matches!(ip, IpAddr::V6(v6) if v6.is_unicast_link_local());
+                ips.extend(local.or_else(any).filter(|ip| !is_of_link(ip)));
+            }
+        }
+        Ok(ips)
+    }
+}
+
+/// The two ends of a link between a pod and its host, by their indexes in the namespaces where they are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pair {
+    pub pod: u32,
+    pub host: u32,
+}
+
+/// The veth pairs between the namespace at `path` and the calling thread's. Links of other kinds have no other end.
+pub fn pairs(path: &Path) -> Result<Vec<Pair>, Error> {
+    let theirs = within(path, veths)?;
+    let ours = veths()?;
+    // An index alone means nothing in another namespace: both ends must name each other.
+    let pairs = theirs.into_iter().map(|(pod, host)| Pair { pod, host });
+    Ok(pairs
+        .filter(|pair| ours.contains(&(pair.host, pair.pod)))
+        .collect())
+}
+
+/// Runs `work` on a thread of its own inside the namespace at `path`.
+pub fn inside<T: Send>(path: &Path, work: impl FnOnce() -> T + Send) -> Result<T, Error> {
+    within(path, || Ok(work()))
+}
+
+/// Index and peer's index of each veth link of this thread's namespace.
+fn veths() -> Result<Vec<(u32, u32)>, Error> {
+    let links = Netlink::open()?.dump(RouteNetlinkMessage::GetLink(LinkMessage::default()))?;
+    let pairs = links.into_iter().filter_map(|message| match message {
+        RouteNetlinkMessage::NewLink(link) => {
+            veth_peer(&link).map(|peer| (link.header.index, peer))
+        }
+        _ => None,
+    });
+    Ok(pairs.collect())
+}
+
+fn veth_peer(link: &LinkMessage) -> Option<u32> {
+    let kind = |info: &LinkInfo| matches!(info, LinkInfo::Kind(InfoKind::Veth));
+    let is_veth = link
+        .attributes
+        .iter()
+        .any(|a| matches!(a, LinkAttribute::LinkInfo(infos) if infos.iter().any(kind)));
+    link.attributes.iter().find_map(|a| match a {
+        LinkAttribute::Link(peer) if is_veth => Some(*peer),
+        _ => None,
+    })
 }
 
 /// Reads what is set in the namespace at `path`.
@@ -291,10 +376,16 @@ impl Netlink {
     }
 
     fn replace(&mut self, what: &str, message: RouteNetlinkMessage) -> Result<(), Error> {
-        self.send(
-            message,
-            NLM_F_REQUEST | NLM_F_ACK | NLM_F_CREATE | NLM_F_REPLACE,
-        )?;
+        self.change(what, message, NLM_F_CREATE | NLM_F_REPLACE)
+    }
+
+    fn change(
+        &mut self,
+        what: &str,
+        message: RouteNetlinkMessage,
+        flags: u16,
+    ) -> Result<(), Error> {
+        self.send(message, NLM_F_REQUEST | NLM_F_ACK | flags)?;
         for message in self.receive()? {
             if let NetlinkPayload::Error(error) = message.payload
                 && error.code.is_some()
@@ -330,6 +421,58 @@ impl Netlink {
 pub(crate) fn link_indexes() -> Result<Vec<u32>, Error> {
     Netlink::open()?
         .links(|flags| flags.contains(LinkFlags::Up) && !flags.contains(LinkFlags::Loopback))
+}
+
+/// Attaches programs of [`crate::bpf::Hook::Classify`] to every link of this thread's namespace that is up, loopback aside: each
+/// sees the packets of its direction for as long as the link exists.
+pub(crate) fn attach_to_links(programs: &[(Direction, OwnedFd)]) -> Result<(), Error> {
+    /// Before programs that a CNI plugin may have there, which may end the matter; ours never do.
+    const PRIORITY: u32 = 7;
+    const ETH_P_ALL: u16 = 3;
+    let mut netlink = Netlink::open()?;
+    for link in link_indexes()? {
+        let link = i32::try_from(link).map_err(|_| Error::BadAnswer("a link's number".into()))?;
+        let mut discipline = TcMessage::with_index(link);
+        discipline.header.handle = TcHandle::from(0xffff_0000);
+        discipline.header.parent = TcHandle::CLSACT;
+        discipline.attributes = vec![TcAttribute::Kind("clsact".to_owned())];
+        let made = netlink.change(
+            "a place for programs on the pod's link",
+            RouteNetlinkMessage::NewQueueDiscipline(discipline),
+            NLM_F_CREATE | NLM_F_EXCL,
+        );
+        match made {
+            Err(Error::Refused { source, .. })
+                if source.kind() == std::io::ErrorKind::AlreadyExists => {}
+            other => other?,
+        }
+        for (direction, program) in programs {
+            let mut filter = TcMessage::with_index(link);
+            filter.header.parent = TcHandle {
+                major: u16::MAX,
+                minor: match direction {
+                    Direction::In => TcHandle::MIN_INGRESS,
+                    Direction::Out => TcHandle::MIN_EGRESS,
+                },
+            };
+            filter.header.info = PRIORITY << 16 | u32::from(ETH_P_ALL.to_be());
+            let options = [
+                TcFilterBpfOption::ProgFd(program.as_raw_fd().cast_unsigned()),
+                TcFilterBpfOption::ProgName("torpor".to_owned()),
+                TcFilterBpfOption::Flags(TcBpfFlags::DirectAction),
+            ];
+            filter.attributes = vec![
+                TcAttribute::Kind(TcFilterBpf::KIND.to_owned()),
+                TcAttribute::Options(options.map(TcOption::Bpf).into()),
+            ];
+            netlink.change(
+                "a program on the pod's link",
+                RouteNetlinkMessage::NewTrafficFilter(filter),
+                NLM_F_CREATE | NLM_F_EXCL,
+            )?;
+        }
+    }
+    Ok(())
 }
 
 fn to_hex(message: RouteNetlinkMessage) -> String {

@@ -12,7 +12,7 @@ use torpor_core::ids::SandboxId;
 
 use crate::control::{self, Control};
 use crate::forward;
-use crate::record::{self, Records};
+use crate::record::{self, DozeNote, Records};
 
 /// A forwarded connection ends within milliseconds, unless nobody on a busy machine gets to it.
 const FORWARDS_LIMIT: Duration = Duration::from_secs(5);
@@ -54,9 +54,43 @@ pub fn is_paused(
     }
 }
 
-/// Pauses the sandbox; answers false if it was paused already. Connections that are forwarded into it are ended: gVisor
+/// Pauses the sandbox so that only who knows why lets it run on; answers false if it was paused already. Connections that are forwarded into it are ended: gVisor
 /// cannot be saved while one is open, and a process that stands still cannot end.
 pub fn pause(
+    records: &Records,
+    control: &mut Control,
+    sandbox: &SandboxId,
+    limit: Duration,
+) -> Result<bool, Error> {
+    let done = stop(records, control, sandbox, limit)?;
+    records.write_doze(sandbox, None)?;
+    Ok(done)
+}
+
+/// The same, but whoever needs the sandbox resumes it; one that dozes already is left as it is.
+pub fn doze(
+    records: &Records,
+    control: &mut Control,
+    sandbox: &SandboxId,
+    limit: Duration,
+) -> Result<bool, Error> {
+    if !is_dozing(records, control, sandbox, limit)? {
+        records.write_doze(sandbox, Some(DozeNote::default()))?;
+    }
+    stop(records, control, sandbox, limit)
+}
+
+/// Whether the sandbox is paused, and whoever needs it may resume it.
+pub fn is_dozing(
+    records: &Records,
+    control: &mut Control,
+    sandbox: &SandboxId,
+    limit: Duration,
+) -> Result<bool, Error> {
+    Ok(records.doze(sandbox)?.is_some() && is_paused(records, control, sandbox, limit)?)
+}
+
+fn stop(
     records: &Records,
     control: &mut Control,
     sandbox: &SandboxId,
@@ -85,6 +119,7 @@ pub fn resume(
     records.write_pause_mark(sandbox, Some(PauseMark::Changing))?;
     control.resume(limit)?;
     records.write_pause_mark(sandbox, None)?;
+    records.write_doze(sandbox, None)?;
     Ok(true)
 }
 

@@ -4,12 +4,17 @@
 //! pods/<sandbox id>/pod.json        the pod, written once
 //! pods/<sandbox id>/state.json      what its sandbox is doing now ([`SandboxState`])
 //! pods/<sandbox id>/pause.json      whether it is paused ([`PauseMark`])
+//! pods/<sandbox id>/doze.json       there while it is paused because it was idle ([`DozeNote`]): whoever needs it resumes it
 //! pods/<sandbox id>/quotas.json     limits of processor time that are lifted while it wakes
-//! pods/<sandbox id>/wake.json       how long the last wake took
+//! pods/<sandbox id>/wake.json       how long the last wake took ([`WakeNote`]); when: the time of the file
+//! pods/<sandbox id>/sleep.json      what the pod's memory was before and after its last sleep began ([`SleepNote`])
 //! pods/<sandbox id>/lock            held by whoever changes the sandbox
-//! pods/<sandbox id>/sessions        locked (shared) by every process that exec runs in the sandbox
+//! pods/<sandbox id>/sessions        locked (shared) by every process that exec runs in the sandbox; its time: when one last began or ended
 //! pods/<sandbox id>/forwards        a pipe, open for reading by whoever forwards a connection ([`crate::forward`])
 //! pods/<sandbox id>/not-forwarded   why connections to the pod's loopback are not taken
+//! pods/<sandbox id>/traffic.json    where the times of its packets are ([`crate::traffic`]), or why there are none
+//! pods/<sandbox id>/probes.json     what the kubelet probes, as the agent has read it from the Pod ([`Probes`])
+//! pods/<sandbox id>/probing         locked (shared) by every process that a probe runs in the sandbox
 //! pods/<sandbox id>/called          when an exec or a signal last woke the sandbox: the time of the file
 //! reports/<pod UID>.json            how the last restore of this Pod ended ([`RestoreReport`])
 //! containers/<id>/container.json    the container, written once
@@ -35,6 +40,10 @@ use crate::config::Config;
 use crate::net::Addresses;
 use crate::pause::PauseMark;
 use crate::spec::{Role, SandboxVolume};
+
+mod notes;
+
+pub use notes::{DozeNote, Probes, Session};
 
 /// No record is larger; the OCI spec of a pod with thousands of mounts is below a megabyte.
 const MAX_RECORD: u64 = 8 << 20;
@@ -90,6 +99,32 @@ pub struct PodRecord {
     pub volumes: Vec<SandboxVolume>,
     /// `torpor.dev/on-restore-failure: ColdStart`.
     pub cold_start_on_failure: bool,
+}
+
+/// How a sandbox woke in place.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct WakeNote {
+    pub cause: WakeCause,
+    /// When each stage was over, in microseconds since the beginning.
+    pub stages_end_micros: std::collections::BTreeMap<String, u64>,
+}
+
+/// Who woke a sandbox.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum WakeCause {
+    /// The agent, because the API asks for a sandbox that runs.
+    Asked,
+    /// An exec, a forwarded connection or a signal.
+    Called,
+}
+
+/// Working set of a pod's cgroup in bytes, around the moment in which it fell asleep.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct SleepNote {
+    pub bytes_before: u64,
+    pub bytes_after: u64,
 }
 
 /// A container, as its spec tells it.
@@ -232,25 +267,6 @@ impl Records {
         match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
             Ok(lock) => Ok(Some(PodLock(lock))),
             Err((_, nix::Error::EAGAIN)) => Ok(None),
-            Err((_, source)) => Err(Error::Lock { path, source }),
-        }
-    }
-
-    /// Held by a process that somebody runs in the sandbox (exec), for as long as it runs.
-    pub fn join_sessions(&self, sandbox: &SandboxId) -> Result<PodLock, Error> {
-        let (path, file) = self.file_to_lock(sandbox, "sessions")?;
-        let locked = Flock::lock(file, FlockArg::LockSharedNonblock);
-        locked
-            .map(PodLock)
-            .map_err(|(_, source)| Error::Lock { path, source })
-    }
-
-    /// Whether anybody runs a process in the sandbox.
-    pub fn has_sessions(&self, sandbox: &SandboxId) -> Result<bool, Error> {
-        let (path, file) = self.file_to_lock(sandbox, "sessions")?;
-        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-            Ok(_) => Ok(false),
-            Err((_, nix::Error::EAGAIN)) => Ok(true),
             Err((_, source)) => Err(Error::Lock { path, source }),
         }
     }
@@ -407,6 +423,12 @@ impl Records {
         std::fs::write(&path, why).map_err(|source| write_error(&path, source))
     }
 
+    /// Notes why packets do not wake the pod.
+    pub fn note_not_watched(&self, sandbox: &SandboxId, why: &str) -> Result<(), Error> {
+        let path = self.pod_dir(sandbox).join("not-watched");
+        std::fs::write(&path, why).map_err(|source| write_error(&path, source))
+    }
+
     /// Notes that somebody needed the sandbox now.
     pub fn note_call(&self, sandbox: &SandboxId) -> Result<(), Error> {
         let path = self.pod_dir(sandbox).join("called");
@@ -415,23 +437,50 @@ impl Records {
 
     /// When somebody last needed the sandbox enough to wake it.
     pub fn last_call(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
-        std::fs::metadata(self.pod_dir(sandbox).join("called"))
-            .ok()?
-            .modified()
-            .ok()
+        modified(&self.pod_dir(sandbox).join("called"))
     }
 
     /// Notes how long the last wake took, stage by stage.
-    pub fn write_wake(&self, sandbox: &SandboxId, stages: &serde_json::Value) -> Result<(), Error> {
-        write_json(&self.pod_dir(sandbox).join("wake.json"), stages)
+    pub fn write_wake(&self, sandbox: &SandboxId, wake: &WakeNote) -> Result<(), Error> {
+        write_json(&self.wake_path(sandbox), wake)
+    }
+
+    /// When the sandbox last woke in place; none if never.
+    pub fn woke_at(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
+        modified(&self.wake_path(sandbox))
+    }
+
+    /// How it last woke in place.
+    pub fn wake(&self, sandbox: &SandboxId) -> Result<WakeNote, Error> {
+        read_json(&self.wake_path(sandbox))
+    }
+
+    fn wake_path(&self, sandbox: &SandboxId) -> PathBuf {
+        self.pod_dir(sandbox).join("wake.json")
+    }
+
+    /// Notes what the pod's memory was before and after it fell asleep.
+    pub fn write_sleep(&self, sandbox: &SandboxId, sleep: &SleepNote) -> Result<(), Error> {
+        write_json(&self.sleep_path(sandbox), sleep)
+    }
+
+    /// When the sandbox last fell asleep in place; none if never.
+    pub fn slept_at(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
+        modified(&self.sleep_path(sandbox))
+    }
+
+    /// What the pod's memory was when it last fell asleep.
+    pub fn sleep(&self, sandbox: &SandboxId) -> Result<SleepNote, Error> {
+        read_json(&self.sleep_path(sandbox))
+    }
+
+    fn sleep_path(&self, sandbox: &SandboxId) -> PathBuf {
+        self.pod_dir(sandbox).join("sleep.json")
     }
 
     /// When the pod's record was written.
     pub fn made_at(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
-        std::fs::metadata(self.pod_dir(sandbox).join("pod.json"))
-            .ok()?
-            .modified()
-            .ok()
+        modified(&self.pod_dir(sandbox).join("pod.json"))
     }
 
     /// The pods of this node. Directories that are being made or taken away are passed over.
@@ -466,6 +515,10 @@ impl Records {
     pub fn remove_pod(&self, sandbox: &SandboxId) -> Result<(), Error> {
         remove_dir(&self.pod_dir(sandbox))
     }
+}
+
+fn modified(path: &Path) -> Option<std::time::SystemTime> {
+    std::fs::metadata(path).ok()?.modified().ok()
 }
 
 fn write_error(path: &Path, source: std::io::Error) -> Error {

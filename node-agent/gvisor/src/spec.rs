@@ -20,7 +20,7 @@ pub const CRI_IMAGE_NAME: &str = "io.kubernetes.cri.image-name";
 const GVISOR_PREFIX: &str = "dev.gvisor.";
 const MOUNT_HINT_PREFIX: &str = "dev.gvisor.spec.mount.";
 /// Where the pause container mounts the pod's volumes.
-const PAUSE_VOLUMES: &str = "/torpor-volumes";
+pub const PAUSE_VOLUMES: &str = "/torpor-volumes";
 /// The pod's /dev/shm is a volume to gVisor, of this name.
 const SHM_HINT: &str = "devshm";
 

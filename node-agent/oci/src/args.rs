@@ -72,12 +72,22 @@ pub(crate) enum Command {
     },
     /// Print what this runtime supports
     Features,
-    /// Wake a hibernated sandbox and print a JSON answer (run by a keeper; standard input holds the pod's lock)
+    /// Wake a hibernated or dozing sandbox and print a JSON answer (run by a keeper). With an image: for the agent, which keeps the ledger;
+    /// standard input holds the pod's lock
     #[command(hide = true)]
-    Wake { sandbox: SandboxId, image: ImageId },
+    Wake {
+        sandbox: SandboxId,
+        image: Option<ImageId>,
+    },
+    /// Push the memory of a dozing sandbox into swap, and print a JSON answer (run by a keeper; standard input holds the pod's lock)
+    #[command(hide = true)]
+    Doze { sandbox: SandboxId, image: ImageId },
     /// End the processes of a sandbox whose image is committed, and print a JSON answer (run by a keeper; standard input holds the pod's lock)
     #[command(hide = true)]
     End { sandbox: SandboxId, image: ImageId },
+    /// Say when the pod's links last carried a packet, as a JSON answer (run by a keeper; standard input holds the pod's lock)
+    #[command(hide = true)]
+    Traffic { sandbox: SandboxId },
     /// Be the process that stands for one that exec started (run by exec)
     #[command(hide = true)]
     ExecWaiter {
@@ -88,7 +98,13 @@ pub(crate) enum Command {
         /// Standard input is its terminal
         #[arg(long)]
         terminal: bool,
+        /// It is one of the kubelet's probes
+        #[arg(long)]
+        probe: bool,
     },
+    /// Be the process that stands for a probe of a sandbox that sleeps, and succeed (run by exec)
+    #[command(hide = true)]
+    ProbeAnswer,
     /// Be the process that stands for a container (run by create)
     #[command(hide = true)]
     Keeper(KeeperArgs),

@@ -18,7 +18,7 @@ use torpor_gvisor::spec::{
     CRI_SANDBOX_NAME, CRI_SANDBOX_NAMESPACE, CRI_SANDBOX_UID, Role, SandboxVolume, Spec, digest,
     rewrite, sandbox_volumes,
 };
-use torpor_gvisor::{cgroup, net};
+use torpor_gvisor::{cgroup, net, traffic};
 
 use crate::args::CreateArgs;
 use crate::console::{Terminal, create_with_console, hand_over};
@@ -62,6 +62,9 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Option<an
         Role::Sandbox => take_loopback(node, &pod),
         Role::Container => (None, None),
     };
+    if role == Role::Sandbox {
+        watch_traffic(node, &pod)?;
+    }
     let console_socket = args.console_socket.as_deref();
     record.keeper_pid = start_keeper(node, &record, &dir, console_socket, loopback)?;
     node.records.write_container(&record)?;
@@ -91,6 +94,18 @@ fn take_loopback(node: &Node, pod: &PodRecord) -> (Option<Loopback>, Option<anyh
             (None, Some(warning))
         }
     }
+}
+
+/// A pod whose packets cannot be watched starts all the same: it does not fall asleep by itself, and the agent says why.
+fn watch_traffic(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
+    let Some(namespace) = &pod.network_namespace else {
+        return Ok(());
+    };
+    let begun = (pod.addresses.ips())
+        .map_err(anyhow::Error::new)
+        .and_then(|ips| Ok(traffic::begin(namespace, &ips)?))
+        .map_err(|error| format!("{error:#}"));
+    Ok(node.records.write_traffic(&pod.sandbox, &begun)?)
 }
 
 /// What must be known of the pod before runsc takes the addresses off its interfaces.

@@ -15,10 +15,11 @@ use serde_json::Value;
 use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_gvisor::control::{Control, SignalScope};
 use torpor_gvisor::exec::exec_args;
-use torpor_gvisor::record::{PodLock, SandboxState};
+use torpor_gvisor::record::{ContainerRecord, PodLock, SandboxState, Session};
 
 use crate::args::ExecArgs;
 use crate::console::{Terminal, hand_over};
+use crate::doze;
 use crate::node::{CALL_LIMIT, Node, read_oci_json};
 use crate::restore;
 use crate::state::refuse_frozen;
@@ -33,8 +34,13 @@ pub(crate) fn exec(node: &Node, args: &ExecArgs) -> anyhow::Result<()> {
     );
     let process = read_oci_json(&args.process, "process")?;
     let record = node.container(&args.id)?;
+    let session = session_of(node, &record.sandbox, &process);
     // Held until the process runs: a save that begins now would otherwise take the sandbox away under it.
-    let _lock = awake(node, &record.sandbox)?;
+    let _lock = node.records.lock(&record.sandbox)?;
+    if session == Session::Probe && doze::sleeps(node, &record.sandbox)? {
+        return answer_probe(node, args, &record);
+    }
+    wake_up(node, &record.sandbox)?;
     let spec = node.records.spec(&args.id)?;
     let request = exec_args(&process, &spec, args.id.as_str())?;
     let terminal = match &args.console_socket {
@@ -46,27 +52,67 @@ pub(crate) fn exec(node: &Node, args: &ExecArgs) -> anyhow::Result<()> {
         None => None,
     };
     let pid = start(node, &record.sandbox, &request, terminal.as_ref())?;
-    let waiter = start_waiter(&record.sandbox, &args.id, pid, terminal)?;
-    node.cgroups.place(&record.cgroup, waiter)?;
+    node.records.note_session(&record.sandbox, session)?;
+    let waiter = start_waiter(&record.sandbox, &args.id, pid, terminal, session)?;
+    stand_for(node, args, &record, waiter)
+}
+
+/// The shim watches this process in place of the one in the sandbox.
+fn stand_for(
+    node: &Node,
+    args: &ExecArgs,
+    record: &ContainerRecord,
+    pid: u32,
+) -> anyhow::Result<()> {
+    node.cgroups.place(&record.cgroup, pid)?;
     if let Some(path) = &args.pid_file {
-        std::fs::write(path, waiter.to_string())
+        std::fs::write(path, pid.to_string())
             .with_context(|| format!("cannot write {}", path.display()))?;
     }
     Ok(())
 }
 
-/// The pod's lock, with the sandbox running.
+/// A sandbox that sleeps is as it was when it fell asleep, and a probe is no reason to wake it: it is answered by a process that
+/// succeeds. When it is awake, its own answer counts again.
+fn answer_probe(node: &Node, args: &ExecArgs, record: &ContainerRecord) -> anyhow::Result<()> {
+    let succeeds = Command::new("/proc/self/exe")
+        .arg0("torpor-exec")
+        .arg("probe-answer")
+        .current_dir("/")
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .context("cannot answer the probe")?;
+    stand_for(node, args, record, succeeds.id())
+}
+
+/// The kubelet's exec probes come the way every exec comes; their commands tell them apart.
+fn session_of(node: &Node, sandbox: &SandboxId, process: &Value) -> Session {
+    let command: Option<Vec<String>> = process
+        .get("args")
+        .and_then(|args| serde_json::from_value(args.clone()).ok());
+    // Without the note it is somebody's: the sandbox stays awake for it.
+    let probes = node.records.probes(sandbox).unwrap_or_default();
+    match command.is_some_and(|command| probes.commands.contains(&command)) {
+        true => Session::Probe,
+        false => Session::Use,
+    }
+}
+
+/// The pod's lock, with the sandbox running: one that hibernates or dozes is woken, one that is frozen is not.
 pub(crate) fn awake(node: &Node, sandbox: &SandboxId) -> anyhow::Result<PodLock> {
     let lock = node.records.lock(sandbox)?;
+    wake_up(node, sandbox)?;
+    Ok(lock)
+}
+
+/// The caller holds the lock.
+fn wake_up(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
     match node.records.state(sandbox)? {
-        SandboxState::Running => {
-            refuse_frozen(node, sandbox)?;
-            Ok(lock)
-        }
-        SandboxState::Hibernated { .. } => {
-            restore::wake_locked(node, sandbox)?;
-            Ok(lock)
-        }
+        SandboxState::Running if doze::rouse(node, sandbox)? => Ok(()),
+        SandboxState::Running => refuse_frozen(node, sandbox),
+        SandboxState::Hibernated { .. } => restore::wake_locked(node, sandbox),
         SandboxState::Restoring { .. } => {
             bail!("the sandbox is being restored: not all of its containers are there yet")
         }
@@ -104,6 +150,7 @@ fn start_waiter(
     container: &ContainerId,
     pid: i32,
     terminal: Option<OwnedFd>,
+    session: Session,
 ) -> anyhow::Result<u32> {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("torpor-exec").arg("exec-waiter");
@@ -111,6 +158,9 @@ fn start_waiter(
         .arg(sandbox.as_str())
         .arg(container.as_str())
         .arg(pid.to_string());
+    if session == Session::Probe {
+        command.arg("--probe");
+    }
     command
         .current_dir("/")
         .stdout(Stdio::null())
@@ -129,9 +179,10 @@ pub(crate) fn wait(
     container: &ContainerId,
     pid: i32,
     terminal: bool,
+    session: Session,
 ) -> anyhow::Result<ExitCode> {
     // The agent does not put the sandbox to sleep under a session. Without the lock it might, which ends only the session.
-    let _session = node.records.join_sessions(sandbox).ok();
+    let _session = node.records.join_sessions(sandbox, session).ok();
     let mut control = Control::connect(node.runsc.root(), sandbox.as_str())?;
     control.begin_wait_pid(container.as_str(), pid)?;
     if terminal {
@@ -155,6 +206,8 @@ pub(crate) fn wait(
     let code = control
         .wait_result()
         .map_or(KILLED, |status| status.exit_code());
+    // The pod may be gone with the process.
+    let _ = node.records.note_session(sandbox, session);
     Ok(ExitCode::from(code))
 }
 

@@ -4,12 +4,14 @@
 //! sandbox' control socket and ends with the same code. When the sandbox is hibernated, its end is no end: the keeper
 //! goes on listening until it is told that the sandbox runs again. It is one thread that sleeps in poll.
 //!
-//! The pause container's keeper also starts programs: wakes and ends for the agent, and one for each connection to the
-//! loopback of the pod's network namespace (port-forward).
+//! The pause container's keeper also starts programs: wakes and ends for the agent, one for each connection to the
+//! loopback of the pod's network namespace (port-forward), and a wake when a packet arrives for a sandbox that sleeps.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode, Stdio};
+use std::time::Duration;
 
 use anyhow::Context;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -19,6 +21,7 @@ use torpor_core::ids::ImageId;
 use torpor_gvisor::control::Control;
 use torpor_gvisor::keeper::{Answer, Request, Verb, receive, send};
 use torpor_gvisor::record::{ContainerRecord, SandboxState};
+use torpor_wake::sensor::Next;
 
 use crate::args::KeeperArgs;
 use crate::node::Node;
@@ -26,11 +29,16 @@ use crate::node::Node;
 mod children;
 mod loopback;
 mod relay;
+mod text;
+mod watch;
 
 use children::{Children, Purpose};
 use loopback::{Arrival, Loopback, MOST_FORWARDS};
 use relay::Relay;
+use watch::Watch;
 
+/// How often a keeper that holds packets back makes sure that it still has to: whoever was to tell it may have died.
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
 /// What the shim is told when the sandbox died under its container: as if it had been killed.
 const KILLED: u8 = 137;
 
@@ -52,6 +60,10 @@ struct Keeper<'a> {
     children: Children,
     /// The pause container's keeper has it, unless the kernel has no way to it.
     loopback: Option<Loopback>,
+    /// While the pod's sandbox is saved, sleeps and wakes.
+    watch: Option<Watch>,
+    /// It has done something since it gave its memory back.
+    stirred: bool,
 }
 
 /// Runs until the container has ended.
@@ -69,6 +81,8 @@ pub(crate) fn run(node: &Node, args: &KeeperArgs) -> anyhow::Result<ExitCode> {
         terminal_mode: None,
         children: Children::default(),
         loopback,
+        watch: None,
+        stirred: true,
     };
     if keeper.record.terminal {
         relay::own_terminal()?;
@@ -97,7 +111,17 @@ impl Keeper<'_> {
     /// Waits for one event and handles it; a code when the container has ended.
     fn turn(&mut self) -> anyhow::Result<Option<u8>> {
         let ready = self.poll()?;
-        self.children.reap();
+        self.stirred = true;
+        let ended = self.children.reap();
+        if let Some(watch) = &mut self.watch {
+            let next = watch.turn();
+            self.follow(next);
+        }
+        self.look_at_sandbox(&ended);
+        if ready.quiet && self.waiting.is_none() && self.children.is_empty() {
+            text::give_back();
+            self.stirred = false;
+        }
         if ready.dialled {
             self.forward();
         }
@@ -120,6 +144,7 @@ impl Keeper<'_> {
     }
 
     fn poll(&mut self) -> anyhow::Result<Ready> {
+        let patience = self.patience();
         let mut fds = vec![PollFd::new(self.listener.as_fd(), PollFlags::POLLIN)];
         let waiting = fds.len();
         if let Some(control) = &self.waiting {
@@ -133,20 +158,120 @@ impl Keeper<'_> {
         if let Some(relay) = &self.relay {
             fds.extend(relay.interests());
         }
-        let children = fds.len();
-        // Waking up is all that they are for.
-        fds.extend(self.children.interests());
-        match poll(&mut fds, PollTimeout::NONE) {
-            Ok(_) | Err(nix::Error::EINTR) => {}
-            Err(error) => return Err(error).context("cannot poll"),
+        let packets = fds.len();
+        // Waking up is all that these are for.
+        if let Some(watch) = &self.watch {
+            fds.extend(watch.fds().map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
         }
+        fds.extend(self.children.interests());
+        let quiet = match poll(&mut fds, patience) {
+            Ok(happened) => happened == 0,
+            Err(nix::Error::EINTR) => false,
+            Err(error) => return Err(error).context("cannot poll"),
+        };
         let happened = |fd: &PollFd<'_>| fd.any().unwrap_or(false);
         Ok(Ready {
             request: happened(&fds[0]),
             ended: fds[waiting..loopback].iter().any(happened),
             dialled: fds[loopback..relay].iter().any(happened),
-            relay: fds[relay..children].iter().any(happened),
+            relay: fds[relay..packets].iter().any(happened),
+            quiet,
         })
+    }
+
+    /// A sandbox that sleeps soundly needs nobody to look.
+    fn patience(&mut self) -> PollTimeout {
+        let settled = self.watch.as_ref().is_none_or(Watch::is_asleep) && self.children.is_empty();
+        // Without a sandbox to wait for there is memory to give back, once nothing more comes.
+        let drowsy = self.waiting.is_none() && self.stirred;
+        let look = (!settled || drowsy).then_some(LOOK_AGAIN);
+        let turn = self.watch.as_mut().and_then(Watch::turn_again);
+        look.into_iter()
+            .chain(turn)
+            .min()
+            .map_or(PollTimeout::NONE, |wait| {
+                // Rounded up: a poll that ends too early would only be made again.
+                let millis = wait.as_millis().saturating_add(1);
+                PollTimeout::try_from(millis).unwrap_or(PollTimeout::MAX)
+            })
+    }
+
+    /// Whether the sandbox that is watched still sleeps, has just fallen asleep, or runs.
+    fn look_at_sandbox(&mut self, ended: &[Purpose]) {
+        let Some(watch) = &mut self.watch else { return };
+        let sandbox = &self.record.sandbox;
+        let records = &self.node.records;
+        match records.state(sandbox) {
+            Ok(SandboxState::Hibernated { .. }) => {
+                if ended.contains(&Purpose::Rouse) {
+                    watch.wake_failed();
+                }
+                if let Ok(pod) = records.pod(sandbox) {
+                    let next = watch.asleep(&pod);
+                    self.follow(next);
+                }
+            }
+            Ok(SandboxState::Running) if !records.is_noted_paused(sandbox) => self.release(),
+            Ok(SandboxState::Running | SandboxState::Restoring { .. }) | Err(_) => {
+                if ended.contains(&Purpose::Rouse) {
+                    watch.wake_failed();
+                }
+            }
+        }
+    }
+
+    fn release(&mut self) {
+        if let Some(watch) = self.watch.take() {
+            watch.release();
+        }
+    }
+
+    /// The program takes the pod's lock by itself: whoever has it now is asked to wait by nobody.
+    fn follow(&mut self, next: Next) {
+        let Next::Wake(cause) = next else { return };
+        let spawned = Command::new("/proc/self/exe")
+            .arg0("torpor-wake")
+            .arg("wake")
+            .arg(self.record.sandbox.as_str())
+            .current_dir("/")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn();
+        match (spawned, &mut self.watch) {
+            (Ok(child), _) => self.children.add(Purpose::Rouse, child),
+            (Err(error), Some(watch)) => {
+                eprintln!(
+                    "torpor-oci: {cause:?} wants the sandbox, which cannot be woken: {error}"
+                );
+                watch.wake_failed();
+            }
+            (Err(_), None) => {}
+        }
+    }
+
+    /// A pod that cannot be watched sleeps all the same, and is woken by everything else.
+    fn watch(&mut self, probed_ports: &[u16]) -> Answer {
+        let records = &self.node.records;
+        let pod = match records.pod(&self.record.sandbox) {
+            Ok(pod) => pod,
+            Err(error) => return Answer::refused("NoRecord", error.to_string()),
+        };
+        if self.watch.is_some() {
+            // It dozed before it is saved: what waits goes on waiting.
+            return Answer::ok(serde_json::Value::Null);
+        }
+        match Watch::begin(&pod, probed_ports, self.node.config.kubelet_port) {
+            Ok(watch) => {
+                self.watch = Some(watch);
+                Answer::ok(serde_json::Value::Null)
+            }
+            Err(error) => {
+                let why = format!("packets will not wake the Pod: {error:#}");
+                // The answer says it too.
+                let _ = records.note_not_watched(&self.record.sandbox, &why);
+                Answer::refused("NotWatched", why)
+            }
+        }
     }
 
     /// Gives one connection to the pod's loopback to a program. One that is not taken is reset.
@@ -264,6 +389,21 @@ impl Keeper<'_> {
                         }
                     }
                 }
+                self.release();
+                answer(&peer, &done, &[]);
+            }
+            Request::Hold { probes } => {
+                let answered = self.watch(probes);
+                answer(&peer, &answered, &[]);
+            }
+            Request::Watch { probes } => {
+                let answered = self.watch(probes);
+                answer(&peer, &answered, &[]);
+                let next = self.watch.as_mut().map(Watch::standing);
+                self.follow(next.unwrap_or(Next::Nothing));
+            }
+            Request::Release => {
+                self.release();
                 answer(&peer, &done, &[]);
             }
             Request::Exit { code } => {
@@ -271,7 +411,7 @@ impl Keeper<'_> {
                 return Handled::Exit(*code);
             }
             Request::Run { verb, image } => match files.pop_front() {
-                Some(lock) => self.run(*verb, image, lock, peer),
+                Some(lock) => self.run(*verb, image.as_ref(), lock, peer),
                 None => answer(&peer, &Answer::refused("BadRequest", "no lock".into()), &[]),
             },
         }
@@ -286,12 +426,12 @@ impl Keeper<'_> {
     }
 
     /// The program's standard output is the connection: its answer is the answer.
-    fn run(&mut self, verb: Verb, image: &ImageId, lock: OwnedFd, peer: OwnedFd) {
+    fn run(&mut self, verb: Verb, image: Option<&ImageId>, lock: OwnedFd, peer: OwnedFd) {
         let Ok(copy) = peer.try_clone() else { return };
         let spawned = Command::new("/proc/self/exe")
             .arg(verb.as_str())
             .arg(self.record.sandbox.as_str())
-            .arg(image.to_string())
+            .args(image.map(ToString::to_string))
             .stdin(lock)
             .stdout(peer)
             .stderr(Stdio::null())
@@ -311,6 +451,8 @@ struct Ready {
     ended: bool,
     dialled: bool,
     relay: bool,
+    /// Nothing for as long as it was willing to wait.
+    quiet: bool,
 }
 
 /// Nobody is harmed when the one who asked no longer listens.

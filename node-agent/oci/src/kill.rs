@@ -10,6 +10,7 @@ use torpor_gvisor::keeper::{self, Request};
 use torpor_gvisor::pause;
 use torpor_gvisor::record::{ContainerRecord, SandboxState};
 
+use crate::doze;
 use crate::node::{CALL_LIMIT, Node};
 use crate::restore;
 
@@ -35,7 +36,7 @@ pub(crate) fn kill(node: &Node, id: &ContainerId, signal: &str, all: bool) -> an
         }
         SandboxState::Running => {
             // A paused container handles no signal, and who ends one wants it to run its handlers.
-            if is_paused(node, &record)? {
+            if !doze::rouse(node, &record.sandbox)? && is_paused(node, &record)? {
                 restore::about_to_run(node, &record.sandbox)?;
                 let mut control = Control::connect(node.runsc.root(), record.sandbox.as_str())?;
                 pause::resume(&node.records, &mut control, &record.sandbox, CALL_LIMIT)?;
@@ -55,10 +56,11 @@ fn end_keeper(node: &Node, id: &ContainerId, signal: Signal) -> anyhow::Result<(
     }
 }
 
-/// A save was cut off between the commit and the end of the processes: the image is the sandbox already, and one that
+/// One that dozes is resumed in a millisecond, and its program ends as it would have. But a save was cut off between the commit and the end of the processes: the image is the sandbox already, and one that
 /// ran on would make it stale for nothing.
 fn is_saved_and_paused(node: &Node, record: &ContainerRecord) -> anyhow::Result<bool> {
-    Ok(is_paused(node, record)? && restore::is_in_image(node, &record.sandbox)?)
+    let dozes = node.records.doze(&record.sandbox)?.is_some();
+    Ok(!dozes && is_paused(node, record)? && restore::is_in_image(node, &record.sandbox)?)
 }
 
 fn is_paused(node: &Node, record: &ContainerRecord) -> anyhow::Result<bool> {

@@ -6,6 +6,7 @@ mod args;
 mod console;
 mod create;
 mod delete;
+mod doze;
 mod exec;
 mod forward;
 mod keeper;
@@ -19,6 +20,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
+use torpor_gvisor::record::Session;
 
 use crate::args::{Cli, Command};
 use crate::node::Node;
@@ -37,6 +39,9 @@ fn main() -> ExitCode {
 fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     if let Command::Features = cli.command {
         println!("{}", state::features());
+        return Ok(ExitCode::SUCCESS);
+    }
+    if let Command::ProbeAnswer = cli.command {
         return Ok(ExitCode::SUCCESS);
     }
     if let Command::ForwardInside { port } = cli.command {
@@ -62,22 +67,34 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         // Pods' limits are the kubelet's, set on the pod's cgroup; see docs/architecture.md "Cgroups".
         Command::Update { id, .. } => node.container(id).map(drop)?,
         Command::Wake { sandbox, image } => {
-            return Ok(restore::answer(restore::wake(&node, sandbox, image)));
+            let woken = match image {
+                Some(image) => restore::wake(&node, sandbox, image),
+                None => doze::wake(&node, sandbox),
+            };
+            return Ok(restore::answer(woken));
+        }
+        Command::Doze { sandbox, image } => {
+            return Ok(restore::answer(doze::doze(&node, sandbox, image)));
         }
         Command::End { sandbox, image } => {
             return Ok(restore::answer(restore::end(&node, sandbox, image)));
+        }
+        Command::Traffic { sandbox } => {
+            return Ok(restore::answer(state::traffic(&node, sandbox)));
         }
         Command::ExecWaiter {
             sandbox,
             id,
             pid,
             terminal,
+            probe,
         } => {
-            return exec::wait(&node, sandbox, id, *pid, *terminal);
+            let session = if *probe { Session::Probe } else { Session::Use };
+            return exec::wait(&node, sandbox, id, *pid, *terminal, session);
         }
         Command::Keeper(args) => return keeper::run(&node, args),
         Command::Forward { sandbox } => forward::forward(&node, sandbox)?,
-        Command::Features | Command::ForwardInside { .. } => {}
+        Command::Features | Command::ProbeAnswer | Command::ForwardInside { .. } => {}
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -13,7 +13,9 @@ use torpor_core::ledger::Memory;
 use torpor_core::{Entry, LedgerState};
 use torpor_gvisor::keeper::{self, Answer, Request};
 use torpor_gvisor::probe;
-use torpor_gvisor::record::{ContainerRecord, PodRecord, RestoreReport, SandboxState};
+use torpor_gvisor::record::{
+    ContainerRecord, PodRecord, RestoreReport, SandboxState, SleepNote, WakeCause,
+};
 use torpor_gvisor::spec::{Role, Spec};
 use torpor_snapshots::{Image, LedgerFile, Manifest, Mismatch, SavedName, Store};
 
@@ -420,6 +422,11 @@ fn wake_recorded(
 
 /// Whether the ledger says that the sandbox' memory lies in an image that is there.
 pub(crate) fn is_in_image(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
+    Ok(memory_image(node, sandbox)?.is_some())
+}
+
+/// The image that the sandbox' memory lies in, by the ledger, if it is there.
+pub(crate) fn memory_image(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Option<ImageId>> {
     let pod = node.records.pod(sandbox)?;
     let store = store(node)?;
     let held = |image: &ImageId| store.image(&pod.namespace, image).is_ok();
@@ -427,7 +434,7 @@ pub(crate) fn is_in_image(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bo
         .ledger(&pod.pod_uid)?
         .read()?
         .restorable(held)
-        .is_some())
+        .cloned())
 }
 
 /// Before a paused sandbox is resumed: from now on no image is its memory.
@@ -452,7 +459,8 @@ pub(crate) fn wake_locked(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()
     let stages = wake_recorded(node, &pod, &image, &id, &parts, &ledger)
         .context("cannot wake the hibernated sandbox")?;
     node.records.note_call(sandbox)?;
-    node.records.write_wake(sandbox, &stages.to_json())?;
+    node.records
+        .write_wake(sandbox, &stages.note(WakeCause::Called))?;
     Ok(())
 }
 
@@ -475,8 +483,9 @@ pub(crate) fn wake(node: &Node, sandbox: &SandboxId, id: &ImageId) -> anyhow::Re
     let image = store(node)?.image(&pod.namespace, id)?;
     let parts = parts_of(node, sandbox, &image)?;
     let stages = sandbox::restore(node, &pod, &image, &parts)?;
-    node.records.write_wake(sandbox, &stages.to_json())?;
-    Ok(Answer::ok(stages.to_json()))
+    let note = stages.note(WakeCause::Asked);
+    node.records.write_wake(sandbox, &note)?;
+    Ok(Answer::ok(serde_json::to_value(note)?))
 }
 
 /// Verb of the agent: the image is committed, end the sandbox' processes. Twice does no harm.
@@ -485,8 +494,19 @@ pub(crate) fn end(node: &Node, sandbox: &SandboxId, id: &ImageId) -> anyhow::Res
     // Before the first process ends: the keepers read it to tell sleep from death.
     node.records
         .write_state(sandbox, &SandboxState::Hibernated { image: id.clone() })?;
+    let working_set = || node.cgroups.working_set(pod.cgroup.parent()?);
+    let lived = !node.cgroups.pids(&pod.cgroup)?.is_empty();
+    let before = working_set().filter(|_| lived);
     sandbox::end(node, &pod)?;
     node.records.write_pause_mark(sandbox, None)?;
+    if let (Some(bytes_before), Some(bytes_after)) = (before, working_set()) {
+        let note = SleepNote {
+            bytes_before,
+            bytes_after,
+        };
+        node.records.write_sleep(sandbox, &note)?;
+    }
+    node.records.write_doze(sandbox, None)?;
     Ok(Answer::ok(serde_json::Value::Null))
 }
 

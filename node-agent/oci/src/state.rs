@@ -4,8 +4,9 @@ use anyhow::bail;
 use serde_json::{Value, json};
 use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_gvisor::control::Control;
-use torpor_gvisor::pause;
+use torpor_gvisor::keeper::Answer;
 use torpor_gvisor::record::{ContainerRecord, SandboxState};
+use torpor_gvisor::{pause, traffic};
 
 use crate::node::{CALL_LIMIT, Node};
 use crate::restore;
@@ -26,7 +27,12 @@ pub(crate) fn state(node: &Node, id: &ContainerId) -> anyhow::Result<Value> {
     let lives = keeper_lives(&record);
     let status = match node.records.state(&record.sandbox)? {
         _ if !lives => "stopped",
-        SandboxState::Running if paused(node, &record.sandbox) => "paused",
+        // A doze is nobody's wish, and ends as soon as somebody wants something.
+        SandboxState::Running
+            if paused(node, &record.sandbox) && node.records.doze(&record.sandbox)?.is_none() =>
+        {
+            "paused"
+        }
         _ => "running",
     };
     Ok(json!({
@@ -67,6 +73,14 @@ pub(crate) fn resume(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
         bail!("the sandbox is not paused");
     }
     Ok(())
+}
+
+/// Verb of the agent: when the pod's links last carried something that was not noise.
+pub(crate) fn traffic(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Answer> {
+    match node.records.traffic(sandbox)? {
+        Ok(watch) => Ok(Answer::ok(serde_json::to_value(traffic::last(watch)?)?)),
+        Err(why) => bail!(why),
+    }
 }
 
 /// An exec into a paused sandbox would wait for as long as the pause lasts.

@@ -37,7 +37,12 @@ fn child() {
     ledger
         .append(&Entry::Committed { image: image(1) })
         .unwrap();
-    ledger.append(&Entry::Asleep { image: image(1) }).unwrap();
+    ledger
+        .append(&Entry::Asleep {
+            image: image(1),
+            by_itself: false,
+        })
+        .unwrap();
     append_to_a_long_ledger(&store);
     let found = store.image(&namespace(), &image(1)).unwrap();
     found.mark_consumed(&PodUid::new("pod-b").unwrap()).unwrap();
@@ -56,7 +61,13 @@ fn old_pod() -> PodUid {
 fn append_to_a_long_ledger(store: &Store) {
     let mut bytes = ledger::encode_header().to_vec();
     for _ in 0..LONG {
-        bytes.extend(ledger::encode(&Entry::Asleep { image: image(1) }).unwrap());
+        bytes.extend(
+            ledger::encode(&Entry::Asleep {
+                image: image(1),
+                by_itself: false,
+            })
+            .unwrap(),
+        );
     }
     let path = store.root().join("ledger").join(old_pod().as_str());
     std::fs::write(&path, bytes).unwrap();

@@ -20,7 +20,10 @@ fn asleep() -> Vec<Entry> {
             snapshots: [].into(),
         },
         Entry::Committed { image: image(1) },
-        Entry::Asleep { image: image(1) },
+        Entry::Asleep {
+            image: image(1),
+            by_itself: false,
+        },
     ]
 }
 
@@ -34,7 +37,13 @@ fn what_was_appended_is_read_by_everybody() {
     let again = Store::open(dir.path()).unwrap();
     let state = ledger(&again).read().unwrap();
     assert_eq!(state, LedgerState::fold(&asleep()));
-    assert_eq!(state.memory, Memory::Asleep { image: image(1) });
+    assert_eq!(
+        state.memory,
+        Memory::Asleep {
+            image: image(1),
+            by_itself: false
+        }
+    );
     assert_eq!(again.ledgers().unwrap(), [PodUid::new(POD).unwrap()]);
     let path = dir.path().join("ledger").join(POD);
     assert_eq!(
@@ -129,7 +138,10 @@ fn a_ledger_that_grows_long_is_rewritten_and_says_the_same() {
         let entries = [
             Entry::Waking { image: image(1) },
             Entry::Awake,
-            Entry::Asleep { image: image(1) },
+            Entry::Asleep {
+                image: image(1),
+                by_itself: false,
+            },
         ];
         let entry = if round == 0 {
             asleep()[0].clone()
@@ -156,7 +168,10 @@ fn many_appenders_lose_no_entry_and_mix_none() {
                 let store = Store::open(root).unwrap();
                 for _ in 0..400 {
                     ledger(&store)
-                        .append(&Entry::Asleep { image: image(1) })
+                        .append(&Entry::Asleep {
+                            image: image(1),
+                            by_itself: false,
+                        })
                         .unwrap();
                 }
             });

@@ -21,7 +21,8 @@ use super::error::Error;
 use super::host::{self, HostRoot, Mode};
 use super::plan::{self, Change, Current, MainEdit, Plan, Restart, Wanted};
 use super::restart;
-use crate::args::{ContainerdArgs, InstallArgs, NodePaths, UninstallArgs};
+use super::zram::Zram;
+use crate::args::{ContainerdArgs, InstallArgs, NodePaths, ShareOfMemory, UninstallArgs};
 
 const OCI: &str = "torpor-oci";
 const RUNSC: &str = "runsc";
@@ -46,6 +47,9 @@ struct Record {
     /// Directories that were not there, the outermost first.
     created: Vec<PathBuf>,
     main: Option<MainEdit>,
+    /// The number of our zram device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    zram: Option<u32>,
 }
 
 /// The places of one node, below its root.
@@ -209,6 +213,7 @@ pub(super) fn install(args: &InstallArgs) -> Result<Outcome, Error> {
     if matches!(plan.drop_in, Change::Write(_)) && !conf_dir.is_dir() {
         host::make_dir(&conf_dir, 0o755)?;
     }
+    provide_swap(&node, &mut record, args.doze_swap)?;
     node.change_containerd(&plan)?;
     let restarted = node.restart(&plan, &args.containerd)?;
     Ok(Outcome {
@@ -216,6 +221,36 @@ pub(super) fn install(args: &InstallArgs) -> Result<Outcome, Error> {
         containerd: plan.restart == Some(Restart::Changed),
         restarted,
     })
+}
+
+/// Makes swap that is asked for and not there, and removes what is not asked for any more. A number that is left from before a
+/// reboot is nobody's, or somebody else's, so only a device that is swap counts as ours.
+fn provide_swap(
+    node: &Node,
+    record: &mut Record,
+    wanted: Option<ShareOfMemory>,
+) -> Result<(), Error> {
+    let zram = Zram::of(&node.root)?;
+    let ours = record
+        .zram
+        .map(|device| zram.is_on(device).map(|on| (device, on)));
+    match (wanted, ours.transpose()?) {
+        (Some(_), Some((_, true))) => return Ok(()),
+        (None, Some((device, true))) => {
+            zram.remove(device)?;
+            record.zram = None;
+        }
+        (None, None) => return Ok(()),
+        (None, Some((_, false))) => record.zram = None,
+        (Some(share), None | Some((_, false))) => {
+            let device = zram.add()?;
+            record.zram = Some(device);
+            node.write_record(record)?;
+            zram.switch_on(device, share)?;
+            info!(device, "made swap in compressed memory");
+        }
+    }
+    node.write_record(record)
 }
 
 /// Places runsc first and what uses it last. Returns whether anything was written.
@@ -233,6 +268,7 @@ fn place_binaries(node: &Node, args: &InstallArgs) -> Result<bool, Error> {
         state_dir: args.paths.state_dir.clone(),
         store_dir: args.paths.store_dir.clone(),
         kubelet_root: args.paths.kubelet_root.clone(),
+        kubelet_port: args.kubelet_port,
         platform: args.runsc_platform.clone(),
         expedite_wakes: args.expedite_wakes,
         debug_log_dir: args.runsc_debug_dir.clone(),
@@ -299,6 +335,7 @@ pub(super) fn uninstall(args: &UninstallArgs) -> Result<Outcome, Error> {
 
     let mut record = node.record()?;
     record.created.extend(made);
+    provide_swap(&node, &mut record, None)?;
     let plan = plan::uninstall(&node.wanted, &node.current(&record)?)?;
     node.change_containerd(&plan)?;
     let restarted = node.restart(&plan, &args.containerd)?;

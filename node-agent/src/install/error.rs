@@ -32,6 +32,16 @@ pub(crate) enum Error {
         #[source]
         source: io::Error,
     },
+    #[error(
+        "{path} makes no zram device: load the kernel module zram on this node, or leave --doze-swap out"
+    )]
+    NoZram { path: PathBuf },
+    #[error("cannot change what of {path} is swap")]
+    Swap {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
     #[error("{path} leads through too many symbolic links")]
     SymlinkLoop { path: PathBuf },
     #[error(
@@ -99,6 +109,8 @@ impl Error {
     /// Stable name of the kind of failure, for logs.
     pub(crate) fn reason(&self) -> &'static str {
         match self {
+            Self::NoZram { .. } => "NoZram",
+            Self::Swap { .. } => "SwapNotChanged",
             Self::Read { .. } => "ReadFailed",
             Self::Write { .. } => "WriteFailed",
             Self::Remove { .. } => "RemoveFailed",

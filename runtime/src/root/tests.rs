@@ -147,3 +147,105 @@ fn a_directory_is_not_written_over(#[case] path: &str) {
     let (_world, root) = world();
     assert!(matches!(root.begin(path), Err(Error::NotAFile)));
 }
+
+#[rstest]
+#[case("new", "new")]
+#[case("x/y/z", "x/y/z")]
+#[case("sub/in", "a.txt")]
+#[case("in-absolute/n/m", "sub/n/m")]
+#[case("dangling", "nothing")]
+fn a_file_is_put_with_the_directories_it_needs(#[case] path: &str, #[case] place: &str) {
+    let (world, root) = world();
+    let upload = root.put(path, 0o640).unwrap();
+    upload.file().unwrap().write_all(b"new").unwrap();
+    upload.finish().unwrap();
+    let place = world.path().join("app").join(place);
+    assert_eq!(fs::read(&place).unwrap(), b"new");
+    assert_eq!(
+        fs::metadata(place).unwrap().permissions().mode() & 0o7777,
+        0o640
+    );
+}
+
+#[rstest]
+#[case("sub", "is a directory")]
+#[case("", "is a directory")]
+#[case("a.txt/x", "not a directory")]
+#[case("out", "access denied")]
+#[case("out-dir/x/y", "access denied")]
+#[case("new/../../x", "access denied")]
+#[case("new\0/x", "access denied")]
+fn a_file_is_not_put_elsewhere(#[case] path: &str, #[case] error: &str) {
+    let (world, root) = world();
+    assert_eq!(root.put(path, 0o644).unwrap_err().to_string(), error);
+    assert!(!world.path().join("outside/x").exists());
+    assert!(!world.path().join("app/new").exists());
+}
+
+#[rstest]
+#[case("a.txt", false, Ok(vec!["a.txt"]))]
+#[case("out", false, Ok(vec!["out"]))]
+#[case("out-dir", true, Ok(vec!["out-dir"]))]
+#[case("sub/in", false, Ok(vec!["sub/in"]))]
+#[case("sub/deep", false, Ok(vec!["sub/deep"]))]
+#[case("sub/deep/..", true, Ok(vec!["sub"]))]
+#[case("sub", true, Ok(vec!["sub"]))]
+#[case("", true, Ok(vec!["a.txt", "sub", "out", "loop"]))]
+#[case("sub", false, Err("directory not empty"))]
+#[case("", false, Err("directory not empty"))]
+#[case("missing", true, Err("no such file or directory"))]
+#[case("out-dir/secret", true, Err("access denied"))]
+#[case("../outside", true, Err("access denied"))]
+fn only_what_is_named_is_removed(
+    #[case] path: &str,
+    #[case] recursive: bool,
+    #[case] removed: Result<Vec<&str>, &str>,
+) {
+    let (world, root) = world();
+    let app = world.path().join("app");
+    let result = root.remove(path, recursive).map_err(|e| e.to_string());
+    let expected = removed.as_ref().map(drop).map_err(|e| e.to_string());
+    assert_eq!(result, expected);
+    for gone in removed.unwrap_or_default() {
+        fs::symlink_metadata(app.join(gone)).unwrap_err();
+    }
+    assert!(app.exists());
+    assert_eq!(
+        fs::read(world.path().join("outside/secret")).unwrap(),
+        b"secret"
+    );
+}
+
+#[test]
+fn a_tree_that_is_too_deep_is_refused_and_not_descended_into_for_ever() {
+    let (world, root) = world();
+    let mut here = rustix::fs::open(world.path().join("app"), OFlags::PATH, Mode::empty()).unwrap();
+    for _ in 0..=path::MAX_COMPONENTS {
+        rustix::fs::mkdirat(&here, "d", Mode::RWXU).unwrap();
+        here = rustix::fs::openat(&here, "d", OFlags::PATH, Mode::empty()).unwrap();
+    }
+    assert!(matches!(root.remove("d", true), Err(Error::TooDeep)));
+}
+
+#[test]
+fn a_link_that_leads_nowhere_is_known() {
+    let (_world, root) = world();
+    let dangling = |entry: Entry| entry.dangling.then_some(entry.name);
+    let names: Vec<_> = root
+        .list("")
+        .unwrap()
+        .into_iter()
+        .filter_map(dangling)
+        .collect();
+    assert_eq!(
+        names,
+        [
+            "dangling",
+            "loop",
+            "out",
+            "out-absolute",
+            "out-dir",
+            "out-winding"
+        ]
+    );
+}

@@ -1,5 +1,11 @@
-//! The runtime as clients see it: the process itself, on a socket.
+//! The runtime as clients see it: the process itself, on its sockets.
 
+mod client;
 mod commands;
+mod processes;
+mod program;
+mod rest;
+mod terminals;
 mod transfers;
+mod watches;
 mod world;

@@ -19,7 +19,10 @@ const BOUNDARY: &str = "b0undary";
 
 pub(crate) struct Runtime {
     pub(crate) process: Child,
+    /// Of the legacy API.
     pub(crate) address: SocketAddr,
+    pub(crate) rest: SocketAddr,
+    pub(crate) grpc: SocketAddr,
     world: TempDir,
 }
 
@@ -35,25 +38,40 @@ impl Runtime {
         let world = TempDir::new().unwrap();
         let mut process = Command::new(env!("CARGO_BIN_EXE_sandbox-runtime"))
             .arg("--legacy-bind-address=127.0.0.1:0")
+            .arg("--rest-bind-address=127.0.0.1:0")
+            .arg("--grpc-bind-address=127.0.0.1:0")
             .arg(format!("--root={}", world.path().join("app").display()))
+            .arg(format!("--root-dir={}", world.path().join("app").display()))
             .args(flags)
             .env_remove("SANDBOX_EXEC_TIMEOUT_SECONDS")
+            .env("SANDBOX_ID", "one")
+            .env("SANDBOX_API_TOKEN", "secret")
+            .env("SANDBOX_RUNTIME_LOG", "info")
+            .current_dir(world.path())
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
         let mut log = BufReader::new(process.stderr.take().unwrap());
         let mut line = String::new();
-        let address = loop {
+        let mut bound = |api: &str| loop {
             line.clear();
             assert!(log.read_line(&mut line).unwrap() > 0, "it ended at once");
-            if let Some((_, address)) = line.trim().rsplit_once("serving bound=") {
+            let line = line.trim();
+            if let Some((before, address)) = line.rsplit_once(" bound=") {
+                assert!(
+                    before.ends_with(&format!("serving api=\"{api}\"")),
+                    "{line}"
+                );
                 break address.parse().unwrap();
             }
         };
+        let (address, rest, grpc) = (bound("legacy"), bound("rest"), bound("grpc"));
         thread::spawn(move || std::io::copy(&mut log, &mut std::io::sink()));
         Self {
             process,
             address,
+            rest,
+            grpc,
             world,
         }
     }
@@ -64,11 +82,7 @@ impl Runtime {
 
     /// A connection with the head of a request on it.
     pub(crate) fn open(&self, head: &str) -> TcpStream {
-        let mut stream = TcpStream::connect(self.address).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        let head = format!("{head}\r\nHost: sandbox\r\nConnection: close\r\n");
-        stream.write_all(head.as_bytes()).unwrap();
-        stream
+        open(self.address, head)
     }
 
     pub(crate) fn send(&self, line: &str, kind: &str, body: &[u8]) -> Answer {
@@ -130,6 +144,15 @@ impl Runtime {
     }
 }
 
+/// A connection with the head of a request on it.
+pub(crate) fn open(address: SocketAddr, head: &str) -> TcpStream {
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    let head = format!("{head}\r\nHost: sandbox\r\nConnection: close\r\n");
+    stream.write_all(head.as_bytes()).unwrap();
+    stream
+}
+
 impl Drop for Runtime {
     fn drop(&mut self) {
         let _killed = self.process.kill();
@@ -167,10 +190,11 @@ pub(crate) fn answer(stream: &mut TcpStream) -> Answer {
     let head = String::from_utf8(bytes[..end].to_vec()).unwrap();
     let status = head.split(' ').nth(1).unwrap().parse().unwrap();
     let body = bytes.split_off(end + 4);
-    assert!(
-        head.contains(&format!("content-length: {}", body.len())),
-        "{head}"
-    );
+    // An answer that never has a body does not say so.
+    let length = head.split("content-length: ").nth(1);
+    let length = length.and_then(|rest| rest.lines().next()?.parse().ok());
+    let bodiless = matches!(status, 204 | 304);
+    assert_eq!(length, (!bodiless).then_some(body.len()), "{head}");
     Answer { status, head, body }
 }
 

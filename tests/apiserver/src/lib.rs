@@ -69,7 +69,7 @@ struct Call {
 
 type Answer = Result<Value, (StatusCode, &'static str, String)>;
 
-const KINDS: [(&str, &str, &str); 16] = [
+const KINDS: [(&str, &str, &str); 19] = [
     ("pods", "Pod", "v1"),
     ("services", "Service", "v1"),
     ("persistentvolumeclaims", "PersistentVolumeClaim", "v1"),
@@ -79,6 +79,13 @@ const KINDS: [(&str, &str, &str); 16] = [
     ("sandboxnodes", "SandboxNode", "torpor.dev/v1alpha1"),
     ("snapshotclasses", "SnapshotClass", "torpor.dev/v1alpha1"),
     ("runtimeclasses", "RuntimeClass", "node.k8s.io/v1"),
+    ("deployments", "Deployment", "apps/v1"),
+    ("daemonsets", "DaemonSet", "apps/v1"),
+    (
+        "customresourcedefinitions",
+        "CustomResourceDefinition",
+        "apiextensions.k8s.io/v1",
+    ),
     ("events", "Event", "events.k8s.io/v1"),
     ("leases", "Lease", "coordination.k8s.io/v1"),
     ("tokenreviews", "TokenReview", "authentication.k8s.io/v1"),

@@ -4,10 +4,14 @@ use std::fs;
 use std::os::unix::fs::DirBuilderExt;
 use std::time::Duration;
 
-use kube::ResourceExt;
+use anyhow::Context;
+use k8s_openapi::api::core::v1::Pod;
 use kube::api::ListParams;
+use kube::{Api, ResourceExt};
 use serde_json::{Value, json};
-use torpor_api::Sandbox;
+use torpor_api::node::SandboxReport;
+use torpor_api::reasons::plan;
+use torpor_api::{Sandbox, SandboxNode};
 use torpor_tests::case::{Case, case, uid};
 use torpor_tests::fullness::FullDisk;
 use torpor_tests::pods::{BUSYBOX, COUNT, PYTHON, mounts, shell, with};
@@ -230,6 +234,54 @@ async fn a_sandbox_hibernates_in_place_on_request_and_stays_ready() -> anyhow::R
         let same = case.sandbox_ready("s").await?;
         assert_eq!((uid(&same), restarts(&same)), (uid(&pod), 0));
         assert!(counted(case).await? >= before);
+        Ok(())
+    })
+    .await
+}
+
+/// What the agent of its node says of a Pod's sandbox, once it says what is wished.
+async fn told(
+    case: &Case,
+    pod: &Pod,
+    words: &str,
+    wish: impl Fn(&SandboxReport) -> bool,
+) -> anyhow::Result<SandboxReport> {
+    let nodes: Api<SandboxNode> = Api::all(case.client());
+    let name = pod.spec.as_ref().and_then(|spec| spec.node_name.clone());
+    let name = name.unwrap_or_default();
+    wait::until(words, LIMIT, async || {
+        let node = nodes.get(&name).await?;
+        let found = node.sandbox(&uid(pod)).cloned();
+        Ok(found
+            .filter(&wish)
+            .ok_or_else(|| format!("{:?}", node.sandbox(&uid(pod)))))
+    })
+    .await
+}
+
+#[tokio::test]
+async fn what_a_sleep_gained_and_how_the_wake_went_is_told_by_the_node() -> anyhow::Result<()> {
+    case("told", async |case| {
+        case.create(counting()).await?;
+        let pod = case.sandbox_ready("s").await?;
+        let wish = |value: Value| json!({ "metadata": { "annotations": { "torpor.dev/hibernate": value } } });
+        case.patch("s", wish(json!("true"))).await?;
+        case.sandbox_says("s", "Hibernated", "True", "Hibernated").await?;
+        let asleep = told(case, &pod, "the node tells of the sleep", |told| {
+            told.image_bytes.is_some() && told.reasons.iter().any(|why| why.reason == plan::SLEEPING)
+        })
+        .await?;
+        assert!(asleep.image_bytes > Some(0), "{asleep:?}");
+        let (before, after) = (asleep.memory_awake_bytes, asleep.memory_asleep_bytes);
+        assert!(before > after && after.is_some(), "{asleep:?}");
+        assert_eq!(asleep.last_wake, None);
+        // An exec wakes it.
+        counted(case).await?;
+        let awake = told(case, &pod, "the node tells of the wake", |told| told.last_wake.is_some()).await?;
+        let wake = awake.last_wake.context("the wish was that there is one")?;
+        assert_eq!(wake.cause, "Called");
+        assert!(wake.duration_micros > 0, "{wake:?}");
+        assert_eq!(awake.image_bytes, None);
         Ok(())
     })
     .await

@@ -50,6 +50,51 @@ fn annotations_must_not_be_of_a_reserved_domain(#[case] key: &str, #[case] allow
     assert_eq!(check(&claim, &domains()).is_ok(), allowed);
 }
 
+#[rstest]
+#[case::how_it_sleeps("torpor.dev/suspension-strategy", "Freeze", None)]
+#[case::that_it_sleeps("torpor.dev/hibernate", "true", None)]
+#[case::when_it_cannot_be_restored("torpor.dev/on-restore-failure", "ColdStart", None)]
+#[case::who_wakes_it("torpor.dev/resume-on-request", "true", None)]
+#[case::a_wrong_value(
+    "torpor.dev/hibernate",
+    "yes",
+    Some("annotation torpor.dev/hibernate: value \"yes\" is not allowed; allowed: true, false")
+)]
+#[case::somebody_elses_memory("torpor.dev/restore-from", "theirs", Some(""))]
+#[case::where_memory_is_kept("torpor.dev/snapshot-class", "c", Some(""))]
+#[case::what_the_controller_writes("torpor.dev/restore-image", "i", Some(""))]
+#[case::of_the_sandbox_only("torpor.dev/claim-annotations", "a", Some(""))]
+#[case::what_nobody_knows("torpor.dev/new", "", Some(""))]
+#[case::below_the_domain("x.torpor.dev/hibernate", "true", Some(""))]
+#[case::another_domain("nottorpor.dev/restore-from", "x", None)]
+fn of_torpors_annotations_a_claim_brings_those_about_its_own_life(
+    #[case] key: &str,
+    #[case] value: &str,
+    #[case] error: Option<&str>,
+) {
+    let checked = check(&claim(Value::Null, json!({key: value})), &domains());
+    let refusal = format!(
+        "annotation {key:?} is not allowed on a SandboxClaim: the SandboxTemplate decides about it; allowed of torpor.dev: \
+         torpor.dev/suspension-strategy, torpor.dev/hibernate, torpor.dev/on-restore-failure, torpor.dev/resume-on-request"
+    );
+    let error = error.map(|words| if words.is_empty() { &refusal } else { words });
+    assert_eq!(checked.err().map(|e| e.to_string()).as_deref(), error);
+}
+
+#[test]
+fn every_setting_is_a_claims_or_the_templates() {
+    for key in annotations::USER_SETTINGS {
+        let refused = check(&claim(Value::Null, json!({key: "x"})), &domains()).unwrap_err();
+        let claims = annotations::CLAIM_SETTINGS.contains(&key);
+        assert_eq!(matches!(refused, Invalid::Setting(_)), claims, "{key}");
+        assert_eq!(
+            matches!(refused, Invalid::NotForClaims(_)),
+            !claims,
+            "{key}"
+        );
+    }
+}
+
 fn metadata(labels: Value, annotations: Value) -> PodMetadata {
     serde_json::from_value(json!({"labels": labels, "annotations": annotations})).unwrap()
 }

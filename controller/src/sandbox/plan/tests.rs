@@ -256,3 +256,60 @@ fn the_same_view_gives_the_same_plan() {
     );
     assert_eq!(plan(&view, now()), plan(&view, now()));
 }
+
+/// The snapshot of a Pod in which these containers had ended.
+fn with_completed(names: &[&str]) -> Arc<SandboxSnapshot> {
+    let completed: Vec<Value> = names
+        .iter()
+        .map(|name| json!({"name": name, "exitCode": 0}))
+        .collect();
+    snapshot(
+        "True",
+        json!({"status": {"completedContainers": completed}}),
+    )
+}
+
+const RUNTIME: &str = "torpor-runtime";
+
+/// What was saved decides over what is asked for now: it could not be restored otherwise.
+#[rstest]
+#[case::asked_for(Some("true"), None, true)]
+#[case::not_asked_for(None, None, false)]
+#[case::a_wrong_value_counts_as_none(Some("yes"), None, false)]
+#[case::it_was_saved(Some("true"), Some(with_completed(&[RUNTIME])), true)]
+#[case::it_was_saved_and_is_no_longer_asked_for(None, Some(with_completed(&["a", RUNTIME])), true)]
+#[case::it_is_asked_for_since(Some("true"), Some(with_completed(&["a"])), false)]
+fn the_runtime_is_in_a_new_pod(
+    #[case] asked: Option<&str>,
+    #[case] snapshot: Option<Arc<SandboxSnapshot>>,
+    #[case] expected: bool,
+) {
+    let sandbox = sandbox(json!({"metadata": {"annotations": {
+        RECORDED: "s", "torpor.dev/inject-runtime": asked,
+    }}}));
+    let mut view = observed(sandbox, None, snapshot);
+    view.runtime_image = Some("runtime:1".into());
+    let plan = plan(&view, now());
+    let pods: Vec<&Value> = plan
+        .steps
+        .iter()
+        .filter_map(|step| match &step.action {
+            Action::CreatePod { pod, .. } => Some(pod),
+            _ => None,
+        })
+        .collect();
+    let [pod] = pods[..] else { panic!("{plan:?}") };
+    let installer = &pod["spec"]["initContainers"][0];
+    assert_eq!(installer["name"] == RUNTIME, expected, "{pod}");
+    assert_eq!(installer["image"] == "runtime:1", expected, "{pod}");
+}
+
+#[test]
+fn without_an_image_of_the_runtime_no_pod_is_made() {
+    let asked = json!({"metadata": {"annotations": {"torpor.dev/inject-runtime": "true"}}});
+    let plan = plan(&observed(sandbox(asked), None, None), now());
+    assert!(actions(&plan).is_empty(), "{plan:?}");
+    let (area, why) = &plan.refusals[0];
+    assert_eq!(*area, Area::Pod);
+    assert!(why.contains("--runtime-image"), "{why}");
+}

@@ -11,6 +11,11 @@ fn sandbox(spec: Value) -> Sandbox {
     .unwrap()
 }
 
+/// The Pod without the runtime.
+fn pod(sandbox: &Sandbox, wishes: &[(&str, String)], memory: Option<&Memory>) -> Value {
+    super::pod(sandbox, wishes, memory, None).unwrap()
+}
+
 fn memory() -> Memory {
     Memory {
         image_id: "p.1".into(),
@@ -18,6 +23,7 @@ fn memory() -> Memory {
         copy: false,
         on_failure: OnRestoreFailure::Fail,
         containers: vec![("c".into(), "registry.example/img@sha256:abc".into())],
+        completed: Vec::new(),
         pod_name: Some("s".into()),
     }
 }

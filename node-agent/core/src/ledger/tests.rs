@@ -29,7 +29,10 @@ fn a_life() -> Vec<Entry> {
             image: image(1),
             snapshots: [snapshot("s-2")].into(),
         },
-        Entry::Asleep { image: image(1) },
+        Entry::Asleep {
+            image: image(1),
+            by_itself: false,
+        },
         Entry::Waking { image: image(1) },
         Entry::WakeFailed {
             image: image(1),

@@ -77,6 +77,12 @@ impl Telling<'_> {
             _ if self.saves() => Phase::Saving,
             Live::Running => Phase::Running,
             Live::Paused if view.target == Power::Frozen => Phase::Paused,
+            Live::Paused if view.target == Power::Dozing => match &view.fresh {
+                Some(image) => Phase::Dozing {
+                    image: image.clone(),
+                },
+                None => Phase::Saving,
+            },
             Live::Paused => Phase::Saving,
             Live::None => self.phase_without_sandbox(),
         }
@@ -85,11 +91,12 @@ impl Telling<'_> {
     /// Another actor is at work: by the ledger, what it does.
     fn phase_of_other(&self) -> Phase {
         match (&self.view.ledger.memory, self.view.observed.live) {
-            (Memory::Asleep { image } | Memory::Waking { image }, Live::None | Live::Unknown) => {
-                Phase::Waking {
-                    image: image.clone(),
-                }
-            }
+            (
+                Memory::Asleep { image, .. } | Memory::Waking { image },
+                Live::None | Live::Unknown,
+            ) => Phase::Waking {
+                image: image.clone(),
+            },
             (Memory::Saving { .. } | Memory::Committed { .. }, _) => Phase::Saving,
             (_, Live::Running) => Phase::Running,
             (_, Live::Paused) => Phase::Saving,
@@ -126,7 +133,7 @@ impl Telling<'_> {
 
     fn hibernated(&self) -> Option<ConditionDraft> {
         let (view, observed) = (self.view, self.view.observed);
-        let asked = view.target != Power::Awake;
+        let asked = view.target != Power::Awake || view.desired.sleep.first().is_some();
         let known = view.ledger.seq > 0 || view.corrupt.is_some();
         if view.desired.pod == PodPresence::Gone || !(asked || known) {
             return None;
@@ -148,6 +155,15 @@ impl Telling<'_> {
                 Some(_) => Some(ConditionDraft::new(Truth::True, reasons::HIBERNATED, error)),
                 None => no(reasons::AWAKE, "The sandbox is not asleep.".into()),
             },
+            Phase::Dozing { image } => match self.save_failure() {
+                Some(failure) => no(reasons::SAVE_FAILED, self.save_failure_message(failure)),
+                None => {
+                    let text = format!(
+                        "The sandbox was idle and dozes until it is needed; image {image} is its memory too."
+                    );
+                    no(reasons::DOZING, text)
+                }
+            },
             Phase::Waking { image } => no(reasons::WAKING, format!("Restoring image {image}.")),
             Phase::Restoring => no(reasons::WAKING, "The Pod is being restored.".into()),
             Phase::Paused => no(
@@ -165,8 +181,9 @@ impl Telling<'_> {
                         "The sandbox's memory is being saved.".into(),
                     );
                 }
-                match (&observed.capable, view.target) {
-                    (Err(why), Power::Asleep) => {
+                let to_sleep = view.sleeps() || view.desired.sleep.first().is_some();
+                match &observed.capable {
+                    Err(why) if to_sleep => {
                         let text = format!("The runtime cannot save memory: {why}");
                         no(reasons::RUNTIME_NOT_CAPABLE, text)
                     }
@@ -177,7 +194,10 @@ impl Telling<'_> {
     }
 
     fn hibernated_message(&self, image: &ImageId) -> String {
-        let held = format!("The sandbox sleeps in image {image}.");
+        let held = match self.view.by_itself {
+            true => format!("The sandbox was idle and sleeps in image {image} until it is needed."),
+            false => format!("The sandbox sleeps in image {image}."),
+        };
         match (&self.view.observed.failures.wake, &self.view.ledger.memory) {
             (Some(Failure { message, count, .. }), _) => {
                 format!("{held} The last wake failed (attempt {count}): {message}")
@@ -190,6 +210,17 @@ impl Telling<'_> {
     }
 
     fn awake_message(&self) -> String {
+        if let (Err(why), Some(_)) = (
+            &self.view.observed.idle_known,
+            self.view.desired.sleep.first(),
+        ) {
+            return format!(
+                "The sandbox is awake and does not fall asleep by itself: whether it is idle is not known: {why}"
+            );
+        }
+        if let (Err(why), Some(_)) = (&self.view.observed.can_doze, self.view.desired.sleep.doze) {
+            return format!("The sandbox is awake and does not doze: {why}");
+        }
         if !self.why.contains(&Reason::InUse) {
             return "The sandbox is awake.".to_owned();
         }
@@ -201,7 +232,10 @@ impl Telling<'_> {
 
     /// The failure of a save that is still wanted.
     fn save_failure(&self) -> Option<&Failure> {
-        let wanted = self.view.target != Power::Awake || self.view.needing_image().next().is_some();
+        let view = self.view;
+        let wanted = view.target != Power::Awake
+            || view.desired.sleep.first().is_some()
+            || view.needing_image().next().is_some();
         self.view.observed.failures.save.as_ref().filter(|_| wanted)
     }
 
@@ -213,8 +247,8 @@ impl Telling<'_> {
             at: _,
             count,
         } = failure;
-        let policy = self.policy;
-        let again = failure.retry_at(policy.save_backoff_min, policy.save_backoff_max);
+        let (min, max) = self.view.save_backoff(self.policy);
+        let again = failure.retry_at(min, max);
         format!(
             "{step:?} failed ({reason}, attempt {count}): {message}. Nothing was lost; next attempt from {again:.0}."
         )
@@ -282,7 +316,7 @@ impl Telling<'_> {
     fn stays_as_memory(&self, image: &ImageId) -> bool {
         let view = self.view;
         let can_run = view.observed.live != Live::None || view.observed.record.is_some();
-        view.is_memory(image) && view.held(image) && (view.target == Power::Asleep || !can_run)
+        view.is_memory(image) && view.held(image) && (view.sleeps() || !can_run)
     }
 
     fn kept_state(&self, snapshot: &SnapshotIntent) -> SnapshotState {

@@ -6,7 +6,8 @@ use super::*;
 use crate::ids::{PodUid, SandboxId, SnapshotUid};
 use crate::ledger::LedgerState;
 use crate::state::{
-    Failures, ImageObserved, ImageState, Record, SnapshotIntent, SnapshotReason, SnapshotWish,
+    Doze, Failures, ImageObserved, ImageState, Record, SleepAfter, SnapshotIntent, SnapshotReason,
+    SnapshotWish,
 };
 use crate::status::{Phase, SnapshotState, Truth};
 use crate::steps::{Outcome, StepKind};
@@ -28,7 +29,27 @@ fn desired(power: Power) -> Desired {
         pod_uid: uid(),
         pod: PodPresence::Present,
         power,
+        sleep: SleepAfter::default(),
         snapshots: Vec::new(),
+    }
+}
+
+/// To run, and to fall asleep by itself after a hundred seconds.
+fn sleepy() -> Desired {
+    let sleep = SleepAfter {
+        doze: None,
+        hibernate: Some(std::time::Duration::from_secs(100)),
+    };
+    Desired {
+        sleep,
+        ..desired(Power::Awake)
+    }
+}
+
+fn idle_since(second: i64, observed: Observed) -> Observed {
+    Observed {
+        idle_since: Some(at(second)),
+        ..observed
     }
 }
 
@@ -72,7 +93,12 @@ fn committed() -> Vec<Entry> {
 }
 
 fn asleep() -> Vec<Entry> {
-    [committed(), vec![Entry::Asleep { image: image(1) }]].concat()
+    asleep_entries(false)
+}
+
+fn asleep_entries(by_itself: bool) -> Vec<Entry> {
+    let image = image(1);
+    [committed(), vec![Entry::Asleep { image, by_itself }]].concat()
 }
 
 fn hibernated() -> Observed {
@@ -119,7 +145,10 @@ fn a_sandbox_is_saved_before_it_is_ended_and_each_step_knows_the_ledger_it_was_p
         })
         .collect();
     let done = Entry::Committed { image: image(1) };
-    let sleep = Entry::Asleep { image: image(1) };
+    let sleep = Entry::Asleep {
+        image: image(1),
+        by_itself: false,
+    };
     assert_eq!(
         told,
         [
@@ -218,6 +247,173 @@ fn a_sandbox_is_never_left_standing_while_a_save_waits_after_a_failure() {
     save_failure(&mut paused, 900);
     let plan = planned(&desired(Power::Asleep), &paused);
     assert_eq!(plan.steps[1].action, Action::Checkpoint { image: image(2) });
+}
+
+#[test]
+fn an_idle_sandbox_falls_asleep_by_itself_when_its_time_has_come() {
+    use StepKind::*;
+    let running = |since| idle_since(since, observed(Live::Running, &[], &[]));
+    let plan = planned(&sleepy(), &running(900));
+    assert_eq!(kinds(&plan), [Pause, Checkpoint, Commit, End]);
+    assert_eq!(
+        plan.steps[3].before,
+        Some(Entry::Asleep {
+            image: image(1),
+            by_itself: true
+        })
+    );
+    let early = planned(&sleepy(), &running(901));
+    assert_eq!((kinds(&early), early.wake_at), (vec![], Some(at(1001))));
+    // Nobody asked for it, or it is not known since when it is idle.
+    assert_steps(&desired(Power::Awake), &running(0), &[]);
+    assert_steps(&sleepy(), &observed(Live::Running, &[], &[]), &[]);
+    // Somebody works in it since the last look.
+    let mut used = running(0);
+    used.sessions = 1;
+    assert_steps(&sleepy(), &used, &[]);
+    let mut going = sleepy();
+    going.pod = PodPresence::Terminating;
+    assert_steps(&going, &running(0), &[]);
+}
+
+/// To doze after ten seconds, to hibernate after a hundred.
+fn dozy() -> Desired {
+    let mut desired = sleepy();
+    desired.sleep.doze = Some(std::time::Duration::from_secs(10));
+    desired
+}
+
+fn dozing(reclaimed: bool, observed: Observed) -> Observed {
+    Observed {
+        doze: Some(Doze { reclaimed }),
+        ..observed
+    }
+}
+
+#[test]
+fn a_sandbox_dozes_in_three_plans_so_that_whoever_needs_it_comes_between() {
+    use StepKind::*;
+    let idle = |observed| idle_since(990, observed);
+    let running = idle(observed(Live::Running, &[], &[]));
+    assert_steps(&dozy(), &running, &[Doze]);
+    let noted = dozing(false, idle(observed(Live::Paused, &[], &[])));
+    assert_steps(&dozy(), &noted, &[Checkpoint, Commit]);
+    let saved = dozing(false, idle(observed(Live::Paused, &committed(), &[1])));
+    let plan = planned(&dozy(), &saved);
+    assert_eq!(plan.steps[0].action, Action::Reclaim { image: image(1) });
+    let reclaimed = dozing(true, saved);
+    let plan = planned(&dozy(), &reclaimed);
+    assert_eq!((kinds(&plan), plan.wake_at), (vec![], Some(at(1090))));
+    assert_eq!(plan.status.phase, Phase::Dozing { image: image(1) });
+    assert_eq!(plan.status.hibernated.unwrap().reason, "Dozing");
+    // Deeper: the image is there already.
+    let deeper = idle_since(900, reclaimed.clone());
+    assert_steps(&dozy(), &deeper, &[End]);
+    // An agent that was started again does not know since when it is idle, and lets it doze.
+    let forgotten = Observed {
+        idle_since: None,
+        ..reclaimed.clone()
+    };
+    assert_steps(&dozy(), &forgotten, &[]);
+    // It may not doze any more, or shall stand still, or sleep.
+    let woken = planned(&desired(Power::Awake), &reclaimed);
+    assert_eq!(kinds(&woken), [Resume]);
+    assert_eq!(
+        woken.steps[0].before,
+        Some(Entry::Awake),
+        "its image is stale before it runs"
+    );
+    assert_steps(&desired(Power::Frozen), &reclaimed, &[Pause]);
+    assert_steps(&desired(Power::Asleep), &reclaimed, &[End]);
+}
+
+#[test]
+fn a_doze_that_cannot_be_saved_ends_and_one_without_swap_does_not_begin() {
+    use StepKind::*;
+    let mut noted = idle_since(0, dozing(false, observed(Live::Paused, &[], &[])));
+    save_failure(&mut noted, 999);
+    let mut only_doze = dozy();
+    only_doze.sleep.hibernate = None;
+    assert_steps(&only_doze, &noted, &[Resume]);
+    let mut running = idle_since(0, observed(Live::Running, &[], &[]));
+    running.can_doze = Err("no swap".into());
+    let plan = planned(&only_doze, &running);
+    assert_eq!(kinds(&plan), []);
+    let told = plan.status.hibernated.unwrap().message;
+    assert_eq!(told, "The sandbox is awake and does not doze: no swap");
+    // Where it cannot doze it hibernates when its time has come.
+    assert_steps(&dozy(), &running, &[Pause, Checkpoint, Commit, End]);
+}
+
+#[test]
+fn what_fell_asleep_by_itself_sleeps_on_until_it_may_not_and_what_was_asked_to_sleep_is_woken() {
+    use StepKind::*;
+    let asleep = |by_itself| Observed {
+        ledger: Ok(LedgerState::fold(&asleep_entries(by_itself))),
+        ..hibernated()
+    };
+    assert_steps(&sleepy(), &asleep(true), &[]);
+    assert_steps(&sleepy(), &asleep(false), &[Wake]);
+    assert_steps(&desired(Power::Awake), &asleep(true), &[Wake]);
+    let told = planned(&sleepy(), &asleep(true)).status.hibernated.unwrap();
+    assert_eq!(
+        told.message,
+        "The sandbox was idle and sleeps in image pod-a.1 until it is needed."
+    );
+    // Who asks now for what it did before by itself, and then no longer, wakes it.
+    let asked = Desired {
+        power: Power::Asleep,
+        ..sleepy()
+    };
+    let plan = planned(&asked, &asleep(true));
+    assert_eq!(kinds(&plan), [Record]);
+    assert_eq!(plan.steps[0].before, asleep_entries(false).pop());
+    assert_steps(&asked, &asleep(false), &[]);
+    // A wake that somebody began is brought to its end.
+    let mut begun = asleep(true);
+    let entries = [
+        asleep_entries(true),
+        vec![Entry::Waking { image: image(1) }],
+    ]
+    .concat();
+    begun.ledger = Ok(LedgerState::fold(&entries));
+    assert_steps(&sleepy(), &begun, &[Wake]);
+}
+
+#[test]
+fn a_sandbox_that_cannot_be_saved_is_left_running_and_told_of_and_seldom_tried_again() {
+    let mut running = idle_since(0, observed(Live::Running, &[], &[]));
+    save_failure(&mut running, 999);
+    let plan = planned(&sleepy(), &running);
+    assert_eq!((kinds(&plan), plan.wake_at), (vec![], Some(at(1299))));
+    let told = plan.status.hibernated.unwrap();
+    assert_eq!(told.reason, "SaveFailed");
+    assert!(told.message.contains("DiskFull"), "{}", told.message);
+    assert!(
+        told.message.contains("from 1970-01-01T00:21:39Z"),
+        "{}",
+        told.message
+    );
+    // Also while it is not idle: whoever wonders why it never sleeps is told.
+    running.idle_since = Some(at(1000));
+    let told = planned(&sleepy(), &running).status.hibernated.unwrap();
+    assert_eq!(told.reason, "SaveFailed");
+}
+
+#[test]
+fn whoever_cannot_see_packets_does_not_fall_asleep_and_says_so() {
+    let mut running = observed(Live::Running, &[], &[]);
+    running.idle_known = Err("no BPF".into());
+    let told = planned(&sleepy(), &running).status.hibernated.unwrap();
+    assert_eq!(told.reason, "Awake");
+    assert!(
+        told.message.ends_with("is not known: no BPF"),
+        "{}",
+        told.message
+    );
+    running.capable = Err("no runsc".into());
+    let told = planned(&sleepy(), &running).status.hibernated.unwrap();
+    assert_eq!(told.reason, "RuntimeNotCapable");
 }
 
 #[test]
@@ -371,7 +567,10 @@ fn a_suspend_snapshot_is_committed_only_once_the_sandbox_sleeps_in_it() {
         (kinds(&plan), &plan.status.snapshots[0].state),
         (vec![StepKind::End], &SnapshotState::Saving)
     );
-    entries.push(Entry::Asleep { image: image(1) });
+    entries.push(Entry::Asleep {
+        image: image(1),
+        by_itself: false,
+    });
     let asleep = observed(Live::None, &entries, &[1]);
     let expected = SnapshotState::Committed {
         image: image(1),
@@ -509,13 +708,13 @@ fn when_the_image_numbers_are_used_up_nothing_is_saved() {
 
 fn any_entry() -> impl Strategy<Value = Entry> {
     let image = (1..4_u32).prop_map(image);
-    (0..8_u8, image).prop_map(|(which, image)| match which {
+    (0..8_u8, image, any::<bool>()).prop_map(|(which, image, by_itself)| match which {
         0 => Entry::Saving {
             image,
             snapshots: BTreeSet::new(),
         },
         1 => Entry::Committed { image },
-        2 => Entry::Asleep { image },
+        2 => Entry::Asleep { image, by_itself },
         3 => Entry::Waking { image },
         4 => Entry::Awake,
         5 => Entry::WakeFailed {
@@ -545,11 +744,16 @@ fn any_observed() -> impl Strategy<Value = Observed> {
         held,
         proptest::option::of(1..4_u32),
         any::<bool>(),
+        proptest::option::of(800_i64..1100),
     )
-        .prop_map(|(live, entries, held, record, corrupt)| {
+        .prop_map(|(live, entries, held, record, corrupt, idle)| {
             let mut observed = observed(live, &entries, &held);
             observed.record = record.map(|number| Record {
                 image: image(number),
+            });
+            observed.idle_since = idle.map(at);
+            observed.doze = idle.filter(|at| at % 3 > 0).map(|at| Doze {
+                reclaimed: at % 3 == 1,
             });
             if corrupt && entries.len() > 6 {
                 observed.ledger = Err("corrupt".into());
@@ -565,13 +769,20 @@ proptest! {
         observed in any_observed(),
         power in prop_oneof![Just(Power::Awake), Just(Power::Asleep), Just(Power::Frozen)],
         pod in prop_oneof![Just(PodPresence::Present), Just(PodPresence::Terminating), Just(PodPresence::Gone)],
+        may in prop_oneof![Just(desired(Power::Awake)), Just(sleepy()), Just(dozy())],
     ) {
-        let mut desired = desired(power);
+        let may_sleep = may.sleep.first().is_some();
+        let mut desired = Desired { power, ..may };
         desired.pod = pod;
         let plan = planned(&desired, &observed);
         let again: Plan = serde_json::from_str(&serde_json::to_string(&plan).unwrap()).unwrap();
         prop_assert_eq!(&again, &plan);
         let memory = observed.ledger.clone().unwrap_or_default().memory;
+        let idle = may_sleep && power == Power::Awake && observed.idle_since.is_some_and(|since| since <= at(900));
+        if power == Power::Awake && !idle && observed.live != Live::None {
+            let saved = plan.steps.iter().any(|s| s.action.kind() == StepKind::End);
+            prop_assert!(!saved, "put to sleep although nobody asked and it is not idle");
+        }
         for step in &plan.steps {
             match &step.action {
                 Action::Wake { image } => {
@@ -581,6 +792,14 @@ proptest! {
                 Action::DiscardImage { image } if observed.live == Live::None => {
                     let memory_stays = pod == PodPresence::Gone || memory.image() != Some(image);
                     prop_assert!(memory_stays);
+                }
+                Action::Resume => {
+                    let stale = step.before == Some(Entry::Awake) || memory.image().is_none_or(|image| !observed.images.iter().any(|held| held.id == *image));
+                    prop_assert!(stale || observed.ledger.is_err() || plan.steps.iter().any(|s| s.action.kind() == StepKind::Checkpoint));
+                }
+                Action::Reclaim { image } => {
+                    prop_assert_eq!(observed.live, Live::Paused);
+                    prop_assert_eq!(memory.image(), Some(image));
                 }
                 Action::End { .. } => prop_assert!(observed.live == Live::Paused || observed.live == Live::Running),
                 _ => {}

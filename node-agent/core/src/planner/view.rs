@@ -1,18 +1,23 @@
 //! What follows from desired and observed taken together, before anything is decided.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
+
+use jiff::Timestamp;
 
 use crate::ids::ImageId;
-use crate::ledger::LedgerState;
+use crate::ledger::{LedgerState, Memory};
 use crate::state::{
-    Desired, ImageState, Live, Observed, PodPresence, Power, SnapshotIntent, SnapshotReason,
-    SnapshotWish,
+    Desired, ImageState, Live, Observed, PodPresence, Policy, Power, SnapshotIntent,
+    SnapshotReason, SnapshotWish, later,
 };
 
 pub(super) struct View<'a> {
     pub(super) desired: &'a Desired,
     pub(super) observed: &'a Observed,
     pub(super) target: Power,
+    /// The target is what the sandbox does because of idleness only.
+    pub(super) by_itself: bool,
     /// Empty when it is corrupt.
     pub(super) ledger: LedgerState,
     pub(super) corrupt: Option<&'a str>,
@@ -23,7 +28,7 @@ pub(super) struct View<'a> {
 }
 
 impl<'a> View<'a> {
-    pub(super) fn new(desired: &'a Desired, observed: &'a Observed) -> Self {
+    pub(super) fn new(desired: &'a Desired, observed: &'a Observed, now: Timestamp) -> Self {
         let (ledger, corrupt) = match &observed.ledger {
             Ok(ledger) => (ledger.clone(), None),
             Err(fault) => (LedgerState::default(), Some(fault.as_str())),
@@ -34,11 +39,17 @@ impl<'a> View<'a> {
         let next_image = number.and_then(|n| ImageId::new(desired.pod_uid.clone(), n).ok());
         let held = |image: &ImageId| is_held(observed, image);
         let fresh = ledger.restorable(held).cloned();
-        let target = desired.target();
+        let of_idleness = match desired.target() {
+            Power::Awake => of_idleness(desired, observed, &ledger, now),
+            Power::Asleep | Power::Frozen | Power::Dozing => None,
+        };
+        let by_itself = of_idleness.is_some();
+        let target = of_idleness.unwrap_or_else(|| desired.target());
         Self {
             desired,
             observed,
             target,
+            by_itself,
             ledger,
             corrupt,
             fresh,
@@ -48,6 +59,16 @@ impl<'a> View<'a> {
 
     pub(super) fn is_present(&self) -> bool {
         self.desired.pod == PodPresence::Present
+    }
+
+    /// How long to wait after a save that failed: a sleep that nobody asked for can wait for longer.
+    pub(super) fn save_backoff(&self, policy: &Policy) -> (Duration, Duration) {
+        let nobody_asked =
+            self.desired.target() == Power::Awake && self.needing_image().next().is_none();
+        match nobody_asked && self.desired.sleep.first().is_some() {
+            true => (policy.idle_backoff_min, policy.idle_backoff_max),
+            false => (policy.save_backoff_min, policy.save_backoff_max),
+        }
     }
 
     /// Whether the image lies whole in the store.
@@ -114,11 +135,16 @@ impl<'a> View<'a> {
     /// sandbox's sake, and only the snapshot goes.
     pub(super) fn deletion_asked(&self, image: &ImageId) -> bool {
         let deleted = |s: &&SnapshotIntent| s.wish == SnapshotWish::Delete;
-        self.target != Power::Asleep
+        !self.sleeps()
             && !self.is_referenced(image)
             && (self.desired.snapshots.iter())
                 .filter(deleted)
                 .any(|snapshot| self.images_of_deleted(snapshot).contains(image))
+    }
+
+    /// Whether the sandbox needs an image of its memory.
+    pub(super) fn sleeps(&self) -> bool {
+        matches!(self.target, Power::Asleep | Power::Dozing)
     }
 
     /// Whether the image may be removed: nothing refers to it, and it is not the memory of a sandbox that may need it.
@@ -146,6 +172,61 @@ impl<'a> View<'a> {
         let agreed = self.ledger.memory.image() == Some(&record.image);
         (self.observed.live == Live::None && agreed).then_some(&record.image)
     }
+}
+
+/// What a sandbox that shall run does because nobody needs it; none: it runs.
+fn of_idleness(
+    desired: &Desired,
+    observed: &Observed,
+    ledger: &LedgerState,
+    now: Timestamp,
+) -> Option<Power> {
+    let lives = matches!(observed.live, Live::Running | Live::Paused);
+    let is_over = |after: Option<Duration>| {
+        let until = observed.idle_since.zip(after);
+        lives && until.is_some_and(|(since, after)| later(since, after) <= now)
+    };
+    if sleeps_by_itself(desired, observed, ledger) {
+        return Some(Power::Asleep);
+    }
+    if desired.pod != PodPresence::Present {
+        return None;
+    }
+    // Whoever needs it has resumed it: what dozes sleeps on, since when it is idle or not.
+    let dozes = observed.live == Live::Paused && observed.doze.is_some();
+    let dozing = desired.sleep.doze.is_some() && (dozes || is_over(desired.sleep.doze));
+    if is_over(desired.sleep.hibernate) {
+        Some(Power::Asleep)
+    } else if dozing && observed.can_doze.is_ok() {
+        Some(Power::Dozing)
+    } else {
+        None
+    }
+}
+
+/// When it falls asleep, or deeper, if nothing happens before.
+pub(super) fn idle_until(
+    desired: &Desired,
+    observed: &Observed,
+    now: Timestamp,
+) -> Option<Timestamp> {
+    let times = desired
+        .sleep
+        .doze
+        .into_iter()
+        .chain(desired.sleep.hibernate);
+    let since = observed.idle_since?;
+    times
+        .map(|after| later(since, after))
+        .filter(|at| *at > now)
+        .min()
+}
+
+/// It fell asleep by itself, and nobody has needed it since: whoever does wakes it. It is woken when it may not sleep any more.
+fn sleeps_by_itself(desired: &Desired, observed: &Observed, ledger: &LedgerState) -> bool {
+    let asleep = matches!(&ledger.memory, Memory::Asleep { image, by_itself: true }
+        if observed.record.as_ref().is_some_and(|record| record.image == *image));
+    observed.live == Live::None && asleep && desired.sleep.hibernate.is_some()
 }
 
 fn is_held(observed: &Observed, image: &ImageId) -> bool {

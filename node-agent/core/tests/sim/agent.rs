@@ -1,7 +1,7 @@
 //! The agent: observe, plan, tell, execute. It may die at any point, and any call may fail or never answer.
 
 use torpor_core::{
-    Action, Entry, Failures, ImageId, ImageState, Live, Outcome, PodPresence, Policy,
+    Action, Doze, Entry, Failures, ImageId, ImageState, Live, Outcome, PodPresence, Policy,
     SnapshotState, SnapshotWish, Step, plan,
 };
 
@@ -101,6 +101,12 @@ impl Agent {
             );
         }
         may_die(random, faults)?;
+        if let Some(Entry::Asleep {
+            by_itself: true, ..
+        }) = &step.before
+        {
+            world.say("fell asleep", String::new);
+        }
         if let Some(before) = &step.before
             && !append(world, random, faults, before)?
         {
@@ -156,9 +162,38 @@ impl Agent {
                     world.live = Live::Paused;
                     Outcome::Done
                 }
-                Live::Paused => Outcome::Already,
+                Live::Paused => {
+                    world.doze = None;
+                    Outcome::Already
+                }
                 Live::None | Live::Unknown => no_sandbox(),
             },
+            Action::Doze => {
+                if world.live == Live::None {
+                    return Ok(no_sandbox());
+                }
+                // The note comes first: one that is left of a pause that never came is nobody's.
+                world.doze = Some(Doze { reclaimed: false });
+                may_die(random, faults)?;
+                let outcome = match world.live {
+                    Live::Paused => Outcome::Already,
+                    _ => Outcome::Done,
+                };
+                world.live = Live::Paused;
+                outcome
+            }
+            Action::Reclaim { image } => {
+                assert_eq!(
+                    world.restorable().as_ref(),
+                    Some(image),
+                    "memory pushed out without an image of it"
+                );
+                if world.live != Live::Paused || world.doze.is_none() {
+                    return Ok(no_sandbox());
+                }
+                world.doze = Some(Doze { reclaimed: true });
+                Outcome::Done
+            }
             Action::Resume => match world.live {
                 Live::Paused => {
                     let image = world.restorable();
@@ -167,6 +202,8 @@ impl Agent {
                         "resumed while an image could still be restored"
                     );
                     world.live = Live::Running;
+                    may_die(random, faults)?;
+                    world.doze = None;
                     world.runs();
                     Outcome::Done
                 }
@@ -277,6 +314,7 @@ fn end(
     assert_eq!(world.live, Live::Paused, "ended while it ran");
     assert_eq!(world.images[image].memory, world.memory);
     world.live = Live::None;
+    world.doze = None;
     Ok(Outcome::Done)
 }
 
@@ -363,6 +401,8 @@ fn tell(world: &mut World, drafts: &[torpor_core::SnapshotDraft]) {
 fn name_of(action: &Action) -> &'static str {
     match action {
         Action::Pause => "pause",
+        Action::Doze => "doze",
+        Action::Reclaim { .. } => "reclaim",
         Action::Resume => "resume",
         Action::Checkpoint { .. } => "checkpoint",
         Action::Commit { .. } => "commit",

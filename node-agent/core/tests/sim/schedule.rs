@@ -1,9 +1,11 @@
 //! One schedule: a random life, then quiet.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use torpor_core::{
-    Entry, ImageState, Live, Memory, PodPresence, Power, SnapshotReason, SnapshotWish,
+    Doze, Entry, ImageState, Live, Memory, PodPresence, Power, SleepAfter, SnapshotReason,
+    SnapshotWish,
 };
 
 use crate::agent::{Agent, Faults, Pass};
@@ -39,6 +41,11 @@ pub(crate) const EXERCISED: &[&str] = &[
     "sentry killed",
     "reboot",
     "pod gone",
+    "fell asleep",
+    "idle",
+    "doze",
+    "reclaim",
+    "doze resumed",
     "snapshot",
     "snapshot released",
 ];
@@ -120,7 +127,8 @@ impl Schedule {
             0..50 => {
                 self.agent.pass(&mut self.world, &mut self.random, fail);
             }
-            50..58 => self.world.refresh_cache(),
+            50..55 => self.world.refresh_cache(),
+            55..58 => self.idle(),
             58..66 => self.kubelet(fail),
             66..74 => self.set_power(),
             74..79 => self.exec(fail),
@@ -142,6 +150,28 @@ impl Schedule {
         let power = power[self.random.pick(4)];
         self.world.power = power;
         self.world.say("power", || format!("{power:?}"));
+    }
+
+    /// Nothing goes on in the sandbox from now on, or something does; and whether it may fall asleep by itself.
+    fn idle(&mut self) {
+        let world = &mut self.world;
+        match self.random.below(3) {
+            0 => {
+                let mut after = |n| {
+                    let seconds = self.random.below(60);
+                    self.random.chance(n).then(|| Duration::from_secs(seconds))
+                };
+                let (doze, hibernate) = (after(600), after(600));
+                world.sleep = SleepAfter { doze, hibernate };
+            }
+            1 => world.sleep = SleepAfter::default(),
+            _ if world.live == Live::Running => {
+                let idle = self.random.chance(700).then_some(world.now);
+                world.idle_since = idle;
+                world.say("idle", || format!("{idle:?}"));
+            }
+            _ => {}
+        }
     }
 
     fn make_snapshot(&mut self) {
@@ -211,6 +241,8 @@ impl Schedule {
 
     fn restart_agent(&mut self) {
         self.agent = Agent::default();
+        // Since when it is idle is in the agent's memory.
+        self.world.idle_since = None;
         self.world.refresh_cache();
     }
 
@@ -249,7 +281,11 @@ impl Schedule {
                     return;
                 }
                 world.say("exec resume", String::new);
+                if world.doze.take().is_some() {
+                    world.say("doze resumed", String::new);
+                }
                 world.live = Live::Running;
+                world.idle_since = None;
                 world.runs();
             }
             _ => {}
@@ -383,9 +419,38 @@ impl Schedule {
         let asleep = world.live == Live::None && world.record.is_some();
         let desired = world.desired();
         match desired.target() {
+            // Until somebody needs it; and nobody does any more.
+            Power::Awake
+                if matches!(
+                    memory,
+                    Memory::Asleep {
+                        by_itself: true,
+                        ..
+                    }
+                ) =>
+            {
+                assert!(asleep && world.sleep.hibernate.is_some());
+            }
+            Power::Awake if world.idle_since.is_some() && world.sleep.hibernate.is_some() => {
+                panic!("idle, and not asleep: {:?}", world.live)
+            }
+            Power::Awake
+                if world.sleep.doze.is_some()
+                    && (world.idle_since.is_some() || world.live == Live::Paused) =>
+            {
+                assert_eq!(
+                    (world.live, world.doze),
+                    (Live::Paused, Some(Doze { reclaimed: true }))
+                );
+                assert!(world.restorable().is_some(), "dozes without an image");
+            }
             Power::Awake => assert_eq!(world.live, Live::Running),
             Power::Asleep => assert!(asleep, "{:?}", world.live),
-            Power::Frozen => assert!(asleep || world.live == Live::Paused, "{:?}", world.live),
+            Power::Frozen => {
+                assert!(asleep || world.live == Live::Paused, "{:?}", world.live);
+                assert_eq!(world.doze, None, "an exec would resume what is frozen");
+            }
+            Power::Dozing => panic!("nobody asks for that"),
         }
     }
 }

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use jiff::Timestamp;
 use torpor_core::ledger::{self, Tail};
 use torpor_core::{
-    Desired, Entry, Failures, ImageId, ImageObserved, ImageState, LedgerState, Live, Observed,
-    PodPresence, PodUid, Power, Record, Restore, SandboxId, SnapshotIntent, SnapshotReason,
-    SnapshotUid, SnapshotWish,
+    Desired, Doze, Entry, Failures, ImageId, ImageObserved, ImageState, LedgerState, Live,
+    Observed, PodPresence, PodUid, Power, Record, Restore, SandboxId, SleepAfter, SnapshotIntent,
+    SnapshotReason, SnapshotUid, SnapshotWish,
 };
 
 #[derive(Debug, Clone)]
@@ -31,6 +31,9 @@ pub(crate) struct World {
     pub(crate) now: i64,
     pub(crate) pod: PodPresence,
     pub(crate) power: Power,
+    pub(crate) sleep: SleepAfter,
+    /// Since when nothing has been going on in the sandbox; a new one is busy.
+    pub(crate) idle_since: Option<i64>,
     pub(crate) snapshots: Vec<Snapshot>,
     /// What the agent's cache shows of them; lags behind.
     pub(crate) cached: Vec<SnapshotIntent>,
@@ -49,6 +52,7 @@ pub(crate) struct World {
     /// Memory that must not be lost.
     pub(crate) owed: Option<u64>,
     pub(crate) record: Option<ImageId>,
+    pub(crate) doze: Option<Doze>,
     /// The file.
     pub(crate) ledger: Vec<u8>,
     /// What it says; read anew after each torn write, compared at the end.
@@ -68,6 +72,8 @@ impl World {
             now: 1_800_000_000,
             pod: PodPresence::Present,
             power: Power::Awake,
+            sleep: SleepAfter::default(),
+            idle_since: None,
             snapshots: Vec::new(),
             cached: Vec::new(),
             capable: true,
@@ -79,6 +85,7 @@ impl World {
             unseen: None,
             owed: None,
             record: None,
+            doze: None,
             ledger: Vec::new(),
             state: LedgerState::default(),
             torn: false,
@@ -179,6 +186,8 @@ impl World {
             sandbox: self.containers.then_some(sandbox),
             live: self.live,
             record: self.record.clone().map(|image| Record { image }),
+            doze: self.doze,
+            can_doze: Ok(()),
             ledger: Ok(self.state.clone()),
             images: self.images.iter().map(image).collect(),
             capable: match self.capable {
@@ -187,6 +196,10 @@ impl World {
             },
             restore: Restore::NotAsked,
             sessions: self.sessions,
+            idle_since: self
+                .idle_since
+                .map(|second| Timestamp::from_second(second).unwrap()),
+            idle_known: Ok(()),
             awake_since: None,
             failures: failures.clone(),
             busy: false,
@@ -198,6 +211,7 @@ impl World {
             pod_uid: self.uid.clone(),
             pod: self.pod,
             power: self.power,
+            sleep: self.sleep,
             snapshots: self.cached.clone(),
         }
     }
@@ -209,6 +223,7 @@ impl World {
     /// A sandbox begins to run with this memory.
     pub(crate) fn starts(&mut self, memory: u64) {
         assert_eq!(self.live, Live::None, "two live copies of one sandbox");
+        self.idle_since = None;
         self.live = Live::Running;
         self.memory = memory;
         self.runs();
@@ -253,6 +268,7 @@ impl World {
             Live::None | Live::Unknown => return,
         }
         self.live = Live::None;
+        self.doze = None;
         if self.record.is_none() {
             self.containers = false;
         }

@@ -1,5 +1,6 @@
 use super::*;
 use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 pub(crate) fn sh(script: &str) -> String {
     let output = Command::new("sh")
@@ -16,7 +17,9 @@ pub(crate) struct Namespace(String);
 
 impl Namespace {
     pub(crate) fn empty(purpose: &str) -> Self {
-        let name = format!("torpor-{purpose}-{}", std::process::id());
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("torpor-{purpose}-{}-{number}", std::process::id());
         sh(&format!("ip netns add {name}"));
         Self(name)
     }
@@ -106,4 +109,42 @@ fn a_damaged_record_is_refused() {
     };
     let error = put_back(Path::new("/proc/self/ns/net"), &damaged).expect_err("refused");
     assert!(matches!(error, Error::BadRecord(_)));
+}
+
+#[test]
+fn a_record_tells_the_pods_own_addresses() {
+    let namespace = Namespace::with_addresses();
+    let kept = read(&namespace.path()).expect("read");
+    let ips: Vec<String> = kept
+        .ips()
+        .expect("read")
+        .iter()
+        .map(ToString::to_string)
+        .collect();
+    assert_eq!(ips, ["10.201.3.4", "fd00:201::4"]);
+}
+
+#[test]
+fn the_hosts_end_of_a_pods_link_is_found() {
+    let (host, pod) = (Namespace::empty("host"), Namespace::empty("pod"));
+    let (h, p) = (host.name(), pod.name());
+    // Indexes alone would mislead: the host has other pairs, and so have other pods.
+    sh(&format!(
+        "ip -n {h} link add other0 type veth peer name other1
+         ip link add eth0 netns {p} type veth peer name pod0 netns {h}"
+    ));
+    let found: Vec<Pair> = within(&host.path(), || pairs(&pod.path())).expect("found");
+    let index = |namespace: &str, link: &str| {
+        let index = sh(&format!(
+            "ip netns exec {namespace} cat /sys/class/net/{link}/ifindex"
+        ));
+        index.trim().parse::<u32>().expect("an index")
+    };
+    let expected = Pair {
+        pod: index(p, "eth0"),
+        host: index(h, "pod0"),
+    };
+    assert_eq!(found, [expected]);
+    let none: Vec<Pair> = within(&pod.path(), || pairs(&pod.path())).expect("looked");
+    assert!(none.is_empty(), "{none:?}");
 }

@@ -11,6 +11,8 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 pub(super) enum Purpose {
     /// A wake or an end, for the agent.
     Verb,
+    /// A wake because of a packet.
+    Rouse,
     /// One forwarded connection.
     Forward,
 }
@@ -43,10 +45,22 @@ impl Children {
         ends.map(|end| PollFd::new(end.as_fd(), PollFlags::POLLIN))
     }
 
-    /// How they ended does not matter: their answers are their own.
-    pub(super) fn reap(&mut self) {
-        self.0
-            .retain_mut(|running| matches!(running.child.try_wait(), Ok(None)));
+    /// What those were for that have ended. How they ended does not matter: their answers are their own, and what they have
+    /// done is in the pod's records.
+    pub(super) fn reap(&mut self) -> Vec<Purpose> {
+        let mut ended = Vec::new();
+        self.0.retain_mut(|running| {
+            let runs = matches!(running.child.try_wait(), Ok(None));
+            if !runs {
+                ended.push(running.purpose);
+            }
+            runs
+        });
+        ended
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
     }
 
     pub(super) fn forwards(&self) -> usize {
@@ -73,12 +87,12 @@ mod tests {
             .expect("cat runs");
         let (input, pid) = (waiting.stdin.take(), waiting.id());
         children.add(Purpose::Forward, waiting);
-        children.reap();
-        assert_eq!(children.forwards(), 1, "it runs");
+        assert_eq!(children.reap(), [], "it runs");
+        assert_eq!(children.forwards(), 1);
         drop(input);
         let mut fds: Vec<PollFd<'_>> = children.interests().collect();
         assert_eq!(poll(&mut fds, PollTimeout::from(10_000_u16)), Ok(1));
-        children.reap();
+        assert_eq!(children.reap(), [Purpose::Forward]);
         assert_eq!(children.forwards(), 0);
         assert!(!std::path::Path::new(&format!("/proc/{pid}")).exists());
     }

@@ -8,14 +8,13 @@ use anyhow::{Context, bail};
 use nix::errno::Errno;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use serde_json::json;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use torpor_gvisor::expedite::{self, Expedited};
-use torpor_gvisor::hush::Hush;
+use torpor_gvisor::hush::{self, Hush};
 use torpor_gvisor::keeper::{self, Request};
 use torpor_gvisor::net::{self, AddressWatch};
-use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState};
+use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState, WakeCause, WakeNote};
 use torpor_gvisor::runsc::{Runsc, Stdio3};
 use torpor_gvisor::spec::{Role, Spec};
 use torpor_snapshots::Image;
@@ -49,13 +48,16 @@ impl Stages {
         self.ends.push((stage, self.began.elapsed()));
     }
 
-    /// Milliseconds since the beginning, stage by stage.
-    pub(super) fn to_json(&self) -> serde_json::Value {
+    /// What is noted of a wake that went through these stages.
+    pub(super) fn note(&self, cause: WakeCause) -> WakeNote {
         let ends = self.ends.iter().map(|(stage, end)| {
             let micros = u64::try_from(end.as_micros()).unwrap_or(u64::MAX);
-            ((*stage).to_owned(), json!(micros))
+            ((*stage).to_owned(), micros)
         });
-        json!({ "stagesEndMicros": ends.collect::<serde_json::Map<_, _>>() })
+        WakeNote {
+            cause,
+            stages_end_micros: ends.collect(),
+        }
     }
 }
 
@@ -218,6 +220,8 @@ fn hush(pod: &PodRecord, image: &Image) -> Option<Hush> {
     }
     match Hush::begin(namespace) {
         Ok(hush) => Some(hush),
+        // By the pod's keeper, which goes on until the sandbox runs.
+        Err(hush::Error::Already) => None,
         Err(error) => {
             // The wake is worth more than connections that have something to say at this moment.
             eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));

@@ -15,7 +15,10 @@ fn asleep() -> Vec<Entry> {
             snapshots: Default::default(),
         },
         Entry::Committed { image: image(1) },
-        Entry::Asleep { image: image(1) },
+        Entry::Asleep {
+            image: image(1),
+            by_itself: false,
+        },
     ]
 }
 

@@ -109,6 +109,8 @@ impl Host {
 
     fn install_args(&self) -> InstallArgs {
         InstallArgs {
+            kubelet_port: 10250,
+            doze_swap: None,
             expedite_wakes: true,
             paths: self.paths(),
             containerd: self.containerd(),

@@ -6,7 +6,7 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use torpor_api::{
     SandboxSnapshot,
-    annotations::{self, OnRestoreFailure},
+    annotations::{self, OnRestoreFailure, SleepAfter},
     conditions::{self, Draft},
     reasons::{hibernated, restored, snapshot as snapshot_reasons},
 };
@@ -19,7 +19,7 @@ use super::{
 };
 use crate::sandbox::{
     dereference::Observed,
-    pod_spec::{self, Memory},
+    pod_spec::{self, Memory, inject},
     validate::Desired,
 };
 
@@ -45,7 +45,7 @@ pub(in crate::sandbox::plan) fn start(plan: &mut Plan, desired: &Desired<'_>, ob
         copy(plan, desired, observed, name);
     } else {
         let shown = after_cold_start(desired, observed);
-        create_pod(plan, desired, None, shown);
+        create_pod(plan, desired, observed, None, shown);
     }
 }
 
@@ -59,7 +59,7 @@ fn resume(
     match can_restore(desired, observed, snapshot, false) {
         Ok(memory) => {
             let start = Some((memory, fence(snapshot, ImageUse::Resume)));
-            create_pod(plan, desired, start, Shown::Remove);
+            create_pod(plan, desired, observed, start, Shown::Remove);
         }
         Err((reason, message)) if policy == OnRestoreFailure::Fail => {
             let message = format!(
@@ -76,7 +76,7 @@ fn resume(
                 plan.step(Area::Pod, Action::SupersedeSnapshot { name, message });
             }
             let shown = says(conditions::RESTORED, restored::COLD_STARTED, message);
-            create_pod(plan, desired, None, shown);
+            create_pod(plan, desired, observed, None, shown);
         }
     }
 }
@@ -97,14 +97,14 @@ fn copy(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, name: &str)
         ))
     });
     match memory {
-        Ok(start) => create_pod(plan, desired, Some(start), Shown::Remove),
+        Ok(start) => create_pod(plan, desired, observed, Some(start), Shown::Remove),
         Err((reason, message)) if desired.settings.restore_policy() == OnRestoreFailure::Fail => {
             plan.memory.restored = says(conditions::RESTORED, reason, message);
         }
         Err((reason, message)) => {
             let message = cold_start_message(reason, &message);
             let shown = says(conditions::RESTORED, restored::COLD_STARTED, message);
-            create_pod(plan, desired, None, shown);
+            create_pod(plan, desired, observed, None, shown);
         }
     }
 }
@@ -160,9 +160,24 @@ fn can_restore(
     Ok(memory)
 }
 
+/// The image of the runtime that goes into a new Pod, if it does. One that continues an image has what was saved, whatever is asked for now: it could not be restored otherwise.
+fn runtime_image<'a>(
+    desired: &Desired<'_>,
+    observed: &'a Observed,
+    memory: Option<&Memory>,
+) -> Result<Option<&'a str>, inject::Error> {
+    let wanted = memory.map_or(desired.settings.inject_runtime, Memory::has_runtime);
+    match &observed.runtime_image {
+        _ if !wanted => Ok(None),
+        Some(image) => Ok(Some(image)),
+        None => Err(inject::Error::NoImage),
+    }
+}
+
 fn create_pod(
     plan: &mut Plan,
     desired: &Desired<'_>,
+    observed: &Observed,
     start: Option<(Memory, super::super::ImageFence)>,
     restored: Shown,
 ) {
@@ -173,9 +188,19 @@ fn create_pod(
     if let Some(policy) = desired.settings.on_restore_failure {
         wishes.push((annotations::ON_RESTORE_FAILURE, policy.as_str().to_owned()));
     }
+    let sleep = by_itself(desired);
+    wishes.extend(
+        sleep
+            .into_iter()
+            .filter_map(|(key, after)| Some((key, after?))),
+    );
     let (memory, image) = start.unzip();
-    let pod = pod_spec::pod(desired.sandbox, &wishes, memory.as_ref());
-    plan.step(Area::Pod, Action::CreatePod { pod, image });
+    let pod = runtime_image(desired, observed, memory.as_ref())
+        .and_then(|runtime| pod_spec::pod(desired.sandbox, &wishes, memory.as_ref(), runtime));
+    match pod {
+        Ok(pod) => plan.step(Area::Pod, Action::CreatePod { pod, image }),
+        Err(why) => return plan.refuse(Area::Pod, why.to_string()),
+    }
     if desired.sandbox.annotations().get(annotations::POD_NAME) != Some(&desired.name) {
         plan.step(Area::Pod, Action::RecordPodName(desired.name.clone()));
     }
@@ -205,6 +230,19 @@ fn after_cold_start(desired: &Desired<'_>, observed: &Observed) -> Shown {
     }
 }
 
+/// When the sandbox falls asleep by itself.
+fn by_itself(desired: &Desired<'_>) -> [(&'static str, Option<String>); 2] {
+    let settings = &desired.settings;
+    let canonical = |after: Option<SleepAfter>| after.map(SleepAfter::canonical);
+    [
+        (annotations::DOZE_AFTER, canonical(settings.doze_after)),
+        (
+            annotations::HIBERNATE_AFTER,
+            canonical(settings.hibernate_after),
+        ),
+    ]
+}
+
 // --- a Pod ------------------------------------------------------------------------------------------------------------------------------
 
 /// Torpor's annotations that an existing Pod should carry; `None` takes one off.
@@ -219,6 +257,7 @@ pub(in crate::sandbox::plan) fn wishes_for_pod(
         ),
         (annotations::FREEZE, None),
     ];
+    wishes.extend(by_itself(desired));
     // While a restore is under way the annotation tells which policy it was begun with.
     let restoring = pod.annotations().contains_key(annotations::RESTORE_IMAGE)
         && restored_condition(pod).is_none_or(|restored| restored.status != "True");
@@ -267,7 +306,17 @@ fn hibernated_in_place(desired: &Desired<'_>, observed: &Observed, pod: &Pod) ->
         return Shown::Set(draft);
     }
     let (can, runtime) = capabilities(observed, pod);
-    let Some(node) = node_of(pod).filter(|_| desired.settings.hibernate && !can.hibernate) else {
+    let Some(node) = node_of(pod).filter(|_| {
+        let by_itself = [
+            desired.settings.hibernate_after,
+            desired.settings.doze_after,
+        ];
+        let by_itself = by_itself
+            .into_iter()
+            .flatten()
+            .any(|after| after != SleepAfter::Off);
+        (desired.settings.hibernate || by_itself) && !can.hibernate
+    }) else {
         return Shown::Remove;
     };
     let message = format!("{runtime} on node {node:?} cannot hibernate");

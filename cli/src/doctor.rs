@@ -1,0 +1,163 @@
+//! `doctor`: facts of a cluster, and what is wrong with them. [`facts`] looks, the checks are pure.
+
+use serde::Serialize;
+
+use crate::output::Shown;
+use crate::table::printable;
+
+pub mod facts;
+pub mod install;
+pub mod nodes;
+pub mod sandboxes;
+
+use facts::{Facts, Unseen};
+
+/// How bad it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub enum Severity {
+    /// Something that should work does not.
+    Problem,
+    /// It works, and will not for long, or not everywhere.
+    Warning,
+    /// It could not be looked at.
+    Unseen,
+}
+
+/// One thing that is wrong.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Finding {
+    pub severity: Severity,
+    /// `Kind name`, with the namespace where there is one.
+    pub subject: String,
+    pub text: String,
+    pub remedy: String,
+}
+
+impl Finding {
+    pub fn problem(
+        subject: impl Into<String>,
+        text: impl Into<String>,
+        remedy: impl Into<String>,
+    ) -> Self {
+        Self {
+            severity: Severity::Problem,
+            subject: subject.into(),
+            text: text.into(),
+            remedy: remedy.into(),
+        }
+    }
+
+    pub fn warning(
+        subject: impl Into<String>,
+        text: impl Into<String>,
+        remedy: impl Into<String>,
+    ) -> Self {
+        Self {
+            severity: Severity::Warning,
+            ..Self::problem(subject, text, remedy)
+        }
+    }
+
+    pub fn unseen(what: &str, why: &Unseen) -> Self {
+        Self {
+            severity: Severity::Unseen,
+            ..Self::problem(what, &why.text, &why.remedy)
+        }
+    }
+}
+
+/// One question, and what was found.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Check {
+    pub name: &'static str,
+    pub findings: Vec<Finding>,
+}
+
+/// What `doctor` prints.
+#[derive(Debug, Serialize)]
+pub struct Diagnosis {
+    pub checks: Vec<Check>,
+    pub problems: usize,
+    pub warnings: usize,
+    /// Looks that failed.
+    pub unseen: usize,
+}
+
+/// What a question finds wrong.
+type Ask = fn(&Facts) -> Vec<Finding>;
+
+/// Asks all questions.
+pub fn diagnose(facts: &Facts) -> Diagnosis {
+    let questions: [(&'static str, Ask); 9] = [
+        ("definitions", install::definitions),
+        ("controller", install::controller),
+        ("leader", install::leader),
+        ("router", install::router),
+        ("runtime class", install::runtime_class),
+        ("agents", nodes::agents),
+        ("nodes", nodes::abilities),
+        ("snapshots", sandboxes::snapshots),
+        ("sandboxes", sandboxes::sandboxes),
+    ];
+    let checks: Vec<Check> = questions
+        .into_iter()
+        .map(|(name, ask)| {
+            let mut findings = ask(facts);
+            findings.sort_by_key(|finding| finding.severity);
+            Check { name, findings }
+        })
+        .collect();
+    let count = |severity| {
+        let findings = checks.iter().flat_map(|check| &check.findings);
+        findings.filter(|f| f.severity == severity).count()
+    };
+    Diagnosis {
+        problems: count(Severity::Problem),
+        warnings: count(Severity::Warning),
+        unseen: count(Severity::Unseen),
+        checks,
+    }
+}
+
+impl Shown for Diagnosis {
+    fn text(&self, _wide: bool) -> String {
+        let mut text = String::new();
+        for check in &self.checks {
+            if check.findings.is_empty() {
+                text.push_str(&format!("ok        {}\n", check.name));
+            }
+            for finding in &check.findings {
+                let severity = match finding.severity {
+                    Severity::Problem => "PROBLEM",
+                    Severity::Warning => "warning",
+                    Severity::Unseen => "not seen",
+                };
+                let said = printable(&finding.text);
+                text.push_str(&format!("{severity:<8}  {}: {said}\n", finding.subject));
+                text.push_str(&format!("          → {}\n", finding.remedy));
+            }
+        }
+        let plural = |count: usize, what: &str| match count {
+            1 => format!("1 {what}"),
+            _ => format!("{count} {what}s"),
+        };
+        let (problems, warnings) = (
+            plural(self.problems, "problem"),
+            plural(self.warnings, "warning"),
+        );
+        let unseen = match self.unseen {
+            0 => String::new(),
+            count => format!(", {count} not seen"),
+        };
+        text.push_str(&format!("\n{problems}, {warnings}{unseen}\n"));
+        text
+    }
+
+    fn names(&self) -> Vec<String> {
+        let findings = self.checks.iter().flat_map(|check| &check.findings);
+        findings.map(|finding| finding.subject.clone()).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,100 @@
+//! What `doctor` looks at. A look that failed leaves its words in the place of what it was for.
+
+use std::fmt::Debug;
+
+use jiff::Timestamp;
+use k8s_openapi::api::apps::v1::{DaemonSet, Deployment};
+use k8s_openapi::api::coordination::v1::Lease;
+use k8s_openapi::api::core::v1::{Node, Pod};
+use k8s_openapi::api::node::v1::RuntimeClass;
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::api::Api;
+use serde::de::DeserializeOwned;
+use torpor_api::{Sandbox, SandboxNode, SandboxSnapshot};
+
+use crate::connect::Cluster;
+use crate::error::{Error, words};
+use crate::world::list;
+
+/// What was seen, or why not.
+pub type Look<T> = Result<Vec<T>, Unseen>;
+
+/// Why something could not be looked at.
+#[derive(Clone, Debug)]
+pub struct Unseen {
+    pub text: String,
+    pub remedy: String,
+}
+
+impl From<Error> for Unseen {
+    fn from(error: Error) -> Self {
+        let remedy = match error.is_unknown_kind() {
+            true => "install the definitions (above)",
+            false => "run doctor as somebody who may list them, an administrator for example",
+        };
+        Self {
+            text: words(&error),
+            remedy: remedy.to_owned(),
+        }
+    }
+}
+
+/// A cluster, as far as Torpor is concerned.
+#[derive(Debug)]
+pub struct Facts {
+    pub now: Timestamp,
+    /// Where Torpor is installed; the next four are of this namespace.
+    pub namespace: String,
+    pub deployments: Look<Deployment>,
+    pub daemon_sets: Look<DaemonSet>,
+    pub pods: Look<Pod>,
+    pub leases: Look<Lease>,
+    pub definitions: Look<CustomResourceDefinition>,
+    pub runtime_classes: Look<RuntimeClass>,
+    pub nodes: Look<Node>,
+    pub sandbox_nodes: Look<SandboxNode>,
+    pub snapshots: Look<SandboxSnapshot>,
+    pub sandboxes: Look<Sandbox>,
+}
+
+impl Facts {
+    /// Looks at everything at once.
+    pub async fn gather(cluster: &Cluster, namespace: &str, now: Timestamp) -> Self {
+        let client = || cluster.client.clone();
+        let (deployments, daemon_sets, pods, leases, definitions) = tokio::join!(
+            look("Deployments", Api::namespaced(client(), namespace)),
+            look("DaemonSets", Api::namespaced(client(), namespace)),
+            look("Pods", Api::namespaced(client(), namespace)),
+            look("Leases", Api::namespaced(client(), namespace)),
+            look("CustomResourceDefinitions", Api::all(client())),
+        );
+        let (runtime_classes, nodes, sandbox_nodes, snapshots, sandboxes) = tokio::join!(
+            look("RuntimeClasses", Api::all(client())),
+            look("Nodes", Api::all(client())),
+            look("SandboxNodes", Api::all(client())),
+            look("SandboxSnapshots", Api::all(client())),
+            look("Sandboxes", Api::all(client())),
+        );
+        Self {
+            now,
+            namespace: namespace.to_owned(),
+            deployments,
+            daemon_sets,
+            pods,
+            leases,
+            definitions,
+            runtime_classes,
+            nodes,
+            sandbox_nodes,
+            snapshots,
+            sandboxes,
+        }
+    }
+}
+
+async fn look<K>(what: &str, api: Api<K>) -> Look<K>
+where
+    K: Clone + DeserializeOwned + Debug,
+{
+    list(what, &api).await.map_err(Unseen::from)
+}

@@ -1,0 +1,262 @@
+//! Whether every node has an agent that works, and what each can do.
+
+use std::collections::BTreeMap;
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::{ContainerStatus, Node, Pod};
+use kube::ResourceExt;
+use torpor_api::conditions::{self, READY};
+use torpor_api::{SandboxNode, install};
+
+use super::Finding;
+use super::facts::Facts;
+use crate::units;
+
+/// Linux before this has no sk_lookup, which port-forward is built on (docs/decisions/2026-11-21-port-forward-over-loopback.md).
+const PORT_FORWARD_KERNEL: (u32, u32) = (5, 9);
+
+/// For how long nothing was heard of a node's agent, if that is too long.
+pub fn silence(node: &SandboxNode, now: Timestamp) -> Option<String> {
+    let heard = node.status.as_ref()?.heartbeat_time.as_ref()?.0;
+    let silent = now.duration_since(heard).as_secs() > install::SILENT_AFTER_SECONDS;
+    silent.then(|| units::age(heard, now))
+}
+
+/// The DaemonSet is there, and its Pods are ready.
+pub fn agents(facts: &Facts) -> Vec<Finding> {
+    let sets = match &facts.daemon_sets {
+        Ok(sets) => sets,
+        Err(why) => return vec![Finding::unseen("DaemonSets", why)],
+    };
+    let namespace = &facts.namespace;
+    let subject = format!("DaemonSet {namespace}/{}", install::AGENT);
+    let Some(set) = sets.iter().find(|set| set.name_any() == install::AGENT) else {
+        let text = "is missing: nothing hibernates, and nodes get no runtime";
+        return vec![Finding::problem(subject, text, "kubectl apply -k deploy")];
+    };
+    let status = set.status.clone().unwrap_or_default();
+    let (wanted, ready) = (status.desired_number_scheduled, status.number_ready);
+    if wanted == 0 {
+        let text = "runs on no node";
+        let remedy = "look at its nodeSelector, and whether nodes are there";
+        return vec![Finding::problem(subject, text, remedy)];
+    }
+    if ready >= wanted {
+        return Vec::new();
+    }
+    let why = troubles(facts, is_agent);
+    let text = format!("{ready} of {wanted} agents are ready{why}");
+    let remedy = format!(
+        "kubectl -n {namespace} logs ds/{} -c install: the installer names its reason",
+        install::AGENT
+    );
+    vec![Finding::problem(subject, text, remedy)]
+}
+
+fn is_agent(pod: &Pod) -> bool {
+    pod.labels()
+        .get("app.kubernetes.io/name")
+        .is_some_and(|name| name == install::AGENT)
+}
+
+/// What the Pods that are not ready say: `; node-1: install: CrashLoopBackOff`.
+pub fn troubles(facts: &Facts, of: impl Fn(&Pod) -> bool) -> String {
+    let pods = facts.pods.iter().flatten().filter(|pod| of(pod));
+    let said = pods.filter_map(|pod| {
+        let node = pod.spec.as_ref()?.node_name.clone();
+        let status = pod.status.as_ref()?;
+        let containers = status.init_container_statuses.iter().flatten();
+        let containers = containers.chain(status.container_statuses.iter().flatten());
+        let trouble = containers.filter_map(trouble).next()?;
+        let place = node.unwrap_or_else(|| "on no node yet".to_owned());
+        Some(format!("; {place}: {trouble}"))
+    });
+    said.collect()
+}
+
+fn trouble(container: &ContainerStatus) -> Option<String> {
+    let state = container.state.as_ref()?;
+    let reason = match (&state.waiting, &state.terminated) {
+        (Some(waiting), _) => waiting.reason.clone()?,
+        (None, Some(ended)) if ended.exit_code != 0 => {
+            format!("ended with {}", ended.exit_code)
+        }
+        _ => return None,
+    };
+    // Until an init container is done, the others wait.
+    (reason != "PodInitializing").then(|| format!("{}: {reason}", container.name))
+}
+
+/// Each node reports, and can do what Torpor is for.
+pub fn abilities(facts: &Facts) -> Vec<Finding> {
+    let (nodes, reports) = match (&facts.nodes, &facts.sandbox_nodes) {
+        (Ok(nodes), Ok(reports)) => (nodes, reports),
+        (Err(why), _) => return vec![Finding::unseen("Nodes", why)],
+        (_, Err(why)) => return vec![Finding::unseen("SandboxNodes", why)],
+    };
+    let largest = facts
+        .snapshots
+        .iter()
+        .flatten()
+        .filter_map(|snapshot| snapshot.status.as_ref()?.size_bytes)
+        .max();
+    let mut findings = Vec::new();
+    for node in nodes.iter().filter(|node| is_linux(node)) {
+        findings.extend(of_machine(node));
+        let report = reports.iter().find(|r| r.name_any() == node.name_any());
+        match report {
+            Some(report) => findings.extend(of_report(report, largest.unwrap_or(0), facts.now)),
+            None => findings.push(Finding::warning(
+                subject(&node.name_any()),
+                "no agent has reported from it: its Pods cannot hibernate",
+                format!(
+                    "kubectl -n {} get pods -o wide: is an agent there?",
+                    facts.namespace
+                ),
+            )),
+        }
+    }
+    findings.extend(left_behind(reports, nodes));
+    findings.extend(several_versions(reports));
+    findings
+}
+
+fn subject(node: &str) -> String {
+    format!("Node {node}")
+}
+
+fn is_linux(node: &Node) -> bool {
+    let info = node.status.as_ref().and_then(|s| s.node_info.as_ref());
+    info.is_none_or(|info| info.operating_system == "linux")
+}
+
+/// What the kubelet says of the machine.
+fn of_machine(node: &Node) -> Vec<Finding> {
+    let Some(info) = node.status.as_ref().and_then(|s| s.node_info.as_ref()) else {
+        return Vec::new();
+    };
+    let mut findings = Vec::new();
+    let runtime = &info.container_runtime_version;
+    if !runtime.starts_with("containerd://") {
+        findings.push(Finding::problem(
+            subject(&node.name_any()),
+            format!("its container runtime is {runtime}; Torpor needs containerd"),
+            "keep the agent off it with a nodeSelector, or give it containerd",
+        ));
+    }
+    let kernel = &info.kernel_version;
+    if version(kernel).is_some_and(|version| version < PORT_FORWARD_KERNEL) {
+        let (major, minor) = PORT_FORWARD_KERNEL;
+        findings.push(Finding::warning(
+            subject(&node.name_any()),
+            format!("kernel {kernel}: kubectl port-forward into sandboxes needs {major}.{minor}"),
+            "a newer kernel; all else works",
+        ));
+    }
+    findings
+}
+
+/// `6.1.0-18-amd64` as (6, 1).
+fn version(kernel: &str) -> Option<(u32, u32)> {
+    let mut parts = kernel.split(|c: char| !c.is_ascii_digit());
+    Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
+}
+
+/// What the agent says. `largest`: bytes of the largest image that is known.
+fn of_report(node: &SandboxNode, largest: i64, now: Timestamp) -> Vec<Finding> {
+    let name = node.name_any();
+    let Some(status) = &node.status else {
+        let text = "its agent has made a SandboxNode and reported nothing";
+        let remedy = "look at the agent's log on this node";
+        return vec![Finding::problem(subject(&name), text, remedy)];
+    };
+    if let Some(silent) = silence(node, now) {
+        return vec![Finding::problem(
+            subject(&name),
+            format!("its agent was last heard of {silent} ago"),
+            "look at the agent's Pod on this node, and whether the node is up",
+        )];
+    }
+    let mut findings = Vec::new();
+    if let Some(ready) = conditions::find(&status.conditions, READY)
+        && ready.status != "True"
+    {
+        let text = format!("{}: {}", ready.reason, ready.message);
+        let remedy = "the message names it; after mending restart the agent's Pod";
+        findings.push(Finding::problem(subject(&name), text, remedy));
+        return findings;
+    }
+    for runtime in &status.runtimes {
+        let able = runtime.capabilities;
+        if able.hibernate && able.restore {
+            continue;
+        }
+        let missing = if able.hibernate {
+            "restore"
+        } else {
+            "hibernate"
+        };
+        let why = match runtime.message.as_str() {
+            "" => "its runsc cannot do it",
+            message => message,
+        };
+        findings.push(Finding::problem(
+            subject(&name),
+            format!("the handler {} cannot {missing}: {why}", runtime.handler),
+            "install a build of runsc that can (the agent's image has one), then restart the agent's Pod",
+        ));
+    }
+    if let Some(storage) = &status.storage
+        && storage.available_bytes < largest.max(storage.capacity_bytes / 10)
+    {
+        let text = format!(
+            "{} of {} are free where images are kept, which hold {}; the largest image has {}",
+            units::bytes(storage.available_bytes),
+            units::bytes(storage.capacity_bytes),
+            units::bytes(storage.bytes),
+            units::bytes(largest),
+        );
+        findings.push(Finding::warning(
+            subject(&name),
+            text,
+            "delete SandboxSnapshots, or enlarge the disk of /var/lib/torpor",
+        ));
+    }
+    findings
+}
+
+fn left_behind(reports: &[SandboxNode], nodes: &[Node]) -> Vec<Finding> {
+    let gone = reports.iter().filter(|report| {
+        let name = report.name_any();
+        nodes.iter().all(|node| node.name_any() != name)
+    });
+    gone.map(|report| {
+        let name = report.name_any();
+        Finding::warning(
+            format!("SandboxNode {name}"),
+            "its node is gone from the cluster",
+            format!("if it does not come back: kubectl delete sandboxnode {name}"),
+        )
+    })
+    .collect()
+}
+
+fn several_versions(reports: &[SandboxNode]) -> Option<Finding> {
+    let mut versions: BTreeMap<&str, usize> = BTreeMap::new();
+    let told = reports.iter().filter_map(|report| report.status.as_ref());
+    for version in told.filter_map(|status| status.agent_version.as_deref()) {
+        *versions.entry(version).or_default() += 1;
+    }
+    if versions.len() < 2 {
+        return None;
+    }
+    let told: Vec<String> = versions
+        .iter()
+        .map(|(version, count)| format!("{version} on {count}"))
+        .collect();
+    Some(Finding::warning(
+        format!("DaemonSet {}", install::AGENT),
+        format!("agents of several versions: {}", told.join(", ")),
+        "wait for the upgrade to end: kubectl rollout status",
+    ))
+}

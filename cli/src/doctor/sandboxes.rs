@@ -1,0 +1,223 @@
+//! Sandboxes and snapshots that are stuck.
+
+use std::collections::BTreeSet;
+
+use jiff::Timestamp;
+use kube::ResourceExt;
+use torpor_api::annotations::IMAGE_FINALIZER;
+use torpor_api::conditions::{self, COMMITTED, HIBERNATED};
+use torpor_api::reasons::hibernated;
+use torpor_api::{Sandbox, SandboxNode, SandboxSnapshot, SnapshotReason};
+
+use super::facts::Facts;
+use super::{Finding, nodes};
+use crate::units;
+use crate::view::{self, State};
+use crate::words;
+
+/// After this, in seconds, what should be quick is stuck: the controller waits as long before it gives up the image of a node that is gone.
+const STUCK_AFTER: i64 = 60;
+/// The save of gigabytes takes its time.
+const SAVE_STUCK_AFTER: i64 = 300;
+
+fn is_longer_ago(time: Timestamp, seconds: i64, now: Timestamp) -> bool {
+    now.duration_since(time).as_secs() > seconds
+}
+
+/// Snapshots whose bytes are not where they should be, or do not go.
+pub fn snapshots(facts: &Facts) -> Vec<Finding> {
+    let snapshots = match &facts.snapshots {
+        Ok(snapshots) => snapshots,
+        Err(why) => return vec![Finding::unseen("SandboxSnapshots", why)],
+    };
+    let each = snapshots.iter();
+    each.filter_map(|snapshot| of_snapshot(facts, snapshot))
+        .collect()
+}
+
+fn of_snapshot(facts: &Facts, snapshot: &SandboxSnapshot) -> Option<Finding> {
+    let subject = format!(
+        "SandboxSnapshot {}/{}",
+        snapshot.namespace().unwrap_or_default(),
+        snapshot.name_any()
+    );
+    let status = snapshot.status.as_ref();
+    let node = status.and_then(|status| status.node_name.as_deref());
+    if let Some(deleted) = &snapshot.metadata.deletion_timestamp {
+        let held = snapshot.finalizers().iter().any(|f| f == IMAGE_FINALIZER);
+        let stuck = held && is_longer_ago(deleted.0, STUCK_AFTER, facts.now);
+        return stuck.then(|| stuck_deletion(facts, subject, node, deleted.0));
+    }
+    if snapshot.is_committed() {
+        return of_committed(facts, snapshot, subject, node?);
+    }
+    let Some(committed) = conditions::find(snapshot.conditions(), COMMITTED) else {
+        let created = snapshot.metadata.creation_timestamp.as_ref()?.0;
+        return is_longer_ago(created, STUCK_AFTER, facts.now).then(|| {
+            Finding::problem(
+                subject,
+                "no agent has taken it up",
+                "is there such a Sandbox, with a Pod, and an agent on the Pod's node?",
+            )
+        });
+    };
+    let remedy = words::remedy(&committed.reason)?;
+    let text = format!("{}: {}", committed.reason, committed.message);
+    Some(Finding::warning(subject, text, remedy))
+}
+
+fn stuck_deletion(
+    facts: &Facts,
+    subject: String,
+    node: Option<&str>,
+    deleted: Timestamp,
+) -> Finding {
+    let age = units::age(deleted, facts.now);
+    let (why, remedy) = match node {
+        None => (
+            "and no node says that it has bytes of it".to_owned(),
+            "look at the log of the agent on the Sandbox' node".to_owned(),
+        ),
+        Some(node) if !has_node(facts, node) => (
+            format!("and node {node} is gone; the controller should have let it go"),
+            "does the controller lead? (above)".to_owned(),
+        ),
+        Some(node) if silence_of(facts, node).is_some() => (
+            format!("and the agent of node {node}, which has bytes of it, is not heard of"),
+            format!("bring the agent of {node} back (above)"),
+        ),
+        Some(node) => (
+            format!("and node {node} still has bytes of it"),
+            format!(
+                "look at the log of the agent on {node}; a sandbox that sleeps in it wakes first"
+            ),
+        ),
+    };
+    Finding::problem(
+        subject,
+        format!("was deleted {age} ago, has the finalizer {IMAGE_FINALIZER} {why}"),
+        remedy,
+    )
+}
+
+/// For how long nothing was heard of a node's agent, if that is too long.
+fn silence_of(facts: &Facts, node: &str) -> Option<String> {
+    let mut reports = facts.sandbox_nodes.iter().flatten();
+    let report = reports.find(|report| report.name_any() == node)?;
+    nodes::silence(report, facts.now)
+}
+
+/// Whether the node is there, as far as nodes may be seen.
+fn has_node(facts: &Facts, name: &str) -> bool {
+    let nodes = facts.nodes.as_ref();
+    nodes.map_or(true, |nodes| {
+        nodes.iter().any(|node| node.name_any() == name)
+    })
+}
+
+/// An image that a suspended Sandbox needs has to be on a node that can restore it.
+fn of_committed(
+    facts: &Facts,
+    snapshot: &SandboxSnapshot,
+    subject: String,
+    node: &str,
+) -> Option<Finding> {
+    if !has_node(facts, node) {
+        return Some(Finding::problem(
+            subject,
+            format!("its image is on node {node}, which is gone"),
+            "bring the node back; or delete the snapshot and start cold (torpor.dev/on-restore-failure=ColdStart)",
+        ));
+    }
+    let is_needed = snapshot.spec.reason == SnapshotReason::Suspend && !snapshot.is_consumed();
+    let report = |n: &&SandboxNode| n.name_any() == node;
+    let report = facts.sandbox_nodes.iter().flatten().find(report)?;
+    let offered = report.status.as_ref()?.fingerprint.as_ref()?;
+    let made_with = snapshot.status.as_ref()?.fingerprint.as_ref()?;
+    let different = made_with.differs_in(offered);
+    (is_needed && !different.is_empty()).then(|| {
+        Finding::problem(
+            subject,
+            format!(
+                "was made with another runtime than node {node} has now (different: {}): its Sandbox does not resume",
+                different.join(", ")
+            ),
+            "go back to the runtime that made it, or start cold (torpor.dev/on-restore-failure=ColdStart)",
+        )
+    })
+}
+
+/// Sandboxes that cannot do what they were asked.
+pub fn sandboxes(facts: &Facts) -> Vec<Finding> {
+    let sandboxes = match &facts.sandboxes {
+        Ok(sandboxes) => sandboxes,
+        Err(why) => return vec![Finding::unseen("Sandboxes", why)],
+    };
+    let classes: Option<BTreeSet<String>> = facts
+        .runtime_classes
+        .as_ref()
+        .ok()
+        .map(|classes| classes.iter().map(ResourceExt::name_any).collect());
+    let each = sandboxes.iter();
+    each.filter_map(|sandbox| of_sandbox(sandbox, classes.as_ref(), facts.now))
+        .collect()
+}
+
+fn of_sandbox(
+    sandbox: &Sandbox,
+    classes: Option<&BTreeSet<String>>,
+    now: Timestamp,
+) -> Option<Finding> {
+    let subject = format!(
+        "Sandbox {}/{}",
+        sandbox.namespace().unwrap_or_default(),
+        sandbox.name_any()
+    );
+    let class = serde_json::to_value(&sandbox.spec.pod_template.spec).ok();
+    let class = class
+        .as_ref()
+        .and_then(|spec| spec["runtimeClassName"].as_str());
+    if let (Some(class), Some(classes)) = (class, classes)
+        && !classes.contains(class)
+    {
+        return Some(Finding::problem(
+            subject,
+            format!("its pod template names the RuntimeClass {class}, which is not there"),
+            "kubectl get runtimeclasses; correct the pod template",
+        ));
+    }
+    let (state, decided_by) = view::state(sandbox);
+    let since = decided_by.map(|condition| condition.last_transition_time.0);
+    let said = decided_by.map_or_else(String::new, |c| format!("{}: {}", c.reason, c.message));
+    let why = format!(
+        "kubectl torpor why {} -n {}",
+        sandbox.name_any(),
+        sandbox.namespace().unwrap_or_default()
+    );
+    match state {
+        State::Blocked => {
+            let remedy = decided_by.and_then(|condition| words::remedy(&condition.reason));
+            Some(Finding::problem(subject, said, remedy.unwrap_or(&why)))
+        }
+        State::Saving | State::Waking | State::Suspending
+            if since.is_some_and(|since| is_longer_ago(since, SAVE_STUCK_AFTER, now)) =>
+        {
+            let age = since.map_or_else(String::new, |since| units::age(since, now));
+            let text = format!("{state} for {age}: {said}");
+            Some(Finding::warning(subject, text, why))
+        }
+        _ => {
+            let condition = conditions::find(view::conditions_of(sandbox), HIBERNATED)?;
+            let reason = condition.reason.as_str();
+            let wrong = [
+                hibernated::SAVE_FAILED,
+                hibernated::RUNTIME_NOT_CAPABLE,
+                hibernated::INVALID_ANNOTATION,
+                hibernated::SNAPSHOT_CLASS_NOT_SUPPORTED,
+            ];
+            let remedy = words::remedy(reason).filter(|_| wrong.contains(&reason))?;
+            let text = format!("{reason}: {}", condition.message);
+            Some(Finding::warning(subject, text, remedy))
+        }
+    }
+}

@@ -1,0 +1,147 @@
+//! `get`: sandboxes as a table, or as data.
+
+use jiff::Timestamp;
+use serde::Serialize;
+
+use crate::output::Shown;
+use crate::table::Table;
+use crate::units;
+use crate::view::View;
+
+/// What `get` prints.
+#[derive(Debug, Serialize)]
+pub struct Listing {
+    pub items: Vec<View>,
+    #[serde(skip)]
+    pub with_namespaces: bool,
+    #[serde(skip)]
+    pub now: Timestamp,
+}
+
+const HEADINGS: [&str; 8] = [
+    "NAME",
+    "STATE",
+    "ASLEEP",
+    "MEMORY AWAKE",
+    "MEMORY ASLEEP",
+    "IMAGE",
+    "NODE",
+    "LAST WAKE",
+];
+const WIDE: [&str; 4] = ["SINCE", "POD", "REASON", "MESSAGE"];
+
+impl Shown for Listing {
+    fn text(&self, wide: bool) -> String {
+        let namespace = self.with_namespaces.then_some("NAMESPACE");
+        let more: &[&str] = if wide { &WIDE } else { &[] };
+        let headings: Vec<&str> = namespace
+            .into_iter()
+            .chain(HEADINGS)
+            .chain(more.iter().copied())
+            .collect();
+        let mut table = Table::new(&headings);
+        for view in &self.items {
+            table.push(self.row(view, wide));
+        }
+        table.text()
+    }
+
+    fn names(&self) -> Vec<String> {
+        let names = self.items.iter();
+        names
+            .map(|view| format!("sandbox.agents.x-k8s.io/{}", view.name))
+            .collect()
+    }
+}
+
+impl Listing {
+    fn row(&self, view: &View, wide: bool) -> Vec<String> {
+        let age = |since: Option<Timestamp>| {
+            since.map_or_else(String::new, |since| units::age(since, self.now))
+        };
+        let bytes = |count: Option<i64>| count.map_or_else(String::new, units::bytes);
+        let mut row = Vec::new();
+        if self.with_namespaces {
+            row.push(view.namespace.clone());
+        }
+        row.extend([
+            view.name.clone(),
+            view.state.to_string(),
+            age(view.asleep_since),
+            bytes(view.memory_awake_bytes),
+            bytes(view.memory_asleep_bytes),
+            bytes(view.image_bytes),
+            view.node.clone().unwrap_or_default(),
+            self.last_wake(view),
+        ]);
+        if wide {
+            row.extend([
+                age(view.since),
+                view.pod.clone().unwrap_or_default(),
+                view.reason.clone(),
+                view.message.clone(),
+            ]);
+        }
+        row
+    }
+
+    /// `420ms, 5m ago (Called)`.
+    fn last_wake(&self, view: &View) -> String {
+        let Some(wake) = &view.last_wake else {
+            return String::new();
+        };
+        let micros = u64::try_from(wake.duration_micros).unwrap_or(0);
+        let took = units::span(std::time::Duration::from_micros(micros));
+        let ago = units::age(wake.at.0, self.now);
+        format!("{took}, {ago} ago ({})", wake.cause)
+    }
+}
+
+/// What stands in place of a table without rows.
+pub fn nothing(namespace: Option<&str>) -> String {
+    match namespace {
+        Some(namespace) => format!("No Sandboxes in namespace {namespace}."),
+        None => "No Sandboxes.".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::args::Format;
+    use crate::output::rendered;
+    use crate::view::tests::{at, some_views};
+
+    use super::*;
+
+    fn listing(with_namespaces: bool) -> Listing {
+        Listing {
+            items: some_views(),
+            with_namespaces,
+            now: at("2026-11-21T12:00:00Z"),
+        }
+    }
+
+    #[test]
+    fn a_table_shows_what_each_sandbox_does_and_costs() {
+        insta::assert_snapshot!(rendered(&listing(false), Format::Table).unwrap());
+    }
+
+    #[test]
+    fn a_wide_table_of_all_namespaces_says_why() {
+        insta::assert_snapshot!(rendered(&listing(true), Format::Wide).unwrap());
+    }
+
+    #[test]
+    fn names_are_kubectls() {
+        insta::assert_snapshot!(rendered(&listing(false), Format::Name).unwrap());
+    }
+
+    #[test]
+    fn data_has_every_figure_and_leaves_out_what_is_not_known() {
+        insta::assert_snapshot!(rendered(&listing(false), Format::Yaml).unwrap());
+        let json = rendered(&listing(false), Format::Json).unwrap();
+        let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+        assert_eq!(json["items"][0]["lastWake"]["durationMicros"], 412_300);
+        assert!(json["items"][1].get("node").is_none());
+    }
+}

@@ -1,0 +1,317 @@
+//! How far a Sandbox is on its way to what was asked of it. Pure.
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
+use serde_json::{Value, json};
+use torpor_api::annotations::{self, HIBERNATE};
+use torpor_api::conditions::{self, HIBERNATED, READY, RESTORED, SUSPENDED};
+use torpor_api::reasons::{hibernated, restored};
+use torpor_api::{OperatingMode, Sandbox};
+
+use crate::view::conditions_of;
+use crate::words;
+
+/// What a command asks of a Sandbox.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Goal {
+    Hibernate,
+    Wake,
+    Suspend,
+    Resume,
+}
+
+/// How far it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// On its way; the words say where.
+    Waiting(String),
+    Done,
+    /// It will not get there without somebody doing something; what and why.
+    Refused(String),
+}
+
+impl Goal {
+    /// `hibernated`, behind "is" and "not yet".
+    pub fn participle(self) -> &'static str {
+        match self {
+            Self::Hibernate => "hibernated",
+            Self::Wake => "awake",
+            Self::Suspend => "suspended",
+            Self::Resume => "resumed",
+        }
+    }
+
+    /// The merge patch that asks for it; `Err`: why it makes no sense for this Sandbox.
+    pub fn patch(self, sandbox: &Sandbox) -> Result<Value, String> {
+        let suspended = sandbox.spec.operating_mode == OperatingMode::Suspended;
+        match self {
+            Self::Hibernate if suspended => {
+                Err("it is suspended: it has no Pod, its memory is on disk already".to_owned())
+            }
+            Self::Wake if suspended => {
+                Err("it is suspended: `kubectl torpor resume` makes it run again".to_owned())
+            }
+            Self::Hibernate => Ok(json!({"metadata": {"annotations": {HIBERNATE: "true"}}})),
+            Self::Wake => {
+                // A wish in the pod template holds until the Sandbox itself says otherwise.
+                let template = sandbox.spec.pod_template.annotations();
+                let by_template = template.is_some_and(|all| all.contains_key(HIBERNATE));
+                let value = by_template.then_some("false");
+                Ok(json!({"metadata": {"annotations": {HIBERNATE: value}}}))
+            }
+            Self::Suspend => Ok(json!({"spec": {"operatingMode": "Suspended"}})),
+            Self::Resume => Ok(json!({"spec": {"operatingMode": "Running"}})),
+        }
+    }
+
+    /// How far `now` is, where `before` is the Sandbox as it was when the patch was sent: what stood there then is no answer to it.
+    pub fn progress(self, before: &Sandbox, now: &Sandbox) -> Progress {
+        if now.metadata.deletion_timestamp.is_some() {
+            return Progress::Refused("it is being deleted".to_owned());
+        }
+        if self.is_reached(now) {
+            return Progress::Done;
+        }
+        match self.telling(now) {
+            Some(condition) if self.is_final(condition) && is_news(condition, before) => {
+                Progress::Refused(refusal(condition))
+            }
+            Some(condition) => Progress::Waiting(said(condition)),
+            None => Progress::Waiting("the controller has not said anything yet".to_owned()),
+        }
+    }
+
+    fn is_reached(self, sandbox: &Sandbox) -> bool {
+        let all = conditions_of(sandbox);
+        let of_this_spec =
+            |condition: &Condition| condition.observed_generation >= sandbox.metadata.generation;
+        let is_true = |type_| {
+            conditions::find(all, type_).is_some_and(|c| c.status == "True" && of_this_spec(c))
+        };
+        match self {
+            Self::Hibernate => conditions::is_true(all, HIBERNATED),
+            Self::Wake => {
+                let asleep = conditions::find(all, HIBERNATED)
+                    .is_some_and(|c| c.status == "True" || c.reason == hibernated::WAKING);
+                conditions::is_true(all, READY) && !asleep
+            }
+            Self::Suspend => is_true(SUSPENDED),
+            Self::Resume => is_true(READY),
+        }
+    }
+
+    /// The condition that has most to say of the way there.
+    fn telling(self, sandbox: &Sandbox) -> Option<&Condition> {
+        let all = conditions_of(sandbox);
+        let find = |type_| conditions::find(all, type_);
+        match self {
+            Self::Hibernate | Self::Suspend => find(HIBERNATED).or_else(|| find(SUSPENDED)),
+            Self::Wake | Self::Resume => find(RESTORED)
+                .filter(|c| c.status == "False")
+                .or_else(|| find(HIBERNATED).filter(|_| self == Self::Wake))
+                .or_else(|| find(READY)),
+        }
+    }
+
+    /// Whether waiting alone will not mend what the condition says.
+    fn is_final(self, condition: &Condition) -> bool {
+        if condition.status != "False" {
+            return false;
+        }
+        let reason = condition.reason.as_str();
+        match self {
+            Self::Hibernate => matches!(
+                reason,
+                hibernated::RUNTIME_NOT_CAPABLE | hibernated::INVALID_ANNOTATION
+            ),
+            // A suspension goes on without the memory; RuntimeNotCapable is what was lost, not that it failed.
+            Self::Suspend => false,
+            // The agent tries a wake in place again by itself.
+            Self::Wake => matches!(
+                reason,
+                restored::IMAGE_MISSING | restored::IMAGE_CORRUPT | restored::FINGERPRINT_MISMATCH
+            ),
+            Self::Resume => restored::ALL.contains(&reason) && reason != restored::COLD_STARTED,
+        }
+    }
+}
+
+/// Whether the condition says something else than before the patch.
+fn is_news(condition: &Condition, before: &Sandbox) -> bool {
+    let old = conditions::find(conditions_of(before), &condition.type_);
+    old.is_none_or(|old| {
+        (&old.reason, &old.message, &old.last_transition_time)
+            != (
+                &condition.reason,
+                &condition.message,
+                &condition.last_transition_time,
+            )
+    })
+}
+
+fn said(condition: &Condition) -> String {
+    match condition.message.is_empty() {
+        true => condition.reason.clone(),
+        false => format!("{}: {}", condition.reason, condition.message),
+    }
+}
+
+fn refusal(condition: &Condition) -> String {
+    match words::remedy(&condition.reason) {
+        Some(remedy) => format!(
+            "{}. Remedy: {remedy}",
+            said(condition).trim_end_matches('.')
+        ),
+        None => said(condition),
+    }
+}
+
+/// What the user should know once it is done: what was lost, what will happen next.
+pub fn note(goal: Goal, now: &Sandbox) -> Option<String> {
+    let all = conditions_of(now);
+    match goal {
+        Goal::Suspend if !conditions::is_true(all, HIBERNATED) => {
+            let why = conditions::find(all, HIBERNATED).map(said);
+            let strategy = annotations::Settings::read(
+                now.metadata.annotations.as_ref(),
+                now.spec.pod_template.annotations(),
+            );
+            match (why, strategy.strategy()) {
+                (_, annotations::SuspensionStrategy::Freeze) => None,
+                (Some(why), _) => Some(format!("memory was not kept ({why})")),
+                (None, _) => Some("memory was not kept".to_owned()),
+            }
+        }
+        Goal::Resume => conditions::find(all, RESTORED)
+            .filter(|c| c.status == "False")
+            .map(said),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    fn sandbox(mode: &str, conditions: &[(&str, &str, &str)]) -> Sandbox {
+        let conditions: Vec<Value> = conditions
+            .iter()
+            .map(|(type_, status, reason)| {
+                json!({
+                    "type": type_, "status": status, "reason": reason, "message": "words",
+                    "lastTransitionTime": "2026-01-01T00:00:00Z", "observedGeneration": 2,
+                })
+            })
+            .collect();
+        serde_json::from_value(json!({
+            "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox",
+            "metadata": {"name": "demo", "namespace": "x", "generation": 2},
+            "spec": {"operatingMode": mode, "podTemplate": {"spec": {"containers": []}}},
+            "status": {"conditions": conditions},
+        }))
+        .unwrap()
+    }
+
+    #[rstest]
+    #[case(Goal::Hibernate, "Running", &[("Hibernated", "True", "Hibernated")])]
+    #[case(Goal::Wake, "Running", &[("Hibernated", "False", "Awake"), ("Ready", "True", "X")])]
+    #[case(Goal::Wake, "Running", &[("Ready", "True", "X")])]
+    #[case(Goal::Suspend, "Suspended", &[("Suspended", "True", "PodTerminated")])]
+    #[case(Goal::Resume, "Running", &[("Ready", "True", "DependenciesReady")])]
+    fn a_goal_is_reached(
+        #[case] goal: Goal,
+        #[case] mode: &str,
+        #[case] conditions: &[(&str, &str, &str)],
+    ) {
+        let now = sandbox(mode, conditions);
+        assert_eq!(goal.progress(&now, &now), Progress::Done);
+    }
+
+    #[rstest]
+    #[case(Goal::Hibernate, &[("Hibernated", "False", "Saving")])]
+    #[case(Goal::Hibernate, &[("Hibernated", "False", "SaveFailed")])]
+    #[case(Goal::Hibernate, &[])]
+    #[case(Goal::Wake, &[("Hibernated", "True", "Hibernated"), ("Ready", "True", "X")])]
+    #[case(Goal::Wake, &[("Hibernated", "False", "Waking"), ("Ready", "True", "X")])]
+    #[case(Goal::Wake, &[("Restored", "False", "RestoreFailed"), ("Hibernated", "True", "Hibernated")])]
+    #[case(Goal::Suspend, &[("Hibernated", "False", "RuntimeNotCapable"), ("Suspended", "False", "X")])]
+    #[case(Goal::Resume, &[("Ready", "False", "DependenciesNotReady")])]
+    #[case(Goal::Resume, &[("Restored", "False", "ColdStarted"), ("Ready", "False", "X")])]
+    fn on_the_way_the_conditions_words_are_told(
+        #[case] goal: Goal,
+        #[case] conditions: &[(&str, &str, &str)],
+    ) {
+        let now = sandbox("Running", conditions);
+        let before = sandbox("Running", &[]);
+        assert!(matches!(goal.progress(&before, &now), Progress::Waiting(_)));
+    }
+
+    #[rstest]
+    #[case(Goal::Hibernate, ("Hibernated", "False", "RuntimeNotCapable"))]
+    #[case(Goal::Hibernate, ("Hibernated", "False", "InvalidAnnotation"))]
+    #[case(Goal::Wake, ("Restored", "False", "ImageCorrupt"))]
+    #[case(Goal::Resume, ("Restored", "False", "NodeUnavailable"))]
+    fn what_waiting_does_not_mend_is_a_refusal_with_a_remedy_unless_it_stood_there_before(
+        #[case] goal: Goal,
+        #[case] condition: (&str, &str, &str),
+    ) {
+        let now = sandbox("Running", &[condition]);
+        let Progress::Refused(message) = goal.progress(&sandbox("Running", &[]), &now) else {
+            panic!("not refused");
+        };
+        assert!(message.contains("words. Remedy: "), "{message}");
+        assert!(matches!(goal.progress(&now, &now), Progress::Waiting(_)));
+    }
+
+    #[test]
+    fn a_condition_of_an_older_spec_reaches_nothing() {
+        let mut now = sandbox("Suspended", &[("Suspended", "True", "PodTerminated")]);
+        now.metadata.generation = Some(3);
+        assert!(matches!(
+            Goal::Suspend.progress(&now, &now),
+            Progress::Waiting(_)
+        ));
+    }
+
+    #[test]
+    fn waking_overrules_the_pod_template() {
+        let mut asleep = sandbox("Running", &[]);
+        assert_eq!(
+            Goal::Wake.patch(&asleep),
+            Ok(json!({"metadata": {"annotations": {HIBERNATE: null}}}))
+        );
+        asleep.spec.pod_template.metadata = serde_json::from_value(json!({
+            "annotations": {HIBERNATE: "true"},
+        }))
+        .unwrap();
+        assert_eq!(
+            Goal::Wake.patch(&asleep),
+            Ok(json!({"metadata": {"annotations": {HIBERNATE: "false"}}}))
+        );
+    }
+
+    #[test]
+    fn a_suspended_sandbox_is_resumed_and_not_woken() {
+        let suspended = sandbox("Suspended", &[]);
+        assert!(Goal::Wake.patch(&suspended).unwrap_err().contains("resume"));
+        Goal::Hibernate.patch(&suspended).unwrap_err();
+    }
+
+    #[test]
+    fn what_was_lost_is_told() {
+        let lost = sandbox(
+            "Suspended",
+            &[
+                ("Suspended", "True", "PodTerminated"),
+                ("Hibernated", "False", "RuntimeNotCapable"),
+            ],
+        );
+        let told = note(Goal::Suspend, &lost).unwrap();
+        assert_eq!(told, "memory was not kept (RuntimeNotCapable: words)");
+        let kept = sandbox("Suspended", &[("Hibernated", "True", "Hibernated")]);
+        assert_eq!(note(Goal::Suspend, &kept), None);
+        let cold = sandbox("Running", &[("Restored", "False", "ColdStarted")]);
+        assert_eq!(note(Goal::Resume, &cold).unwrap(), "ColdStarted: words");
+    }
+}

@@ -1,0 +1,231 @@
+//! From arguments to an exit code.
+
+use std::process::ExitCode;
+
+use jiff::Timestamp;
+
+use crate::args::{Args, Change, Command, Connection, Format, Top, Why};
+use crate::change::change;
+use crate::connect::{Cluster, call, connect};
+use crate::doctor::{self, facts::Facts};
+use crate::error::{Error, words};
+use crate::get::{self, Listing};
+use crate::goal::Goal;
+use crate::output::{print, rendered};
+use crate::view::{pod_of, pods_by_owner, views};
+use crate::why::{self, Evidence};
+use crate::world::{Scope, World};
+use crate::{complete, top, units};
+
+/// How a command ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ended {
+    Done,
+    Failed,
+    /// doctor found a problem.
+    Broken,
+    /// Nobody knows what became of it.
+    Unknown,
+}
+
+impl From<Ended> for ExitCode {
+    fn from(ended: Ended) -> Self {
+        // 2 is the command line's.
+        Self::from(match ended {
+            Ended::Done => 0,
+            Ended::Failed => 1,
+            Ended::Broken => 3,
+            Ended::Unknown => 4,
+        })
+    }
+}
+
+impl From<&Error> for Ended {
+    fn from(error: &Error) -> Self {
+        match error.is_unknown() {
+            true => Self::Unknown,
+            false => Self::Failed,
+        }
+    }
+}
+
+/// Does what the arguments say. Results go to standard output, all else to standard error.
+pub fn to_the_end(args: Args) -> ExitCode {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build();
+    let runtime = match runtime {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            eprintln!("error: cannot start: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let ended = runtime.block_on(run(args));
+    ended.unwrap_or_else(|error| told(&error)).into()
+}
+
+/// Tells of a failure, once.
+fn told(error: &Error) -> Ended {
+    eprintln!("error: {}", crate::table::printable(&words(error)));
+    if let Some(remedy) = error.remedy() {
+        eprintln!("  → {remedy}");
+    }
+    Ended::from(error)
+}
+
+async fn run(args: Args) -> Result<Ended, Error> {
+    let connection = &args.connection;
+    match &args.command {
+        Command::Complete { words } => {
+            print(&complete::for_kubectl(words).await)?;
+            Ok(Ended::Done)
+        }
+        Command::Completion { shell } => {
+            print(&String::from_utf8_lossy(&complete::script(*shell)))?;
+            Ok(Ended::Done)
+        }
+        Command::Get(get) => {
+            let cluster = connect(connection).await?;
+            let found = listing(&cluster, &get.names, get.all_namespaces).await?;
+            if found.items.is_empty() && matches!(get.output, Format::Table | Format::Wide) {
+                let namespace = (!get.all_namespaces).then_some(cluster.namespace.as_str());
+                eprintln!("{}", get::nothing(namespace));
+            } else {
+                print(&rendered(&found, get.output)?)?;
+            }
+            Ok(Ended::Done)
+        }
+        Command::Why(asked) => {
+            let cluster = connect(connection).await?;
+            print(&why_text(&cluster, asked).await?)?;
+            Ok(Ended::Done)
+        }
+        Command::Top(asked) => {
+            let cluster = connect(connection).await?;
+            print(&Box::pin(top_text(&cluster, asked)).await?)?;
+            Ok(Ended::Done)
+        }
+        Command::Doctor(asked) => {
+            let cluster = connect(connection).await?;
+            // A cluster that does not answer has one ailment, not ten.
+            let version = cluster.client.apiserver_version();
+            call("ask the apiserver for its version", version).await?;
+            let gathered = Facts::gather(&cluster, &asked.torpor_namespace, Timestamp::now());
+            let facts = Box::pin(gathered).await;
+            let diagnosis = doctor::diagnose(&facts);
+            print(&rendered(&diagnosis, asked.output)?)?;
+            Ok(match (diagnosis.problems, diagnosis.unseen) {
+                (0, 0) => Ended::Done,
+                (0, _) => Ended::Unknown,
+                _ => Ended::Broken,
+            })
+        }
+        Command::Hibernate(asked) => changed(connection, Goal::Hibernate, asked).await,
+        Command::Wake(asked) => changed(connection, Goal::Wake, asked).await,
+        Command::Suspend(asked) => changed(connection, Goal::Suspend, asked).await,
+        Command::Resume(asked) => changed(connection, Goal::Resume, asked).await,
+    }
+}
+
+fn scope(cluster: &Cluster, everywhere: bool) -> Scope<'_> {
+    match everywhere {
+        true => Scope::Everywhere,
+        false => Scope::Namespace(&cluster.namespace),
+    }
+}
+
+/// Looks, and says on standard error what could not be seen.
+async fn look(cluster: &Cluster, everywhere: bool) -> Result<World, Error> {
+    let world = World::look(cluster, scope(cluster, everywhere)).await?;
+    for unseen in &world.unseen {
+        eprintln!("warning: {unseen}");
+    }
+    Ok(world)
+}
+
+/// What `get` shows.
+pub async fn listing(
+    cluster: &Cluster,
+    names: &[String],
+    everywhere: bool,
+) -> Result<Listing, Error> {
+    let world = look(cluster, everywhere).await?;
+    let world = world.only(&cluster.namespace, names)?;
+    Ok(Listing {
+        items: views(&world),
+        with_namespaces: everywhere,
+        now: Timestamp::now(),
+    })
+}
+
+async fn why_text(cluster: &Cluster, asked: &Why) -> Result<String, Error> {
+    let world = look(cluster, false).await?;
+    let names = std::slice::from_ref(&asked.name);
+    let world = world.only(&cluster.namespace, names)?;
+    let pods = pods_by_owner(&world.pods);
+    let mut text = String::new();
+    for sandbox in &world.sandboxes {
+        let evidence = Evidence {
+            sandbox,
+            pod: pod_of(&pods, sandbox),
+            snapshots: &world.snapshots,
+            nodes: &world.nodes,
+        };
+        let explained = why::explain(evidence, Timestamp::now());
+        text.push_str(&rendered(&explained, asked.output)?);
+    }
+    Ok(text)
+}
+
+async fn top_text(cluster: &Cluster, asked: &Top) -> Result<String, Error> {
+    let (world, usages) = tokio::join!(
+        look(cluster, asked.all_namespaces),
+        top::usages(cluster, scope(cluster, asked.all_namespaces)),
+    );
+    if usages.is_none() {
+        eprintln!(
+            "warning: the metrics API does not answer (metrics-server): what awake sandboxes use is not known"
+        );
+    }
+    let usages = usages.unwrap_or_default();
+    let ranking = top::rank(
+        &views(&world?),
+        &usages,
+        asked.sort_by,
+        asked.all_namespaces,
+    );
+    rendered(&ranking, asked.output)
+}
+
+/// Prints a line for each Sandbox, and ends as badly as the worst of them.
+async fn changed(connection: &Connection, goal: Goal, asked: &Change) -> Result<Ended, Error> {
+    let cluster = connect(connection).await?;
+    let say = |text: &str| eprintln!("{}", crate::table::printable(text));
+    let mut ended = Ended::Done;
+    for result in change(&cluster, goal, asked, &say).await {
+        match result {
+            Ok(done) => {
+                let name = &done.name;
+                let line = match done.took {
+                    None => format!("sandbox.agents.x-k8s.io/{name} asked\n"),
+                    Some(took) => {
+                        let (is, took) = (goal.participle(), units::span(took));
+                        format!("sandbox.agents.x-k8s.io/{name} {is} ({took})\n")
+                    }
+                };
+                print(&line)?;
+                if let Some(note) = done.note {
+                    eprintln!("warning: {name}: {}", crate::table::printable(&note));
+                }
+            }
+            // A failure is certain; that something is not known is less than that.
+            Err(error) => match told(&error) {
+                Ended::Unknown if ended == Ended::Done => ended = Ended::Unknown,
+                Ended::Unknown => {}
+                failed => ended = failed,
+            },
+        }
+    }
+    Ok(ended)
+}

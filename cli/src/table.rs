@@ -1,0 +1,76 @@
+//! Tables as kubectl prints them: columns three spaces apart, as wide as their widest cell.
+
+/// A table; every row has as many cells as there are headings.
+#[derive(Debug, Default)]
+pub struct Table {
+    rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    pub fn new(headings: &[&str]) -> Self {
+        let headings = headings.iter().map(|heading| (*heading).to_owned());
+        Self {
+            rows: vec![headings.collect()],
+        }
+    }
+
+    /// An empty cell is shown as `-`.
+    pub fn push(&mut self, row: Vec<String>) {
+        let shown = row.into_iter().map(|cell| match cell.is_empty() {
+            true => "-".to_owned(),
+            false => printable(&cell),
+        });
+        self.rows.push(shown.collect());
+    }
+
+    /// The text, one line per row, each with its end.
+    pub fn text(&self) -> String {
+        let columns = self.rows.first().map_or(0, Vec::len);
+        let width = |column: usize| {
+            let cells = self.rows.iter().filter_map(|row| row.get(column));
+            cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
+        };
+        let widths: Vec<usize> = (0..columns).map(width).collect();
+        let mut text = String::new();
+        for row in &self.rows {
+            let padded: Vec<String> = row
+                .iter()
+                .zip(&widths)
+                .map(|(cell, width)| format!("{cell:<width$}"))
+                .collect();
+            text.push_str(padded.join("   ").trim_end());
+            text.push('\n');
+        }
+        text
+    }
+}
+
+/// A cell of one line that moves no cursor: messages carry words of programs that we do not know.
+pub fn printable(text: &str) -> String {
+    text.chars()
+        .map(|c| if c.is_control() { ' ' } else { c })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_are_as_wide_as_their_widest_cell_and_lines_have_no_blanks_at_the_end() {
+        let mut table = Table::new(&["NAME", "STATE"]);
+        table.push(vec!["a-long-name".to_owned(), String::new()]);
+        table.push(vec!["b".to_owned(), "Awake".to_owned()]);
+        assert_eq!(
+            table.text(),
+            "NAME          STATE\na-long-name   -\nb             Awake\n"
+        );
+    }
+
+    #[test]
+    fn a_cell_cannot_steer_the_terminal() {
+        let mut table = Table::new(&["MESSAGE"]);
+        table.push(vec!["one\n\u{1b}[2Jtwo".to_owned()]);
+        assert_eq!(table.text(), "MESSAGE\none  [2Jtwo\n");
+    }
+}

@@ -1,0 +1,241 @@
+//! What the API's objects say of one sandbox, joined. Pure.
+
+use std::collections::HashMap;
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
+use kube::ResourceExt;
+use serde::Serialize;
+use torpor_api::conditions::{self, FINISHED, HIBERNATED, READY, RESTORED, SUSPENDED};
+use torpor_api::node::{LastWake, SandboxReport};
+use torpor_api::reasons::{freeze, hibernated, restored};
+use torpor_api::{OperatingMode, Sandbox, SandboxNode, SandboxSnapshot, SnapshotReason};
+
+use crate::world::World;
+
+/// What a sandbox does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+pub enum State {
+    /// Its Pod is not ready yet.
+    Starting,
+    Awake,
+    /// Its memory is being written.
+    Saving,
+    /// Memory in an image, the Pod stays.
+    Hibernated,
+    /// Memory is being read back.
+    Waking,
+    /// Paused, memory where it is.
+    Frozen,
+    /// Asked to suspend, and not there yet.
+    Suspending,
+    /// No Pod.
+    Suspended,
+    /// Its memory could not be brought back, and it was not started without.
+    Blocked,
+    /// Its program has ended.
+    Finished,
+    Deleting,
+}
+
+impl State {
+    /// Whether it costs no processor and hardly memory.
+    pub fn is_asleep(self) -> bool {
+        matches!(self, Self::Hibernated | Self::Suspended)
+    }
+}
+
+impl std::fmt::Display for State {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        // Padding is the table's.
+        write!(f, "{self:?}")
+    }
+}
+
+/// One sandbox. Fields that nobody knows are left out.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct View {
+    pub namespace: String,
+    pub name: String,
+    pub state: State,
+    /// Since when it is in this state.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub since: Option<Timestamp>,
+    /// The same of one that sleeps.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub asleep_since: Option<Timestamp>,
+    /// Working set of the Pod in bytes, when it last fell asleep: before.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_awake_bytes: Option<i64>,
+    /// After. A suspended sandbox has no Pod and uses none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_asleep_bytes: Option<i64>,
+    /// Bytes on disk of the image that holds its memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub image_bytes: Option<i64>,
+    /// The node of its Pod, or of its image.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub node: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pod: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub last_wake: Option<LastWake>,
+    /// Reason of the condition that the state is taken from.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub reason: String,
+    /// Its message.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub message: String,
+}
+
+/// The Sandboxes of a world, each joined with its Pod, image and node.
+pub fn views(world: &World) -> Vec<View> {
+    let pods = pods_by_owner(&world.pods);
+    let viewed = world.sandboxes.iter().map(|sandbox| {
+        let pod = pod_of(&pods, sandbox);
+        view(sandbox, pod, &world.snapshots, &world.nodes)
+    });
+    viewed.collect()
+}
+
+/// Pods by the UID of what controls them.
+pub fn pods_by_owner(pods: &[Pod]) -> HashMap<&str, &Pod> {
+    let controller = |pod: &Pod| {
+        let owners = pod.metadata.owner_references.as_deref();
+        owners
+            .unwrap_or_default()
+            .iter()
+            .position(|o| o.controller == Some(true))
+    };
+    pods.iter()
+        .filter_map(|pod| {
+            let at = controller(pod)?;
+            let owner = pod.metadata.owner_references.as_ref()?.get(at)?;
+            Some((owner.uid.as_str(), pod))
+        })
+        .collect()
+}
+
+/// The Pod that a Sandbox controls.
+pub fn pod_of<'a>(pods: &HashMap<&str, &'a Pod>, sandbox: &Sandbox) -> Option<&'a Pod> {
+    pods.get(sandbox.metadata.uid.as_deref()?).copied()
+}
+
+/// The conditions, none before the first status.
+pub fn conditions_of(sandbox: &Sandbox) -> &[Condition] {
+    let status = sandbox.status.as_ref();
+    status.map_or(&[], |status| &status.conditions)
+}
+
+/// What the agent of its node says of a Pod's sandbox.
+pub fn report_of<'a>(pod: &Pod, nodes: &'a [SandboxNode]) -> Option<&'a SandboxReport> {
+    let uid = pod.metadata.uid.as_deref()?;
+    let node = pod.spec.as_ref()?.node_name.as_deref()?;
+    let node = nodes.iter().find(|n| n.name_any() == node)?;
+    node.sandbox(uid)
+}
+
+/// The snapshot that a suspended Sandbox will continue from: the newest that is committed and not used.
+pub fn image_of<'a>(
+    sandbox: &Sandbox,
+    snapshots: &'a [SandboxSnapshot],
+) -> Option<&'a SandboxSnapshot> {
+    snapshots
+        .iter()
+        .filter(|s| s.namespace() == sandbox.namespace())
+        .filter(|s| s.spec.sandbox_name == sandbox.name_any())
+        .filter(|s| s.spec.reason == SnapshotReason::Suspend)
+        .filter(|s| s.is_committed() && !s.is_consumed())
+        .max_by_key(|s| {
+            let status = s.status.as_ref();
+            status.and_then(|status| status.committed_at.as_ref().map(|at| at.0))
+        })
+}
+
+/// Joins one Sandbox with what is its own among the others.
+pub fn view(
+    sandbox: &Sandbox,
+    pod: Option<&Pod>,
+    snapshots: &[SandboxSnapshot],
+    nodes: &[SandboxNode],
+) -> View {
+    let (state, decided_by) = state(sandbox);
+    let report = pod.and_then(|pod| report_of(pod, nodes));
+    // While there is a Pod, it has the memory, or its node reports the image.
+    let image = image_of(sandbox, snapshots).filter(|_| pod.is_none());
+    let image = image.and_then(|snapshot| snapshot.status.as_ref());
+    let since = decided_by.map(|condition| condition.last_transition_time.0);
+    let node = pod
+        .and_then(|pod| pod.spec.as_ref()?.node_name.clone())
+        .or_else(|| image.and_then(|image| image.node_name.clone()));
+    let (reason, message) = decided_by
+        .map(|condition| (condition.reason.clone(), condition.message.clone()))
+        .unwrap_or_default();
+    let suspended = state == State::Suspended && pod.is_none();
+    View {
+        namespace: sandbox.namespace().unwrap_or_default(),
+        name: sandbox.name_any(),
+        state,
+        since,
+        asleep_since: since.filter(|_| state.is_asleep()),
+        memory_awake_bytes: report.and_then(|report| report.memory_awake_bytes),
+        memory_asleep_bytes: match suspended {
+            true => Some(0),
+            false => report.and_then(|report| report.memory_asleep_bytes),
+        },
+        image_bytes: report
+            .and_then(|report| report.image_bytes)
+            .or_else(|| image.and_then(|image| image.size_bytes)),
+        node,
+        pod: pod.map(ResourceExt::name_any),
+        last_wake: report.and_then(|report| report.last_wake.clone()),
+        reason,
+        message,
+    }
+}
+
+/// What a Sandbox does, and the condition that says so.
+pub fn state(sandbox: &Sandbox) -> (State, Option<&Condition>) {
+    let all = conditions_of(sandbox);
+    let find = |type_| conditions::find(all, type_);
+    let is_true = |type_| conditions::is_true(all, type_);
+    if sandbox.metadata.deletion_timestamp.is_some() {
+        return (State::Deleting, None);
+    }
+    if is_true(FINISHED) {
+        return (State::Finished, find(FINISHED));
+    }
+    if sandbox.spec.operating_mode == OperatingMode::Suspended {
+        return match find(SUSPENDED) {
+            Some(c) if c.status == "True" && c.reason == freeze::POD_FROZEN => {
+                (State::Frozen, Some(c))
+            }
+            Some(c) if c.status == "True" => (State::Suspended, Some(c)),
+            // The save has more to say than that the Pod is still there.
+            other => (State::Suspending, find(HIBERNATED).or(other)),
+        };
+    }
+    match find(HIBERNATED) {
+        // In place it stays Ready. One that is not has no Pod yet: it is being resumed.
+        Some(c) if c.status == "True" && is_true(READY) => return (State::Hibernated, Some(c)),
+        Some(c) if c.reason == hibernated::SAVING => return (State::Saving, Some(c)),
+        Some(c) if c.reason == hibernated::WAKING => return (State::Waking, Some(c)),
+        Some(c) if c.reason == hibernated::FROZEN => return (State::Frozen, Some(c)),
+        _ => {}
+    }
+    if is_true(READY) {
+        return (State::Awake, find(READY));
+    }
+    match (find(RESTORED), is_true(HIBERNATED)) {
+        (Some(c), _) if c.status == "False" && c.reason != restored::COLD_STARTED => {
+            (State::Blocked, Some(c))
+        }
+        (_, true) => (State::Waking, find(READY)),
+        (_, false) => (State::Starting, find(READY)),
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

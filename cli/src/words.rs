@@ -1,0 +1,109 @@
+//! Reasons in words, and remedies: docs/operations.md, short enough for a terminal.
+
+use torpor_api::reasons::{hibernated, plan, restored, snapshot};
+
+/// What a reason of the agent's planner means.
+pub fn of_plan(reason: &str) -> Option<&'static str> {
+    Some(match reason {
+        plan::BUSY => "somebody else is changing the sandbox at this moment (a wake, a deletion)",
+        plan::LIVE_UNKNOWN => {
+            "the sandbox did not answer when it was asked what it does; it is asked again"
+        }
+        plan::LEDGER_CORRUPT => {
+            "the ledger of its memory cannot be trusted, so that nothing is saved or woken"
+        }
+        plan::RESTORING => "the Pod is being filled from an image",
+        plan::SLEEP_WANTED => "it was asked to sleep",
+        plan::AWAKE_WANTED => "it was asked to run",
+        plan::FREEZE_WANTED => "it was asked to stand still with its memory where it is",
+        plan::SNAPSHOT_WANTED => "a SandboxSnapshot wants an image of it",
+        plan::DELETION_WANTED => {
+            "the image that it sleeps in shall be deleted, so that it has to wake first"
+        }
+        plan::IMAGE_ADOPTED => "the image that holds its memory serves a SandboxSnapshot too",
+        plan::IDLE => "it has been idle for as long as it was to wait before it sleeps",
+        plan::DOZING => {
+            "it dozes: it stands still with its memory in swap, until somebody needs it"
+        }
+        plan::SLEEPING => "it sleeps, as it was asked to",
+        plan::SETTLED => "it is as it was asked to be; nothing has to be done",
+        plan::AWAKE_UNRECORDED => "it runs, and the ledger is being told so",
+        plan::RECORD_STALE => {
+            "a note on the node says that it sleeps, which it does not; the note is taken away"
+        }
+        plan::SAVE_UNFINISHED => "a save was cut off; it is finished or taken back",
+        plan::NOT_CAPABLE => "the runtime on its node cannot save a sandbox",
+        plan::IN_USE => {
+            "it shall sleep, but somebody uses it: an exec, an attach or a port-forward is open, or woke it less than 10 s ago"
+        }
+        plan::BACKOFF => "something failed, and is tried again after a wait",
+        plan::AWAITING_CONTAINERS => {
+            "its memory is in an image, and the kubelet has to bring the containers back first"
+        }
+        plan::NO_SANDBOX => "the Pod has no sandbox on its node (yet)",
+        plan::IMAGE_MISSING => "its memory should be in an image that is not on the node",
+        plan::GARBAGE => "an image that nothing refers to is being removed",
+        plan::POD_TERMINATING => "the Pod is being deleted; nothing new is begun with it",
+        plan::POD_GONE => "the Pod is gone",
+        plan::NUMBERS_EXHAUSTED => "all image numbers of this Pod are used up",
+        _ => return None,
+    })
+}
+
+/// What to do about a reason of a condition, where waiting is not enough.
+pub fn remedy(reason: &str) -> Option<&'static str> {
+    Some(match reason {
+        hibernated::RUNTIME_NOT_CAPABLE => {
+            "give the Pod the RuntimeClass torpor; `kubectl torpor doctor` tells which nodes can hibernate"
+        }
+        hibernated::INVALID_ANNOTATION => "correct the annotation as the message says",
+        hibernated::SNAPSHOT_CLASS_NOT_SUPPORTED => {
+            "remove the annotation torpor.dev/snapshot-class"
+        }
+        hibernated::SAVE_FAILED => {
+            "by the reason in the message (DiskFull: delete SandboxSnapshots or enlarge the disk; CheckpointFailed: gVisor cannot save what the program does); it is tried again by itself"
+        }
+        restored::NODE_UNAVAILABLE => {
+            "bring the node back, or start without the memory: kubectl annotate sandbox NAME torpor.dev/on-restore-failure=ColdStart"
+        }
+        restored::FINGERPRINT_MISMATCH => {
+            "go back to the runtime that made the image, or start without the memory: torpor.dev/on-restore-failure=ColdStart"
+        }
+        restored::SPEC_MISMATCH => {
+            "undo the change of the pod template, or start without the memory: torpor.dev/on-restore-failure=ColdStart"
+        }
+        restored::IMAGE_MISSING | restored::IMAGE_CORRUPT => {
+            "restore another snapshot (torpor.dev/restore-from), or start without the memory: torpor.dev/on-restore-failure=ColdStart"
+        }
+        restored::IMAGE_STALE => "torpor.dev/restore-from starts a copy of it all the same",
+        restored::RESTORE_FAILED => {
+            "it is tried again; if it stays: torpor.dev/on-restore-failure=ColdStart starts without the memory"
+        }
+        restored::SNAPSHOT_NOT_FOUND | restored::SNAPSHOT_NOT_READY => {
+            "create the SandboxSnapshot, wait for it, or remove the annotation torpor.dev/restore-from"
+        }
+        snapshot::SANDBOX_NOT_FOUND => "delete the SandboxSnapshot: there is no memory to save",
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_reason_of_the_planner_has_words() {
+        for reason in plan::ALL {
+            assert!(of_plan(reason).is_some(), "{reason}");
+        }
+        assert_eq!(of_plan("SomethingNewer"), None);
+    }
+
+    #[test]
+    fn every_reason_why_memory_was_not_brought_back_has_a_remedy() {
+        for reason in restored::ALL {
+            let fine = [restored::RESTORED, restored::COLD_STARTED].contains(&reason);
+            assert_eq!(remedy(reason).is_none(), fine, "{reason}");
+        }
+    }
+}

@@ -1,0 +1,314 @@
+//! The commands against an apiserver in memory, with a controller that the test plays.
+
+use std::sync::Mutex;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use torpor_cli::args::Change;
+use torpor_cli::change::{Changed, change};
+use torpor_cli::connect::Cluster;
+use torpor_cli::doctor::facts::Facts;
+use torpor_cli::doctor::{Severity, diagnose};
+use torpor_cli::error::{Error, words};
+use torpor_cli::goal::Goal;
+use torpor_cli::run::listing;
+use torpor_cli::view::State;
+use torpor_test_apiserver::{Apiserver, Fault, FaultAnswer};
+
+fn cluster(server: &Apiserver) -> Cluster {
+    Cluster {
+        client: server.client(),
+        namespace: "x".to_owned(),
+    }
+}
+
+fn create(server: &Apiserver, name: &str) -> Value {
+    server.create(
+        "sandboxes",
+        json!({
+            "metadata": {"name": name, "namespace": "x"},
+            "spec": {"operatingMode": "Running", "podTemplate": {"spec": {"containers": []}}},
+        }),
+    )
+}
+
+/// What a controller would write.
+fn says(server: &Apiserver, name: &str, conditions: &[(&str, &str, &str)]) {
+    let sandbox = server.get("sandboxes", "x", name).unwrap();
+    let generation = sandbox["metadata"]["generation"].clone();
+    let conditions: Vec<Value> = conditions
+        .iter()
+        .map(|(type_, status, reason)| {
+            json!({
+                "type": type_, "status": status, "reason": reason, "message": format!("{reason} in words"),
+                "lastTransitionTime": "2026-11-21T12:00:00Z", "observedGeneration": generation,
+            })
+        })
+        .collect();
+    let patch = json!({"status": {"conditions": conditions}});
+    server.edit("sandboxes", "x", name, &patch);
+}
+
+fn asked(names: &[&str], seconds: u64) -> Change {
+    Change {
+        names: names.iter().map(|name| (*name).to_owned()).collect(),
+        timeout: Duration::from_secs(seconds),
+    }
+}
+
+fn hibernates(server: &Apiserver, name: &str) -> bool {
+    let sandbox = server.get("sandboxes", "x", name).unwrap();
+    sandbox["metadata"]["annotations"]["torpor.dev/hibernate"] == "true"
+}
+
+#[tokio::test]
+async fn hibernating_annotates_and_tells_what_the_conditions_say_until_it_sleeps() {
+    let server = Apiserver::new();
+    create(&server, "demo");
+    let said = Mutex::new(Vec::new());
+    let say = |text: &str| said.lock().unwrap().push(text.to_owned());
+    let controller = async {
+        server.until("asked", |s| hibernates(s, "demo")).await;
+        says(&server, "demo", &[("Hibernated", "False", "Saving")]);
+        // The client has to hear this before the next is written.
+        while !said
+            .lock()
+            .unwrap()
+            .iter()
+            .any(|line| line.contains("Saving"))
+        {
+            tokio::task::yield_now().await;
+        }
+        says(&server, "demo", &[("Hibernated", "True", "Hibernated")]);
+    };
+    let cluster = cluster(&server);
+    let ask = asked(&["demo"], 60);
+    let (results, ()) = tokio::join!(change(&cluster, Goal::Hibernate, &ask, &say), controller);
+    let done = results[0].as_ref().unwrap();
+    assert!(done.took.is_some());
+    let said = said.into_inner().unwrap();
+    assert_eq!(said.last().unwrap(), "demo: Saving: Saving in words");
+}
+
+#[tokio::test]
+async fn several_are_asked_at_once_and_each_has_its_own_end() {
+    let server = Apiserver::new();
+    create(&server, "good");
+    create(&server, "bad");
+    let controller = async {
+        server
+            .until("both asked", |s| {
+                hibernates(s, "good") && hibernates(s, "bad")
+            })
+            .await;
+        says(&server, "good", &[("Hibernated", "True", "Hibernated")]);
+        says(
+            &server,
+            "bad",
+            &[("Hibernated", "False", "RuntimeNotCapable")],
+        );
+    };
+    let cluster = cluster(&server);
+    let ask = asked(&["good", "missing", "bad"], 60);
+    let (results, ()) = tokio::join!(change(&cluster, Goal::Hibernate, &ask, &|_| {}), controller);
+    assert_eq!(results[0].as_ref().unwrap().name, "good");
+    assert!(matches!(&results[1], Err(Error::NoSandbox { name, .. }) if name == "missing"));
+    let refused = results[2].as_ref().unwrap_err();
+    assert!(!refused.is_unknown());
+    let text = refused.to_string();
+    assert!(
+        text.contains("RuntimeNotCapable in words") && text.contains("Remedy"),
+        "{text}"
+    );
+}
+
+#[tokio::test]
+async fn when_time_is_over_nothing_is_claimed_to_have_failed() {
+    let server = Apiserver::new();
+    create(&server, "demo");
+    says(&server, "demo", &[("Hibernated", "False", "SaveFailed")]);
+    let results = change(
+        &cluster(&server),
+        Goal::Hibernate,
+        &asked(&["demo"], 1),
+        &|_| {},
+    )
+    .await;
+    let error = results[0].as_ref().unwrap_err();
+    assert!(error.is_unknown());
+    let text = error.to_string();
+    assert!(text.contains("not yet hibernated after 1s"), "{text}");
+}
+
+#[tokio::test]
+async fn without_a_timeout_nobody_waits() {
+    let server = Apiserver::new();
+    create(&server, "demo");
+    let results = change(
+        &cluster(&server),
+        Goal::Suspend,
+        &asked(&["demo"], 0),
+        &|_| {},
+    )
+    .await;
+    let expected = Changed {
+        name: "demo".to_owned(),
+        took: None,
+        note: None,
+    };
+    assert_eq!(results[0].as_ref().unwrap(), &expected);
+    let sandbox = server.get("sandboxes", "x", "demo").unwrap();
+    assert_eq!(sandbox["spec"]["operatingMode"], "Suspended");
+}
+
+#[tokio::test]
+async fn a_suspension_that_kept_no_memory_says_so() {
+    let server = Apiserver::new();
+    create(&server, "demo");
+    let controller = async {
+        let suspended = |s: &Apiserver| {
+            s.get("sandboxes", "x", "demo").unwrap()["spec"]["operatingMode"] == "Suspended"
+        };
+        server.until("asked", suspended).await;
+        let conditions = [
+            ("Suspended", "True", "PodTerminated"),
+            ("Hibernated", "False", "RuntimeNotCapable"),
+        ];
+        says(&server, "demo", &conditions);
+    };
+    let cluster = cluster(&server);
+    let ask = asked(&["demo"], 60);
+    let (results, ()) = tokio::join!(change(&cluster, Goal::Suspend, &ask, &|_| {}), controller);
+    let note = results[0].as_ref().unwrap().note.as_deref().unwrap();
+    assert!(
+        note.starts_with("memory was not kept (RuntimeNotCapable"),
+        "{note}"
+    );
+}
+
+#[tokio::test]
+async fn a_sandbox_that_is_deleted_meanwhile_is_a_failure_and_not_a_long_wait() {
+    let server = Apiserver::new();
+    create(&server, "demo");
+    let user = async {
+        server.until("asked", |s| hibernates(s, "demo")).await;
+        server.delete("sandboxes", "x", "demo");
+    };
+    let cluster = cluster(&server);
+    let ask = asked(&["demo"], 3600);
+    let (results, ()) = tokio::join!(change(&cluster, Goal::Hibernate, &ask, &|_| {}), user);
+    let error = results[0].as_ref().unwrap_err();
+    assert!(error.to_string().contains("deleted"), "{error}");
+}
+
+#[tokio::test]
+async fn waking_takes_the_annotation_away() {
+    let server = Apiserver::new();
+    create(&server, "demo");
+    let annotated = json!({"metadata": {"annotations": {"torpor.dev/hibernate": "true"}}});
+    server.edit("sandboxes", "x", "demo", &annotated);
+    let asleep = [
+        ("Hibernated", "True", "Hibernated"),
+        ("Ready", "True", "DependenciesReady"),
+    ];
+    says(&server, "demo", &asleep);
+    let controller = async {
+        server.until("asked", |s| !hibernates(s, "demo")).await;
+        let awake = [
+            ("Hibernated", "False", "Awake"),
+            ("Ready", "True", "DependenciesReady"),
+        ];
+        says(&server, "demo", &awake);
+    };
+    let cluster = cluster(&server);
+    let ask = asked(&["demo"], 60);
+    let (results, ()) = tokio::join!(change(&cluster, Goal::Wake, &ask, &|_| {}), controller);
+    results[0].as_ref().unwrap();
+}
+
+#[tokio::test]
+async fn who_may_not_is_told_what_and_where_to_ask() {
+    let server = Apiserver::new();
+    create(&server, "demo");
+    server.fail(Fault {
+        verb: "patch",
+        kind: "sandboxes",
+        answer: FaultAnswer::Refuse(403),
+    });
+    let results = change(
+        &cluster(&server),
+        Goal::Suspend,
+        &asked(&["demo"], 60),
+        &|_| {},
+    )
+    .await;
+    let error = results[0].as_ref().unwrap_err();
+    let text = words(error);
+    assert!(text.starts_with("cannot patch Sandbox demo: "), "{text}");
+    assert!(error.remedy().unwrap().starts_with("you may not"));
+    assert!(!error.is_unknown());
+}
+
+#[tokio::test]
+async fn a_listing_joins_what_the_apiserver_has() {
+    let server = Apiserver::new();
+    let uid = create(&server, "demo")["metadata"]["uid"].clone();
+    create(&server, "other");
+    says(
+        &server,
+        "demo",
+        &[
+            ("Hibernated", "True", "Hibernated"),
+            ("Ready", "True", "DependenciesReady"),
+        ],
+    );
+    let pod = server.create(
+        "pods",
+        json!({
+            "metadata": {"name": "demo", "namespace": "x", "ownerReferences": [{
+                "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox", "name": "demo", "uid": uid, "controller": true,
+            }]},
+            "spec": {"nodeName": "node-0", "containers": []},
+        }),
+    );
+    server.create(
+        "sandboxnodes",
+        json!({
+            "metadata": {"name": "node-0"}, "spec": {},
+            "status": {"sandboxes": [{"podUID": pod["metadata"]["uid"], "imageBytes": 117}]},
+        }),
+    );
+    let found = listing(&cluster(&server), &[], false).await.unwrap();
+    assert_eq!(found.items.len(), 2);
+    let demo = &found.items[0];
+    assert_eq!(
+        (demo.state, demo.image_bytes),
+        (State::Hibernated, Some(117))
+    );
+    assert_eq!(demo.node.as_deref(), Some("node-0"));
+    let only = listing(&cluster(&server), &["other".to_owned()], false).await;
+    assert_eq!(only.unwrap().items[0].name, "other");
+    let missing = listing(&cluster(&server), &["nobody".to_owned()], false).await;
+    assert!(matches!(missing, Err(Error::NoSandbox { .. })));
+}
+
+#[tokio::test]
+async fn doctor_looks_at_the_whole_cluster() {
+    let server = Apiserver::new();
+    server.create("nodes", json!({"metadata": {"name": "node-0"}}));
+    let now = "2026-11-21T12:00:00Z".parse().unwrap();
+    let cluster = cluster(&server);
+    let facts = Box::pin(Facts::gather(&cluster, "agent-sandbox-system", now)).await;
+    let diagnosis = diagnose(&facts);
+    let of = |name: &str| {
+        let check = diagnosis.checks.iter().find(|check| check.name == name);
+        check.unwrap().findings.clone()
+    };
+    assert_eq!(
+        of("definitions").len(),
+        torpor_api::crds::definitions().len()
+    );
+    assert!(of("controller")[0].text.contains("is missing"));
+    assert_eq!(of("nodes")[0].severity, Severity::Warning);
+    assert_eq!(of("sandboxes"), []);
+}

@@ -1,0 +1,143 @@
+use rstest::rstest;
+
+use super::*;
+
+fn read(arguments: &[&str]) -> Result<(Flags, Vec<Ignored>), clap::Error> {
+    parse(["controller"].iter().chain(arguments).map(OsString::from))
+}
+
+#[test]
+fn defaults_are_upstreams() {
+    let (flags, ignored) = read(&[]).unwrap();
+    assert_eq!(flags.cluster_domain, "cluster.local");
+    assert_eq!(flags.metrics_bind_address, ":8080".parse().unwrap());
+    assert_eq!(flags.health_probe_bind_address, ":8081".parse().unwrap());
+    assert!(flags.leader_elect && !flags.extensions);
+    assert_eq!(flags.sandbox_concurrent_workers, 100);
+    assert!(ignored.is_empty());
+    let settings = flags.settings(None);
+    assert_eq!(settings.pools, crate::settings::PoolSettings::default());
+    assert_eq!(settings.claims, crate::settings::ClaimSettings::default());
+    let Settings {
+        claim_workers,
+        pool_workers,
+        template_workers,
+        ..
+    } = settings;
+    assert_eq!((claim_workers, pool_workers, template_workers), (50, 1, 1));
+}
+
+#[test]
+fn flags_of_pools_and_claims_have_their_effect() {
+    let (flags, _) = read(&[
+        "--sandbox-warm-pool-max-batch-size=7",
+        "--sandbox-warm-pool-replenish-delay=20s",
+        "--sandbox-warm-pool-max-refill-rate=2.5",
+        "--enable-warm-pool-eviction=false",
+        "--disable-claim-events",
+        "--disable-sandbox-events",
+        "--cache-label-selectors",
+        "--disable-claim-observability-annotations",
+    ])
+    .unwrap();
+    let settings = flags.settings(Some("example.com"));
+    assert_eq!(settings.pools.max_batch, 7);
+    assert_eq!(settings.pools.replenish_delay.as_secs(), 20);
+    assert!((settings.pools.max_refill_rate - 2.5).abs() < f64::EPSILON);
+    assert!(!settings.pools.eviction);
+    assert!(!settings.sandbox_events && settings.cache_label_selectors);
+    assert!(!settings.claims.events && !settings.claims.observability);
+    assert_eq!(settings.claims.label_domains, ["example.com"]);
+    read(&["--sandbox-warm-pool-max-refill-rate=-1"]).unwrap_err();
+    read(&["--sandbox-warm-pool-max-batch-size=0"]).unwrap_err();
+}
+
+#[rstest]
+#[case(&["--leader-elect=false"], false)]
+#[case(&["-leader-elect=false"], false)]
+#[case(&["--leader-elect"], true)]
+#[case(&["--leader-elect=true"], true)]
+fn booleans_are_taken_as_go_takes_them(#[case] arguments: &[&str], #[case] leader: bool) {
+    assert_eq!(read(arguments).unwrap().0.leader_elect, leader);
+}
+
+#[test]
+fn the_flags_that_upstreams_tests_patch_in_are_taken() {
+    let (flags, ignored) = read(&[
+        "--extensions",
+        "--sandbox-concurrent-workers=10",
+        "--sandbox-claim-concurrent-workers=100",
+        "--sandbox-warm-pool-concurrent-workers=10",
+        "--kube-api-qps=-1.000000",
+        "--kube-api-burst=10",
+        "--enable-pprof-debug",
+    ])
+    .unwrap();
+    assert!(flags.extensions);
+    assert_eq!(flags.sandbox_concurrent_workers, 10);
+    assert_eq!(flags.sandbox_claim_concurrent_workers, 100);
+    assert_eq!(flags.sandbox_warm_pool_concurrent_workers, 10);
+    assert!(flags.kube_api_qps < 0.0 && flags.kube_api_burst == 10);
+    assert_eq!(ignored.len(), 1);
+    assert_eq!(ignored[0].name, "enable-pprof-debug");
+}
+
+#[rstest]
+#[case(&["--kube-api-qps", "-1"])]
+#[case(&["-kube-api-qps=-1"])]
+#[case(&["-cluster-domain", "example.org", "--enable-pprof"])]
+#[case(&["--zap-log-level=debug", "--sandbox-warm-pool-readiness-grace-period=5m"])]
+fn values_may_follow_in_any_way(#[case] arguments: &[&str]) {
+    read(arguments).unwrap();
+}
+
+#[test]
+fn every_flag_without_meaning_is_taken_with_a_value_and_named() {
+    for WithoutMeaning { name, bare, why } in WITHOUT_MEANING {
+        let (_, ignored) = read(&[&format!("--{name}=1")]).unwrap();
+        assert_eq!(ignored, [Ignored { name, why }]);
+        assert_eq!(read(&[&format!("--{name}")]).is_ok(), bare, "{name} bare");
+    }
+}
+
+#[test]
+fn the_rate_of_calls_is_read_as_client_go_reads_it() {
+    let (flags, _) = read(&["--kube-api-qps=2.5", "--kube-api-burst", "7"]).unwrap();
+    assert!((flags.kube_api_qps - 2.5).abs() < f64::EPSILON);
+    assert_eq!(flags.kube_api_burst, 7);
+    read(&["--kube-api-burst=0"]).unwrap_err();
+    read(&["--kube-api-qps=fast"]).unwrap_err();
+}
+
+#[rstest]
+#[case(&[], "text", "info")]
+#[case(&["--zap-log-level=debug", "--zap-encoder=json"], "json", "debug")]
+#[case(&["--zap-log-level=5", "--zap-encoder=console", "--log-format=json"], "text", "trace")]
+#[case(&["--log-format=json", "--zap-log-level=0"], "json", "info")]
+fn upstreams_flags_shape_the_log(
+    #[case] arguments: &[&str],
+    #[case] format: &str,
+    #[case] level: &str,
+) {
+    let (flags, _) = read(arguments).unwrap();
+    assert_eq!((flags.log_format(), &*flags.zap_log_level), (format, level));
+    read(&["--zap-log-level=loud"]).unwrap_err();
+}
+
+#[test]
+fn an_unknown_flag_is_an_error() {
+    read(&["--no-such-flag"]).unwrap_err();
+    read(&["--leader-elect=perhaps"]).unwrap_err();
+}
+
+#[rstest]
+#[case(&[], None)]
+#[case(&["--runtime-image="], None)]
+#[case(&["--runtime-image=registry.example/runtime:1"], Some("registry.example/runtime:1"))]
+fn the_runtime_has_an_image_if_one_is_given(
+    #[case] arguments: &[&str],
+    #[case] image: Option<&str>,
+) {
+    let settings = read(arguments).unwrap().0.settings(None);
+    assert_eq!(settings.runtime_image.as_deref(), image);
+}

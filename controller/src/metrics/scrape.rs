@@ -1,0 +1,161 @@
+//! What is counted when somebody looks: the Sandboxes of the watch caches.
+
+use std::{
+    collections::BTreeMap,
+    fmt,
+    sync::{Arc, OnceLock},
+};
+
+use kube::ResourceExt;
+use prometheus_client::{
+    collector::Collector,
+    encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric},
+    metrics::{MetricType, gauge::ConstGauge},
+};
+use torpor_api::{Sandbox, SandboxWarmPool, conditions, labels, reasons::sandbox as reasons};
+
+use super::{launch_type, owned_by, template};
+use crate::{cache::Cache, watches::extensions::controller_of_kind};
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, EncodeLabelSet)]
+struct SandboxLabels {
+    namespace: String,
+    ready_condition: &'static str,
+    expired: &'static str,
+    launch_type: &'static str,
+    sandbox_template: String,
+    owned_by: &'static str,
+    created_by: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, EncodeLabelSet)]
+struct PoolLabels {
+    namespace: String,
+    warmpool_name: String,
+    sandbox_template: String,
+    sandbox_status: &'static str,
+}
+
+/// States of a pool's members, upstream's.
+const MEMBER_STATES: [&str; 4] = ["ready", "pending", "succeeded", "failed"];
+
+/// What there is to count.
+#[derive(Clone, Debug)]
+pub struct Counted {
+    pub sandboxes: Cache<Sandbox>,
+    pub pools: Cache<SandboxWarmPool>,
+}
+
+/// Counts when somebody looks; nothing until the caches are known.
+pub(super) struct Scrape {
+    pub(super) counted: Arc<OnceLock<Counted>>,
+}
+
+impl fmt::Debug for Scrape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Scrape")
+    }
+}
+
+impl Collector for Scrape {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
+        let (mut counts, mut members) = (BTreeMap::<_, i64>::new(), BTreeMap::<_, i64>::new());
+        if let Some(Counted { sandboxes, pools }) = self.counted.get() {
+            let pools = pools.filtered(|_| true);
+            // A pool without members has noughts, so that its emptiness shows.
+            for pool in &pools {
+                for state in MEMBER_STATES {
+                    members.insert(pool_labels(pool, None, state), 0);
+                }
+            }
+            let pools: BTreeMap<_, _> = pools
+                .iter()
+                .map(|pool| (pool.metadata.uid.clone(), pool))
+                .collect();
+            for sandbox in sandboxes.filtered(|_| true) {
+                *counts.entry(sandbox_labels(&sandbox)).or_default() += 1;
+                let owner = controller_of_kind(&*sandbox, "SandboxWarmPool");
+                if let Some(pool) = owner.and_then(|owner| pools.get(&Some(owner.uid.clone()))) {
+                    let labels = pool_labels(pool, Some(&sandbox), member_state(&sandbox));
+                    *members.entry(labels).or_default() += 1;
+                }
+            }
+        }
+        gauges(
+            &mut encoder,
+            "agent_sandboxes",
+            "Sandboxes by state",
+            &counts,
+        )?;
+        gauges(
+            &mut encoder,
+            "agent_sandbox_warmpool_size",
+            "Unclaimed members of SandboxWarmPools by state",
+            &members,
+        )
+    }
+}
+
+fn gauges<L: EncodeLabelSet>(
+    encoder: &mut DescriptorEncoder<'_>,
+    name: &str,
+    help: &str,
+    counts: &BTreeMap<L, i64>,
+) -> Result<(), fmt::Error> {
+    let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+    for (labels, count) in counts {
+        ConstGauge::new(*count).encode(family.encode_family(labels)?)?;
+    }
+    Ok(())
+}
+
+/// The template is the member's own, which is not the pool's any more when it is stale.
+fn pool_labels(
+    pool: &SandboxWarmPool,
+    member: Option<&Sandbox>,
+    sandbox_status: &'static str,
+) -> PoolLabels {
+    let own = member.and_then(template);
+    PoolLabels {
+        namespace: pool.namespace().unwrap_or_default(),
+        warmpool_name: pool.name_any(),
+        sandbox_template: own.unwrap_or_else(|| pool.spec.sandbox_template_ref.name.clone()),
+        sandbox_status,
+    }
+}
+
+fn member_state(member: &Sandbox) -> &'static str {
+    let conditions = member
+        .status
+        .as_ref()
+        .map_or(&[][..], |status| &status.conditions);
+    let finished = conditions::find(conditions, conditions::FINISHED)
+        .filter(|finished| finished.status == "True");
+    match finished.map(|finished| finished.reason.as_str()) {
+        Some(reasons::POD_SUCCEEDED) => "succeeded",
+        Some(reasons::POD_FAILED) => "failed",
+        _ if conditions::is_true(conditions, conditions::READY) => "ready",
+        _ => "pending",
+    }
+}
+
+fn sandbox_labels(sandbox: &Sandbox) -> SandboxLabels {
+    let conditions = sandbox
+        .status
+        .as_ref()
+        .map_or(&[][..], |status| &status.conditions);
+    let ready = conditions::find(conditions, conditions::READY);
+    let text = |yes: bool| if yes { "true" } else { "false" };
+    SandboxLabels {
+        namespace: sandbox.namespace().unwrap_or_default(),
+        ready_condition: text(ready.is_some_and(|ready| ready.status == "True")),
+        expired: text(ready.is_some_and(|ready| ready.reason == reasons::SANDBOX_EXPIRED)),
+        launch_type: launch_type(sandbox),
+        sandbox_template: template(sandbox).unwrap_or_else(|| super::UNKNOWN.to_owned()),
+        owned_by: owned_by(sandbox),
+        created_by: sandbox
+            .labels()
+            .get(labels::CREATED_BY)
+            .map_or(super::UNKNOWN, |creator| labels::created_by(creator)),
+    }
+}

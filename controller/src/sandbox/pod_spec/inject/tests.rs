@@ -1,0 +1,173 @@
+use rstest::rstest;
+
+use super::*;
+
+const IMAGE: &str = "registry.example/runtime:1";
+
+fn injected(spec: Value, starts_cold: bool) -> Result<Value, Error> {
+    let Value::Object(mut spec) = spec else {
+        panic!("{spec}")
+    };
+    inject(&mut spec, IMAGE, starts_cold).map(|()| spec.into())
+}
+
+/// The first container of a Pod whose first container was `container`.
+fn container(container: Value, starts_cold: bool) -> Value {
+    injected(json!({"containers": [container]}), starts_cold).unwrap()["containers"][0].clone()
+}
+
+/// The whole of it. Command and mount of the container are in every saved image: a change here makes those images useless.
+#[test]
+fn what_the_pod_gets() {
+    let spec = json!({
+        "containers": [
+            {"name": "a", "image": "img", "command": ["sh", "-c"], "args": ["exec $(WORDS)"], "tomorrow": 1,
+             "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+             "resources": {"requests": {"cpu": "1", "memory": "1Gi", "example.com/gpu": 1}, "limits": {"memory": "1Gi"}, "claims": [{"name": "x"}]}},
+            {"name": "b", "image": "other"},
+        ],
+        "initContainers": [{"name": "first", "image": "img"}],
+        "volumes": [{"name": "data", "emptyDir": {}}],
+        "alsoTomorrow": {"x": []},
+    });
+    let expected = json!({
+        "containers": [
+            {"name": "a", "image": "img", "tomorrow": 1,
+             "command": ["/.torpor/sandbox-runtime", "run", "--", "sh", "-c"], "args": ["exec $(WORDS)"],
+             "volumeMounts": [
+                {"name": "data", "mountPath": "/data"},
+                {"name": "torpor-runtime", "mountPath": "/.torpor", "readOnly": true},
+             ],
+             "startupProbe": {"httpGet": {"path": "/", "port": 8888}, "periodSeconds": 1, "failureThreshold": 60},
+             "resources": {"requests": {"cpu": "1", "memory": "1Gi", "example.com/gpu": 1}, "limits": {"memory": "1Gi"}, "claims": [{"name": "x"}]}},
+            {"name": "b", "image": "other"},
+        ],
+        "initContainers": [
+            {"name": "torpor-runtime", "image": IMAGE,
+             "command": ["/sandbox-runtime", "install", "/.torpor"],
+             "resources": {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "1Gi"}},
+             "volumeMounts": [{"name": "torpor-runtime", "mountPath": "/.torpor"}],
+             "terminationMessagePolicy": "FallbackToLogsOnError",
+             "securityContext": {
+                "allowPrivilegeEscalation": false, "capabilities": {"drop": ["ALL"]},
+                "readOnlyRootFilesystem": true, "runAsNonRoot": true, "runAsUser": 65532,
+                "seccompProfile": {"type": "RuntimeDefault"},
+             }},
+            {"name": "first", "image": "img"},
+        ],
+        "volumes": [{"name": "data", "emptyDir": {}}, {"name": "torpor-runtime", "emptyDir": {}}],
+        "alsoTomorrow": {"x": []},
+    });
+    assert_eq!(injected(spec, true).unwrap(), expected);
+}
+
+#[rstest]
+#[case::around_it(json!({"command": ["a", "--b"]}), &["run", "--", "a", "--b"])]
+#[case::a_word_of_its_own(json!({"command": ["--"]}), &["run", "--", "--"])]
+#[case::a_port_that_is_the_programs(
+    json!({"command": ["a"], "ports": [{"containerPort": 8080}, {"containerPort": 8888}]}),
+    &["--rest-bind-address=0", "run", "--", "a"]
+)]
+#[case::a_port_of_nobody_else(json!({"ports": [{"containerPort": 9090}]}), &["run"])]
+#[case::none(json!({}), &["run"])]
+#[case::null(json!({"command": null, "args": null}), &["run"])]
+#[case::empty(json!({"command": [], "args": []}), &["run"])]
+fn the_runtime_goes_around_the_command_and_is_alone_where_there_is_none(
+    #[case] given: Value,
+    #[case] after: &[&str],
+) {
+    let words = [&["/.torpor/sandbox-runtime"], after].concat();
+    assert_eq!(container(given, true)["command"], json!(words));
+}
+
+/// What a container keeps of its own: streams, security, lifecycle, working directory, ports.
+#[test]
+fn all_else_of_the_container_is_as_it_was() {
+    let own = json!({
+        "name": "a", "command": ["a"], "workingDir": "/w", "stdin": true, "tty": true,
+        "securityContext": {"runAsUser": 1000, "readOnlyRootFilesystem": true},
+        "ports": [{"containerPort": 8888}], "livenessProbe": {"exec": {"command": ["x"]}},
+        "readinessProbe": {"tcpSocket": {"port": 1}}, "lifecycle": {"preStop": {}},
+        "env": [{"name": "SANDBOX_BASE_DIR", "value": "/w"}],
+    });
+    let mut found = container(own.clone(), true);
+    let found = found.as_object_mut().unwrap();
+    found.remove("volumeMounts");
+    found.insert("command".to_owned(), json!(["a"]));
+    assert_eq!(Value::from(found.clone()), own);
+}
+
+#[rstest]
+#[case::it_starts_cold(json!({}), true, true)]
+#[case::it_is_restored_and_answers_already(json!({}), false, false)]
+#[case::the_users_readiness_probe(json!({"readinessProbe": {"exec": {}}}), true, false)]
+#[case::the_users_startup_probe(json!({"startupProbe": {"exec": {}}}), true, false)]
+#[case::unset(json!({"startupProbe": null, "readinessProbe": null}), true, true)]
+fn ready_means_that_the_runtime_answers_unless_the_user_says_what_it_means(
+    #[case] given: Value,
+    #[case] starts_cold: bool,
+    #[case] probed: bool,
+) {
+    let before = given["startupProbe"].clone();
+    let after = container(given, starts_cold)["startupProbe"].clone();
+    assert_eq!(after != before, probed, "{after}");
+}
+
+/// Whether every container has the same limits as requests decides about the quality of service.
+#[rstest]
+#[case(json!({}), json!({}))]
+#[case(json!({"limits": {"cpu": "1", "memory": "1Gi"}}), json!({"limits": {"cpu": "1", "memory": "1Gi"}}))]
+#[case(json!({"limits": {"hugepages-2Mi": "2Mi", "ephemeral-storage": "1Gi"}}), json!({"limits": {"ephemeral-storage": "1Gi"}}))]
+#[case(json!({"limits": null, "requests": {"example.com/gpu": 1}}), json!({}))]
+fn the_init_container_asks_for_no_more_than_the_container(
+    #[case] given: Value,
+    #[case] expected: Value,
+) {
+    let pod = injected(json!({"containers": [{"resources": given}]}), true).unwrap();
+    assert_eq!(pod["initContainers"][0]["resources"], expected);
+}
+
+fn taken(what: &'static str, name: &str) -> Error {
+    let name = name.to_owned();
+    Error::Taken { what, name }
+}
+
+#[rstest]
+#[case(json!({}), Error::NoContainer)]
+#[case(json!({"containers": []}), Error::NoContainer)]
+#[case(json!({"containers": [{"name": "a", "args": ["x"]}]}), Error::ArgsAlone("a".to_owned()))]
+#[case(json!({"containers": [{"name": "torpor-runtime"}]}), taken("container", NAME))]
+#[case(json!({"containers": [{"name": "a"}], "initContainers": [{"name": "torpor-runtime"}]}), taken("init container", NAME))]
+#[case(json!({"containers": [{"name": "a"}], "volumes": [{"name": "torpor-runtime"}]}), taken("volume", NAME))]
+#[case(json!({"containers": [{"volumeMounts": [{"name": "v", "mountPath": "/.torpor/"}]}]}), taken("mountPath", "/.torpor/"))]
+#[case(json!({"containers": [{"volumeMounts": [{"name": "v", "mountPath": "/.torpor/x"}]}]}), taken("mountPath", "/.torpor/x"))]
+fn what_cannot_be_done_is_refused_in_words(#[case] spec: Value, #[case] why: Error) {
+    assert_eq!(injected(spec, true), Err(why));
+}
+
+#[test]
+fn a_place_beside_it_is_free() {
+    let mounts =
+        json!([{"name": "v", "mountPath": "/.torpor2"}, {"name": "w", "mountPath": "/data"}]);
+    injected(json!({"containers": [{"volumeMounts": mounts}]}), true).unwrap();
+}
+
+#[test]
+fn refusals_say_what_to_do() {
+    let said: Vec<String> = [
+        Error::NoImage,
+        Error::ArgsAlone("a".to_owned()),
+        taken("volume", "v"),
+    ]
+    .iter()
+    .map(ToString::to_string)
+    .collect();
+    assert_eq!(
+        said,
+        [
+            "annotation torpor.dev/inject-runtime: this controller knows no image of the runtime; start it with --runtime-image",
+            r#"annotation torpor.dev/inject-runtime: container "a" has args for its image's entrypoint, which the runtime would take the place of; set command to the entrypoint"#,
+            r#"annotation torpor.dev/inject-runtime: volume "v" of podTemplate.spec is in the way; rename it"#,
+        ]
+    );
+}

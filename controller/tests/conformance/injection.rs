@@ -1,0 +1,105 @@
+//! The sandbox runtime in Pods that ask for it, from the template to the Pod.
+
+use rstest::rstest;
+use serde_json::{Value, json};
+use torpor_controller::settings::Settings;
+
+use crate::{
+    cluster::{Cluster, said, settings},
+    objects::NS,
+};
+
+const ASKED: &str = "torpor.dev/inject-runtime";
+
+fn cluster(runtime_image: Option<&str>) -> Cluster {
+    Cluster::with(Settings {
+        runtime_image: runtime_image.map(Into::into),
+        ..settings()
+    })
+}
+
+fn on_template() -> Value {
+    json!({"metadata": {"annotations": {ASKED: "true"}}})
+}
+
+fn on_pod_template() -> Value {
+    json!({"spec": {"podTemplate": {"metadata": {"annotations": {ASKED: "true"}}}}})
+}
+
+/// Names of the init containers of a Sandbox's Pod.
+fn init_containers(cluster: &Cluster, sandbox: &str) -> Vec<String> {
+    let pod = cluster.api.get("pods", NS, sandbox).expect("it has a Pod");
+    let all = pod["spec"]["initContainers"].as_array();
+    all.into_iter()
+        .flatten()
+        .map(|container| container["name"].as_str().unwrap().to_owned())
+        .collect()
+}
+
+#[rstest]
+#[case::on_the_template(on_template())]
+#[case::on_its_pod_template(on_pod_template())]
+#[tokio::test]
+async fn a_template_asks_for_all_of_its_sandboxes(#[case] asks: Value) {
+    let cluster = cluster(Some("runtime:1"));
+    cluster.template(asks);
+    cluster.pool(1, json!({}));
+    cluster.settle().await;
+    cluster.claim("warm", json!({}));
+    cluster.claim("cold", json!({}));
+    cluster.settle().await;
+    for claim in ["warm", "cold"] {
+        let sandbox = cluster.held_by(claim).unwrap();
+        assert_eq!(init_containers(&cluster, &sandbox), ["torpor-runtime"]);
+        // The Sandbox is what the template says: nothing of it is in its spec.
+        let spec = cluster.get_sandbox(&sandbox)["spec"]["podTemplate"]["spec"].clone();
+        assert_eq!(spec["containers"], json!([{"name": "c", "image": "img"}]));
+        assert!(spec.get("initContainers").is_none());
+    }
+}
+
+/// What is put into Pods is no difference between a member and its template; nor does a template that asks since then make its members stale.
+#[rstest]
+#[case::asked_from_the_beginning(on_template(), json!({"metadata": {"labels": {"x": "y"}}}))]
+#[case::asked_in_the_pod_template_too(on_template(), on_pod_template())]
+#[case::asked_later(json!({}), on_template())]
+#[case::asked_no_more(on_pod_template(), json!({"spec": {"podTemplate": {"metadata": null}}}))]
+#[tokio::test]
+async fn no_member_is_stale_for_it(#[case] before: Value, #[case] change: Value) {
+    let cluster = cluster(Some("runtime:1"));
+    cluster.template(before);
+    cluster.pool(2, json!({"spec": {"updateStrategy": {"type": "Recreate"}}}));
+    cluster.settle().await;
+    let members = cluster.controlled_by(&cluster.get_pool("p"));
+    cluster.edit("sandboxtemplates", "t", &change);
+    cluster.settle().await;
+    assert_eq!(cluster.controlled_by(&cluster.get_pool("p")), members);
+}
+
+#[rstest]
+#[case::no_image(None, on_template(), "this controller knows no image of the runtime")]
+#[case::no_command_for_the_args(
+    Some("runtime:1"),
+    json!({
+        "metadata": {"annotations": {ASKED: "true"}},
+        "spec": {"podTemplate": {"spec": {"containers": [{"name": "c", "image": "img", "args": ["x"]}]}}},
+    }),
+    "set command to the entrypoint"
+)]
+#[tokio::test]
+async fn what_cannot_be_done_is_told_and_no_pod_is_made(
+    #[case] runtime_image: Option<&str>,
+    #[case] template: Value,
+    #[case] words: &str,
+) {
+    let cluster = cluster(runtime_image);
+    cluster.template(template);
+    cluster.pool(1, json!({}));
+    cluster.passes().await;
+    cluster.sandbox_passes().await;
+    assert!(cluster.api.list("pods").is_empty());
+    let sandbox = &cluster.api.list("sandboxes")[0];
+    let (_, reason, message) = said(sandbox, "Ready").unwrap();
+    assert_eq!(reason, "ReconcilerError");
+    assert!(message.contains(words), "{message}");
+}

@@ -1,0 +1,249 @@
+//! Spans of passes reach a collector over OTLP, and the trace goes from a claim's annotation to its Sandbox and back to the collector.
+
+use std::{
+    collections::BTreeMap,
+    net::SocketAddr,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use hyper_util::{
+    rt::{TokioExecutor, TokioIo},
+    server::conn::auto,
+    service::TowerToHyperService,
+};
+use opentelemetry_otlp::{SpanExporter, WithExportConfig};
+use opentelemetry_proto::tonic::{
+    collector::trace::v1::{
+        ExportTraceServiceRequest, ExportTraceServiceResponse,
+        trace_service_server::{TraceService, TraceServiceServer},
+    },
+    trace::v1::{Span, status::StatusCode},
+};
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+use torpor_controller::{
+    run,
+    trace::{self, Exporter},
+};
+use tracing_subscriber::{layer::SubscriberExt, registry, util::SubscriberInitExt};
+
+use crate::{
+    apiserver::{Apiserver, Fault, FaultAnswer},
+    cluster::{Cluster, ready_at},
+    objects::NS,
+};
+
+const ANNOTATION: &str = "opentelemetry.io/trace-context";
+
+/// A collector of OTLP over gRPC on this machine.
+#[derive(Clone, Default)]
+struct Collector(Arc<Mutex<Vec<(String, Span)>>>);
+
+#[tonic::async_trait]
+impl TraceService for Collector {
+    async fn export(
+        &self,
+        request: tonic::Request<ExportTraceServiceRequest>,
+    ) -> Result<tonic::Response<ExportTraceServiceResponse>, tonic::Status> {
+        let mut received = self.0.lock().unwrap();
+        for of in request.into_inner().resource_spans {
+            let attributes = of.resource.unwrap_or_default().attributes;
+            let service = attributes.iter().find(|pair| pair.key == "service.name");
+            let service = format!("{:?}", service.and_then(|pair| pair.value.clone()));
+            let spans = of.scope_spans.into_iter().flat_map(|scope| scope.spans);
+            received.extend(spans.map(|span| (service.clone(), span)));
+        }
+        Ok(tonic::Response::new(ExportTraceServiceResponse::default()))
+    }
+}
+
+impl Collector {
+    async fn start(&self) -> SocketAddr {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let service = TowerToHyperService::new(TraceServiceServer::new(self.clone()));
+        tokio::spawn(async move {
+            loop {
+                let (stream, _) = listener.accept().await.unwrap();
+                let service = service.clone();
+                tokio::spawn(async move {
+                    let server = auto::Builder::new(TokioExecutor::new());
+                    // Ends with the exporter.
+                    let _ = server.serve_connection(TokioIo::new(stream), service).await;
+                });
+            }
+        });
+        address
+    }
+
+    fn spans(&self) -> Vec<Span> {
+        let received = self.0.lock().unwrap();
+        received.iter().map(|(_, span)| span.clone()).collect()
+    }
+
+    fn named(&self, name: &str) -> Vec<Span> {
+        let mut spans = self.spans();
+        spans.retain(|span| span.name == name);
+        spans
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Trace and span that a carrier names.
+fn named_by(carrier: &Value) -> (String, String) {
+    let carrier: BTreeMap<String, String> =
+        serde_json::from_str(carrier.as_str().expect("there is a carrier")).unwrap();
+    let parts: Vec<&str> = carrier["traceparent"].split('-').collect();
+    (parts[1].to_owned(), parts[2].to_owned())
+}
+
+/// Lets a controller work on a cluster until `done`, with its spans exported. Returns them all.
+async fn traced(cluster: &Cluster, what: &str, done: impl Fn(&Apiserver) -> bool) -> Collector {
+    let collector = Collector::default();
+    let exporter = SpanExporter::builder()
+        .with_tonic()
+        .with_endpoint(format!("http://{}", collector.start().await))
+        .with_timeout(Duration::from_secs(20))
+        .build()
+        .unwrap();
+    let exporter = Exporter::to(exporter);
+    let _guard = registry().with(exporter.layer()).set_default();
+    let stop = CancellationToken::new();
+    let work = tokio::spawn(run::run(Arc::clone(&cluster.context), stop.clone()));
+    cluster.api.until(what, done).await;
+    stop.cancel();
+    work.await.unwrap();
+    tokio::task::spawn_blocking(move || exporter.end())
+        .await
+        .unwrap();
+    collector
+}
+
+fn is_ready(object: &Value) -> bool {
+    crate::cluster::said(object, "Ready").is_some_and(|said| said.0 == "True")
+}
+
+/// Template and pool without members, so that a claim gets a Sandbox of its own, whose Pod is ready as soon as it is there.
+fn cluster() -> Cluster {
+    let cluster = Cluster::new();
+    cluster.template(json!({}));
+    cluster.pool(0, json!({}));
+    cluster
+}
+
+/// The "kubelet" starts the claim's Pod, and the claim says so and is annotated.
+fn served(api: &Apiserver) -> bool {
+    let pod = api.get("pods", NS, "c");
+    if pod.is_some_and(|pod| pod["status"]["phase"] == "Pending") {
+        api.edit("pods", NS, "c", &ready_at(1));
+    }
+    api.get("sandboxclaims", NS, "c").is_some_and(|claim| {
+        is_ready(&claim)
+            && claim["metadata"]["annotations"]["agents.x-k8s.io/claim-first-ready-at"].is_string()
+    })
+}
+
+#[tokio::test(flavor = "current_thread")]
+async fn a_clients_trace_goes_over_its_claim_to_the_sandbox_and_to_the_collector() {
+    let cluster = cluster();
+    let carrier = r#"{"traceparent":"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}"#;
+    cluster.claim(
+        "c",
+        json!({"metadata": {"annotations": {ANNOTATION: carrier}}}),
+    );
+    let collector = traced(&cluster, "the claim is served", served).await;
+    let sandbox = cluster.get_sandbox("c");
+    assert_eq!(sandbox["metadata"]["annotations"][ANNOTATION], carrier);
+    for name in ["ReconcileSandboxClaim", "ReconcileSandbox"] {
+        let spans = collector.named(name);
+        assert!(!spans.is_empty(), "no {name} in {:#?}", collector.spans());
+        for span in spans {
+            assert_eq!(hex(&span.trace_id), "4bf92f3577b34da6a3ce929d0e0e4736");
+            assert_eq!(hex(&span.parent_span_id), "00f067aa0ba902b7");
+        }
+    }
+    // What a pass does is below it.
+    let passes: Vec<_> = collector.named("ReconcileSandbox");
+    let steps = collector.named("reconcilePod");
+    assert!(!steps.is_empty());
+    for step in steps {
+        assert!(
+            passes
+                .iter()
+                .any(|pass| pass.span_id == step.parent_span_id)
+        );
+    }
+    let received = collector.0.lock().unwrap();
+    assert!(
+        received
+            .iter()
+            .all(|(service, _)| service.contains("agent-sandbox-controller"))
+    );
+}
+
+#[tokio::test(flavor = "current_thread")]
+async fn a_claim_without_a_trace_gets_one_that_its_sandbox_shares() {
+    let cluster = cluster();
+    cluster.claim("c", json!({}));
+    let collector = traced(&cluster, "the claim is served", served).await;
+    let claim = &cluster.get_claim("c")["metadata"]["annotations"][ANNOTATION];
+    let sandbox = &cluster.get_sandbox("c")["metadata"]["annotations"][ANNOTATION];
+    assert_eq!(claim, sandbox);
+    // It is the claim's first pass, which nothing comes before; all else belongs to it.
+    let (trace, first) = named_by(claim);
+    let passes = collector.named("ReconcileSandboxClaim");
+    let root = passes.iter().find(|span| hex(&span.span_id) == first);
+    assert!(
+        root.expect("the first pass was exported")
+            .parent_span_id
+            .is_empty()
+    );
+    for span in passes.iter().chain(&collector.named("ReconcileSandbox")) {
+        assert_eq!(hex(&span.trace_id), trace, "{span:#?}");
+    }
+}
+
+#[tokio::test(flavor = "current_thread")]
+async fn a_pass_that_failed_says_so_on_its_span() {
+    let cluster = cluster();
+    cluster.api.fail(Fault {
+        verb: "create",
+        kind: "pods",
+        answer: FaultAnswer::Refuse(403),
+    });
+    let bare = json!({
+        "metadata": {"name": "c", "namespace": NS},
+        "spec": {"podTemplate": {"spec": {"containers": [{"name": "c", "image": "img"}]}}},
+    });
+    cluster.api.create("sandboxes", bare);
+    let there = |api: &Apiserver| api.get("pods", NS, "c").is_some();
+    let collector = traced(&cluster, "the Pod is there", there).await;
+    let failed: Vec<_> = collector
+        .named("ReconcileSandbox")
+        .into_iter()
+        .filter_map(|span| span.status)
+        .filter(|status| status.code == StatusCode::Error as i32)
+        .collect();
+    assert_eq!(failed.len(), 1, "{failed:?}");
+    assert!(!failed[0].message.is_empty());
+}
+
+#[tokio::test(flavor = "current_thread")]
+async fn without_an_exporter_nothing_is_written_of_a_trace() {
+    let cluster = cluster();
+    cluster.claim("c", json!({}));
+    let stop = CancellationToken::new();
+    let work = tokio::spawn(run::run(Arc::clone(&cluster.context), stop.clone()));
+    cluster.api.until("the claim is served", served).await;
+    stop.cancel();
+    work.await.unwrap();
+    for object in [cluster.get_claim("c"), cluster.get_sandbox("c")] {
+        assert!(object["metadata"]["annotations"][ANNOTATION].is_null());
+    }
+    assert!(trace::carrier().is_none());
+}

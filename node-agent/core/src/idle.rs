@@ -1,0 +1,197 @@
+//! Since when a sandbox has been idle. Pure: looks in, a time out.
+//!
+//! A sandbox is idle while nobody works in it (no exec, copy or forwarded connection is open), its processor time stays below a
+//! floor, no packet but the kubelet's probes comes or goes, and its program has not marked itself as busy.
+//!
+//! The first two are cheap and are looked at every few seconds ([`Look`]). The other two cost a process on the host, so they are
+//! asked for ([`Inquiry`]) only when a sandbox would fall asleep by the first two, and the answer counts from the moment of the last
+//! packet on. A sandbox that sees a packet every minute, and is to sleep after half an hour, is asked once in half an hour.
+
+use std::time::Duration;
+
+use jiff::Timestamp;
+
+use crate::state::later;
+
+/// What counts as idle processor time, on average between two looks: a hundredth of one processor. An idle gVisor with an idle
+/// Python or Node.js in it needs a tenth of that.
+pub const CPU_FLOOR: f64 = 0.01;
+
+/// One cheap look at a running sandbox.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Look {
+    pub at: Timestamp,
+    /// Processor time that the programs of the sandbox have used since it started or was woken.
+    pub cpu: Duration,
+    /// An exec or a forwarded connection is open.
+    pub in_use: bool,
+    /// When an exec last began or ended, or when somebody else last needed the sandbox.
+    pub last_use: Option<Timestamp>,
+}
+
+/// What is asked only before a sandbox falls asleep.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Inquiry {
+    pub at: Timestamp,
+    /// The last packet that was no probe; none since the sandbox was made.
+    pub last_packet: Option<Timestamp>,
+    /// The program asks not to be put to sleep.
+    pub busy: bool,
+}
+
+/// What is remembered of one sandbox from look to look.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct IdleWatch {
+    since: Timestamp,
+    seen: Option<(Timestamp, Duration)>,
+}
+
+impl IdleWatch {
+    /// A sandbox that has just been started or woken, or that nobody has watched before: whatever it did, it counts from now on.
+    pub fn new(now: Timestamp) -> Self {
+        Self {
+            since: now,
+            seen: None,
+        }
+    }
+
+    /// Takes note of a look.
+    pub fn look(&mut self, look: &Look) {
+        let worked = self
+            .seen
+            .is_some_and(|(at, cpu)| is_above_floor(cpu, look.cpu, at, look.at));
+        self.seen = Some((look.at, look.cpu));
+        if look.in_use || worked {
+            self.used(look.at);
+        }
+        if let Some(last) = look.last_use {
+            // Of files' times only the past is believed.
+            self.used(last.min(look.at));
+        }
+    }
+
+    /// Takes note of what was asked.
+    pub fn inquired(&mut self, inquiry: &Inquiry) {
+        if inquiry.busy {
+            self.used(inquiry.at);
+        }
+        if let Some(last) = inquiry.last_packet {
+            self.used(last.min(inquiry.at));
+        }
+    }
+
+    fn used(&mut self, at: Timestamp) {
+        self.since = self.since.max(at);
+    }
+
+    /// Since when, by all that is known.
+    pub fn since(&self) -> Timestamp {
+        self.since
+    }
+
+    /// Whether it has been idle for so long, so that it is worth asking.
+    pub fn is_due(&self, after: Duration, now: Timestamp) -> bool {
+        later(self.since, after) <= now
+    }
+}
+
+/// A clock that was set back, or processor time that went back (another sandbox), counts as work.
+fn is_above_floor(before: Duration, now: Duration, from: Timestamp, to: Timestamp) -> bool {
+    let passed = Duration::try_from(to.duration_since(from));
+    match (now.checked_sub(before), passed) {
+        (Some(used), Ok(passed)) => used.as_secs_f64() > passed.as_secs_f64() * CPU_FLOOR,
+        _ => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn at(second: i64) -> Timestamp {
+        Timestamp::from_second(second).unwrap()
+    }
+
+    fn look(second: i64, cpu_ms: u64) -> Look {
+        Look {
+            at: at(second),
+            cpu: Duration::from_millis(cpu_ms),
+            in_use: false,
+            last_use: None,
+        }
+    }
+
+    fn watched(looks: &[Look]) -> IdleWatch {
+        let mut watch = IdleWatch::new(at(0));
+        for look in looks {
+            watch.look(look);
+        }
+        watch
+    }
+
+    #[test]
+    fn a_sandbox_is_idle_since_the_last_sign_of_life() {
+        let open = |second| Look {
+            in_use: true,
+            ..look(second, 0)
+        };
+        let used = |second, last| Look {
+            last_use: Some(at(last)),
+            ..look(second, 0)
+        };
+        for (looks, since) in [
+            // The first look shows no work: there is nothing to compare it with.
+            (vec![look(10, 9_000)], 0),
+            // A hundredth of a processor is idle, more is work.
+            (vec![look(10, 0), look(20, 100)], 0),
+            (vec![look(10, 0), look(20, 101)], 20),
+            (vec![look(10, 0), look(20, 500), look(30, 500)], 20),
+            // Another sandbox, or a clock that was set back.
+            (vec![look(10, 500), look(20, 0)], 20),
+            (vec![look(20, 0), look(10, 0)], 10),
+            (vec![open(10), look(20, 0)], 10),
+            // An exec that began and ended between two looks.
+            (vec![look(10, 0), used(20, 13)], 13),
+            (vec![used(20, 99)], 20),
+        ] {
+            assert_eq!(watched(&looks).since(), at(since), "{looks:?}");
+        }
+    }
+
+    #[test]
+    fn a_packet_and_a_busy_mark_hold_off_sleep_from_their_own_time_on() {
+        let after = Duration::from_secs(60);
+        let mut watch = watched(&[look(10, 0), look(60, 0)]);
+        assert!(watch.is_due(after, at(60)));
+        watch.inquired(&Inquiry {
+            at: at(60),
+            last_packet: Some(at(40)),
+            busy: false,
+        });
+        assert!(!watch.is_due(after, at(99)));
+        assert!(watch.is_due(after, at(100)));
+        watch.inquired(&Inquiry {
+            at: at(100),
+            last_packet: Some(at(40)),
+            busy: true,
+        });
+        assert_eq!(watch.since(), at(100));
+    }
+
+    proptest! {
+        /// Whatever is seen in whatever order, nothing makes a sandbox idle for longer, and a sign of life is never forgotten.
+        #[test]
+        fn idle_time_never_begins_earlier(looks in proptest::collection::vec((0_i64..100, 0_u64..1000, any::<bool>(), proptest::option::of(0_i64..100)), 0..20)) {
+            let mut watch = IdleWatch::new(at(0));
+            for (second, cpu, in_use, last) in looks {
+                let before = watch.since();
+                let seen = Look { in_use, last_use: last.map(at), ..look(second, cpu) };
+                watch.look(&seen);
+                prop_assert!(watch.since() >= before);
+                prop_assert!(!in_use || watch.since() >= seen.at);
+            }
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! Pushing the memory of a paused sandbox out of main memory, into swap.
+//!
+//! The sandbox' memory is one memfd, charged to its own cgroup as shared memory; the kernel swaps it like anonymous memory, and a
+//! sandbox that stands still brings none of it back. Nothing has to be put back at the wake: pages return as they are touched.
+//!
+//! - cgroup v1 has no call for it. A limit of almost nothing does it: the kernel frees what it can to make room for the limit, and
+//!   then refuses it, because some memory is left. So the limit stays what it was, and no process is ever killed for it.
+//! - cgroup v2 has `memory.reclaim` (Linux 5.19). Each ancestor must let it swap.
+
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+use crate::cgroup::{self, Hierarchies, MemoryGroup, write};
+
+/// Rounds of `memory.reclaim`: each frees what the kernel finds in one go.
+const MOST_ROUNDS: u32 = 8;
+/// A round that frees less than this was the last one.
+const WORTH_ANOTHER: u64 = 1 << 20;
+
+/// Why memory could not be pushed out.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error(transparent)]
+    Cgroup(#[from] cgroup::Error),
+    #[error("the kernel does not count the memory of cgroups")]
+    NoController,
+    #[error("{0} forbids swap: let the kubelet use it (memorySwap.swapBehavior: LimitedSwap)")]
+    Forbidden(PathBuf),
+    #[error("cannot reclaim the memory of {path} (with cgroup v2, Linux 5.19 or later can)")]
+    Refused {
+        path: PathBuf,
+        #[source]
+        source: cgroup::Error,
+    },
+    #[error("{path} holds no number")]
+    NoNumber { path: PathBuf },
+}
+
+impl Error {
+    /// CamelCase, for conditions and metrics.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Forbidden(_) => "SwapForbidden",
+            _ => "ReclaimFailed",
+        }
+    }
+}
+
+/// Bytes of main memory that the cgroup had and has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Reclaimed {
+    pub bytes_before: u64,
+    pub bytes_after: u64,
+}
+
+/// Pushes out what the kernel can of the cgroup's memory. Twice does no harm.
+pub fn reclaim(hierarchies: &Hierarchies, relative: &Path) -> Result<Reclaimed, Error> {
+    match hierarchies.memory(relative).ok_or(Error::NoController)? {
+        MemoryGroup::V1(group) => reclaim_v1(&group),
+        MemoryGroup::V2 { root, group } => {
+            may_swap(&root, &group)?;
+            reclaim_v2(&group)
+        }
+    }
+}
+
+fn reclaim_v1(group: &Path) -> Result<Reclaimed, Error> {
+    let usage = group.join("memory.usage_in_bytes");
+    let bytes_before = number(&usage)?;
+    // The cgroup is ours alone; what it inherited may say that nothing is swapped.
+    write(&group.join("memory.swappiness"), "100")?;
+    let limit = group.join("memory.limit_in_bytes");
+    match write(&limit, "4096") {
+        Err(error) if refused_with(&error, ErrorKind::ResourceBusy) => {}
+        Ok(()) => write(&limit, "-1")?,
+        Err(source) => {
+            return Err(Error::Refused {
+                path: limit,
+                source,
+            });
+        }
+    }
+    Ok(Reclaimed {
+        bytes_before,
+        bytes_after: number(&usage)?,
+    })
+}
+
+fn reclaim_v2(group: &Path) -> Result<Reclaimed, Error> {
+    let usage = group.join("memory.current");
+    let bytes_before = number(&usage)?;
+    let mut left = bytes_before;
+    for _ in 0..MOST_ROUNDS {
+        let path = group.join("memory.reclaim");
+        let asked = write(&path, &left.to_string());
+        let before = left;
+        left = number(&usage)?;
+        match asked {
+            // Less than was asked for, as always: some memory is in use.
+            Err(error) if refused_with(&error, ErrorKind::WouldBlock) => {}
+            Ok(()) => {}
+            Err(source) => return Err(Error::Refused { path, source }),
+        }
+        if before.saturating_sub(left) < WORTH_ANOTHER {
+            break;
+        }
+    }
+    Ok(Reclaimed {
+        bytes_before,
+        bytes_after: left,
+    })
+}
+
+/// The kubelet forbids swap to containers and may to pods; the sandbox' own cgroup is ours, those above it are not.
+fn may_swap(root: &Path, group: &Path) -> Result<(), Error> {
+    const LIMIT: &str = "memory.swap.max";
+    let own = group.join(LIMIT);
+    if own.exists() {
+        write(&own, "max")?;
+    }
+    let parents = group.ancestors().skip(1).take_while(|path| *path != root);
+    for path in parents.map(|path| path.join(LIMIT)) {
+        if std::fs::read_to_string(&path).is_ok_and(|limit| limit.trim() == "0") {
+            return Err(Error::Forbidden(path));
+        }
+    }
+    Ok(())
+}
+
+fn refused_with(error: &cgroup::Error, kind: ErrorKind) -> bool {
+    matches!(error, cgroup::Error::Write { source, .. } if source.kind() == kind)
+}
+
+fn number(path: &Path) -> Result<u64, Error> {
+    let text = std::fs::read_to_string(path).map_err(|source| cgroup::Error::Read {
+        path: path.into(),
+        source,
+    })?;
+    let parsed = text.trim().parse();
+    parsed.map_err(|_| Error::NoNumber { path: path.into() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn v2_tree() -> (tempfile::TempDir, Hierarchies) {
+        let root = tempfile::tempdir().expect("a directory");
+        std::fs::write(root.path().join("cgroup.controllers"), "memory").expect("written");
+        let leaf = root.path().join("kubepods/pod1/leaf");
+        std::fs::create_dir_all(&leaf).expect("made");
+        for (file, text) in [
+            ("memory.current", "5000000\n"),
+            ("memory.reclaim", ""),
+            ("memory.swap.max", "0\n"),
+        ] {
+            std::fs::write(leaf.join(file), text).expect("written");
+        }
+        let found = Hierarchies::find(root.path()).expect("found");
+        (root, found)
+    }
+
+    #[test]
+    fn on_v2_the_sandbox_may_swap_and_all_it_has_is_asked_back() {
+        let (root, hierarchies) = v2_tree();
+        let leaf = Path::new("kubepods/pod1/leaf");
+        let done = reclaim(&hierarchies, leaf).expect("reclaimed");
+        assert_eq!(done.bytes_before, 5_000_000);
+        let read = |file: &str| std::fs::read_to_string(root.path().join(leaf).join(file));
+        assert_eq!(read("memory.swap.max").expect("read"), "max");
+        assert_eq!(read("memory.reclaim").expect("read"), "5000000");
+    }
+
+    #[test]
+    fn a_pod_that_may_not_swap_is_named() {
+        let (root, hierarchies) = v2_tree();
+        let limit = root.path().join("kubepods/pod1/memory.swap.max");
+        std::fs::write(&limit, "0\n").expect("written");
+        let error = reclaim(&hierarchies, Path::new("kubepods/pod1/leaf")).expect_err("refused");
+        assert_eq!(error.reason(), "SwapForbidden");
+        assert!(
+            error.to_string().contains("pod1/memory.swap.max"),
+            "{error}"
+        );
+    }
+}

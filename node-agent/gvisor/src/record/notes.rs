@@ -1,0 +1,137 @@
+//! Notes beside a pod's record: who uses its sandbox, and that it dozes.
+
+use std::collections::BTreeSet;
+use std::io::ErrorKind;
+
+use nix::fcntl::{Flock, FlockArg};
+use serde::{Deserialize, Serialize};
+use torpor_core::ids::SandboxId;
+
+use super::{Error, PodLock, Records, read_json, write_error, write_json};
+use crate::traffic::Watch;
+
+/// The kubelet's probes of a pod: what they do is nobody's use of the sandbox.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Probes {
+    /// TCP ports that HTTP, TCP and gRPC probes connect to.
+    pub ports: BTreeSet<u16>,
+    /// Commands of exec probes.
+    pub commands: BTreeSet<Vec<String>>,
+}
+
+/// What a process in the sandbox is there for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Session {
+    /// Somebody works in the sandbox.
+    Use,
+    /// The kubelet asks how it is.
+    Probe,
+}
+
+impl Session {
+    fn file(self) -> &'static str {
+        match self {
+            Self::Use => "sessions",
+            Self::Probe => "probing",
+        }
+    }
+}
+
+/// That a sandbox is paused because it was idle. Without a pause it says nothing: it is written before, and removed after.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DozeNote {
+    /// Its memory was pushed out.
+    pub reclaimed: bool,
+}
+
+impl Records {
+    /// Held by a process that somebody runs in the sandbox (exec), for as long as it runs.
+    pub fn join_sessions(&self, sandbox: &SandboxId, session: Session) -> Result<PodLock, Error> {
+        let (path, file) = self.file_to_lock(sandbox, session.file())?;
+        let locked = Flock::lock(file, FlockArg::LockSharedNonblock);
+        locked
+            .map(PodLock)
+            .map_err(|(_, source)| Error::Lock { path, source })
+    }
+
+    /// Notes that a process has begun or ended in the sandbox.
+    pub fn note_session(&self, sandbox: &SandboxId, session: Session) -> Result<(), Error> {
+        let (path, file) = self.file_to_lock(sandbox, session.file())?;
+        let noted = file.set_modified(std::time::SystemTime::now());
+        noted.map_err(|source| write_error(&path, source))
+    }
+
+    /// Whether anybody runs a process of this kind in the sandbox.
+    pub fn has_sessions(&self, sandbox: &SandboxId, session: Session) -> Result<bool, Error> {
+        let (path, file) = self.file_to_lock(sandbox, session.file())?;
+        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+            Ok(_) => Ok(false),
+            Err((_, nix::Error::EAGAIN)) => Ok(true),
+            Err((_, source)) => Err(Error::Lock { path, source }),
+        }
+    }
+
+    /// When somebody last began or ended to work in the sandbox, or it was last woken.
+    pub fn last_use(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
+        let dir = self.pod_dir(sandbox);
+        let files = [Session::Use.file(), "called", "wake.json"];
+        let times = files.into_iter().filter_map(|file| {
+            let metadata = std::fs::metadata(dir.join(file)).ok()?;
+            metadata.modified().ok()
+        });
+        times.max()
+    }
+
+    /// Notes where the times of the pod's packets are, or why there are none.
+    pub fn write_traffic(
+        &self,
+        sandbox: &SandboxId,
+        watch: &Result<Watch, String>,
+    ) -> Result<(), Error> {
+        write_json(&self.pod_dir(sandbox).join("traffic.json"), watch)
+    }
+
+    /// What [`Self::write_traffic`] wrote.
+    pub fn traffic(&self, sandbox: &SandboxId) -> Result<Result<Watch, String>, Error> {
+        read_json(&self.pod_dir(sandbox).join("traffic.json"))
+    }
+
+    /// Notes what the kubelet probes, unless that is noted already.
+    pub fn write_probes(&self, sandbox: &SandboxId, probes: &Probes) -> Result<(), Error> {
+        match self.probes(sandbox) {
+            Ok(noted) if noted == *probes => Ok(()),
+            _ => write_json(&self.pod_dir(sandbox).join("probes.json"), probes),
+        }
+    }
+
+    /// What the kubelet probes; nothing as long as the agent has not said.
+    pub fn probes(&self, sandbox: &SandboxId) -> Result<Probes, Error> {
+        match read_json(&self.pod_dir(sandbox).join("probes.json")) {
+            Err(Error::Missing(_)) => Ok(Probes::default()),
+            other => other,
+        }
+    }
+
+    /// The note that the sandbox dozes; see [`DozeNote`].
+    pub fn doze(&self, sandbox: &SandboxId) -> Result<Option<DozeNote>, Error> {
+        match read_json(&self.pod_dir(sandbox).join("doze.json")) {
+            Ok(note) => Ok(Some(note)),
+            Err(Error::Missing(_)) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Replaces or removes that note.
+    pub fn write_doze(&self, sandbox: &SandboxId, note: Option<DozeNote>) -> Result<(), Error> {
+        let path = self.pod_dir(sandbox).join("doze.json");
+        match note {
+            Some(note) => write_json(&path, &note),
+            None => match std::fs::remove_file(&path) {
+                Err(error) if error.kind() != ErrorKind::NotFound => Err(write_error(&path, error)),
+                _ => Ok(()),
+            },
+        }
+    }
+}

@@ -1,0 +1,245 @@
+//! The program that notes packets.
+
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use super::{NodeAddresses, OTHERS};
+use crate::bpf::Register::{self, R0, R1, R2, R3, R4, R5, R6, R7, R8, R9, R10};
+use crate::bpf::{self, Helper, Instruction};
+use crate::net::Direction;
+
+/// Offset in the kernel's `struct __sk_buff`.
+const SKB_PROTOCOL: i16 = 16;
+const ETH_P_IP: i32 = 0x0800;
+const ETH_P_IPV6: i32 = 0x86dd;
+const IPPROTO_IGMP: i32 = 2;
+const IPPROTO_TCP: i32 = 6;
+const IPPROTO_ICMPV6: i32 = 58;
+/// FIN, SYN, RST.
+const BEGINS_OR_ENDS: i32 = 0x07;
+/// Go on with whatever else is attached.
+const TC_ACT_UNSPEC: i32 = -1;
+const BPF_HDR_START_NET: i32 = 1;
+
+// Places on the stack.
+const IP: i16 = -64;
+const TCP: i16 = -88;
+const KEY: i16 = -16;
+const TIME: i16 = -8;
+
+/// Where jumps go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Label {
+    Ipv6,
+    Icmpv6,
+    NotTcp4,
+    NotTcp6,
+    FarFromNode4,
+    FarFromNode6,
+    Tcp,
+    Counted,
+    Others,
+    Note,
+    New,
+    Done,
+}
+
+/// Instructions whose jumps are named.
+#[derive(Debug, Default)]
+struct Code {
+    instructions: Vec<Instruction>,
+    labels: Vec<(Label, usize)>,
+    jumps: Vec<(usize, Label)>,
+}
+
+impl Code {
+    fn push(&mut self, instruction: Instruction) {
+        self.instructions.push(instruction);
+    }
+
+    fn jump(&mut self, instruction: Instruction, to: Label) {
+        self.jumps.push((self.instructions.len(), to));
+        self.instructions.push(instruction);
+    }
+
+    fn label(&mut self, label: Label) {
+        self.labels.push((label, self.instructions.len()));
+    }
+
+    fn finish(mut self) -> Vec<Instruction> {
+        for (at, to) in self.jumps {
+            let target = self.labels.iter().find(|(label, _)| *label == to);
+            // A label that is missing is a jump past the end, which the verifier refuses.
+            let target = target.map_or(usize::MAX, |(_, target)| *target);
+            self.instructions[at].jump_to(at, target);
+        }
+        self.instructions
+    }
+
+    /// Copies `length` bytes of the packet, from `offset` in its network header, to the stack.
+    fn copy_header(&mut self, offset: Offset, to: i16, length: i32, if_short: Label) {
+        self.push(bpf::copy(R1, R6));
+        self.push(match offset {
+            Offset::Fixed(offset) => bpf::set(R2, offset),
+            Offset::In(register) => bpf::copy(R2, register),
+        });
+        self.push(bpf::copy(R3, R10));
+        self.push(bpf::add(R3, to.into()));
+        self.push(bpf::set(R4, length));
+        self.push(bpf::set(R5, BPF_HDR_START_NET));
+        self.push(bpf::call(Helper::SkbLoadBytesRelative));
+        self.jump(bpf::jump_if_not(R0, 0), if_short);
+    }
+
+    /// Stores the time at the key, if the map has it.
+    fn note_at_key(&mut self, map: i32, if_missing: Label) {
+        self.key_in_map(map);
+        self.push(bpf::call(Helper::MapLookupElem));
+        self.jump(bpf::jump_if_zero(R0), if_missing);
+        self.push(bpf::copy(R7, R0));
+        self.push(bpf::call(Helper::KtimeGetNs));
+        self.push(bpf::store64(R7, 0, R0));
+    }
+
+    fn key_in_map(&mut self, map: i32) {
+        self.push(bpf::copy(R2, R10));
+        self.push(bpf::add(R2, KEY.into()));
+        self.instructions.extend(bpf::set_map(R1, map));
+    }
+}
+
+enum Offset {
+    Fixed(i32),
+    In(Register),
+}
+
+/// R6 the packet, R7 the length of the IP header, R8 what is left of the packet's length, R9 whether the node is the other end.
+pub(super) fn code(direction: Direction, node: NodeAddresses, map: &OwnedFd) -> Vec<Instruction> {
+    let map = map.as_raw_fd();
+    let mut code = Code::default();
+    code.push(bpf::copy(R6, R1));
+    code.push(bpf::load32(R2, R6, SKB_PROTOCOL));
+    code.push(bpf::from_network_order16(R2));
+    code.jump(bpf::jump_if(R2, ETH_P_IPV6), Label::Ipv6);
+    code.jump(bpf::jump_if_not(R2, ETH_P_IP), Label::Done);
+    ipv4(&mut code, direction, node);
+    code.label(Label::Ipv6);
+    ipv6(&mut code, direction, node);
+    tcp(&mut code, direction);
+
+    code.label(Label::Others);
+    code.push(bpf::store32(R10, KEY, OTHERS.cast_signed()));
+    code.label(Label::Note);
+    code.note_at_key(map, Label::New);
+    code.jump(bpf::jump(), Label::Done);
+    code.label(Label::New);
+    code.push(bpf::call(Helper::KtimeGetNs));
+    code.push(bpf::store64(R10, TIME, R0));
+    code.key_in_map(map);
+    code.push(bpf::copy(R3, R10));
+    code.push(bpf::add(R3, TIME.into()));
+    code.push(bpf::set(R4, 0));
+    code.push(bpf::call(Helper::MapUpdateElem));
+    code.jump(bpf::jump_if_zero(R0), Label::Done);
+    // The map is full.
+    code.push(bpf::store32(R10, KEY, OTHERS.cast_signed()));
+    code.note_at_key(map, Label::Done);
+    code.label(Label::Done);
+    code.push(bpf::set(R0, TC_ACT_UNSPEC));
+    code.push(bpf::exit());
+    code.finish()
+}
+
+fn ipv4(code: &mut Code, direction: Direction, node: NodeAddresses) {
+    code.copy_header(Offset::Fixed(0), IP, 20, Label::Done);
+    code.push(bpf::load8(R2, R10, IP + 16));
+    // Multicast and broadcast.
+    code.jump(bpf::jump_if_at_least(R2, 224), Label::Done);
+    code.push(bpf::load16(R2, R10, IP + 6));
+    code.push(bpf::from_network_order16(R2));
+    code.push(bpf::and(R2, 0x1fff));
+    // A later fragment has no ports.
+    code.jump(bpf::jump_if_not(R2, 0), Label::Others);
+    code.push(bpf::load8(R2, R10, IP + 9));
+    code.jump(bpf::jump_if_not(R2, IPPROTO_TCP), Label::NotTcp4);
+    code.push(bpf::load8(R7, R10, IP));
+    code.push(bpf::and(R7, 0xf));
+    code.push(bpf::shift_left(R7, 2));
+    code.push(bpf::load16(R8, R10, IP + 2));
+    code.push(bpf::from_network_order16(R8));
+    code.push(bpf::subtract(R8, R7));
+    code.push(bpf::set(R9, 0));
+    if let Some(node) = node.v4 {
+        let remote = match direction {
+            Direction::In => IP + 12,
+            Direction::Out => IP + 16,
+        };
+        code.push(bpf::load32(R2, R10, remote));
+        let node = i32::from_ne_bytes(node.octets());
+        code.jump(bpf::jump32_if_not(R2, node), Label::FarFromNode4);
+        code.push(bpf::set(R9, 1));
+        code.label(Label::FarFromNode4);
+    }
+    code.jump(bpf::jump(), Label::Tcp);
+    code.label(Label::NotTcp4);
+    code.jump(bpf::jump_if(R2, IPPROTO_IGMP), Label::Done);
+    code.jump(bpf::jump(), Label::Others);
+}
+
+fn ipv6(code: &mut Code, direction: Direction, node: NodeAddresses) {
+    code.copy_header(Offset::Fixed(0), IP, 40, Label::Done);
+    code.push(bpf::load8(R2, R10, IP + 24));
+    code.jump(bpf::jump_if(R2, 0xff), Label::Done);
+    code.push(bpf::load8(R2, R10, IP + 6));
+    code.jump(bpf::jump_if_not(R2, IPPROTO_TCP), Label::NotTcp6);
+    code.push(bpf::set(R7, 40));
+    code.push(bpf::load16(R8, R10, IP + 4));
+    code.push(bpf::from_network_order16(R8));
+    code.push(bpf::set(R9, 0));
+    if let Some(node) = node.v6 {
+        let remote = match direction {
+            Direction::In => IP + 8,
+            Direction::Out => IP + 24,
+        };
+        for (at, word) in (remote..).step_by(4).zip(node.octets().chunks_exact(4)) {
+            code.push(bpf::load32(R2, R10, at));
+            let word = i32::from_ne_bytes([word[0], word[1], word[2], word[3]]);
+            code.jump(bpf::jump32_if_not(R2, word), Label::FarFromNode6);
+        }
+        code.push(bpf::set(R9, 1));
+        code.label(Label::FarFromNode6);
+    }
+    code.jump(bpf::jump(), Label::Tcp);
+    code.label(Label::NotTcp6);
+    code.jump(bpf::jump_if(R2, IPPROTO_ICMPV6), Label::Icmpv6);
+    code.jump(bpf::jump(), Label::Others);
+    code.label(Label::Icmpv6);
+    code.copy_header(Offset::Fixed(40), TCP, 1, Label::Others);
+    code.push(bpf::load8(R2, R10, TCP));
+    // Listener discovery, routers and neighbours; 143 is listener discovery's second version.
+    code.jump(bpf::jump_if(R2, 143), Label::Done);
+    code.jump(bpf::jump_if_at_least(R2, 138), Label::Others);
+    code.jump(bpf::jump_if_at_least(R2, 130), Label::Done);
+    code.jump(bpf::jump(), Label::Others);
+}
+
+fn tcp(code: &mut Code, direction: Direction) {
+    code.label(Label::Tcp);
+    code.copy_header(Offset::In(R7), TCP, 14, Label::Others);
+    code.push(bpf::load8(R2, R10, TCP + 13));
+    code.jump(bpf::jump_if_any(R2, BEGINS_OR_ENDS), Label::Counted);
+    code.push(bpf::load8(R2, R10, TCP + 12));
+    code.push(bpf::shift_right(R2, 4));
+    code.push(bpf::shift_left(R2, 2));
+    code.push(bpf::subtract(R8, R2));
+    code.jump(bpf::jump_if_zero(R8), Label::Done);
+    code.label(Label::Counted);
+    code.jump(bpf::jump_if_zero(R9), Label::Others);
+    let own_port = match direction {
+        Direction::In => TCP + 2,
+        Direction::Out => TCP,
+    };
+    code.push(bpf::load16(R2, R10, own_port));
+    code.push(bpf::from_network_order16(R2));
+    code.push(bpf::store_register32(R10, KEY, R2));
+    code.jump(bpf::jump(), Label::Note);
+}

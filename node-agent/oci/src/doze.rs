@@ -1,0 +1,88 @@
+//! Dozing: a sandbox that is paused because it was idle, with its memory in an image and in swap. Whoever needs it resumes it.
+
+use anyhow::{bail, ensure};
+use torpor_core::ids::{ImageId, SandboxId};
+use torpor_gvisor::control::Control;
+use torpor_gvisor::keeper::{self, Answer, Request};
+use torpor_gvisor::pause;
+use torpor_gvisor::reclaim;
+use torpor_gvisor::record::{DozeNote, SandboxState};
+
+use crate::exec::awake;
+use crate::node::{CALL_LIMIT, Node};
+use crate::restore::{self, Refusal};
+
+/// Verb of the agent: push the sandbox' memory out. Only with an image that is its memory too: who dies while it dozes loses nothing.
+pub(crate) fn doze(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow::Result<Answer> {
+    ensure!(
+        node.records.state(sandbox)? == SandboxState::Running && is_dozing(node, sandbox)?,
+        "the sandbox does not doze"
+    );
+    ensure!(
+        restore::memory_image(node, sandbox)?.as_ref() == Some(image),
+        "image {image} is not the sandbox' memory"
+    );
+    let pod = node.records.pod(sandbox)?;
+    let reclaimed = reclaim::reclaim(&node.cgroups, &pod.cgroup).map_err(|error| Refusal {
+        reason: error.reason(),
+        message: format!("{:#}", anyhow::Error::new(error)),
+    })?;
+    let note = DozeNote { reclaimed: true };
+    node.records.write_doze(sandbox, Some(note))?;
+    Ok(Answer::ok(serde_json::to_value(reclaimed)?))
+}
+
+/// Verb of whoever has seen that the sandbox is needed (a packet): wakes it, however deep it sleeps. One that is awake stays so.
+pub(crate) fn wake(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Answer> {
+    let _lock = awake(node, sandbox)?;
+    node.records.note_call(sandbox)?;
+    Ok(Answer::ok(serde_json::Value::Null))
+}
+
+/// Resumes the sandbox if it dozes; answers whether it did. The caller holds the lock.
+pub(crate) fn rouse(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
+    if node.records.doze(sandbox)?.is_none() {
+        return Ok(false);
+    }
+    let Ok(mut control) = Control::connect(node.runsc.root(), sandbox.as_str()) else {
+        // It died while it dozed.
+        return Ok(false);
+    };
+    if !pause::is_dozing(&node.records, &mut control, sandbox, CALL_LIMIT)? {
+        return Ok(false);
+    }
+    restore::about_to_run(node, sandbox)?;
+    if !pause::resume(&node.records, &mut control, sandbox, CALL_LIMIT)? {
+        bail!("the sandbox was resumed by somebody who did not hold its lock");
+    }
+    node.records.note_call(sandbox)?;
+    let pause = node.records.container_dir(&sandbox.clone().into());
+    // A keeper that cannot be told is gone, and with it what it held back.
+    let _ = keeper::ask(&pause, &Request::Release, &[], CALL_LIMIT);
+    Ok(true)
+}
+
+/// Whether it dozes or hibernates at this moment.
+pub(crate) fn sleeps(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
+    match node.records.state(sandbox)? {
+        SandboxState::Hibernated { .. } => Ok(true),
+        SandboxState::Restoring { .. } => Ok(false),
+        SandboxState::Running => is_dozing(node, sandbox),
+    }
+}
+
+/// Whether it dozes, as far as it can be asked.
+fn is_dozing(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
+    if node.records.doze(sandbox)?.is_none() {
+        return Ok(false);
+    }
+    let Ok(mut control) = Control::connect(node.runsc.root(), sandbox.as_str()) else {
+        return Ok(false);
+    };
+    Ok(pause::is_dozing(
+        &node.records,
+        &mut control,
+        sandbox,
+        CALL_LIMIT,
+    )?)
+}

@@ -1,0 +1,140 @@
+//! Finding out whether a sandbox is idle; what follows from it is decided in `torpor-core`.
+//!
+//! Only sandboxes that may fall asleep by themselves are watched: one call on the control socket and a few file times at each look.
+//! Before one falls asleep, the keeper is asked for the times of its packets (a process on the host: it takes a right that the agent
+//! does not have), and the sandbox for its busy mark.
+
+use std::time::{Duration, SystemTime};
+
+use jiff::Timestamp;
+use torpor_core::idle::{IdleWatch, Inquiry, Look};
+use torpor_core::ids::SandboxId;
+use torpor_core::state::{Desired, Live, Observed};
+use torpor_gvisor::control::{self, Control};
+use torpor_gvisor::forward;
+use torpor_gvisor::keeper::Verb;
+use torpor_gvisor::record::{PodLock, PodRecord, Probes, Session};
+use torpor_gvisor::spec::PAUSE_VOLUMES;
+use torpor_gvisor::traffic::Ages;
+
+use crate::node::{CALL_LIMIT, Node};
+use crate::observe::words;
+
+/// The emptyDir in which a program may leave a file of the name [`BUSY_FILE`]: while it is there, the sandbox is in use.
+const BUSY_VOLUME: &str = "torpor";
+const BUSY_FILE: &str = "busy";
+/// A file that is there is opened at once; a FIFO in its place would be waited for in vain.
+const BUSY_LIMIT: Duration = Duration::from_secs(1);
+
+/// What is known of one sandbox.
+#[derive(Debug, Clone)]
+pub(crate) struct Watched {
+    sandbox: SandboxId,
+    watch: IdleWatch,
+}
+
+/// A sandbox whose lock is held.
+pub(crate) struct Sandbox<'a> {
+    pub(crate) node: &'a Node,
+    pub(crate) record: &'a PodRecord,
+    pub(crate) lock: &'a PodLock,
+    pub(crate) probes: Option<&'a Probes>,
+}
+
+/// Looks at a sandbox that may fall asleep by itself, and says in `observed` since when it has been idle. Answers what is to be
+/// remembered: nothing of one that sleeps, so that its time begins anew when it is woken.
+pub(crate) fn watch(
+    sandbox: &Sandbox<'_>,
+    desired: &Desired,
+    observed: &mut Observed,
+    known: Option<Watched>,
+    now: Timestamp,
+) -> Option<Watched> {
+    let after = desired.sleep.first()?;
+    let id = &sandbox.record.sandbox;
+    let mut watched = known
+        .filter(|known| known.sandbox == *id)
+        .unwrap_or_else(|| Watched {
+            sandbox: id.clone(),
+            watch: IdleWatch::new(now),
+        });
+    let looked = match observed.live {
+        Live::Running => sandbox.look(&mut watched.watch, after, now),
+        // Nothing goes on in it.
+        Live::Paused => Ok(()),
+        Live::None => return None,
+        Live::Unknown => return Some(watched),
+    };
+    match looked {
+        Ok(()) => observed.idle_since = Some(watched.watch.since()),
+        Err(why) => observed.idle_known = Err(why),
+    }
+    Some(watched)
+}
+
+impl Sandbox<'_> {
+    fn look(&self, watch: &mut IdleWatch, after: Duration, now: Timestamp) -> Result<(), String> {
+        let (node, id) = (self.node, &self.record.sandbox);
+        let mut control = self.connect()?;
+        let cpu = control
+            .processor_time(id.as_str(), CALL_LIMIT)
+            .map_err(|error| words(&error))?;
+        let records = &node.records;
+        let works = records.has_sessions(id, Session::Use);
+        let works = works.map_err(|error| words(&error))?;
+        let forwards = forward::any_open(records, id).map_err(|error| words(&error))?;
+        watch.look(&Look {
+            at: now,
+            cpu,
+            in_use: works || forwards,
+            last_use: records.last_use(id).and_then(timestamp),
+        });
+        if watch.is_due(after, now) {
+            watch.inquired(&Inquiry {
+                at: now,
+                last_packet: self.last_packet(now)?,
+                busy: self.is_marked_busy(&mut control)?,
+            });
+        }
+        Ok(())
+    }
+
+    fn connect(&self) -> Result<Control, String> {
+        let root = self.node.runsc.root();
+        Control::connect(root, self.record.sandbox.as_str()).map_err(|error| words(&error))
+    }
+
+    /// The last packet that was no probe.
+    fn last_packet(&self, now: Timestamp) -> Result<Option<Timestamp>, String> {
+        let id = &self.record.sandbox;
+        let answer = self
+            .node
+            .ask_keeper(id, self.lock, Verb::Traffic, None, CALL_LIMIT)
+            .map_err(|error| words(&error))?;
+        let ages: Ages = serde_json::from_value(answer.detail).map_err(|error| words(&error))?;
+        let probed: Vec<u16> = self
+            .probes
+            .map(|probes| probes.ports.iter().copied().collect())
+            .unwrap_or_default();
+        let ago = ages.youngest(&probed);
+        Ok(ago.map(|ago| now.checked_sub(ago).unwrap_or(Timestamp::MIN)))
+    }
+
+    fn is_marked_busy(&self, control: &mut Control) -> Result<bool, String> {
+        let mut volumes = self.record.volumes.iter();
+        if !volumes.any(|volume| volume.name == BUSY_VOLUME) {
+            return Ok(false);
+        }
+        let path = format!("{PAUSE_VOLUMES}/{BUSY_VOLUME}/{BUSY_FILE}");
+        match control.has_file(&path, BUSY_LIMIT) {
+            Ok(found) => Ok(found),
+            // Something is there that cannot be read as a file: the program has put it there.
+            Err(control::Error::Refused { .. } | control::Error::NoAnswer { .. }) => Ok(true),
+            Err(error) => Err(words(&error)),
+        }
+    }
+}
+
+fn timestamp(time: SystemTime) -> Option<Timestamp> {
+    Timestamp::try_from(time).ok()
+}

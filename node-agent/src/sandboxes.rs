@@ -1,0 +1,315 @@
+//! What SandboxNode says of each sandbox: why the planner does what it does, what the last sleep gained, how the last wake went.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use jiff::Timestamp;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use torpor_api::node::{LastWake, MAX_REPORTED, PlanReason, SandboxReport};
+use torpor_core::ids::{PodUid, SandboxId};
+use torpor_core::steps::Reason;
+use torpor_gvisor::record::{PodRecord, SandboxState, SleepNote, WakeNote};
+use torpor_snapshots::Listed;
+
+use crate::metrics::Metrics;
+use crate::node::Node;
+
+/// The planner's latest reasons, by Pod: the drivers' tasks write, the report reads.
+#[derive(Debug, Default)]
+pub(crate) struct Board(Mutex<HashMap<PodUid, Vec<PlanReason>>>);
+
+impl Board {
+    pub(crate) fn note(&self, pod: &PodUid, why: &[Reason]) {
+        let reasons = why.iter().map(told).collect();
+        self.lock().insert(pod.clone(), reasons);
+    }
+
+    pub(crate) fn forget(&self, pod: &PodUid) {
+        self.lock().remove(pod);
+    }
+
+    fn of(&self, pod: &PodUid) -> Vec<PlanReason> {
+        self.lock().get(pod).cloned().unwrap_or_default()
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<PodUid, Vec<PlanReason>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A reason in the API's words: its name, and what it carries as `key=value`.
+fn told(reason: &Reason) -> PlanReason {
+    use serde_json::Value;
+    match serde_json::to_value(reason) {
+        Ok(Value::String(reason)) => PlanReason {
+            reason,
+            detail: String::new(),
+        },
+        Ok(Value::Object(tagged)) => {
+            let (reason, fields) = tagged.into_iter().next().unwrap_or_default();
+            let fields = fields.as_object().cloned().unwrap_or_default();
+            let pairs = fields.into_iter().map(|(key, value)| match value {
+                Value::String(text) => format!("{key}={text}"),
+                other => format!("{key}={other}"),
+            });
+            let detail = pairs.collect::<Vec<_>>().join(" ");
+            PlanReason { reason, detail }
+        }
+        // A reason is a name, or a name with fields: serde writes nothing else of it.
+        _ => PlanReason::default(),
+    }
+}
+
+/// A note on the node's disk, and the time of its file when it was read.
+#[derive(Debug)]
+struct Noted<T> {
+    at: SystemTime,
+    note: T,
+}
+
+/// What is remembered of one sandbox between two looks.
+#[derive(Debug, Default)]
+struct Known {
+    wake: Option<Noted<WakeNote>>,
+    sleep: Option<Noted<SleepNote>>,
+}
+
+/// Looks at the notes of all sandboxes; counts what is new in them.
+#[derive(Debug)]
+pub(crate) struct Sandboxes {
+    known: HashMap<SandboxId, Known>,
+    /// What happened before the agent began is not counted again.
+    counts: bool,
+    metrics: Arc<Metrics>,
+    board: Arc<Board>,
+}
+
+impl Sandboxes {
+    pub(crate) fn new(metrics: Arc<Metrics>, board: Arc<Board>) -> Self {
+        Self {
+            known: HashMap::new(),
+            counts: false,
+            metrics,
+            board,
+        }
+    }
+
+    /// One entry for each sandbox of the node, by Pod UID. `images`: all that the store holds.
+    pub(crate) fn report(&mut self, node: &Node, images: &[Listed]) -> Vec<SandboxReport> {
+        let mut pods = node.records.pods().unwrap_or_default();
+        pods.sort_by_cached_key(|pod| {
+            let made_at = node.records.made_at(&pod.sandbox);
+            (pod.pod_uid.clone(), Reverse(made_at))
+        });
+        // A Pod whose sandbox was just made anew has two for a moment: the newest stands for it.
+        pods.dedup_by(|a, b| a.pod_uid == b.pod_uid);
+        self.known
+            .retain(|sandbox, _| pods.iter().any(|pod| pod.sandbox == *sandbox));
+        let sizes: BTreeMap<_, _> = images.iter().map(|i| (&i.id, i.size)).collect();
+        let mut held = 0_i64;
+        let mut reports = Vec::new();
+        for pod in &pods {
+            let asleep_in = match node.records.state(&pod.sandbox) {
+                Ok(SandboxState::Hibernated { image }) => Some(image),
+                _ => None,
+            };
+            self.look(node, pod);
+            let mut report = self.describe(pod);
+            if let Some(image) = asleep_in {
+                report.image_bytes = sizes.get(&image).map(|size| signed(*size));
+                held = held.saturating_add(report.memory_asleep_bytes.unwrap_or(0));
+            }
+            reports.push(report);
+        }
+        self.metrics.held_asleep.set(held);
+        let mut reasons = BTreeMap::new();
+        for told in reports.iter().flat_map(|report| &report.reasons) {
+            *reasons.entry(told.reason.clone()).or_default() += 1;
+        }
+        self.metrics.planned_for(&reasons);
+        self.counts = true;
+        reports.truncate(MAX_REPORTED);
+        reports
+    }
+
+    /// Reads the notes that were written since the last look.
+    fn look(&mut self, node: &Node, pod: &PodRecord) {
+        let known = self.known.entry(pod.sandbox.clone()).or_default();
+        if let Some(at) = node.records.woke_at(&pod.sandbox)
+            && known.wake.as_ref().is_none_or(|noted| noted.at != at)
+            && let Ok(note) = node.records.wake(&pod.sandbox)
+        {
+            if self.counts {
+                let stages = stages(&note);
+                self.metrics.woke(note.cause, whole(&note), &stages);
+            }
+            known.wake = Some(Noted { at, note });
+        }
+        if let Some(at) = node.records.slept_at(&pod.sandbox)
+            && known.sleep.as_ref().is_none_or(|noted| noted.at != at)
+            && let Ok(note) = node.records.sleep(&pod.sandbox)
+        {
+            if self.counts {
+                self.metrics.fell_asleep(note);
+            }
+            known.sleep = Some(Noted { at, note });
+        }
+    }
+
+    fn describe(&self, pod: &PodRecord) -> SandboxReport {
+        let known = self.known.get(&pod.sandbox);
+        let sleep = known.and_then(|known| known.sleep.as_ref());
+        let wake = known.and_then(|known| known.wake.as_ref());
+        SandboxReport {
+            image_bytes: None,
+            last_wake: wake.and_then(last_wake),
+            memory_asleep_bytes: sleep.map(|noted| signed(noted.note.bytes_after)),
+            memory_awake_bytes: sleep.map(|noted| signed(noted.note.bytes_before)),
+            namespace: pod.namespace.to_string(),
+            pod_name: pod.name.clone(),
+            pod_uid: pod.pod_uid.to_string(),
+            reasons: self.board.of(&pod.pod_uid),
+        }
+    }
+}
+
+fn last_wake(noted: &Noted<WakeNote>) -> Option<LastWake> {
+    let at = Timestamp::try_from(noted.at).ok()?;
+    Some(LastWake {
+        at: Time(at),
+        cause: format!("{:?}", noted.note.cause),
+        duration_micros: i64::try_from(whole(&noted.note).as_micros()).unwrap_or(i64::MAX),
+    })
+}
+
+fn whole(note: &WakeNote) -> Duration {
+    let last = note.stages_end_micros.values().max();
+    Duration::from_micros(last.copied().unwrap_or(0))
+}
+
+/// How long each stage took, in their order: a stage begins where the one before it was over.
+fn stages(note: &WakeNote) -> Vec<(String, Duration)> {
+    let mut ends: Vec<(u64, &String)> = note
+        .stages_end_micros
+        .iter()
+        .map(|(stage, end)| (*end, stage))
+        .collect();
+    ends.sort_unstable();
+    let begins = std::iter::once(0).chain(ends.iter().map(|(end, _)| *end));
+    begins
+        .zip(&ends)
+        .map(|(begin, (end, stage))| ((*stage).clone(), Duration::from_micros(end - begin)))
+        .collect()
+}
+
+/// Bytes as the API has them.
+pub(crate) fn signed(bytes: u64) -> i64 {
+    i64::try_from(bytes).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use torpor_core::ids::ImageId;
+    use torpor_gvisor::record::WakeCause;
+
+    use super::*;
+
+    /// Every reason once. The match makes sure that a new one is added here.
+    fn all() -> Vec<Reason> {
+        let image = || ImageId::parse("pod-a.1").expect("an image's name");
+        let until = Timestamp::UNIX_EPOCH;
+        let one_of_each = vec![
+            Reason::Busy,
+            Reason::LiveUnknown,
+            Reason::LedgerCorrupt,
+            Reason::Restoring,
+            Reason::SleepWanted,
+            Reason::Idle,
+            Reason::Dozing,
+            Reason::AwakeWanted,
+            Reason::FreezeWanted,
+            Reason::SnapshotWanted,
+            Reason::DeletionWanted,
+            Reason::ImageAdopted,
+            Reason::Sleeping,
+            Reason::Settled,
+            Reason::AwakeUnrecorded,
+            Reason::RecordStale,
+            Reason::SaveUnfinished,
+            Reason::NotCapable,
+            Reason::InUse,
+            Reason::Backoff { until },
+            Reason::AwaitingContainers,
+            Reason::NoSandbox,
+            Reason::ImageMissing { image: image() },
+            Reason::Garbage { image: image() },
+            Reason::PodTerminating,
+            Reason::PodGone,
+            Reason::NumbersExhausted,
+        ];
+        for reason in &one_of_each {
+            match reason {
+                Reason::Busy
+                | Reason::LiveUnknown
+                | Reason::LedgerCorrupt
+                | Reason::Restoring
+                | Reason::SleepWanted
+                | Reason::Idle
+                | Reason::Dozing
+                | Reason::AwakeWanted
+                | Reason::FreezeWanted
+                | Reason::SnapshotWanted
+                | Reason::DeletionWanted
+                | Reason::ImageAdopted
+                | Reason::Sleeping
+                | Reason::Settled
+                | Reason::AwakeUnrecorded
+                | Reason::RecordStale
+                | Reason::SaveUnfinished
+                | Reason::NotCapable
+                | Reason::InUse
+                | Reason::Backoff { .. }
+                | Reason::AwaitingContainers
+                | Reason::NoSandbox
+                | Reason::ImageMissing { .. }
+                | Reason::Garbage { .. }
+                | Reason::PodTerminating
+                | Reason::PodGone
+                | Reason::NumbersExhausted => {}
+            }
+        }
+        one_of_each
+    }
+
+    #[test]
+    fn the_api_knows_the_planners_reasons_and_no_others() {
+        let told: Vec<String> = all().iter().map(|reason| told(reason).reason).collect();
+        assert_eq!(told, torpor_api::reasons::plan::ALL);
+    }
+
+    #[test]
+    fn what_a_reason_carries_is_told() {
+        let reason = Reason::Backoff {
+            until: Timestamp::UNIX_EPOCH,
+        };
+        assert_eq!(told(&reason).detail, "until=1970-01-01T00:00:00Z");
+        assert_eq!(told(&Reason::Busy).detail, "");
+    }
+
+    #[test]
+    fn a_stage_lasts_from_the_end_of_the_one_before() {
+        let note = WakeNote {
+            cause: WakeCause::Called,
+            stages_end_micros: [("verified", 30), ("attached", 90), ("prepared", 10)]
+                .map(|(stage, end)| (stage.to_owned(), end))
+                .into(),
+        };
+        let micros = |n| Duration::from_micros(n);
+        let expected = [("prepared", 10), ("verified", 20), ("attached", 60)]
+            .map(|(stage, took)| (stage.to_owned(), micros(took)));
+        assert_eq!(stages(&note), expected);
+        assert_eq!(whole(&note), micros(90));
+    }
+}

@@ -1,0 +1,20 @@
+//! Waking on a packet: what arrives for a pod while its sandbox is saved, sleeps or wakes is held, the first packet that
+//! means somebody wants an answer starts the wake, and all of it is given to the sandbox in order once it runs.
+//!
+//! | module | subject |
+//! |---|---|
+//! | [`packet`] | what a frame means for a sleeping sandbox (pure) |
+//! | [`held`] | the frames that wait, bounded (pure) |
+//! | [`owner`] | whose socket it is that connects: the kubelet's, or somebody else's |
+//! | [`probes`] | answering the kubelet's probes meanwhile |
+//! | [`sensor`] | when to wake, when not to try again yet, what to give back (pure) |
+//! | [`tap`] | seeing and sending frames at the host's end of the pod's link |
+//!
+//! What a sleeping pod's kernel would answer by itself is silenced by `torpor-gvisor`'s `hush`.
+
+pub mod held;
+pub mod owner;
+pub mod packet;
+pub mod probes;
+pub mod sensor;
+pub mod tap;

@@ -1,0 +1,252 @@
+//! Whose socket a connection from this machine belongs to.
+//!
+//! The kubelet's probes look like anybody's connections. But their other end is a socket of this machine, the kernel tells
+//! its number (sock_diag(7)), and the kubelet has it open: the process that listens on the kubelet's port. On a node where
+//! another process has that number of the kubelet's sockets, or nobody listens there, a probe is anybody's connection.
+
+use std::fs;
+use std::io;
+use std::net::{IpAddr, Ipv6Addr};
+
+use netlink_packet_core::{
+    NLM_F_DUMP, NLM_F_REQUEST, NetlinkHeader, NetlinkMessage, NetlinkPayload,
+};
+use netlink_packet_sock_diag::SockDiagMessage;
+use netlink_packet_sock_diag::constants::{AF_INET, AF_INET6, IPPROTO_TCP};
+use netlink_packet_sock_diag::inet::{ExtensionFlags, InetRequest, SocketId, StateFlags};
+use netlink_sys::protocols::NETLINK_SOCK_DIAG;
+use netlink_sys::{Socket, SocketAddr};
+
+use crate::packet::Tcp;
+
+/// One answer holds hundreds of sockets.
+const DATAGRAM: usize = 64 << 10;
+
+/// Why the kernel did not say.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("cannot ask the kernel about sockets")]
+    Ask(#[source] io::Error),
+    #[error("the kernel's answer about sockets is not understood: {0}")]
+    BadAnswer(String),
+    #[error("cannot look through the processes of this machine")]
+    Processes(#[source] io::Error),
+}
+
+/// The kubelet of this machine, once it was found.
+#[derive(Debug)]
+pub struct Kubelet {
+    port: u16,
+    process: Option<u32>,
+}
+
+impl Kubelet {
+    /// The one that serves logs and exec on this port (KubeletConfiguration's `port`).
+    pub fn at(port: u16) -> Self {
+        Self {
+            port,
+            process: None,
+        }
+    }
+
+    /// Whether the connection that begins with this segment is the kubelet's.
+    pub fn owns(&mut self, segment: &Tcp) -> Result<bool, Error> {
+        let Some(socket) = socket_of(segment)? else {
+            return Ok(false);
+        };
+        if let Some(process) = self.process
+            && has_open(process, socket)
+        {
+            return Ok(true);
+        }
+        // The kubelet may have been started anew.
+        self.process = listener(self.port)?;
+        Ok(self
+            .process
+            .is_some_and(|process| has_open(process, socket)))
+    }
+}
+
+/// The number of the socket at the connection's other end, if that is on this machine.
+fn socket_of(segment: &Tcp) -> Result<Option<u32>, Error> {
+    let id = SocketId {
+        source_port: segment.remote_port,
+        destination_port: segment.local_port,
+        source_address: segment.remote,
+        destination_address: segment.local,
+        interface_id: 0,
+        // Any socket with these ends.
+        cookie: [0xff; 8],
+    };
+    let family = if segment.remote.is_ipv4() {
+        AF_INET
+    } else {
+        AF_INET6
+    };
+    let found = ask(family, StateFlags::all(), id, false)?;
+    Ok(found.first().map(|(_, inode)| *inode))
+}
+
+/// The process that listens on the port.
+fn listener(port: u16) -> Result<Option<u32>, Error> {
+    for family in [AF_INET6, AF_INET] {
+        let mut any = SocketId::new_v4();
+        if family == AF_INET6 {
+            any.source_address = IpAddr::V6(Ipv6Addr::UNSPECIFIED);
+            any.destination_address = IpAddr::V6(Ipv6Addr::UNSPECIFIED);
+        }
+        let listening = ask(family, StateFlags::LISTEN, any, true)?;
+        for (_, inode) in listening.iter().filter(|(at, _)| *at == port) {
+            let mut processes = processes().map_err(Error::Processes)?;
+            if let Some(process) = processes.find(|process| has_open(*process, *inode)) {
+                return Ok(Some(process));
+            }
+        }
+    }
+    Ok(None)
+}
+
+/// Local port and number of each socket that fits.
+fn ask(
+    family: u8,
+    states: StateFlags,
+    socket_id: SocketId,
+    all: bool,
+) -> Result<Vec<(u16, u32)>, Error> {
+    let mut socket = Socket::new(NETLINK_SOCK_DIAG).map_err(Error::Ask)?;
+    socket.bind_auto().map_err(Error::Ask)?;
+    socket.connect(&SocketAddr::new(0, 0)).map_err(Error::Ask)?;
+    let request = InetRequest {
+        family,
+        protocol: IPPROTO_TCP,
+        extensions: ExtensionFlags::empty(),
+        states,
+        socket_id,
+    };
+    let mut header = NetlinkHeader::default();
+    header.flags = NLM_F_REQUEST | if all { NLM_F_DUMP } else { 0 };
+    let mut message = NetlinkMessage::new(header, SockDiagMessage::InetRequest(request).into());
+    message.finalize();
+    let mut bytes = vec![0; message.buffer_len()];
+    message.serialize(&mut bytes);
+    socket.send(&bytes, 0).map_err(Error::Ask)?;
+    let mut found = Vec::new();
+    loop {
+        let mut buffer = Vec::with_capacity(DATAGRAM);
+        socket.recv(&mut buffer, 0).map_err(Error::Ask)?;
+        let mut rest = buffer.as_slice();
+        while !rest.is_empty() {
+            let message = NetlinkMessage::<SockDiagMessage>::deserialize(rest)
+                .map_err(|error| Error::BadAnswer(error.to_string()))?;
+            let length = usize::try_from(message.header.length).unwrap_or(usize::MAX);
+            rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
+            match message.payload {
+                NetlinkPayload::InnerMessage(SockDiagMessage::InetResponse(response)) => {
+                    found.push((response.header.socket_id.source_port, response.header.inode));
+                    if !all {
+                        return Ok(found);
+                    }
+                }
+                NetlinkPayload::Done(_) => return Ok(found),
+                NetlinkPayload::Error(error) => match error.to_io() {
+                    // No such socket here.
+                    error if error.kind() == io::ErrorKind::NotFound => return Ok(found),
+                    error => return Err(Error::Ask(error)),
+                },
+                _ => {}
+            }
+        }
+    }
+}
+
+fn processes() -> io::Result<impl Iterator<Item = u32>> {
+    let entries = fs::read_dir("/proc")?;
+    Ok(entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()))
+}
+
+/// A process that has just ended, or is not to be looked into, has nothing open.
+fn has_open(process: u32, inode: u32) -> bool {
+    let wanted = format!("socket:[{inode}]");
+    let Ok(open) = fs::read_dir(format!("/proc/{process}/fd")) else {
+        return false;
+    };
+    open.filter_map(Result::ok)
+        .filter_map(|entry| fs::read_link(entry.path()).ok())
+        .any(|target| target.as_os_str() == wanted.as_str())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::{TcpListener, TcpStream};
+
+    fn segment(stream: &TcpStream) -> Tcp {
+        let (local, remote) = (
+            stream.local_addr().expect("an address"),
+            stream.peer_addr().expect("an address"),
+        );
+        Tcp {
+            remote: local.ip(),
+            remote_port: local.port(),
+            local: remote.ip(),
+            local_port: remote.port(),
+            begins: true,
+        }
+    }
+
+    #[test]
+    fn the_process_at_a_connections_other_end_is_found() {
+        for address in ["127.0.0.1:0", "[::1]:0"] {
+            let server = TcpListener::bind(address).expect("listens");
+            let stream =
+                TcpStream::connect(server.local_addr().expect("an address")).expect("connects");
+            let inode = socket_of(&segment(&stream))
+                .expect("asked")
+                .expect("is here");
+            assert!(has_open(std::process::id(), inode), "{address}");
+            let port = server.local_addr().expect("an address").port();
+            assert_eq!(
+                listener(port).expect("asked"),
+                Some(std::process::id()),
+                "{address}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_connection_of_another_machine_is_nobodys_here() {
+        let elsewhere = Tcp {
+            remote: IpAddr::from([192, 0, 2, 1]),
+            remote_port: 40_000,
+            local: IpAddr::from([192, 0, 2, 2]),
+            local_port: 80,
+            begins: true,
+        };
+        assert_eq!(socket_of(&elsewhere).expect("asked"), None);
+        assert!(!Kubelet::at(10250).owns(&elsewhere).expect("asked"));
+    }
+
+    #[test]
+    fn a_connection_is_the_kubelets_when_the_process_has_it_that_listens_on_its_port() {
+        let server = TcpListener::bind("127.0.0.1:0").expect("listens");
+        let address = server.local_addr().expect("an address");
+        let stream = TcpStream::connect(address).expect("connects");
+        let segment = segment(&stream);
+        // As after a restart of the kubelet, what was found before is not trusted.
+        let mut kubelet = Kubelet::at(address.port());
+        kubelet.process = Some(1);
+        assert!(kubelet.owns(&segment).expect("asked"));
+    }
+
+    #[test]
+    fn somebody_elses_connection_is_not_the_kubelets() {
+        let server = TcpListener::bind("127.0.0.1:0").expect("listens");
+        let stream =
+            TcpStream::connect(server.local_addr().expect("an address")).expect("connects");
+        // Nobody listens there, and so nobody is the kubelet.
+        let nobody = TcpListener::bind("127.0.0.1:0").expect("listens");
+        let port = nobody.local_addr().expect("an address").port();
+        drop(nobody);
+        assert!(!Kubelet::at(port).owns(&segment(&stream)).expect("asked"));
+    }
+}

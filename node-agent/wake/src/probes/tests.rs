@@ -1,0 +1,188 @@
+use super::*;
+use smoltcp::wire::IpAddress;
+
+const POD: &str = "10.1.2.3";
+const POD6: &str = "fd00::3";
+const NODE: &str = "10.1.0.1";
+const NODE6: &str = "fd00::1";
+/// Destination (the pod's link), source (the host's), and a type that `says` and `hears` put right.
+const HEADER: [u8; ETHERNET] = [2, 0, 0, 0, 0, 3, 2, 0, 0, 0, 0, 1, 8, 0];
+
+fn own() -> Vec<IpAddr> {
+    vec![
+        POD.parse().expect("address"),
+        POD6.parse().expect("address"),
+    ]
+}
+
+/// The kubelet's side: a network stack, and the link between the two.
+struct Kubelet {
+    responder: Responder,
+    interface: Interface,
+    sockets: SocketSet<'static>,
+    wire: Wire,
+    socket: SocketHandle,
+    now: Instant,
+}
+
+impl Kubelet {
+    fn connects(pod: &str, node: &str) -> Self {
+        let now = Instant::now();
+        let mut wire = Wire::default();
+        let config = Config::new(HardwareAddress::Ip);
+        let mut interface = Interface::new(config, &mut wire, smoltcp::time::Instant::ZERO);
+        let node: IpAddr = node.parse().expect("address");
+        interface.update_ip_addrs(|addresses| {
+            addresses.push(IpCidr::new(node.into(), 0)).expect("room");
+        });
+        let buffer = |size| tcp::SocketBuffer::new(vec![0; size]);
+        let mut socket = tcp::Socket::new(buffer(4096), buffer(8192));
+        let pod: IpAddress = pod.parse::<IpAddr>().expect("address").into();
+        socket
+            .connect(interface.context(), (pod, 8080), 50_001)
+            .expect("begins");
+        let mut sockets = SocketSet::new(Vec::new());
+        let socket = sockets.add(socket);
+        Self {
+            responder: Responder::new(&own(), now),
+            interface,
+            sockets,
+            wire,
+            socket,
+            now,
+        }
+    }
+
+    fn socket(&mut self) -> &mut tcp::Socket<'static> {
+        self.sockets.get_mut(self.socket)
+    }
+
+    /// Carries packets to and fro until nobody has any more.
+    fn carry(&mut self) {
+        for _ in 0..100 {
+            self.now += Duration::from_millis(20);
+            let time = self.responder.time(self.now);
+            self.interface.poll(time, &mut self.wire, &mut self.sockets);
+            while let Some(packet) = self.wire.said.pop_front() {
+                let mut frame = HEADER.to_vec();
+                if packet[0] >> 4 == 6 {
+                    frame[12..14].copy_from_slice(&[0x86, 0xdd]);
+                }
+                frame.extend(packet);
+                let segment = crate::packet::tcp(&frame, &own()).expect("a segment for the pod");
+                if segment.begins && !self.responder.has(&segment) {
+                    assert!(self.responder.begin(&segment, &frame, self.now));
+                }
+                self.responder.hear(&frame, self.now);
+            }
+            self.responder.turn(self.now);
+            while let Some(frame) = self.responder.says() {
+                assert_eq!(frame[..6], HEADER[6..12], "to the host's link");
+                assert_eq!(frame[6..12], HEADER[..6], "from the pod's");
+                self.wire.heard.push_back(frame[ETHERNET..].to_vec());
+            }
+        }
+    }
+
+    fn say(&mut self, bytes: &[u8]) {
+        self.carry();
+        let sent = self.socket().send_slice(bytes).expect("connected");
+        assert_eq!(sent, bytes.len());
+        self.carry();
+    }
+
+    fn heard(&mut self) -> Vec<u8> {
+        self.socket()
+            .recv(|data| (data.len(), data.to_vec()))
+            .unwrap_or_default()
+    }
+}
+
+#[test]
+fn a_connection_is_taken_and_its_end_forgets_it() {
+    for (pod, node) in [(POD, NODE), (POD6, NODE6)] {
+        let mut kubelet = Kubelet::connects(pod, node);
+        kubelet.carry();
+        assert!(kubelet.socket().may_send(), "{pod} took no connection");
+        kubelet.socket().close();
+        kubelet.carry();
+        assert_eq!(kubelet.responder.probes.len(), 0);
+        let now = kubelet.now;
+        assert_eq!(kubelet.responder.turn_again(now), None);
+    }
+}
+
+#[test]
+fn a_request_is_answered_with_yes_once_it_is_whole() {
+    let mut kubelet = Kubelet::connects(POD, NODE);
+    kubelet.say(b"GET /healthz HTTP/1.1\r\nHost: 10.1.2.3:8080\r\nUser-Agent: kube-probe/1.36\r\n");
+    assert_eq!(kubelet.heard(), b"", "the head is not over");
+    kubelet.say(b"\r\n");
+    assert!(kubelet.heard().starts_with(b"HTTP/1.1 200 OK\r\n"));
+    assert!(
+        !kubelet.socket().may_recv(),
+        "the answer ends the connection"
+    );
+}
+
+/// A call as the kubelet makes it: preface, settings, headers, one message that ends the stream.
+fn health_check() -> Vec<u8> {
+    let mut call = HTTP2.to_vec();
+    call.extend([0, 0, 0, 4, 0, 0, 0, 0, 0]);
+    call.extend([0, 0, 3, 1, 4, 0, 0, 0, 1, 0x83, 0x86, 0x84]);
+    call.extend([0, 0, 5, 0, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0]);
+    call
+}
+
+#[test]
+fn a_health_check_is_answered_serving_on_its_stream() {
+    let mut kubelet = Kubelet::connects(POD, NODE);
+    let call = health_check();
+    let (first, second) = call.split_at(call.len() - 1);
+    kubelet.say(first);
+    assert_eq!(kubelet.heard(), b"");
+    kubelet.say(second);
+    let answer = kubelet.heard();
+    let message = [0, 0, 7, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 2, 0x08, 0x01];
+    let has = |part: &[u8]| answer.windows(part.len()).any(|window| window == part);
+    assert!(has(&message) && has(b"grpc-status\x010"), "{answer:?}");
+}
+
+#[test]
+fn what_is_no_probe_does_not_hold_on_for_ever() {
+    let mut kubelet = Kubelet::connects(POD, NODE);
+    kubelet.say(&vec![b'x'; RECEIVE + 1]);
+    assert!(!kubelet.socket().may_recv(), "too much was said");
+    let mut silent = Kubelet::connects(POD, NODE);
+    silent.carry();
+    silent.now += LIMIT;
+    let now = silent.now;
+    silent.responder.turn(now);
+    assert_eq!(silent.responder.probes.len(), 0, "nothing was said");
+}
+
+#[test]
+fn only_so_many_are_answered_at_once() {
+    let now = Instant::now();
+    let mut responder = Responder::new(&own(), now);
+    let segment = |port| Tcp {
+        remote: NODE.parse().expect("address"),
+        remote_port: port,
+        local: POD.parse().expect("address"),
+        local_port: 8080,
+        begins: true,
+    };
+    let taken = (0..100)
+        .filter(|port| responder.begin(&segment(*port), &HEADER, now))
+        .count();
+    assert_eq!(taken, MOST_AT_ONCE);
+}
+
+#[test]
+fn half_of_a_preface_is_no_request() {
+    for length in 0..HTTP2.len() {
+        assert_eq!(answer(&HTTP2[..length]), None, "{length}");
+    }
+    assert_eq!(answer(&health_check()[..HTTP2.len() + 12]), None);
+    assert!(answer(&health_check()).is_some());
+}

@@ -1,0 +1,248 @@
+//! When a packet wakes a sandbox.
+//!
+//! ```text
+//!            asleep                     wake
+//!   Saving ─────────► Asleep ◄──────────────────► Waking
+//!      └─────────────────┴──── release ──────────────┘  gives the frames to the sandbox, which runs
+//! ```
+//! It is told what happens and says what to do. A thousand packets make one wake; a wake that failed is tried again by a
+//! packet that comes after its waiting time, which TCP's repetitions are.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use crate::held::Held;
+use crate::packet::{Cause, Meaning};
+
+/// The first wait after a wake that failed; it doubles.
+const RETRY_MIN: Duration = Duration::from_secs(1);
+const RETRY_MAX: Duration = Duration::from_secs(60);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    /// The sandbox is there, paused, and its memory is being written: what arrives now is in no image.
+    Saving,
+    Asleep,
+    Waking,
+}
+
+/// What is to be done now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Next {
+    Nothing,
+    Wake(Cause),
+}
+
+/// The sensor of one sandbox, from the moment its memory is about to be written until it runs again.
+#[derive(Debug)]
+pub struct Sensor {
+    phase: Phase,
+    held: Held,
+    /// The first packet since the sandbox slept that wanted an answer.
+    wanted: Option<Cause>,
+    failures: u32,
+    not_before: Option<Instant>,
+}
+
+impl Default for Sensor {
+    fn default() -> Self {
+        Self {
+            phase: Phase::Saving,
+            held: Held::default(),
+            wanted: None,
+            failures: 0,
+            not_before: None,
+        }
+    }
+}
+
+impl Sensor {
+    /// A frame has arrived.
+    pub fn arrived(&mut self, frame: &[u8], meaning: Meaning, now: Instant) -> Next {
+        if meaning == Meaning::NotForPod {
+            return Next::Nothing;
+        }
+        self.held.keep(frame);
+        // Only what wants an answer starts a try, also the next one after a failure.
+        match meaning {
+            Meaning::Wakes(cause) => {
+                self.wanted.get_or_insert(cause);
+                self.next(now)
+            }
+            Meaning::NotForPod | Meaning::Quiet => Next::Nothing,
+        }
+    }
+
+    /// The sandbox' processes have ended and its image is its memory. Packets may have come while it was written.
+    /// Told once or more often.
+    pub fn asleep(&mut self, now: Instant) -> Next {
+        if self.phase == Phase::Saving {
+            self.phase = Phase::Asleep;
+        }
+        self.next(now)
+    }
+
+    /// A wake that this sensor asked for has ended and the sandbox does not run.
+    pub fn wake_failed(&mut self, now: Instant) {
+        let wait = RETRY_MIN
+            .saturating_mul(2_u32.saturating_pow(self.failures.min(30)))
+            .min(RETRY_MAX);
+        self.failures = self.failures.saturating_add(1);
+        self.not_before = Some(now + wait);
+        if self.phase == Phase::Waking {
+            self.phase = Phase::Asleep;
+        }
+    }
+
+    /// The sandbox runs: what it is to be given, in order.
+    pub fn release(&mut self) -> VecDeque<Box<[u8]>> {
+        let frames = self.held.take();
+        *self = Self::default();
+        frames
+    }
+
+    /// Whether the sandbox sleeps, as far as the sensor was told.
+    pub fn is_asleep(&self) -> bool {
+        self.phase != Phase::Saving
+    }
+
+    fn next(&mut self, now: Instant) -> Next {
+        match (self.phase, self.wanted) {
+            (Phase::Asleep, Some(cause)) if self.not_before.is_none_or(|at| at <= now) => {
+                self.phase = Phase::Waking;
+                Next::Wake(cause)
+            }
+            _ => Next::Nothing,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const SYN: Meaning = Meaning::Wakes(Cause::Tcp { port: 80 });
+    const WAKE: Next = Next::Wake(Cause::Tcp { port: 80 });
+
+    #[test]
+    fn a_thousand_connections_at_once_are_one_wake() {
+        let now = Instant::now();
+        let mut sensor = Sensor::default();
+        assert_eq!(sensor.asleep(now), Next::Nothing);
+        assert_eq!(sensor.arrived(b"1", SYN, now), WAKE);
+        for n in 0..1000_u32 {
+            let next = sensor.arrived(&n.to_be_bytes(), SYN, now);
+            assert_eq!(next, Next::Nothing);
+        }
+        assert!(sensor.release().len() > 500);
+    }
+
+    #[test]
+    fn a_packet_that_came_while_the_memory_was_written_wakes_at_once() {
+        let now = Instant::now();
+        let mut sensor = Sensor::default();
+        assert_eq!(sensor.arrived(b"syn", SYN, now), Next::Nothing);
+        assert_eq!(sensor.asleep(now), WAKE);
+    }
+
+    #[test]
+    fn what_nobody_waits_for_is_kept_and_wakes_nobody() {
+        let now = Instant::now();
+        let mut sensor = Sensor::default();
+        sensor.asleep(now);
+        assert_eq!(sensor.arrived(b"fin", Meaning::Quiet, now), Next::Nothing);
+        assert_eq!(
+            sensor.arrived(b"arp", Meaning::NotForPod, now),
+            Next::Nothing
+        );
+        assert_eq!(sensor.release(), [Box::from(*b"fin")]);
+    }
+
+    #[test]
+    fn a_wake_that_failed_is_tried_again_by_a_packet_after_its_time() {
+        let begin = Instant::now();
+        let mut sensor = Sensor::default();
+        sensor.asleep(begin);
+        assert_eq!(sensor.arrived(b"a", SYN, begin), WAKE);
+        let mut now = begin;
+        for wait in [1, 2, 4, 8, 16, 32, 60, 60] {
+            sensor.wake_failed(now);
+            let wait = Duration::from_secs(wait);
+            let early = now + wait - Duration::from_millis(1);
+            assert_eq!(sensor.arrived(b"a", SYN, early), Next::Nothing);
+            now += wait;
+            assert_eq!(sensor.arrived(b"x", Meaning::Quiet, now), Next::Nothing);
+            assert_eq!(sensor.arrived(b"a", SYN, now), WAKE);
+        }
+        assert_eq!(sensor.release().len(), 2);
+    }
+
+    #[derive(Debug, Clone, Copy)]
+    enum Event {
+        Frame(u16, Meaning),
+        Asleep,
+        Failed,
+        Released,
+        Later(u64),
+    }
+
+    fn event() -> impl Strategy<Value = Event> {
+        prop_oneof![
+            4 => (0..300_u16, prop_oneof![Just(SYN), Just(Meaning::Quiet), Just(Meaning::NotForPod)])
+                .prop_map(|(n, meaning)| Event::Frame(n, meaning)),
+            1 => Just(Event::Asleep),
+            1 => Just(Event::Failed),
+            1 => Just(Event::Released),
+            1 => (0..70_u64).prop_map(Event::Later),
+        ]
+    }
+
+    proptest! {
+        /// At every moment of a save, a sleep or a wake: a frame that is for the pod is given to it exactly once, in order;
+        /// never two wakes at once; no wake before the sandbox sleeps.
+        #[test]
+        fn no_frame_is_lost_or_given_twice(events in proptest::collection::vec(event(), 0..200)) {
+            let mut now = Instant::now();
+            let mut sensor = Sensor::default();
+            let (mut asleep, mut waking) = (false, false);
+            let mut expected: Vec<u16> = Vec::new();
+            for event in events {
+                let next = match event {
+                    Event::Frame(n, meaning) => {
+                        if meaning != Meaning::NotForPod && !expected.contains(&n) {
+                            expected.push(n);
+                        }
+                        sensor.arrived(&n.to_be_bytes(), meaning, now)
+                    }
+                    Event::Asleep => {
+                        asleep = true;
+                        sensor.asleep(now)
+                    }
+                    Event::Failed if waking => {
+                        waking = false;
+                        sensor.wake_failed(now);
+                        Next::Nothing
+                    }
+                    Event::Released => {
+                        let given: Vec<Box<[u8]>> = sensor.release().into();
+                        let wanted: Vec<Box<[u8]>> = expected.drain(..).map(|n| Box::from(n.to_be_bytes())).collect();
+                        prop_assert_eq!(given, wanted);
+                        (asleep, waking) = (false, false);
+                        Next::Nothing
+                    }
+                    Event::Later(seconds) => {
+                        now += Duration::from_secs(seconds);
+                        Next::Nothing
+                    }
+                    Event::Failed => Next::Nothing,
+                };
+                if next != Next::Nothing {
+                    prop_assert!(asleep, "woken before it slept");
+                    prop_assert!(!waking, "woken twice");
+                    waking = true;
+                }
+            }
+        }
+    }
+}

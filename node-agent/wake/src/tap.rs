@@ -1,0 +1,251 @@
+//! The two ends of a pod's link: at the host's, seeing what goes to the pod and sending it more; at the pod's, speaking for it.
+//!
+//! A packet socket on that end sees every frame on its way to the pod, whatever becomes of it in the pod's namespace, and
+//! what it sends arrives there as any other. Frames carry a `virtio_net_hdr` (PACKET_VNET_HDR), so that one whose checksum
+//! or segmentation the kernel has left to the link comes back as it was. Numbers and layouts are the kernel's ABI
+//! (packet(7), include/uapi/linux/{if_packet,filter,virtio_net}.h).
+
+#![allow(unsafe_code)]
+
+use std::io;
+use std::mem::{size_of, zeroed};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+use nix::libc;
+
+/// Before each frame.
+pub const HEADER: usize = 10;
+/// The kernel hands over at most 64 KiB in one piece, and its headers.
+const LARGEST: usize = (64 << 10) + 256;
+/// For the moment between two looks; what has no room is sent again.
+const QUEUE: libc::c_int = 1 << 20;
+
+const PACKET_VNET_HDR: libc::c_int = 15;
+
+/// Why a link cannot be watched.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("cannot open a packet socket (needs CAP_NET_RAW)")]
+    Open(#[source] io::Error),
+    #[error("cannot set {what} of a packet socket")]
+    Set {
+        what: &'static str,
+        #[source]
+        source: io::Error,
+    },
+    #[error("cannot watch the link with index {index}")]
+    Bind {
+        index: u32,
+        #[source]
+        source: io::Error,
+    },
+    #[error("cannot read a frame")]
+    Read(#[source] io::Error),
+    #[error("cannot send a frame")]
+    Send(#[source] io::Error),
+}
+
+/// Sees what the host sends into one link. Does not block.
+#[derive(Debug)]
+pub struct Tap {
+    socket: OwnedFd,
+    buffer: Box<[u8]>,
+}
+
+impl AsFd for Tap {
+    /// Can be polled: readable when a frame has come.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+impl Tap {
+    /// On the link with this index in the calling thread's network namespace.
+    pub fn open(index: u32) -> Result<Self, Error> {
+        let socket = open()?;
+        set(
+            &socket,
+            "SO_ATTACH_FILTER",
+            libc::SOL_SOCKET,
+            libc::SO_ATTACH_FILTER,
+            &filter(),
+        )?;
+        set(
+            &socket,
+            "PACKET_VNET_HDR",
+            libc::SOL_PACKET,
+            PACKET_VNET_HDR,
+            &1_i32,
+        )?;
+        set(
+            &socket,
+            "SO_RCVBUF",
+            libc::SOL_SOCKET,
+            libc::SO_RCVBUF,
+            &QUEUE,
+        )?;
+        bind(&socket, index, libc::ETH_P_ALL)?;
+        Ok(Self {
+            socket,
+            buffer: vec![0; LARGEST].into_boxed_slice(),
+        })
+    }
+
+    /// The next frame, with its header; none when there is none.
+    pub fn receive(&mut self) -> Result<Option<&[u8]>, Error> {
+        // SAFETY: the buffer is writable for its whole length while it is borrowed here.
+        let length = unsafe {
+            libc::recv(
+                self.socket.as_raw_fd(),
+                self.buffer.as_mut_ptr().cast(),
+                self.buffer.len(),
+                0,
+            )
+        };
+        match usize::try_from(length) {
+            Ok(length) => Ok(self.buffer.get(..length)),
+            Err(_) => match io::Error::last_os_error() {
+                error if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
+                // The link went down; it says so once.
+                error if error.raw_os_error() == Some(libc::ENETDOWN) => Ok(None),
+                error => Err(Error::Read(error)),
+            },
+        }
+    }
+
+    /// Puts a frame, with its header, into the link. This tap does not see it.
+    pub fn send(&self, frame: &[u8]) -> Result<(), Error> {
+        send(&self.socket, frame)
+    }
+}
+
+/// Sends frames from one link and receives nothing.
+#[derive(Debug)]
+pub struct Mouth(OwnedFd);
+
+impl Mouth {
+    /// On the link with this index in the calling thread's network namespace.
+    pub fn open(index: u32) -> Result<Self, Error> {
+        let socket = open()?;
+        bind(&socket, index, 0)?;
+        Ok(Self(socket))
+    }
+
+    /// Sends a frame: an Ethernet header and what follows, complete in itself.
+    pub fn send(&self, frame: &[u8]) -> Result<(), Error> {
+        send(&self.0, frame)
+    }
+}
+
+/// Protocol 0: nothing is received before the socket is bound to its link.
+fn open() -> Result<OwnedFd, Error> {
+    let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    // SAFETY: no pointers.
+    let raw = unsafe { libc::socket(libc::AF_PACKET, kind, 0) };
+    if raw < 0 {
+        return Err(Error::Open(io::Error::last_os_error()));
+    }
+    // SAFETY: the kernel has just made this descriptor; nobody else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(raw) })
+}
+
+fn send(socket: &OwnedFd, frame: &[u8]) -> Result<(), Error> {
+    // SAFETY: the frame is readable for its whole length.
+    let sent = unsafe {
+        libc::send(
+            socket.as_raw_fd(),
+            frame.as_ptr().cast(),
+            frame.len(),
+            libc::MSG_NOSIGNAL,
+        )
+    };
+    if sent < 0 {
+        return Err(Error::Send(io::Error::last_os_error()));
+    }
+    Ok(())
+}
+
+/// The frame after its header.
+pub fn ethernet(frame: &[u8]) -> &[u8] {
+    frame.get(HEADER..).unwrap_or_default()
+}
+
+fn bind(socket: &OwnedFd, index: u32, protocol: libc::c_int) -> Result<(), Error> {
+    let failed = |source| Error::Bind { index, source };
+    // SAFETY: all zeros is a valid value of this structure of integers.
+    let mut address: libc::sockaddr_ll = unsafe { zeroed() };
+    address.sll_family = libc::AF_PACKET
+        .cast_unsigned()
+        .try_into()
+        .unwrap_or(u16::MAX);
+    address.sll_protocol = u16::try_from(protocol).unwrap_or(u16::MAX).to_be();
+    address.sll_ifindex = index
+        .try_into()
+        .map_err(|_| failed(io::ErrorKind::InvalidInput.into()))?;
+    // SAFETY: the address is a sockaddr_ll of the length that is given.
+    let bound = unsafe {
+        libc::bind(
+            socket.as_raw_fd(),
+            std::ptr::from_ref(&address).cast(),
+            length_of::<libc::sockaddr_ll>(),
+        )
+    };
+    if bound < 0 {
+        return Err(failed(io::Error::last_os_error()));
+    }
+    Ok(())
+}
+
+fn length_of<T>() -> libc::socklen_t {
+    libc::socklen_t::try_from(size_of::<T>()).unwrap_or(libc::socklen_t::MAX)
+}
+
+fn set<T>(
+    socket: &OwnedFd,
+    what: &'static str,
+    level: libc::c_int,
+    option: libc::c_int,
+    value: &T,
+) -> Result<(), Error> {
+    // SAFETY: the kernel reads the value, by its size; what a filter's value points to is static.
+    let done = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            level,
+            option,
+            std::ptr::from_ref(value).cast(),
+            length_of::<T>(),
+        )
+    };
+    if done < 0 {
+        return Err(Error::Set {
+            what,
+            source: io::Error::last_os_error(),
+        });
+    }
+    Ok(())
+}
+
+/// Takes what goes out of the link only, that is into the pod, and all of it.
+fn filter() -> libc::sock_fprog {
+    const LOAD_WORD_AT: u16 = 0x20;
+    const JUMP_IF_EQUAL: u16 = 0x15;
+    const RETURN: u16 = 0x06;
+    // SKF_AD_OFF + SKF_AD_PKTTYPE: not of the frame, but whose it is.
+    const KIND_OF_PACKET: u32 = (-0x1000_i32).cast_unsigned() + 4;
+    const OUTGOING: u32 = libc::PACKET_OUTGOING as u32;
+    const fn op(code: u16, jt: u8, jf: u8, k: u32) -> libc::sock_filter {
+        libc::sock_filter { code, jt, jf, k }
+    }
+    static CODE: [libc::sock_filter; 4] = [
+        op(LOAD_WORD_AT, 0, 0, KIND_OF_PACKET),
+        op(JUMP_IF_EQUAL, 0, 1, OUTGOING),
+        op(RETURN, 0, 0, u32::MAX),
+        op(RETURN, 0, 0, 0),
+    ];
+    libc::sock_fprog {
+        len: 4,
+        // The kernel only reads it.
+        filter: CODE.as_ptr().cast_mut(),
+    }
+}

@@ -1,0 +1,85 @@
+//! Upstream's legacy HTTP API.
+
+use std::sync::Arc;
+
+use http::{Request, Response, StatusCode};
+use hyper::body::Incoming;
+use serde_json::json;
+
+use crate::{
+    execute, files,
+    orphans::Children,
+    refusal::{Body, Refusal, answer},
+    root::Root,
+    route::{Route, route},
+    server::Calls,
+    upload,
+};
+
+/// Largest body of a request to run a command; larger commands the kernel would refuse.
+const MAX_COMMAND: u64 = 4 << 20;
+
+/// What is set for all calls.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    pub execute: execute::Limits,
+    pub upload: upload::Limits,
+}
+
+/// The calls, on the files of `root` and commands in it.
+#[derive(Debug)]
+pub struct Legacy {
+    pub root: Arc<Root>,
+    pub children: Arc<Children>,
+    pub settings: Settings,
+}
+
+impl Calls for Legacy {
+    async fn respond(&self, request: Request<Incoming>) -> Response<Body> {
+        match self.call(request).await {
+            Ok(response) => response,
+            Err(refusal) => {
+                tracing::info!(status = refusal.status().as_u16(), %refusal, "refused");
+                refusal.response()
+            }
+        }
+    }
+}
+
+impl Legacy {
+    async fn call(&self, request: Request<Incoming>) -> Result<Response<Body>, Refusal> {
+        let route = route(request.method(), request.uri().path())?;
+        let (head, body) = request.into_parts();
+        match route {
+            Route::Health => {
+                let status = json!({"status": "ok", "message": "Sandbox Runtime is active."});
+                Ok(answer(StatusCode::OK, &status))
+            }
+            Route::Execute => {
+                let limits = upload::Limits {
+                    bytes: MAX_COMMAND,
+                    ..self.settings.upload
+                };
+                self.execute(&upload::whole(body, limits).await?).await
+            }
+            Route::Upload => {
+                let limits = self.settings.upload;
+                // Said before the body comes, where the client asks with `Expect`.
+                if limits.refuse(&head.headers) {
+                    return Err(Refusal::TooLarge);
+                }
+                upload::upload(&self.root, &head.headers, body, limits).await
+            }
+            Route::Download(path) => files::download(&self.root, path).await,
+            Route::List(path) => files::list(&self.root, path).await,
+            Route::Exists(path) => files::exists(&self.root, path).await,
+        }
+    }
+
+    async fn execute(&self, body: &[u8]) -> Result<Response<Body>, Refusal> {
+        let command = execute::command_of(body)?;
+        let (directory, limits) = (self.root.path(), self.settings.execute);
+        let outcome = execute::execute(&command, directory, limits, &self.children).await;
+        Ok(answer(StatusCode::OK, &outcome.body()))
+    }
+}

@@ -1,0 +1,95 @@
+//! Changes below the root that upstream's sandboxd makes: files with the directories they need, and removal.
+
+use std::{
+    ffi::CStr,
+    os::fd::{AsFd as _, BorrowedFd},
+};
+
+use rustix::{
+    fs::{AtFlags, Dir, FileType, Mode, OFlags},
+    io::Errno,
+};
+
+use super::{Error, Root, Upload, Walk, stat};
+use crate::path;
+
+/// How often a directory is read anew because something came into it while it was emptied.
+const PASSES: usize = 8;
+
+impl Root {
+    /// Begins a file with these permissions, and makes the directories that it needs. It takes the place of anything but a directory.
+    pub fn put(&self, path: &str, mode: u32) -> Result<Upload, Error> {
+        let place = self.walk(path, Walk::Make)?;
+        match stat(place.directory.as_fd(), &place.name) {
+            Ok(stat) if is_directory(stat.st_mode) => return Err(Error::IsADirectory),
+            Ok(_) | Err(Error::Missing) => {}
+            Err(error) => return Err(error),
+        }
+        self.begin_at(place, Some(Mode::from_raw_mode(mode & 0o777)))
+    }
+
+    /// Removes a file, a link, or a directory: an empty one, or with all that is in it. Of the root only the content is removed.
+    pub fn remove(&self, path: &str, recursive: bool) -> Result<(), Error> {
+        let path = path::clean(path)?;
+        let place = self.walk(&path, Walk::NoFollow)?;
+        let at = place.directory.as_fd();
+        match (path.is_empty(), recursive) {
+            (true, true) => empty(at, c".", 0),
+            (true, false) => Err(Error::NotEmpty),
+            (false, true) => remove_all(at, &place.name, 0),
+            (false, false) => remove_one(at, &place.name),
+        }
+    }
+}
+
+fn is_directory(mode: u32) -> bool {
+    FileType::from_raw_mode(mode) == FileType::Directory
+}
+
+fn remove_one(at: BorrowedFd<'_>, name: &CStr) -> Result<(), Error> {
+    let flags = match is_directory(stat(at, name)?.st_mode) {
+        true => AtFlags::REMOVEDIR,
+        false => AtFlags::empty(),
+    };
+    match rustix::fs::unlinkat(at, name, flags) {
+        // What some file systems answer.
+        Err(Errno::EXIST) => Err(Error::NotEmpty),
+        other => Ok(other?),
+    }
+}
+
+fn remove_all(at: BorrowedFd<'_>, name: &CStr, depth: usize) -> Result<(), Error> {
+    if is_directory(stat(at, name)?.st_mode) {
+        // Every directory on the way is held open, as in a walk.
+        if depth == path::MAX_COMPONENTS {
+            return Err(Error::TooDeep);
+        }
+        empty(at, name, depth + 1)?;
+    }
+    remove_one(at, name)
+}
+
+/// Removes what is in a directory. Who fills it faster wins in the end: it stays, and is not empty.
+fn empty(at: BorrowedFd<'_>, name: &CStr, depth: usize) -> Result<(), Error> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let directory = rustix::fs::openat(at, name, flags, Mode::empty())?;
+    for _ in 0..PASSES {
+        let mut removed = false;
+        for entry in Dir::read_from(&directory)? {
+            let entry = entry?;
+            if matches!(entry.file_name().to_bytes(), b"." | b"..") {
+                continue;
+            }
+            match remove_all(directory.as_fd(), entry.file_name(), depth) {
+                Ok(()) => removed = true,
+                // Somebody else removed it.
+                Err(Error::Missing) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        if !removed {
+            break;
+        }
+    }
+    Ok(())
+}

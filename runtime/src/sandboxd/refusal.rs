@@ -1,0 +1,138 @@
+//! What a client of the REST API is told when its call is not carried out: upstream's status codes and codes. Pure.
+
+use http::{HeaderValue, Response, StatusCode, header};
+use http_body_util::{BodyExt as _, Full};
+use rustix::io::Errno;
+use serde_json::json;
+
+use crate::{
+    refusal::{Body, answer},
+    root,
+};
+
+/// A call was not carried out.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    #[error("path traversal outside sandbox root is forbidden")]
+    Escape,
+    #[error("permission denied")]
+    Permission,
+    #[error("path does not exist within the sandbox")]
+    Missing,
+    #[error("{0}")]
+    Invalid(String),
+    #[error("directory is not empty; pass recursive=true to remove it")]
+    NotEmpty,
+    #[error("cannot delete the sandbox root; pass recursive=true to clear its contents")]
+    IsRoot,
+    #[error("sandboxd is shutting down")]
+    Stopping,
+    #[error("{0}")]
+    Internal(String),
+    #[error("404 page not found")]
+    NoRoute,
+    #[error("Method Not Allowed")]
+    Method(&'static str),
+    /// Torpor's from here on.
+    #[error("the request's body is larger than --max-upload-bytes")]
+    TooLarge,
+    #[error("the request's body did not come in time")]
+    Slow,
+}
+
+impl Refusal {
+    /// Status code of the answer.
+    pub fn status(&self) -> StatusCode {
+        match self {
+            Self::Escape | Self::Permission => StatusCode::FORBIDDEN,
+            Self::Missing | Self::NoRoute => StatusCode::NOT_FOUND,
+            Self::Invalid(_) => StatusCode::BAD_REQUEST,
+            Self::NotEmpty | Self::IsRoot => StatusCode::CONFLICT,
+            Self::Stopping => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Internal(_) => StatusCode::INTERNAL_SERVER_ERROR,
+            Self::Method(_) => StatusCode::METHOD_NOT_ALLOWED,
+            Self::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::Slow => StatusCode::REQUEST_TIMEOUT,
+        }
+    }
+
+    /// The word for programs. A request that no call is for has none, as with upstream's HTTP library.
+    fn code(&self) -> Option<&'static str> {
+        Some(match self {
+            Self::Escape | Self::Permission => "PERMISSION_DENIED",
+            Self::Missing => "NOT_FOUND",
+            Self::Invalid(_) => "INVALID_ARGUMENT",
+            Self::NotEmpty | Self::IsRoot => "CONFLICT",
+            Self::Stopping => "UNAVAILABLE",
+            Self::Internal(_) => "INTERNAL",
+            Self::TooLarge => "RESOURCE_EXHAUSTED",
+            Self::Slow => "DEADLINE_EXCEEDED",
+            Self::NoRoute | Self::Method(_) => return None,
+        })
+    }
+
+    /// The answer.
+    pub fn response(&self) -> Response<Body> {
+        let Some(code) = self.code() else {
+            let mut response = text(self.status(), &self.to_string());
+            if let Self::Method(allowed) = self {
+                let allowed = HeaderValue::from_static(allowed);
+                response.headers_mut().insert(header::ALLOW, allowed);
+            }
+            return response;
+        };
+        let message = self.to_string();
+        answer(self.status(), &json!({"code": code, "message": message}))
+    }
+}
+
+/// An error as upstream's HTTP library writes it.
+pub fn text(status: StatusCode, text: &str) -> Response<Body> {
+    let full = Full::from(format!("{text}\n"));
+    let mut response = Response::new(full.map_err(|never| match never {}).boxed_unsync());
+    *response.status_mut() = status;
+    let kind = HeaderValue::from_static("text/plain; charset=utf-8");
+    response.headers_mut().insert(header::CONTENT_TYPE, kind);
+    response
+}
+
+impl From<root::Error> for Refusal {
+    fn from(error: root::Error) -> Self {
+        match error {
+            root::Error::Denied => Self::Escape,
+            root::Error::Missing => Self::Missing,
+            root::Error::NotEmpty => Self::NotEmpty,
+            root::Error::IsADirectory => Self::Invalid("target path is a directory".to_owned()),
+            root::Error::NotADirectory | root::Error::NotAFile => Self::Invalid(error.to_string()),
+            root::Error::Io(Errno::ACCESS | Errno::PERM | Errno::ROFS) => Self::Permission,
+            root::Error::Io(Errno::NAMETOOLONG | Errno::LOOP) => Self::Invalid(error.to_string()),
+            root::Error::TooMany | root::Error::TooDeep | root::Error::Io(_) => {
+                Self::Internal(error.to_string())
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case(root::Error::Denied, 403, Some("PERMISSION_DENIED"))]
+    #[case(root::Error::Io(Errno::ACCESS), 403, Some("PERMISSION_DENIED"))]
+    #[case(root::Error::Missing, 404, Some("NOT_FOUND"))]
+    #[case(root::Error::IsADirectory, 400, Some("INVALID_ARGUMENT"))]
+    #[case(root::Error::NotAFile, 400, Some("INVALID_ARGUMENT"))]
+    #[case(root::Error::NotEmpty, 409, Some("CONFLICT"))]
+    #[case(root::Error::Io(Errno::NOSPC), 500, Some("INTERNAL"))]
+    fn errors_are_upstreams(
+        #[case] error: root::Error,
+        #[case] status: u16,
+        #[case] code: Option<&str>,
+    ) {
+        let refusal = Refusal::from(error);
+        assert_eq!((refusal.status().as_u16(), refusal.code()), (status, code));
+    }
+}

@@ -1,0 +1,79 @@
+//! Terminals of commands.
+
+use tonic::Code;
+use torpor_runtime::proto::process::{Pty, ResizeTtyRequest, write_stdin_request::Payload};
+
+use crate::{
+    client::{connect, drain, input, read_until, shell, soon, start, write},
+    world::Runtime,
+};
+
+const SIZE: Pty = Pty { cols: 80, rows: 24 };
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_command_has_a_terminal_of_its_own() {
+    let runtime = Runtime::start(&[]);
+    let mut client = connect(&runtime).await;
+    // Only the controlling terminal can be opened by this name.
+    let script = "stty size; tty; echo err >&2; echo there > /dev/tty; exit 3";
+    let (mut events, _) = start(&mut client, shell(script), Some(SIZE)).await;
+    let done = drain(&mut events).await;
+    let lines: Vec<_> = done.stdout.lines().collect();
+    assert_eq!((lines[0], lines[2], lines[3]), ("24 80", "err", "there"));
+    assert!(lines[1].starts_with("/dev/pts/"), "{lines:?}");
+    assert_eq!((done.stderr.as_str(), done.exit_code), ("", Some(3)));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_terminal_is_typed_on_resized_and_hung_up() {
+    let runtime = Runtime::start(&[]);
+    let mut client = connect(&runtime).await;
+    let script = "while read line; do stty size; done";
+    let (mut events, id) = start(&mut client, shell(script), Some(SIZE)).await;
+    write(&mut client, id, input("a\n")).await.unwrap();
+    read_until(&mut events, "24 80\r\n").await;
+    let size = ResizeTtyRequest {
+        process_id: id,
+        cols: 120,
+        rows: 40,
+    };
+    soon(client.resize_tty(size)).await.unwrap();
+    write(&mut client, id, input("b\n")).await.unwrap();
+    read_until(&mut events, "40 120\r\n").await;
+    let large = ResizeTtyRequest {
+        cols: 65_536,
+        ..size
+    };
+    let refused = soon(client.resize_tty(large)).await.unwrap_err();
+    assert_eq!(refused.code(), Code::InvalidArgument);
+    write(&mut client, id, Payload::Eof(())).await.unwrap();
+    // By SIGHUP.
+    assert_eq!(drain(&mut events).await.exit_code, Some(-1));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_interrupt_that_is_typed_reaches_the_command() {
+    let runtime = Runtime::start(&[]);
+    let mut client = connect(&runtime).await;
+    let script = "trap 'echo caught; exit 4' INT; echo ready; while :; do sleep 0.1; done";
+    let (mut events, id) = start(&mut client, shell(script), Some(SIZE)).await;
+    read_until(&mut events, "ready").await;
+    write(&mut client, id, input("\u{3}")).await.unwrap();
+    let done = drain(&mut events).await;
+    assert!(done.stdout.contains("caught"), "{done:?}");
+    assert_eq!(done.exit_code, Some(4));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_command_without_a_terminal_cannot_be_resized() {
+    let runtime = Runtime::start(&[]);
+    let mut client = connect(&runtime).await;
+    let (_events, id) = start(&mut client, shell("cat"), None).await;
+    let size = ResizeTtyRequest {
+        process_id: id,
+        cols: 80,
+        rows: 24,
+    };
+    let refused = soon(client.resize_tty(size)).await.unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition);
+}

@@ -1,0 +1,307 @@
+//! For tests: what dashboards and alerts of `deploy/monitoring` ask Prometheus for, so that each program can check that it has it.
+//!
+//! Expressions are parsed as Prometheus parses them; a metric or label that no program has is an error, and so is an expression that is none.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use promql_parser::parser::{Expr, LabelModifier, VectorSelector, parse};
+use serde_json::Value;
+
+/// Beginnings of the names of all metrics of Torpor, by the program that has them. A metric that begins otherwise is nobody's.
+pub const PREFIXES: [&str; 7] = [
+    "torpor_agent_",
+    "torpor_router_",
+    "sandbox_router_",
+    "agent_sandbox",
+    "controller_runtime_",
+    "leader_election_",
+    "up",
+];
+
+/// Labels that Prometheus adds: of the target, of a histogram's buckets.
+const ADDED: [&str; 8] = [
+    "job",
+    "instance",
+    "namespace",
+    "pod",
+    "node",
+    "container",
+    "le",
+    "__name__",
+];
+
+/// One metric that is asked for.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Used {
+    pub metric: String,
+    /// Labels that are matched, or grouped by where the metric is the only one.
+    pub labels: BTreeSet<String>,
+    /// File and panel or alert.
+    pub place: String,
+}
+
+/// An expression, and where it stands.
+#[derive(Clone, Debug)]
+pub struct Asked {
+    pub place: String,
+    pub expression: String,
+}
+
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/monitoring")
+}
+
+fn read(name: &str) -> Value {
+    let path = folder().join(name);
+    let text = std::fs::read_to_string(&path)
+        .unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    if name.ends_with(".json") {
+        return serde_json::from_str(&text).unwrap_or_else(|error| panic!("{name}: {error}"));
+    }
+    serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
+/// The alerts as a file of Prometheus' own.
+pub fn rules() -> Value {
+    read("alerts.yaml")
+}
+
+/// The same as an object of the Prometheus operator.
+pub fn prometheus_rule() -> Value {
+    read("prometheusrule.yaml")
+}
+
+/// The dashboard.
+pub fn dashboard() -> Value {
+    read("dashboard.json")
+}
+
+/// All expressions of alerts and dashboard.
+pub fn asked() -> Vec<Asked> {
+    let mut all = Vec::new();
+    for group in array(&rules()["groups"]) {
+        for rule in array(&group["rules"]) {
+            let name = ["alert", "record"]
+                .iter()
+                .find_map(|key| rule[key].as_str());
+            all.push(Asked {
+                place: format!("alerts.yaml: {}", name.unwrap_or("?")),
+                expression: rule["expr"].as_str().unwrap_or_default().to_owned(),
+            });
+        }
+    }
+    for panel in array(&dashboard()["panels"]) {
+        for target in array(&panel["targets"]) {
+            all.push(Asked {
+                place: format!("dashboard.json: {}", panel["title"].as_str().unwrap_or("?")),
+                expression: target["expr"].as_str().unwrap_or_default().to_owned(),
+            });
+        }
+    }
+    all
+}
+
+/// The elements of an array; none of anything else.
+pub fn array(value: &Value) -> Vec<Value> {
+    value.as_array().cloned().unwrap_or_default()
+}
+
+/// The metrics that an expression asks for; `Err`: why Prometheus would refuse it.
+pub fn used(asked: &Asked) -> Result<Vec<Used>, String> {
+    // Grafana fills in its variables before Prometheus sees the expression.
+    let expression = asked.expression.replace("$__rate_interval", "5m");
+    let parsed = parse(&expression).map_err(|error| format!("{}: {error}", asked.place))?;
+    let mut found = Vec::new();
+    walk(&parsed, &BTreeSet::new(), &mut |selector, grouped| {
+        let matched = selector.matchers.matchers.iter().map(|m| m.name.clone());
+        found.push(Used {
+            metric: selector.name.clone().unwrap_or_default(),
+            labels: matched.chain(grouped.iter().cloned()).collect(),
+            place: asked.place.clone(),
+        });
+    });
+    Ok(found)
+}
+
+/// Visits every selector, with the labels that what it selects is grouped by.
+fn walk(
+    expression: &Expr,
+    grouped: &BTreeSet<String>,
+    visit: &mut impl FnMut(&VectorSelector, &BTreeSet<String>),
+) {
+    match expression {
+        Expr::Aggregate(aggregate) => {
+            let mut grouped = grouped.clone();
+            if let Some(LabelModifier::Include(labels)) = &aggregate.modifier {
+                grouped.extend(labels.labels.iter().cloned());
+            }
+            walk(&aggregate.expr, &grouped, visit);
+            if let Some(parameter) = &aggregate.param {
+                walk(parameter, &BTreeSet::new(), visit);
+            }
+        }
+        Expr::Unary(unary) => walk(&unary.expr, grouped, visit),
+        Expr::Binary(binary) => {
+            walk(&binary.lhs, grouped, visit);
+            walk(&binary.rhs, grouped, visit);
+        }
+        Expr::Paren(paren) => walk(&paren.expr, grouped, visit),
+        Expr::Subquery(subquery) => walk(&subquery.expr, grouped, visit),
+        Expr::VectorSelector(selector) => visit(selector, grouped),
+        Expr::MatrixSelector(selector) => visit(&selector.vs, grouped),
+        Expr::Call(call) => {
+            for argument in &call.args.args {
+                walk(argument, grouped, visit);
+            }
+        }
+        Expr::NumberLiteral(_) | Expr::StringLiteral(_) | Expr::Extension(_) => {}
+    }
+}
+
+/// The samples of a text in Prometheus' or OpenMetrics' format: each name with its labels.
+pub fn samples(text: &str) -> BTreeMap<String, BTreeSet<String>> {
+    let mut all: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for line in text.lines().filter(|line| !line.starts_with('#')) {
+        let name_ends = line.find(['{', ' ']).unwrap_or(line.len());
+        let (name, rest) = line.split_at(name_ends);
+        let labels = rest
+            .strip_prefix('{')
+            .and_then(|rest| rest.split_once('}'))
+            .map_or("", |(labels, _)| labels);
+        let names = labels.split("\",").filter_map(|pair| pair.split_once('='));
+        all.entry(name.to_owned())
+            .or_default()
+            .extend(names.map(|(name, _)| name.to_owned()));
+    }
+    all
+}
+
+/// Fails if the dashboard or an alert asks for a metric with this prefix, or a label of one, that is not in the text; or for none with it at all.
+///
+/// # Panics
+/// With all that is missing.
+pub fn check(prefix: &str, text: &str) {
+    let there = samples(text);
+    let mut missing = Vec::new();
+    let mut count = 0;
+    for asked in asked() {
+        let all = used(&asked).unwrap_or_else(|error| panic!("{error}"));
+        for used in all.iter().filter(|used| used.metric.starts_with(prefix)) {
+            count += 1;
+            match there.get(&used.metric) {
+                None => missing.push(format!("{}: no metric {}", used.place, used.metric)),
+                Some(labels) => missing.extend(
+                    used.labels
+                        .iter()
+                        .filter(|l| !labels.contains(*l) && !ADDED.contains(&l.as_str()))
+                        .map(|l| format!("{}: {} has no label {l}", used.place, used.metric)),
+                ),
+            }
+        }
+    }
+    assert!(
+        missing.is_empty(),
+        "{}\nthere is:\n{there:#?}",
+        missing.join("\n")
+    );
+    assert!(
+        count > 0,
+        "nothing asks for a metric that begins with {prefix}"
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_expression_is_promql_and_asks_for_metrics_of_ours() {
+        let all = asked();
+        assert!(all.len() > 20, "{}", all.len());
+        for asked in all {
+            let used = used(&asked).unwrap_or_else(|error| panic!("{error}"));
+            assert!(!used.is_empty(), "{} asks for nothing", asked.place);
+            for used in used {
+                let ours = PREFIXES
+                    .iter()
+                    .any(|prefix| used.metric.starts_with(prefix));
+                assert!(ours, "{}: {} is nobody's", used.place, used.metric);
+            }
+        }
+    }
+
+    #[test]
+    fn both_forms_of_the_alerts_are_the_same() {
+        assert_eq!(prometheus_rule()["spec"], rules());
+    }
+
+    #[test]
+    fn every_alert_says_how_bad_it_is_what_it_means_and_what_to_do() {
+        let mut names = BTreeSet::new();
+        for group in array(&rules()["groups"]) {
+            for rule in array(&group["rules"]) {
+                let name = rule["alert"].as_str().unwrap().to_owned();
+                let severity = rule["labels"]["severity"].as_str().unwrap();
+                assert!(["critical", "warning"].contains(&severity), "{name}");
+                for annotation in ["summary", "description"] {
+                    let text = rule["annotations"][annotation].as_str().unwrap_or_default();
+                    assert!(text.len() > 20, "{name} has no {annotation}");
+                }
+                assert!(names.insert(name.clone()), "{name} twice");
+            }
+        }
+    }
+
+    #[test]
+    fn panels_do_not_overlap_and_have_a_unit_and_words() {
+        let mut cells = BTreeSet::new();
+        let mut ids = BTreeSet::new();
+        for panel in array(&dashboard()["panels"]) {
+            let title = panel["title"].as_str().unwrap();
+            assert!(
+                ids.insert(panel["id"].as_u64().unwrap()),
+                "{title}: id twice"
+            );
+            let at = |key: &str| panel["gridPos"][key].as_u64().unwrap();
+            for x in at("x")..at("x") + at("w") {
+                assert!(x < 24, "{title} is wider than the grid");
+                for y in at("y")..at("y") + at("h") {
+                    assert!(cells.insert((x, y)), "{title} lies on another");
+                }
+            }
+            if panel["type"] != "row" {
+                assert!(
+                    panel["fieldConfig"]["defaults"]["unit"].is_string(),
+                    "{title}"
+                );
+                assert!(panel["description"].is_string(), "{title}");
+            }
+        }
+    }
+
+    #[test]
+    fn samples_are_read_with_their_labels() {
+        let text = "# HELP a b\n# TYPE a counter\na_total{x=\"1,2\",y=\"z\"} 1\nb 2\n# EOF\n";
+        let found = samples(text);
+        assert_eq!(Vec::from_iter(&found["a_total"]), ["x", "y"]);
+        assert!(found["b"].is_empty());
+        assert_eq!(found.len(), 2);
+    }
+
+    #[test]
+    fn an_expression_that_is_none_is_refused() {
+        let asked = |expression: &str| Asked {
+            place: "here".to_owned(),
+            expression: expression.to_owned(),
+        };
+        used(&asked("sum by (x (a)")).unwrap_err();
+        used(&asked("rate(a)")).unwrap_err();
+        let found = used(&asked(
+            "sum by (x) (rate(a{y=\"1\"}[$__rate_interval])) > 1",
+        ))
+        .unwrap();
+        assert_eq!(found[0].metric, "a");
+        assert_eq!(Vec::from_iter(&found[0].labels), ["x", "y"]);
+    }
+}

@@ -1,0 +1,91 @@
+//! Upstream's Python SDK, as it is on PyPI: the programs of `tests/e2e/sdk` in the interpreter that has it.
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use anyhow::Context;
+use k8s_openapi::api::core::v1::Service;
+use kube::Api;
+use tokio::process::Command;
+use tokio::sync::OnceCell;
+
+use crate::case::Case;
+
+/// Once, it is downloaded and installed.
+const INSTALL_LIMIT: Duration = Duration::from_secs(300);
+/// Less than a test may take, so that what the program said is told.
+const LIMIT: Duration = Duration::from_secs(130);
+
+static PYTHON: OnceCell<PathBuf> = OnceCell::const_new();
+
+fn repository() -> &'static Path {
+    let tests = Path::new(env!("CARGO_MANIFEST_DIR"));
+    tests.parent().unwrap_or(tests)
+}
+
+/// The interpreter that has the SDK; installed where it is not there yet. To be called before a test's time runs.
+pub async fn python() -> anyhow::Result<&'static PathBuf> {
+    PYTHON.get_or_try_init(install).await
+}
+
+async fn install() -> anyhow::Result<PathBuf> {
+    let script = repository().join("hack/python-sdk");
+    let installed = Command::new(&script)
+        .stdin(Stdio::null())
+        .kill_on_drop(true)
+        .output();
+    let output = tokio::time::timeout(INSTALL_LIMIT, installed)
+        .await
+        .with_context(|| format!("{} did not end within {INSTALL_LIMIT:?}", script.display()))?
+        .with_context(|| script.display().to_string())?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    anyhow::ensure!(output.status.success(), "{}: {said}", script.display());
+    let path = String::from_utf8(output.stdout).context("the interpreter's path")?;
+    Ok(path.trim().into())
+}
+
+impl Case {
+    /// The router's address as a client within reach of the cluster's network has it.
+    pub async fn router(&self) -> anyhow::Result<String> {
+        let services: Api<Service> = Api::namespaced(self.client(), "agent-sandbox-system");
+        let service = services.get("sandbox-router-svc").await?;
+        let address = service.spec.and_then(|spec| spec.cluster_ip);
+        address.context("the router's Service has no address")
+    }
+
+    /// Runs a program of `tests/e2e/sdk` in the test's namespace to its end, which must be a good one.
+    pub async fn with_sdk(&self, program: &str) -> anyhow::Result<()> {
+        let file = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("tests/e2e/sdk")
+            .join(program);
+        // The SDK starts kubectl for its tunnels.
+        let own = self.cluster.kubectl.parent().map(PathBuf::from);
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let path = std::env::join_paths(own.into_iter().chain(std::env::split_paths(&path)))?;
+        let child = Command::new(python().await?)
+            .arg(&file)
+            .arg(&self.namespace)
+            .arg(format!("http://{}:8080", self.router().await?))
+            .env("PATH", path)
+            .env("PYTHONDONTWRITEBYTECODE", "1")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()
+            .with_context(|| format!("cannot run {program}"))?;
+        let output = tokio::time::timeout(LIMIT, child.wait_with_output())
+            .await
+            .with_context(|| format!("{program} did not end within {LIMIT:?}"))??;
+        let said = [output.stdout, output.stderr].concat();
+        let said = String::from_utf8_lossy(&said);
+        anyhow::ensure!(
+            output.status.success(),
+            "{program}: {}\n{said}",
+            output.status
+        );
+        eprintln!("{program}: {}", said.trim_end());
+        Ok(())
+    }
+}

@@ -1,0 +1,133 @@
+//! `torpor.dev/inject-runtime`: the container stays the user's own, and has the runtime in it.
+
+use k8s_openapi::api::core::v1::{ContainerStateTerminated, Pod};
+use serde_json::{Value, json};
+use torpor_tests::case::case;
+use torpor_tests::forward::Forward;
+use torpor_tests::pods::{shell, with};
+use torpor_tests::sandboxes::{LIMIT, sandbox};
+use torpor_tests::sleep::restarts;
+
+const ASK: &[u8] = b"GET / HTTP/1.1\r\nHost: sandbox\r\nConnection: close\r\n\r\n";
+const PAUSE: &str = "torpor.dev/pause:dev";
+
+fn injected(spec: Value) -> Value {
+    let annotations =
+        json!({ "metadata": { "annotations": { "torpor.dev/inject-runtime": "true" } } });
+    with(sandbox("s", spec), annotations)
+}
+
+/// A request that runs a command.
+fn command(words: &str) -> Vec<u8> {
+    let body = json!({ "command": words }).to_string();
+    let length = body.len();
+    format!("POST /execute HTTP/1.1\r\nHost: sandbox\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{body}").into()
+}
+
+/// Sends a request through a port-forward; the answer has status 200.
+async fn ask(forward: &Forward, request: &[u8]) -> anyhow::Result<String> {
+    let answer = String::from_utf8(forward.exchange(request).await?)?;
+    anyhow::ensure!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    Ok(answer)
+}
+
+fn ended(pod: &Pod) -> Option<&ContainerStateTerminated> {
+    let containers = pod.status.as_ref()?.container_statuses.as_ref()?;
+    containers.first()?.state.as_ref()?.terminated.as_ref()
+}
+
+#[tokio::test]
+async fn the_program_has_its_signals_and_its_exit_code_and_leaves_no_zombies() -> anyhow::Result<()>
+{
+    case("inject", async |case| {
+        let program = "trap 'exit 7' TERM; (sleep 0.1 &); echo up; while :; do sleep 0.2; done";
+        let spec = json!({ "restartPolicy": "Never", "containers": [shell("a", program)] });
+        case.create(injected(spec)).await?;
+        case.sandbox_ready("s").await?;
+        let sh = async |line: &str| case.kubectl.sh("s", "a", line).await;
+        assert_eq!(
+            sh("tr '\\0' ' ' </proc/1/cmdline | cut -d ' ' -f 1-3").await?,
+            "/.torpor/sandbox-runtime run --"
+        );
+        assert_eq!(case.kubectl.ok(&["logs", "s", "-c", "a"]).await?, "up");
+        // An orphan of an exec ends, and the first process waits for it.
+        sh("(sleep 0.1 &); sleep 0.5").await?;
+        assert_eq!(
+            sh("cat /proc/[0-9]*/stat | grep -c ') Z ' || true").await?,
+            "0"
+        );
+        // Nobody in the container can change the runtime, root included.
+        let change =
+            case.kubectl
+                .exec("s", "a", &["sh", "-c", "echo x >>/.torpor/sandbox-runtime"]);
+        assert_ne!(change.await?.code, 0);
+        sh("kill -TERM 1").await?;
+        let pod = case
+            .pod_until("s", "its container ended", LIMIT, |pod| {
+                ended(pod).is_some()
+            })
+            .await?;
+        assert_eq!(ended(&pod).map(|end| end.exit_code), Some(7));
+        case.sandbox_says("s", "Finished", "True", "PodFailed")
+            .await?;
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn an_image_without_a_shell_has_the_runtime_alone_and_it_sleeps_and_wakes_with_the_pod()
+-> anyhow::Result<()> {
+    case("injectalone", async |case| {
+        let container = json!({ "name": "a", "image": PAUSE, "imagePullPolicy": "Never" });
+        case.create(injected(json!({ "containers": [container] })))
+            .await?;
+        let pod = case.sandbox_ready("s").await?;
+        let forward = Forward::open(&case.kubectl, "s", 8888).await?;
+        let answer = ask(&forward, ASK).await?;
+        assert!(answer.contains("Sandbox Runtime is active"), "{answer}");
+        let version = command("/.torpor/sandbox-runtime --version");
+        let answer = ask(&forward, &version).await?;
+        assert!(answer.contains("sandbox-runtime "), "{answer}");
+
+        // The binary lies in a volume that is in the image, so that it can be started again after a wake.
+        case.patch("s", json!({ "metadata": { "annotations": { "torpor.dev/hibernate": "true" } } }))
+            .await?;
+        case.asleep("s").await?;
+        ask(&forward, &version).await?;
+        // And after a suspension, though nobody asks for it any more.
+        let taken = json!({ "metadata": { "annotations": { "torpor.dev/hibernate": null, "torpor.dev/inject-runtime": null } } });
+        case.patch("s", taken).await?;
+        case.suspend("s").await?;
+        let resumed = case.resume("s").await?;
+        assert_ne!(resumed.metadata.uid, pod.metadata.uid);
+        assert_eq!(restarts(&resumed), 0);
+        let forward = Forward::open(&case.kubectl, "s", 8888).await?;
+        ask(&forward, &version).await?;
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn what_cannot_be_injected_is_told_on_the_sandbox() -> anyhow::Result<()> {
+    case("injectno", async |case| {
+        let container = with(
+            shell("a", ""),
+            json!({ "command": null, "args": ["sleep", "1"] }),
+        );
+        case.create(injected(json!({ "containers": [container] })))
+            .await?;
+        let told = case
+            .sandbox_says("s", "Ready", "False", "ReconcilerError")
+            .await?;
+        let (_, _, message) = torpor_tests::sandboxes::said(&told, "Ready");
+        assert!(
+            message.contains("set command to the entrypoint"),
+            "{message}"
+        );
+        assert_eq!(case.pods().get_opt("s").await?, None);
+        Ok(())
+    })
+    .await
+}

@@ -1,0 +1,171 @@
+//! Upstream's Python SDK, unmodified, on sandboxes whose image knows nothing of it: the runtime comes by annotation.
+
+use k8s_openapi::api::core::v1::Namespace;
+use kube::Api;
+use kube::api::{Patch, PatchParams};
+use serde_json::{Value, json};
+use torpor_api::SandboxWarmPool;
+use torpor_tests::case::{Case, case};
+use torpor_tests::kubectl::Kubectl;
+use torpor_tests::pods::{BUSYBOX, mounts, pod_spec};
+use torpor_tests::sandboxes::LIMIT;
+use torpor_tests::{sdk, wait};
+
+/// Counts ten times a second in a variable, and writes it down where it works.
+const COUNT: &str = "n=0; while true; do n=$((n+1)); echo $n >n.new; mv n.new n; sleep 0.1; done";
+
+fn extension(kind: &str, name: &str, spec: Value) -> Value {
+    json!({
+        "apiVersion": "extensions.agents.x-k8s.io/v1beta1",
+        "kind": kind,
+        "metadata": { "name": name },
+        "spec": spec,
+    })
+}
+
+/// A Pod as the profile `restricted` wants it: no root, nothing to write to but a volume.
+fn restricted(volume: &str) -> Value {
+    json!({
+        "securityContext": {
+            "runAsNonRoot": true, "runAsUser": 1000, "fsGroup": 1000,
+            "seccompProfile": { "type": "RuntimeDefault" },
+        },
+        "containers": [{
+            "name": "a", "image": BUSYBOX, "imagePullPolicy": "Never",
+            "command": ["sh", "-c"], "args": [COUNT], "workingDir": "/data",
+            "volumeMounts": mounts(&[(volume, "/data")]),
+            "securityContext": {
+                "allowPrivilegeEscalation": false, "readOnlyRootFilesystem": true,
+                "capabilities": { "drop": ["ALL"] },
+            },
+        }],
+    })
+}
+
+/// The template `t` with its pool `w` of so many members that wait for claims. Asks for the runtime itself.
+async fn pool(case: &Case, replicas: u32) -> anyhow::Result<()> {
+    let mut spec = pod_spec(restricted("work"));
+    spec["volumes"] = json!([{ "name": "work", "emptyDir": {} }]);
+    let mut template = extension(
+        "SandboxTemplate",
+        "t",
+        json!({ "podTemplate": { "spec": spec } }),
+    );
+    template["metadata"]["annotations"] = json!({ "torpor.dev/inject-runtime": "true" });
+    case.create(template).await?;
+    let pool = json!({ "replicas": replicas, "sandboxTemplateRef": { "name": "t" } });
+    case.create(extension("SandboxWarmPool", "w", pool)).await?;
+    let pools = case.api::<SandboxWarmPool>();
+    wait::until("the pool is full and ready", LIMIT, async || {
+        let status = pools.get("w").await?.status.unwrap_or_default();
+        let ready = status.ready_replicas == i32::try_from(replicas).ok();
+        wait::holds(ready, || format!("{status:?}"))
+    })
+    .await
+}
+
+/// The template `tv`, of which a claim may change the volume and add variables, with its empty pool `v`. Its pod template asks for the runtime.
+async fn pool_with_volumes(case: &Case) -> anyhow::Result<()> {
+    let claim = json!({
+        "metadata": { "name": "data" },
+        "spec": { "accessModes": ["ReadWriteOnce"], "resources": { "requests": { "storage": "16Mi" } } },
+    });
+    let template = json!({
+        "podTemplate": {
+            "metadata": { "annotations": { "torpor.dev/inject-runtime": "true" } },
+            "spec": pod_spec(restricted("data")),
+        },
+        "volumeClaimTemplates": [claim],
+        "volumeClaimTemplatesPolicy": "Overrides",
+        "envVarsInjectionPolicy": "Allowed",
+    });
+    case.create(extension("SandboxTemplate", "tv", template))
+        .await?;
+    let pool = json!({ "replicas": 0, "sandboxTemplateRef": { "name": "tv" } });
+    case.create(extension("SandboxWarmPool", "v", pool)).await
+}
+
+/// From here on the namespace takes no Pod that is not as the profile wants it, the injected container included.
+async fn restrict(case: &Case) -> anyhow::Result<()> {
+    let namespaces: Api<Namespace> = Api::all(case.client());
+    let label =
+        json!({ "metadata": { "labels": { "pod-security.kubernetes.io/enforce": "restricted" } } });
+    namespaces
+        .patch(
+            &case.namespace,
+            &PatchParams::default(),
+            &Patch::Merge(label),
+        )
+        .await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_python_sdk_works_through_the_router_by_a_tunnel_and_directly() -> anyhow::Result<()> {
+    sdk::python().await?;
+    case("sdk", async |case| {
+        restrict(case).await?;
+        pool_with_volumes(case).await?;
+        pool(case, 2).await?;
+        case.with_sdk("calls.py").await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn the_asynchronous_python_sdk_works_through_the_router_and_directly() -> anyhow::Result<()> {
+    sdk::python().await?;
+    case("sdkasync", async |case| {
+        pool(case, 2).await?;
+        case.with_sdk("calls_async.py").await
+    })
+    .await
+}
+
+/// The SDK's extension asks for GKE's snapshots before it resumes. There are none, which is an answer; without the definition it would give up.
+const POD_SNAPSHOTS: &str = r#"
+apiVersion: apiextensions.k8s.io/v1
+kind: CustomResourceDefinition
+metadata: {name: podsnapshots.podsnapshot.gke.io}
+spec:
+  group: podsnapshot.gke.io
+  scope: Namespaced
+  names: {kind: PodSnapshot, plural: podsnapshots, singular: podsnapshot, listKind: PodSnapshotList}
+  versions:
+  - name: v1
+    served: true
+    storage: true
+    schema: {openAPIV3Schema: {type: object, x-kubernetes-preserve-unknown-fields: true}}
+"#;
+const DEFINITION: &str = "customresourcedefinition/podsnapshots.podsnapshot.gke.io";
+
+async fn with_pod_snapshots(
+    kubectl: &Kubectl,
+    body: impl AsyncFnOnce() -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    let applied = kubectl.run_with(&["apply", "-f", "-"], Some(POD_SNAPSHOTS.as_bytes()));
+    applied.await?.ok()?;
+    let established = [
+        "wait",
+        "--for=condition=Established",
+        DEFINITION,
+        "--timeout=30s",
+    ];
+    let done = match kubectl.ok(&established).await {
+        Ok(_) => body().await,
+        Err(error) => Err(error),
+    };
+    let removed = kubectl.ok(&["delete", DEFINITION]).await;
+    done.and_then(|()| removed.map(drop))
+}
+
+#[tokio::test]
+async fn a_sandbox_goes_on_after_a_suspension_by_the_sdk_and_by_kubectl() -> anyhow::Result<()> {
+    sdk::python().await?;
+    case("sdksuspend", async |case| {
+        pool(case, 1).await?;
+        let kubectl = &case.kubectl;
+        with_pod_snapshots(kubectl, async || case.with_sdk("suspend.py").await).await
+    })
+    .await
+}

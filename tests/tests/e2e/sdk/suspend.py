@@ -1,0 +1,87 @@
+"""A sandbox is suspended and resumed, by the SDK's extension for it and by a change of operatingMode, and goes on.
+
+Arguments: namespace, address of the router. The pool `w` is there, and so is the definition of GKE's PodSnapshot, of
+which there is none: the extension looks for one before it resumes.
+"""
+
+import subprocess
+import sys
+import time
+
+from k8s_agent_sandbox.gke_extensions.snapshots import PodSnapshotSandboxClient
+from k8s_agent_sandbox.models import SandboxDirectConnectionConfig
+
+NAMESPACE, ROUTER = sys.argv[1:]
+LIMIT = 60
+
+
+def until(what, holds):
+    end = time.monotonic() + LIMIT
+    while not holds():
+        assert time.monotonic() < end, f"not seen within {LIMIT} s: {what}"
+        time.sleep(0.1)
+
+
+def kubectl(*words):
+    subprocess.run(["kubectl", "-n", NAMESPACE, *words], check=True, timeout=LIMIT)
+
+
+class Witness:
+    """What a sandbox has in memory: its program's count, and a process that was started by a client."""
+
+    def __init__(self, sandbox):
+        self.sandbox = sandbox
+        started = sandbox.commands.run("sh -c 'sleep 100000 >/dev/null 2>&1 & echo $!'")
+        self.child = int(started.stdout)
+        sandbox.files.write("note", b"before")
+        self.count = self.now()
+        self.uid = self.pod().metadata.uid
+
+    def now(self):
+        return int(self.sandbox.files.read("n"))
+
+    def pod(self):
+        return self.sandbox.k8s_helper.core_v1_api.read_namespaced_pod(
+            self.sandbox.get_pod_name(), NAMESPACE
+        )
+
+    def went_on(self):
+        pod = self.pod()
+        assert pod.metadata.uid != self.uid, "it is the same Pod"
+        assert sum(c.restart_count for c in pod.status.container_statuses) == 0
+        # Had it begun anew it would count from nothing, and the child would be gone.
+        count = self.now()
+        assert self.count <= count < self.count + 10 * LIMIT, (self.count, count)
+        assert self.sandbox.commands.run(f"kill -0 {self.child}").exit_code == 0
+        assert self.sandbox.files.read("note") == b"before"
+        self.count, self.uid = count, pod.metadata.uid
+
+
+def main():
+    begin = time.monotonic()
+    client = PodSnapshotSandboxClient(connection_config=SandboxDirectConnectionConfig(api_url=ROUTER))
+    sandbox = client.create_sandbox("w", namespace=NAMESPACE, sandbox_ready_timeout=LIMIT)
+    witness = Witness(sandbox)
+
+    # GKE's snapshot is not asked for: Torpor saves by itself.
+    suspended = sandbox.suspend(snapshot_before_suspend=False, wait_timeout=LIMIT)
+    assert suspended.success, suspended
+    assert sandbox.is_suspended()
+    assert sandbox.status()[0] == "SandboxNotReady", sandbox.status()
+    resumed = sandbox.resume(wait_timeout=LIMIT)
+    assert resumed.success, resumed
+    witness.went_on()
+    print(f"{time.monotonic() - begin:.1f} s: by the SDK", flush=True)
+
+    mode = '{"spec":{"operatingMode":"%s"}}'
+    kubectl("patch", "sandbox", sandbox.sandbox_id, "--type=merge", "-p", mode % "Suspended")
+    kubectl("wait", f"sandbox/{sandbox.sandbox_id}", "--for=condition=Suspended", f"--timeout={LIMIT}s")
+    until("it has no address", lambda: sandbox.get_pod_ip() is None)
+    kubectl("patch", "sandbox", sandbox.sandbox_id, "--type=merge", "-p", mode % "Running")
+    kubectl("wait", f"sandbox/{sandbox.sandbox_id}", "--for=condition=Ready", f"--timeout={LIMIT}s")
+    witness.went_on()
+    print(f"{time.monotonic() - begin:.1f} s: by kubectl", flush=True)
+    sandbox.terminate()
+
+
+main()

@@ -1,0 +1,285 @@
+//! Sandboxes that fall asleep by themselves: when they may, when they must not, and what wakes them.
+
+use std::time::{Duration, Instant};
+
+use k8s_openapi::api::core::v1::Pod;
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use torpor_api::annotations::{DOZE_AFTER, HIBERNATE_AFTER};
+use torpor_api::conditions::POD_HIBERNATED;
+use torpor_api::reasons::hibernated::{AWAKE, DOZING};
+use torpor_tests::case::{Case, START_LIMIT, case, condition, uid};
+use torpor_tests::pods::{COUNT, mounts, pod, python, shell, with};
+use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
+use torpor_tests::swap::Swap;
+use torpor_tests::wait;
+
+/// The file lies in the sandbox' memory: whoever starts cold does not have it.
+const IDLE: &str = "echo kept >/mem; sleep 1000000";
+const AFTER: Duration = Duration::from_secs(6);
+/// What must not fall asleep is watched for so long.
+const WATCHED: Duration = Duration::from_secs(20);
+
+fn sleepy(key: &str, spec: Value) -> Value {
+    let after = format!("{}s", AFTER.as_secs());
+    with(
+        pod("p", spec),
+        json!({ "metadata": { "annotations": { key: after } } }),
+    )
+}
+
+/// Fails as soon as the Pod says that it sleeps.
+async fn stays_awake(case: &Case, limit: Duration) -> anyhow::Result<()> {
+    let began = Instant::now();
+    while began.elapsed() < limit {
+        let pod = case.pods().get("p").await?;
+        let told = condition(&pod, POD_HIBERNATED);
+        anyhow::ensure!(
+            told.0 != "True",
+            "asleep after {:?}: {told:?}",
+            began.elapsed()
+        );
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
+    Ok(())
+}
+
+fn is_awake(pod: &Pod) -> bool {
+    condition(pod, POD_HIBERNATED).1 == AWAKE
+}
+
+#[tokio::test]
+async fn an_idle_pod_falls_asleep_by_itself_again_and_again_and_an_exec_wakes_it()
+-> anyhow::Result<()> {
+    case("idle", async |case| {
+        let spec = json!({ "containers": [shell("a", IDLE)] });
+        case.start(sleepy(HIBERNATE_AFTER, spec)).await?;
+        for _ in 0..2 {
+            let asleep = case.asleep("p").await?;
+            let uid = uid(&asleep);
+            assert_eq!(case.node.sandbox_processes(&uid)?, []);
+            assert_eq!(case.kubectl.sh("p", "a", "cat /mem").await?, "kept");
+            let awake = case
+                .pod_until("p", "it is awake", SLEEP_LIMIT, is_awake)
+                .await?;
+            assert_eq!(restarts(&awake), 0);
+        }
+        case.asleep("p").await?;
+        // It may not any more: that wakes it.
+        case.annotate("p", HIBERNATE_AFTER, None).await?;
+        case.pod_until("p", "it is awake", SLEEP_LIMIT, is_awake)
+            .await?;
+        assert_eq!(case.kubectl.sh("p", "a", "cat /mem").await?, "kept");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn work_in_progress_is_never_cut_off() -> anyhow::Result<()> {
+    case("busy", async |case| {
+        let spec = json!({ "containers": [shell("a", COUNT)] });
+        case.start(sleepy(HIBERNATE_AFTER, spec)).await?;
+        stays_awake(case, WATCHED).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn an_open_exec_keeps_a_pod_awake_and_its_end_lets_it_sleep() -> anyhow::Result<()> {
+    case("session", async |case| {
+        let spec = json!({ "containers": [shell("a", IDLE)] });
+        case.start(sleepy(HIBERNATE_AFTER, spec)).await?;
+        let line = format!("echo begun; sleep {}; echo ended", WATCHED.as_secs());
+        let (said, awake) = tokio::join!(
+            case.kubectl.sh("p", "a", &line),
+            stays_awake(case, WATCHED - Duration::from_secs(2)),
+        );
+        awake?;
+        assert_eq!(said?, "begun\nended");
+        case.asleep("p").await.map(drop)
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_program_that_marks_itself_busy_stays_awake_until_it_takes_the_mark_away()
+-> anyhow::Result<()> {
+    case("mark", async |case| {
+        let line = format!("touch /run/torpor/busy; {IDLE}");
+        let mounted = json!({ "volumeMounts": mounts(&[("torpor", "/run/torpor")]) });
+        let spec = json!({
+            "containers": [with(shell("a", &line), mounted)],
+            "volumes": [{ "name": "torpor", "emptyDir": {} }],
+        });
+        case.start(sleepy(HIBERNATE_AFTER, spec)).await?;
+        stays_awake(case, WATCHED).await?;
+        case.kubectl.sh("p", "a", "rm /run/torpor/busy").await?;
+        case.asleep("p").await.map(drop)
+    })
+    .await
+}
+
+/// Answers each connection with its own bytes, and the probes on another port.
+const ECHO: &str = "import socketserver, threading
+class Echo(socketserver.BaseRequestHandler):
+    def handle(self):
+        while (data := self.request.recv(100)): self.request.sendall(data)
+class Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+threading.Thread(target=Server(('', 8081), Echo).serve_forever).start()
+Server(('', 8080), Echo).serve_forever()";
+
+/// Says something every two seconds, and waits for the answer.
+async fn talk(stream: &mut tokio::net::TcpStream) -> std::io::Result<()> {
+    loop {
+        stream.write_all(b"x").await?;
+        stream.read_exact(&mut [0]).await?;
+        tokio::time::sleep(Duration::from_secs(2)).await;
+    }
+}
+
+#[tokio::test]
+async fn packets_keep_a_pod_awake_but_probes_do_not() -> anyhow::Result<()> {
+    case("packets", async |case| {
+        let probed = json!({
+            "startupProbe": { "tcpSocket": { "port": 8081 }, "periodSeconds": 1 },
+            "readinessProbe": { "tcpSocket": { "port": 8081 }, "periodSeconds": 2, "failureThreshold": 100 },
+            "livenessProbe": { "exec": { "command": ["true"] }, "periodSeconds": 3, "failureThreshold": 100 },
+        });
+        let spec = json!({ "containers": [with(python("a", ECHO), probed)] });
+        let started = case.start(sleepy(HIBERNATE_AFTER, spec)).await?;
+        let address = started.status.and_then(|status| status.pod_ip);
+        let address = address.ok_or_else(|| anyhow::anyhow!("no address"))?;
+        let mut stream = tokio::net::TcpStream::connect((address.as_str(), 8080)).await?;
+        tokio::select! {
+            awake = stays_awake(case, WATCHED) => awake?,
+            broken = talk(&mut stream) => broken?,
+        }
+        let asleep = case.asleep("p").await?;
+        // The exec probe goes on, neither fails nor wakes it.
+        stays_asleep(case, Duration::from_secs(10)).await?;
+        assert_eq!(restarts(&asleep), 0);
+        Ok(())
+    })
+    .await
+}
+
+/// Fails as soon as the Pod says anything but that it sleeps.
+async fn stays_asleep(case: &Case, limit: Duration) -> anyhow::Result<()> {
+    let began = Instant::now();
+    while began.elapsed() < limit {
+        let pod = case.pods().get("p").await?;
+        let told = condition(&pod, POD_HIBERNATED);
+        anyhow::ensure!(
+            told.0 == "True",
+            "awake after {:?}: {told:?}",
+            began.elapsed()
+        );
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
+    Ok(())
+}
+
+/// Bytes of main memory that the sandbox' own cgroup has.
+fn memory_of(case: &Case, uid: &str) -> anyhow::Result<u64> {
+    let cgroup = case.node.sandbox_of(uid)?.cgroup;
+    let files = [("memory", "memory.usage_in_bytes"), ("", "memory.current")];
+    let root = std::path::Path::new("/sys/fs/cgroup");
+    let read = files.iter().find_map(|(hierarchy, file)| {
+        std::fs::read_to_string(root.join(hierarchy).join(&cgroup).join(file)).ok()
+    });
+    let text =
+        read.ok_or_else(|| anyhow::anyhow!("the memory of {} is not counted", cgroup.display()))?;
+    Ok(text.trim().parse()?)
+}
+
+const MIB: u64 = 1 << 20;
+
+/// The Pod, once it dozes and its memory has gone.
+async fn dozes(case: &Case, most: u64) -> anyhow::Result<Pod> {
+    let dozing = |pod: &Pod| condition(pod, POD_HIBERNATED).1 == DOZING;
+    let pod = case.pod_until("p", "it dozes", SLEEP_LIMIT, dozing).await?;
+    let uid = uid(&pod);
+    wait::until("its memory is in swap", START_LIMIT, async || {
+        let bytes = memory_of(case, &uid)?;
+        wait::holds(bytes <= most, || format!("{} KiB", bytes >> 10))
+    })
+    .await?;
+    Ok(pod)
+}
+
+#[tokio::test]
+async fn a_dozing_pod_gives_its_memory_back_and_an_exec_finds_it_as_it_was() -> anyhow::Result<()> {
+    let _swap = Swap::on()?;
+    case("doze", async |case| {
+        let program = "import os, time\nkept = os.urandom(60 << 20)\nopen('/ready', 'w').close()\nwhile True: time.sleep(1000)";
+        let ready = json!({ "startupProbe": { "exec": { "command": ["test", "-e", "/ready"] }, "periodSeconds": 1 } });
+        let spec = json!({ "containers": [with(python("a", program), ready)] });
+        let started = case.start(sleepy(DOZE_AFTER, spec)).await?;
+        let uid = uid(&started);
+        assert!(memory_of(case, &uid)? > 60 * MIB);
+        let sentry = case.node.sentry(&uid)?;
+        let pod = dozes(case, 12 * MIB).await?;
+        assert!(sentry.lives(), "its processes stay");
+        assert_eq!(case.kubectl.sh("p", "a", "ls /ready").await?, "/ready");
+        assert!(sentry.lives());
+        let awake = case.pod_until("p", "it is awake", SLEEP_LIMIT, is_awake).await?;
+        assert_eq!((restarts(&awake), torpor_tests::case::uid(&awake)), (0, uid));
+        drop(pod);
+        dozes(case, 12 * MIB).await.map(drop)
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_pod_that_dies_while_it_dozes_comes_back_with_its_memory_and_one_that_dies_awake_does_not()
+-> anyhow::Result<()> {
+    let _swap = Swap::on()?;
+    case("dozedeath", async |case| {
+        // Only the first start makes the file; PID 1 of a restored sandbox is past that.
+        let spec = json!({ "containers": [shell("a", "date +%s >/mem; sleep 1000000")] });
+        case.start(sleepy(DOZE_AFTER, spec)).await?;
+        let kept = case.kubectl.sh("p", "a", "cat /mem").await?;
+        let pod = dozes(case, 12 * MIB).await?;
+        let uid = uid(&pod);
+        case.node.sentry(&uid)?.kill()?;
+        wait::until("another sandbox has its memory", START_LIMIT, async || {
+            let found = case.kubectl.sh("p", "a", "cat /mem").await;
+            wait::holds(found.as_ref().is_ok_and(|found| *found == kept), || {
+                format!("{found:?}, not {kept}")
+            })
+        })
+        .await?;
+        // Awake by that exec: its image is stale.
+        case.node.sentry(&uid)?.kill()?;
+        wait::until("it starts cold", START_LIMIT, async || {
+            let found = case.kubectl.sh("p", "a", "cat /mem").await;
+            wait::holds(found.as_ref().is_ok_and(|found| *found != kept), || {
+                format!("{found:?}")
+            })
+        })
+        .await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_doze_becomes_hibernation_when_it_lasts() -> anyhow::Result<()> {
+    let _swap = Swap::on()?;
+    case("deeper", async |case| {
+        let annotations = json!({ "metadata": { "annotations": { HIBERNATE_AFTER: "20s" } } });
+        let spec = json!({ "containers": [shell("a", IDLE)] });
+        let pod = case
+            .start(with(sleepy(DOZE_AFTER, spec), annotations))
+            .await?;
+        dozes(case, 12 * MIB).await?;
+        let uid = uid(&pod);
+        assert_ne!(case.node.sandbox_processes(&uid)?, []);
+        case.asleep("p").await?;
+        assert_eq!(case.node.sandbox_processes(&uid)?, []);
+        assert_eq!(case.kubectl.sh("p", "a", "cat /mem").await?, "kept");
+        Ok(())
+    })
+    .await
+}

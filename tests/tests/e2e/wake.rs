@@ -1,0 +1,140 @@
+//! What a packet does to a Pod that sleeps: it is held, wakes the sandbox, and is answered by it.
+
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+use torpor_api::annotations::HIBERNATE;
+use torpor_tests::case::{Case, case, uid};
+use torpor_tests::pods::{pod, python, with};
+use torpor_tests::sleep::{is_ready, restarts};
+use torpor_tests::witness::{self, Connection, State};
+
+/// For falling asleep and waking once.
+const LIMIT: Duration = Duration::from_secs(90);
+
+fn witness_pod() -> serde_json::Value {
+    let container = witness::container(5, &[]);
+    pod("p", json!({ "containers": [container] }))
+}
+
+/// Sleeps, is spoken to, and answers as the same program.
+async fn answers_from_sleep(
+    case: &Case,
+    before: &State,
+    speak: impl AsyncFnOnce() -> anyhow::Result<State>,
+) -> anyhow::Result<()> {
+    let pod = case.hibernate("p").await?;
+    speak().await?.goes_on_from(before)?;
+    anyhow::ensure!(restarts(&pod) == 0, "a container was restarted");
+    Ok(())
+}
+
+#[tokio::test]
+async fn any_packet_wakes_a_hibernated_pod_and_is_answered() -> anyhow::Result<()> {
+    case("packet", async |case| {
+        let pod = case.start(witness_pod()).await?;
+        let before = witness::ask(&pod).await?;
+        // A connection that begins.
+        answers_from_sleep(case, &before, async || {
+            Connection::open(&pod).await?.ask().await
+        })
+        .await?;
+        // Data on a connection that was there before.
+        let mut connection = Connection::open(&pod).await?;
+        connection.ask().await?;
+        answers_from_sleep(case, &before, async || connection.ask().await).await?;
+        // A datagram, which nobody sends again.
+        answers_from_sleep(case, &before, async || witness::ask_by_datagram(&pod).await).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn many_connections_at_once_are_one_wake_and_all_are_answered() -> anyhow::Result<()> {
+    case("packets", async |case| {
+        let pod = case.start(witness_pod()).await?;
+        let before = witness::ask(&pod).await?;
+        let uid = uid(&case.hibernate("p").await?);
+        let asleep = case.node.ledger_seq(&uid)?;
+        let ask = || async { Connection::open(&pod).await?.ask().await };
+        let answers = futures::future::join_all((0..100).map(|_| ask())).await;
+        for answer in answers {
+            answer?.goes_on_from(&before)?;
+        }
+        // That it wakes, that it is awake, and by now or soon that its image is gone.
+        let entries = case.node.ledger_seq(&uid)? - asleep;
+        anyhow::ensure!(
+            (2..=3).contains(&entries),
+            "{entries} entries in the ledger"
+        );
+        Ok(())
+    })
+    .await
+}
+
+/// In every moment of a save, a sleep and a wake: no connection is refused or reset, and each is answered.
+#[tokio::test]
+async fn connections_are_answered_in_every_moment_of_falling_asleep() -> anyhow::Result<()> {
+    case("moments", async |case| {
+        let pod = case.start(witness_pod()).await?;
+        let before = witness::ask(&pod).await?;
+        let sandbox = case.node.sandbox_of(&uid(&pod))?.sandbox;
+        case.annotate("p", HIBERNATE, Some("true")).await?;
+        let deadline = Instant::now() + LIMIT;
+        let mut connections = Vec::new();
+        let mut every = tokio::time::interval(Duration::from_millis(10));
+        while case.node.records.last_call(&sandbox).is_none() {
+            connections.push(Connection::open(&pod).await?);
+            every.tick().await;
+            anyhow::ensure!(Instant::now() < deadline, "no packet has woken it");
+        }
+        for mut connection in connections {
+            connection.ask().await?.goes_on_from(&before)?;
+        }
+        Ok(())
+    })
+    .await
+}
+
+fn probed(probe: serde_json::Value) -> serde_json::Value {
+    let often = json!({ "periodSeconds": 1, "failureThreshold": 1 });
+    with(probe, often)
+}
+
+/// HTTP, TCP and exec; the witness' port is asked by each of the first two.
+#[tokio::test]
+async fn probes_neither_wake_a_hibernated_pod_nor_fail() -> anyhow::Result<()> {
+    case("probes", async |case| {
+        let server = "import http.server as h; \
+                      h.HTTPServer(('', 8081), h.SimpleHTTPRequestHandler).serve_forever()";
+        let web = with(
+            python("web", server),
+            json!({ "readinessProbe": probed(json!({ "httpGet": { "path": "/", "port": 8081 } })) }),
+        );
+        let witness = with(
+            witness::container(5, &[]),
+            json!({
+                "readinessProbe": probed(json!({ "tcpSocket": { "port": witness::PORT } })),
+                "livenessProbe": probed(json!({ "exec": { "command": ["true"] } })),
+            }),
+        );
+        let pod = case.start(pod("p", json!({ "containers": [web, witness] }))).await?;
+        let before = witness::ask(&pod).await?;
+        let uid = uid(&case.hibernate("p").await?);
+        let asleep = case.node.ledger_seq(&uid)?;
+        // Longer than any of the probes waits: what fails once makes the Pod unready or restarts a container.
+        let end = Instant::now() + Duration::from_secs(5);
+        while Instant::now() < end {
+            let now = case.pods().get("p").await?;
+            anyhow::ensure!(is_ready(&now) && restarts(&now) == 0, "a probe has failed");
+            anyhow::ensure!(case.node.ledger_seq(&uid)? == asleep, "a probe has woken the Pod");
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+        // Anybody else's connection to a probed port does.
+        let after = Connection::open(&pod).await?.ask().await?;
+        after.goes_on_from(&before)?;
+        anyhow::ensure!(case.node.ledger_seq(&uid)? > asleep, "not woken");
+        Ok(())
+    })
+    .await
+}
