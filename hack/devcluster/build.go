@@ -81,6 +81,18 @@ var artifacts = []artifact{
 	},
 }
 
+// kwokArtifact makes fake nodes: for the benchmark's control plane only.
+var kwokArtifact = artifact{
+	name: "kwok", about: "90 s",
+	packages: []string{"sigs.k8s.io/kwok/cmd/kwok@v0.8.0"},
+	files:    []string{"kwok"},
+}
+
+// artifactNamed is one of the cluster's.
+func artifactNamed(name string) artifact {
+	return artifacts[slices.IndexFunc(artifacts, func(a artifact) bool { return a.name == name })]
+}
+
 // key is the hash of all that decides what the build makes.
 func (a artifact) key(goVersion string) (string, error) {
 	h := sha256.New()
@@ -122,9 +134,12 @@ func goEnvironment(cgo bool) []string {
 // toolset says where each built file is.
 type toolset map[string]string
 
-// builtTools returns the files of all artifacts; those that are missing are built first if build is true,
-// otherwise their absence is an error.
-func builtTools(build bool) (toolset, error) {
+// builtTools returns the files of all artifacts of the development cluster; those that are missing are built first if build is
+// true, otherwise their absence is an error.
+func builtTools(build bool) (toolset, error) { return toolsOf(artifacts, build) }
+
+// toolsOf does the same for some artifacts.
+func toolsOf(artifacts []artifact, build bool) (toolset, error) {
 	cache, err := cacheRoot()
 	if err != nil {
 		return nil, err

@@ -25,6 +25,9 @@ const usage = `usage: hack/cluster COMMAND
   build-torpor          compile Torpor, make its images, load them if the cluster runs
   install-torpor        build-torpor, apply hack/overlays/dev, wait until it runs
   uninstall-torpor      take Torpor off the cluster and its nodes
+  bench up|down|logs|kubectl ARGS…|env
+                        the control plane of the benchmarks: no kubelet, 100 fake nodes; beside the
+                        development cluster, from nothing at each up (see hack/bench-claims.sh)
   build                 build what is missing, start nothing
   help                  this text
 `
@@ -75,6 +78,8 @@ func run(command string, args []string) error {
 	case "build":
 		_, err := builtTools(true)
 		return err
+	case "bench":
+		return benchCommand(args)
 	case "supervise":
 		return supervise(args[0])
 	case "help", "-h", "--help":

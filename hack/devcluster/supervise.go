@@ -73,7 +73,7 @@ func startGroup(g group) error {
 	if err != nil {
 		return err
 	}
-	cmd := exec.Command(self, "supervise", g.specFile())
+	cmd := exec.Command(self, append(slices.Clone(commandPrefix), "supervise", g.specFile())...)
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.Dir = "/"
 	cmd.Env = clusterEnvironment()
@@ -99,7 +99,7 @@ func startGroup(g group) error {
 // clusterEnvironment is deliberately small: what the caller exports must not change how the cluster behaves.
 func clusterEnvironment() []string {
 	return []string{
-		environMark,
+		environMark(),
 		"PATH=" + binDir() + ":/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
 		"HOME=/root",
 	}

@@ -24,6 +24,7 @@ var allowed = map[string][]string{
 	"torpor-gvisor":         {"torpor-core", "torpor-snapshots"},
 	"torpor-oci":            {"torpor-core", "torpor-snapshots", "torpor-gvisor"},
 	"torpor-agent":          {"torpor-api", "torpor-core", "torpor-snapshots", "torpor-gvisor"},
+	"torpor-bench":          {"torpor-api"},
 	"torpor-test-apiserver": {},
 	"torpor-tests":          {"torpor-api", "torpor-controller", "torpor-core", "torpor-snapshots", "torpor-gvisor"},
 }
