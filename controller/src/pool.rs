@@ -98,7 +98,7 @@ fn gather(pool: &Arc<SandboxWarmPool>, context: &Context) -> Observed {
 }
 
 async fn publish(pool: &SandboxWarmPool, note: Note, context: &Context) {
-    events::publish(&context.api, pool, note).await;
+    events::publish(&context.api.in_advance(), pool, note).await;
 }
 
 /// Writes the status if it says something new. In a storm of changes not each of them is written: says when the next one may be.
@@ -122,6 +122,7 @@ async fn write_status(
     let (namespace, name) = (pool.namespace().unwrap_or_default(), pool.name_any());
     match context
         .api
+        .in_advance()
         .patch_status::<SandboxWarmPool>(&namespace, &name, &patch)
         .await
     {

@@ -2,9 +2,11 @@
 
 use std::{future::Future, sync::Arc, time::Duration};
 
+use futures::future::BoxFuture;
 use kube::Resource;
 use tokio::{task::JoinSet, time::Instant};
-use tokio_util::sync::CancellationToken;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use torpor_api::SandboxClaim;
 
 use crate::{
     cache::{Cache, Key},
@@ -57,13 +59,47 @@ impl Failure for snapshot::Error {
     }
 }
 
+/// What a pass leaves.
+struct Ended {
+    /// When to look again though nothing has changed.
+    requeue: Option<Duration>,
+    /// What belongs to the pass and does not keep the worker; says when to look again. The next pass over the object comes after it.
+    afterwards: Option<BoxFuture<'static, Option<Duration>>>,
+}
+
+impl From<Option<Duration>> for Ended {
+    fn from(requeue: Option<Duration>) -> Self {
+        Self {
+            requeue,
+            afterwards: None,
+        }
+    }
+}
+
+/// A pass over a claim; the worker is free for the next one as soon as nobody waits for this one.
+async fn serve_claim(
+    claim: Arc<SandboxClaim>,
+    context: Arc<Context>,
+) -> Result<Ended, claim::Error> {
+    let claim::Served { requeue, news } = claim::serve(claim, &context).await?;
+    let tell = |news: claim::News| -> BoxFuture<'static, Option<Duration>> {
+        Box::pin(async move { news.tell(&context).await })
+    };
+    Ok(Ended {
+        requeue,
+        afterwards: news.map(tell),
+    })
+}
+
 /// Reconciles until `shutdown`, then lets passes that are under way end.
 pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
     let mut watching = JoinSet::new();
     watches::start(&context, &mut watching);
     let mut working = JoinSet::new();
+    let afterwards = TaskTracker::new();
     let mut start = Workers {
         tasks: &mut working,
+        afterwards: &afterwards,
         context: &context,
         shutdown: &shutdown,
     };
@@ -95,7 +131,7 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
             workers: claim_workers,
             cache: |context| &context.caches.claims,
             queue: |context| &context.queues.claims,
-            reconcile: claim::reconcile,
+            reconcile: serve_claim,
         });
         start.kind(Kind {
             name: "sandboxwarmpool",
@@ -113,7 +149,11 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
         });
     }
     shutdown.cancelled().await;
-    let drained = async { while working.join_next().await.is_some() {} };
+    let drained = async {
+        while working.join_next().await.is_some() {}
+        afterwards.close();
+        afterwards.wait().await;
+    };
     if tokio::time::timeout(DRAIN, drained).await.is_err() {
         tracing::warn!("some passes did not end in time");
     }
@@ -138,19 +178,22 @@ impl<K, Pass> Copy for Kind<K, Pass> {}
 
 struct Workers<'a> {
     tasks: &'a mut JoinSet<()>,
+    afterwards: &'a TaskTracker,
     context: &'a Arc<Context>,
     shutdown: &'a CancellationToken,
 }
 
 impl Workers<'_> {
-    fn kind<K, Pass, Fail>(&mut self, kind: Kind<K, Pass>)
+    fn kind<K, Pass, Left, Fail>(&mut self, kind: Kind<K, Pass>)
     where
         K: Resource + Send + Sync + 'static,
-        Pass: Future<Output = Result<Option<Duration>, Fail>> + Send + 'static,
+        Pass: Future<Output = Result<Left, Fail>> + Send + 'static,
+        Left: Into<Ended> + Send + 'static,
         Fail: Failure + Send + 'static,
     {
         for _ in 0..kind.workers {
             let (context, shutdown) = (Arc::clone(self.context), self.shutdown.clone());
+            let afterwards = self.afterwards.clone();
             self.tasks.spawn(async move {
                 // Until everything has been listed once, an absence means nothing.
                 let ready = context.caches.wait_ready(context.settings.extensions);
@@ -159,25 +202,37 @@ impl Workers<'_> {
                 }
                 let queue = (kind.queue)(&context);
                 while let Some(key) = shutdown.run_until_cancelled(queue.next()).await {
-                    if let Some(delay) = one(&kind, &key, &context).await {
-                        queue.add_after(key.clone(), delay);
-                    }
-                    queue.done(&key);
+                    let ended = one(&kind, &key, &context).await;
+                    let Some(rest) = ended.afterwards else {
+                        finish(queue, &key, ended.requeue);
+                        continue;
+                    };
+                    let context = Arc::clone(&context);
+                    afterwards.spawn(async move {
+                        let again = rest.await;
+                        let requeue = ended.requeue.into_iter().chain(again).min();
+                        finish((kind.queue)(&context), &key, requeue);
+                    });
                 }
             });
         }
     }
 }
 
-/// One pass, if the object is there. Says when to look again: after a failure with a growing delay.
-async fn one<K, Pass, Fail>(
-    kind: &Kind<K, Pass>,
-    key: &Key,
-    context: &Arc<Context>,
-) -> Option<Duration>
+/// The object may have its next pass.
+fn finish(queue: &Queue, key: &Key, requeue: Option<Duration>) {
+    if let Some(delay) = requeue {
+        queue.add_after(key.clone(), delay);
+    }
+    queue.done(key);
+}
+
+/// One pass, if the object is there. After a failure it is looked at again, with a growing delay.
+async fn one<K, Pass, Left, Fail>(kind: &Kind<K, Pass>, key: &Key, context: &Arc<Context>) -> Ended
 where
     K: Resource,
-    Pass: Future<Output = Result<Option<Duration>, Fail>>,
+    Pass: Future<Output = Result<Left, Fail>>,
+    Left: Into<Ended>,
     Fail: Failure,
 {
     let Kind {
@@ -188,19 +243,26 @@ where
     let Some(found) = (kind.cache)(context).get(namespace, object) else {
         // It is gone, and nobody asks again how often it failed.
         context.failures.forget(&failing);
-        return None;
+        return Ended::from(None);
     };
     let begin = Instant::now();
     let result = reconcile(found, Arc::clone(context)).await;
+    let result: Result<Ended, Fail> = result.map(Into::into);
     let failure = result.as_ref().err().map(Failure::reason);
-    let requeues = matches!(result, Ok(Some(_)));
+    let requeues = matches!(
+        &result,
+        Ok(Ended {
+            requeue: Some(_),
+            ..
+        })
+    );
     context
         .metrics
         .observe_pass(name, begin.elapsed(), failure, requeues);
     match result {
-        Ok(requeue) => {
+        Ok(ended) => {
             context.failures.forget(&failing);
-            requeue
+            ended
         }
         Err(error) => {
             let delay = context.failures.count(&failing);
@@ -213,7 +275,7 @@ where
                 retry_in = ?delay,
                 "a pass failed"
             );
-            Some(delay)
+            Ended::from(Some(delay))
         }
     }
 }

@@ -85,7 +85,9 @@ impl Write {
         } = &self.object_ref;
         match resource.as_str() {
             "events" => {
-                let about = name.rsplit_once('.').map_or(name.as_str(), |(about, _)| about);
+                let about = name
+                    .rsplit_once('.')
+                    .map_or(name.as_str(), |(about, _)| about);
                 ("sandboxclaims", namespace, about)
             }
             resource => (resource, namespace, name),
@@ -214,7 +216,10 @@ mod tests {
             write("create", "sandboxes", "", "pool-other", 9),
         ];
         let counted = count(&writes, &claims);
-        assert_eq!((counted.claims, counted.before_ready, counted.in_all), (1, 2.0, 4.0));
+        assert_eq!(
+            (counted.claims, counted.before_ready, counted.in_all),
+            (1, 2.0, 4.0)
+        );
         assert_eq!(counted.per_claim["create events"], 1.0);
         assert_eq!(counted.all["create sandboxes"], 2);
     }

@@ -46,9 +46,11 @@ impl Controller {
         let pid = process.id().context("the controller has ended")?;
         let controller = Self { process, pid };
         let probes = client_of(PROBES)?;
-        until("answer of the controller", Duration::from_secs(30), || async {
-            Ok(probes.request_text(asked("/readyz")?).await.is_ok())
-        })
+        until(
+            "answer of the controller",
+            Duration::from_secs(30),
+            || async { Ok(probes.request_text(asked("/readyz")?).await.is_ok()) },
+        )
         .await?;
         Ok(controller)
     }

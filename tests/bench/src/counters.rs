@@ -8,7 +8,14 @@ use kube::Client;
 use crate::controller::asked;
 
 /// Verbs that write, as the apiserver's metric names them.
-const WRITES: [&str; 6] = ["POST", "PUT", "PATCH", "APPLY", "DELETE", "DELETECOLLECTION"];
+const WRITES: [&str; 6] = [
+    "POST",
+    "PUT",
+    "PATCH",
+    "APPLY",
+    "DELETE",
+    "DELETECOLLECTION",
+];
 /// Ticks per second in /proc, on every architecture that matters here.
 const TICKS: f64 = 100.0;
 /// A control plane with less than this many writes a second is at rest.

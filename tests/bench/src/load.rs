@@ -13,7 +13,10 @@ pub(crate) enum Arrival {
     /// At random (Poisson), this many a second on average, each deleted [`DWELL`] after it is Ready.
     Rate(f64),
     /// At even distances, this many a second for so long; they stay.
-    Steady { rate: f64, seconds: u32 },
+    Steady {
+        rate: f64,
+        seconds: u32,
+    },
     AtOnce(usize),
     /// None come: the pools alone.
     Never,

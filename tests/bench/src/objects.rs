@@ -26,9 +26,11 @@ pub(crate) async fn namespace(client: &Client, name: &str) -> anyhow::Result<()>
     let created = all.create(&PostParams::default(), &namespace).await;
     created.with_context(|| format!("create namespace {name}"))?;
     let accounts: Api<ServiceAccount> = Api::namespaced(client.clone(), name);
-    until("the default ServiceAccount", Duration::from_secs(30), || async {
-        Ok(accounts.get_opt("default").await?.is_some())
-    })
+    until(
+        "the default ServiceAccount",
+        Duration::from_secs(30),
+        || async { Ok(accounts.get_opt("default").await?.is_some()) },
+    )
     .await
 }
 

@@ -74,7 +74,14 @@ fn row(text: &mut String, outcome: &Outcome) {
     let _ = writeln!(
         text,
         "{load:8} {:6} {:5} {:8.1} {ratio:>8} {:8.1} {:8.1} {:8.1} {:9.1} {:8}",
-        all.count, warm.count, all.p50, all.p90, all.p99, all.max, outcome.ready_per_second, outcome.backlog,
+        all.count,
+        warm.count,
+        all.p50,
+        all.p90,
+        all.p99,
+        all.max,
+        outcome.ready_per_second,
+        outcome.backlog,
     );
 }
 
@@ -111,23 +118,29 @@ fn details(text: &mut String, outcome: &Outcome) {
         );
     }
     if let Some([p50, p90, p99]) = outcome.startup_metric {
-        let _ = writeln!(text, "metric       p50 {p50:.1} p90 {p90:.1} p99 {p99:.1} (controller_startup_latency_ms)");
+        let _ = writeln!(
+            text,
+            "metric       p50 {p50:.1} p90 {p90:.1} p99 {p99:.1} (controller_startup_latency_ms)"
+        );
     }
     for bar in bars(outcome) {
         let verdict = if bar.holds() { "holds" } else { "MISSED" };
         let Bar { what, limit, value } = bar;
-        let _ = writeln!(text, "to reach     {what:34} {value:9.2} of {limit:7.2}  {verdict}");
+        let _ = writeln!(
+            text,
+            "to reach     {what:34} {value:9.2} of {limit:7.2}  {verdict}"
+        );
     }
     let writes = &outcome.writes;
     if writes.claims > 0 {
-        let _ = writeln!(
-            text,
-            "a claim's    {}",
-            kinds(&writes.per_claim, 1.0, 2)
-        );
+        let _ = writeln!(text, "a claim's    {}", kinds(&writes.per_claim, 1.0, 2));
     }
     let total: f64 = outcome.apiserver.values().sum();
-    let claims = if outcome.all.count == 0 { 1 } else { outcome.all.count };
+    let claims = if outcome.all.count == 0 {
+        1
+    } else {
+        outcome.all.count
+    };
     let _ = writeln!(
         text,
         "all writes   {total:.0}, {:.1} a claim: {}",
@@ -136,7 +149,11 @@ fn details(text: &mut String, outcome: &Outcome) {
     );
     let _ = writeln!(text, "processors   {}", kinds(&outcome.processors, 1.0, 2));
     let (now, most) = outcome.memory;
-    let _ = writeln!(text, "controller   {now:.0} MiB resident, at most {most:.0}; writes refused: {}", writes.refused);
+    let _ = writeln!(
+        text,
+        "controller   {now:.0} MiB resident, at most {most:.0}; writes refused: {}",
+        writes.refused
+    );
 }
 
 /// The most frequent first.
@@ -165,7 +182,11 @@ fn bars(outcome: &Outcome) -> Vec<Bar> {
             bar("backlog", 0.0, outcome.backlog as f64),
         ],
         ("40", _) => vec![bar("p90 of the warm", 300.0, outcome.warm.p90)],
-        ("burst", Some(bare)) => vec![bar("all Ready, x bare at once", 1.7, all.max / bare.at_once_ms)],
+        ("burst", Some(bare)) => vec![bar(
+            "all Ready, x bare at once",
+            1.7,
+            all.max / bare.at_once_ms,
+        )],
         ("gate", _) => match outcome.startup_metric {
             Some([p50, p90, p99]) => vec![
                 bar("p50 of the metric", 100.0, p50),
@@ -179,7 +200,11 @@ fn bars(outcome: &Outcome) -> Vec<Bar> {
     };
     if outcome.writes.claims > 0 {
         let writes = &outcome.writes;
-        bars.push(bar("writes before Ready, on average", 2.0, writes.before_ready));
+        bars.push(bar(
+            "writes before Ready, on average",
+            2.0,
+            writes.before_ready,
+        ));
         bars.push(bar("writes of a claim, on average", 5.0, writes.in_all));
     }
     bars

@@ -90,7 +90,15 @@ pub(crate) async fn run(arguments: &RunArguments) -> anyhow::Result<Outcome> {
     let written = counters::writes(&client).await?;
     let logged = audit::length(&arguments.audit_log)?;
     let board = Board::default();
-    let driven = drive(&client, load, arguments.seconds, &namespaces, &board, &processes).await?;
+    let driven = drive(
+        &client,
+        load,
+        arguments.seconds,
+        &namespaces,
+        &board,
+        &processes,
+    )
+    .await?;
     let startup_metric = controller.startup_latency().await?;
     counters::at_rest(&client, DRAIN).await?;
     let apiserver = counters::added(&written, &counters::writes(&client).await?);
@@ -101,7 +109,10 @@ pub(crate) async fn run(arguments: &RunArguments) -> anyhow::Result<Outcome> {
 
     let times = |wanted: fn(&str, &Record) -> bool| {
         let of = records.iter().filter(|(name, record)| wanted(name, record));
-        Times::of(&of.filter_map(|(_, record)| record.ready).collect::<Vec<_>>())
+        Times::of(
+            &of.filter_map(|(_, record)| record.ready)
+                .collect::<Vec<_>>(),
+        )
     };
     let all = times(|_, _| true);
     Ok(Outcome {
@@ -179,7 +190,10 @@ async fn drive(
     let processors = processors.into_iter().map(|(name, s)| (name, s / took));
     tokio::time::sleep(SETTLE).await;
     let backlog = board.waiting();
-    objects::until("claims that are all Ready", DRAIN, || async { Ok(board.waiting() == 0) }).await?;
+    objects::until("claims that are all Ready", DRAIN, || async {
+        Ok(board.waiting() == 0)
+    })
+    .await?;
     let processors = processors.collect();
     // The last ones go too, so that what deletion costs is counted.
     watching.abort();
@@ -210,7 +224,9 @@ async fn delete_after(
         deletions.spawn(async move {
             tokio::time::sleep(dwell).await;
             let deleted = claims.delete(&name, &DeleteParams::default()).await;
-            deleted.map(drop).with_context(|| format!("delete claim {name}"))
+            deleted
+                .map(drop)
+                .with_context(|| format!("delete claim {name}"))
         });
     }
     while let Some(deletion) = deletions.join_next().await {
