@@ -22,7 +22,7 @@ use kube::{
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use crate::pace::{Awaited, Pace};
+use crate::pace::{Advance, Awaited, Pace};
 
 /// Name that creates are recorded under in `managedFields`, as upstream's.
 pub const FIELD_MANAGER: &str = "sandbox-controller";
@@ -94,7 +94,7 @@ pub struct Apiserver {
     pressed: Arc<Mutex<Option<Instant>>>,
     pace: Arc<Pace>,
     /// Nobody waits for these calls.
-    in_advance: bool,
+    in_advance: Option<Advance>,
 }
 
 /// How long to wait when the apiserver does not say.
@@ -127,14 +127,14 @@ impl Apiserver {
             timeout,
             pressed: Arc::default(),
             pace: Arc::default(),
-            in_advance: false,
+            in_advance: None,
         }
     }
 
     /// The same apiserver, for calls that nobody waits for: they give way to the others.
-    pub fn in_advance(&self) -> Self {
+    pub fn in_advance(&self, advance: Advance) -> Self {
         Self {
-            in_advance: true,
+            in_advance: Some(advance),
             ..self.clone()
         }
     }
@@ -181,8 +181,8 @@ impl Apiserver {
         };
         // Waiting for one's turn is no part of the call.
         let _turn = match self.in_advance {
-            true => Some(self.pace.turn().await),
-            false => None,
+            Some(advance) => Some(self.pace.turn(advance).await),
+            None => None,
         };
         match tokio::time::timeout(self.timeout, tries).await {
             Ok(result) => Ok(result?),

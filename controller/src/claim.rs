@@ -85,7 +85,7 @@ pub fn owner_reference(claim: &SandboxClaim) -> OwnerReference {
 pub struct Served {
     /// When to look again though nothing has changed.
     pub requeue: Option<Duration>,
-    /// What is to be told when it is its turn. The next pass over the claim comes after that.
+    /// What is to be told when it is its turn. The next pass over the claim need not wait for it.
     pub news: Option<News>,
 }
 

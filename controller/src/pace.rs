@@ -9,6 +9,8 @@ use std::{
 
 use tokio::{sync::Notify, time::Instant};
 
+/// How much room a pool that is running low gets, compared with the rest: whoever comes next waits for it.
+const LOW: usize = 4;
 /// Writes in advance that are under way at once while somebody waits.
 const BESIDE: usize = 1;
 /// The same while somebody has waited a moment ago: whoever comes next finds the apiserver this busy.
@@ -17,6 +19,16 @@ const BETWEEN: usize = 4;
 const ALONE: usize = 32;
 /// How long nobody must have waited before writes in advance have the apiserver to themselves.
 const CALM: Duration = Duration::from_secs(1);
+
+/// What a write in advance is for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Advance {
+    /// A pool that has enough, or something that is only noted.
+    #[default]
+    Calm,
+    /// A pool that is running low.
+    Low,
+}
 
 /// Shared by all that write.
 #[derive(Debug, Default)]
@@ -37,12 +49,16 @@ struct State {
 
 impl State {
     /// How many writes in advance may be under way, and when it may be more though nothing happens.
-    fn limit(&self, now: Instant) -> (usize, Option<Instant>) {
+    fn limit(&self, advance: Advance, now: Instant) -> (usize, Option<Instant>) {
+        let times = match advance {
+            Advance::Calm => 1,
+            Advance::Low => LOW,
+        };
         if self.awaited > 0 {
-            return (BESIDE, None);
+            return (BESIDE * times, None);
         }
         match self.last.map(|last| last + CALM) {
-            Some(calm) if calm > now => (BETWEEN, Some(calm)),
+            Some(calm) if calm > now => (BETWEEN * times, Some(calm)),
             _ => (ALONE, None),
         }
     }
@@ -58,7 +74,7 @@ impl Drop for Awaited {
         state.awaited -= 1;
         state.last = Some(Instant::now());
         drop(state);
-        self.0.changed.notify_one();
+        self.0.changed.notify_waiters();
     }
 }
 
@@ -69,7 +85,7 @@ pub struct Turn(Arc<Pace>);
 impl Drop for Turn {
     fn drop(&mut self) {
         self.0.lock().in_advance -= 1;
-        self.0.changed.notify_one();
+        self.0.changed.notify_waiters();
     }
 }
 
@@ -81,24 +97,19 @@ impl Pace {
     }
 
     /// Waits for the turn of a write in advance.
-    pub async fn turn(self: &Arc<Self>) -> Turn {
+    pub async fn turn(self: &Arc<Self>, advance: Advance) -> Turn {
         loop {
+            // From here on no change is missed. Who has room differs, so that each is told of each.
+            let changed = self.changed.notified();
             let more_at = {
                 let mut state = self.lock();
-                let (limit, more_at) = state.limit(Instant::now());
+                let (limit, more_at) = state.limit(advance, Instant::now());
                 if state.in_advance < limit {
                     state.in_advance += 1;
-                    let room = state.in_advance < limit;
-                    drop(state);
-                    if room {
-                        // One notification may stand for several turns.
-                        self.changed.notify_one();
-                    }
                     return Turn(Arc::clone(self));
                 }
                 more_at
             };
-            let changed = self.changed.notified();
             match more_at {
                 Some(at) => drop(tokio::time::timeout_at(at, changed).await),
                 None => changed.await,
@@ -119,7 +130,7 @@ mod tests {
     use super::*;
 
     fn free(pace: &Arc<Pace>) -> Vec<Turn> {
-        std::iter::from_fn(|| pace.turn().now_or_never()).collect()
+        std::iter::from_fn(|| pace.turn(Advance::Calm).now_or_never()).collect()
     }
 
     #[tokio::test]
@@ -129,7 +140,9 @@ mod tests {
         let awaited = pace.awaited();
         assert_eq!(free(&pace).len(), BESIDE);
         drop(awaited);
-        assert_eq!(free(&pace).len(), BETWEEN);
+        let held = free(&pace);
+        assert_eq!(held.len(), BETWEEN);
+        assert!(pace.turn(Advance::Low).now_or_never().is_some());
     }
 
     #[test]
@@ -139,23 +152,24 @@ mod tests {
             last: Some(now),
             ..State::default()
         };
-        assert_eq!(state.limit(now), (BETWEEN, Some(now + CALM)));
-        assert_eq!(state.limit(now + CALM), (ALONE, None));
+        let limit = |at| state.limit(Advance::Calm, at);
+        assert_eq!(limit(now), (BETWEEN, Some(now + CALM)));
+        assert_eq!(limit(now + CALM), (ALONE, None));
     }
 
     #[tokio::test]
     async fn a_turn_that_ends_is_the_next_ones() {
         let pace = Arc::new(Pace::default());
         let _awaited = pace.awaited();
-        let first = pace.turn().await;
+        let first = pace.turn(Advance::Calm).await;
         let waiting: Vec<_> = (0..3)
             .map(|_| {
                 let pace = Arc::clone(&pace);
-                tokio::spawn(async move { drop(pace.turn().await) })
+                tokio::spawn(async move { drop(pace.turn(Advance::Calm).await) })
             })
             .collect();
         tokio::task::yield_now().await;
-        assert!(pace.turn().now_or_never().is_none());
+        assert!(pace.turn(Advance::Calm).now_or_never().is_none());
         drop(first);
         for task in waiting {
             task.await.unwrap();
@@ -168,7 +182,7 @@ mod tests {
         drop(pace.awaited());
         let held = free(&pace);
         assert_eq!(held.len(), BETWEEN);
-        let next = tokio::time::timeout(CALM * 3, pace.turn()).await;
+        let next = tokio::time::timeout(CALM * 3, pace.turn(Advance::Calm)).await;
         assert!(next.is_ok());
     }
 }

@@ -63,7 +63,7 @@ impl Failure for snapshot::Error {
 struct Ended {
     /// When to look again though nothing has changed.
     requeue: Option<Duration>,
-    /// What belongs to the pass and does not keep the worker; says when to look again. The next pass over the object comes after it.
+    /// What is left to be done and keeps neither the worker nor the object; says when to look again.
     afterwards: Option<BoxFuture<'static, Option<Duration>>>,
 }
 
@@ -203,28 +203,23 @@ impl Workers<'_> {
                 let queue = (kind.queue)(&context);
                 while let Some(key) = shutdown.run_until_cancelled(queue.next()).await {
                     let ended = one(&kind, &key, &context).await;
+                    if let Some(delay) = ended.requeue {
+                        queue.add_after(key.clone(), delay);
+                    }
+                    queue.done(&key);
                     let Some(rest) = ended.afterwards else {
-                        finish(queue, &key, ended.requeue);
                         continue;
                     };
                     let context = Arc::clone(&context);
                     afterwards.spawn(async move {
-                        let again = rest.await;
-                        let requeue = ended.requeue.into_iter().chain(again).min();
-                        finish((kind.queue)(&context), &key, requeue);
+                        if let Some(delay) = rest.await {
+                            (kind.queue)(&context).add_after(key, delay);
+                        }
                     });
                 }
             });
         }
     }
-}
-
-/// The object may have its next pass.
-fn finish(queue: &Queue, key: &Key, requeue: Option<Duration>) {
-    if let Some(delay) = requeue {
-        queue.add_after(key.clone(), delay);
-    }
-    queue.done(key);
 }
 
 /// One pass, if the object is there. After a failure it is looked at again, with a growing delay.

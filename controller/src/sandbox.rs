@@ -12,7 +12,7 @@ use crate::{
     candidates,
     context::Context,
     events,
-    pace::Awaited,
+    pace::{Advance, Awaited},
     watches,
 };
 
@@ -110,8 +110,13 @@ fn turn(sandbox: &Sandbox, context: &Context) -> (Apiserver, Option<Awaited>) {
         let pod = context.caches.pods.get(&namespace, &pod);
         pod.is_some_and(|pod| pod.labels().contains_key(labels::WARM_POOL_SANDBOX))
     };
-    if candidates::pool_of(sandbox).is_some() || pod_follows() {
-        return (context.api.in_advance(), None);
+    if candidates::pool_of(sandbox).is_some() {
+        let advance = watches::extensions::pool_of_member(context, sandbox)
+            .map_or(Advance::Calm, |pool| context.candidates.advance(&pool));
+        return (context.api.in_advance(advance), None);
+    }
+    if pod_follows() {
+        return (context.api.in_advance(Advance::Calm), None);
     }
     let ready = status::is_ready(sandbox.status.as_ref());
     (context.api.clone(), (!ready).then(|| context.api.awaited()))

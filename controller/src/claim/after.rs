@@ -21,6 +21,7 @@ use crate::{
     calls::{Answer, Apiserver},
     context::Context,
     events::{self, Note, Severity},
+    pace::Advance,
 };
 
 /// When the annotations are tried again after they could not be written.
@@ -37,13 +38,21 @@ pub struct News {
 impl News {
     /// Writes it. Says when to look at the claim again, if something could not be written.
     pub async fn tell(self, context: &Context) -> Option<Duration> {
-        let api = context.api.in_advance();
+        let api = context.api.in_advance(Advance::Calm);
         let publish = async {
             for note in self.notes {
                 events::publish(&api, &*self.claim, note).await;
             }
         };
+        let annotates = self.annotations.is_some();
         let annotate = annotate(&self.claim, self.annotations, &api, context);
+        let annotate = async {
+            let written = annotate.await;
+            if annotates {
+                context.sightings.told(&self.claim);
+            }
+            written
+        };
         let (written, ()) = tokio::join!(annotate, publish);
         written.err()
     }
@@ -60,7 +69,8 @@ pub(super) fn finish(session: &Session, plan: &Plan, context: &Context) -> Optio
     let became_ready = count(session, sandbox, context, now);
     let annotations = sandbox
         .filter(|_| context.settings.claims.observability)
-        .and_then(|sandbox| annotation_patch(claim, sandbox, became_ready, context, now));
+        .and_then(|sandbox| annotation_patch(claim, sandbox, became_ready, context, now))
+        .filter(|_| context.sightings.tell(claim));
     let notes = if context.settings.claims.events {
         notes(session)
     } else {

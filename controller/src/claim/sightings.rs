@@ -23,6 +23,8 @@ pub struct Sighting {
     pub unsettled: Option<String>,
     /// The first Ready was counted, by this process or an earlier one.
     pub counted: bool,
+    /// The annotations are being written, or wait for their turn.
+    pub telling: bool,
 }
 
 impl Sightings {
@@ -54,6 +56,24 @@ impl Sightings {
             .is_some_and(|sighting| !std::mem::replace(&mut sighting.counted, true))
     }
 
+    /// The annotations are going to be written. `false`: they are already.
+    pub fn tell(&self, claim: &SandboxClaim) -> bool {
+        !self.set_telling(claim, true)
+    }
+
+    /// The annotations are written, or could not be.
+    pub fn told(&self, claim: &SandboxClaim) {
+        self.set_telling(claim, false);
+    }
+
+    /// What was so before.
+    fn set_telling(&self, claim: &SandboxClaim, telling: bool) -> bool {
+        let uid = claim.uid().unwrap_or_default();
+        let mut all = self.lock();
+        all.get_mut(&uid)
+            .is_some_and(|sighting| std::mem::replace(&mut sighting.telling, telling))
+    }
+
     /// The claim is gone.
     pub fn forget(&self, claim: &SandboxClaim) {
         let uid = claim.uid().unwrap_or_default();
@@ -76,6 +96,7 @@ fn first(claim: &SandboxClaim, now: Timestamp) -> Sighting {
         unsettled: None,
         counted: annotation(annotations::CLAIM_FIRST_READY_AT).is_some()
             || conditions.is_some_and(|all| conditions::is_true(all, conditions::READY)),
+        telling: false,
     }
 }
 

@@ -58,7 +58,7 @@ async fn execute(step: &Action, observed: &Observed, context: &Context) -> Resul
     let namespace = &pool.namespace().unwrap_or_default();
     match step {
         Action::Adopt { name, patch } => {
-            let api = context.api.in_advance();
+            let api = context.api.in_advance(observed.advance);
             match api.patch::<Sandbox>(namespace, name, patch).await {
                 Ok(sandbox) => watches::sandbox_written(context, sandbox),
                 Err(error) => newer_or(error)?,
@@ -73,7 +73,7 @@ async fn execute(step: &Action, observed: &Observed, context: &Context) -> Resul
             let version = resource_version.as_deref();
             let deleted = context
                 .api
-                .in_advance()
+                .in_advance(observed.advance)
                 .delete::<Sandbox>(namespace, name, uid, version)
                 .await;
             match deleted {
@@ -105,7 +105,7 @@ async fn create(
     let uid = &pool.uid().unwrap_or_default();
     let sandbox = member::sandbox(pool, template, name, observed.settings.eviction);
     context.pools.creating(uid, name);
-    let api = context.api.in_advance();
+    let api = context.api.in_advance(observed.advance);
     match api.create::<Sandbox>(namespace, sandbox).await {
         Ok(_) => {
             context.pools.created(uid, name);
@@ -129,7 +129,7 @@ async fn taken(name: &str, observed: &Observed, context: &Context) -> Result<(),
     let uid = &pool.uid().unwrap_or_default();
     let found = context
         .api
-        .in_advance()
+        .in_advance(observed.advance)
         .get::<Sandbox>(namespace, name)
         .await;
     let found = found.map_err(Error::Unknown)?;

@@ -74,6 +74,13 @@ pub fn controller_of_kind<'a, K: Resource>(
     })
 }
 
+/// The pool that a Sandbox is a member of.
+pub fn pool_of_member(context: &Context, sandbox: &Sandbox) -> Option<Arc<SandboxWarmPool>> {
+    let owner = controller_of_kind(sandbox, &SandboxWarmPool::kind(&()))?;
+    let namespace = sandbox.namespace().unwrap_or_default();
+    context.caches.pools.get(&namespace, &owner.name)
+}
+
 /// Index of Sandboxes: the UID of the controller; of one that nobody controls, the pool that its label names.
 pub fn sandbox_index(sandbox: &Sandbox) -> Option<String> {
     match controller_of(sandbox) {

@@ -161,7 +161,8 @@ pub(crate) fn count(writes: &[Write], claims: &HashMap<String, Record>) -> Write
     counted
 }
 
-/// How many were made up to the status of the claim, which says Ready the first time it is written when a member of a pool was there.
+/// How many were made on the claim and its Sandbox up to the status of the claim, which says Ready the first time it is written when a member of a pool was there. (The Pod's labels follow
+/// beside, and may be faster.)
 fn until_ready(writes: &[&Write]) -> usize {
     let says = |write: &&&Write| {
         let object = &write.object_ref;
@@ -170,7 +171,9 @@ fn until_ready(writes: &[&Write]) -> usize {
     let Some(ready) = writes.iter().find(says).map(|write| write.stage_timestamp) else {
         return 0;
     };
-    let before = |write: &&&Write| write.stage_timestamp <= ready;
+    let before = |write: &&&Write| {
+        write.stage_timestamp <= ready && write.object_ref.resource.starts_with("sandbox")
+    };
     writes.iter().filter(before).count()
 }
 
