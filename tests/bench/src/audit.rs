@@ -42,7 +42,7 @@ struct Response {
 /// What the controller wrote during a load.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Writes {
-    /// How many claims took a member of a pool and are counted here.
+    /// How many claims took a member of a pool that had its Pod, and are counted here.
     pub claims: usize,
     /// Per such claim, up to the write that made it Ready.
     pub before_ready: f64,
@@ -136,10 +136,15 @@ pub(crate) fn count(writes: &[Write], claims: &HashMap<String, Record>) -> Write
         let later = claims
             .get(claim)
             .is_some_and(|record| write.request_received_timestamp >= record.sent_at);
-        if let Some(of) = of_claim.get_mut(claim).filter(|_| later) {
+        if let Some(of) = of_claim
+            .get_mut(claim)
+            .filter(|_| later && write.went_through())
+        {
             of.push(write);
         }
     }
+    // A member whose Pod was made later was still on its way: what it cost is the pool's refill.
+    of_claim.retain(|_, of| of.iter().all(|write| write.kind() != "create pods"));
     counted.claims = of_claim.len();
     let (mut before_ready, mut in_all) = (0, 0);
     for of in of_claim.values() {
