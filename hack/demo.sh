@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The demo: a Sandbox is suspended with its memory and comes back, then hibernates in place and wakes by itself.
+# The demo: a Sandbox is suspended with its memory and comes back, hibernates in place and is woken, falls asleep by itself and wakes on a packet.
 # Installs what is missing, builds, starts the development cluster, installs Torpor. KEEP=0 takes it all down at the end.
 # With KUBECONFIG set it runs on that cluster, which must have Torpor and the image torpor.dev/demo-python:dev.
 set -euo pipefail
@@ -173,6 +173,32 @@ wake() {
 	kubectl -n "$NAMESPACE" annotate sandbox demo torpor.dev/hibernate-
 }
 
+# The connection is made before it sleeps and says nothing until it does.
+fall_asleep() {
+	local begin uid
+	uid=$(pod_field .metadata.uid)
+	ask before
+	exec 9<>"/dev/tcp/$ip/8080"
+	begin=$(now)
+	kubectl -n "$NAMESPACE" annotate sandbox demo torpor.dev/hibernate-after=3s
+	wait_until 90 "Sandbox Hibernated" is sandbox/demo Hibernated True
+	printf '    fell asleep %s s after it was told to when idle for 3 s; the pod uses %s MiB\n' "$(since "$begin")" "$(pod_memory "$uid")"
+}
+
+wake_by_request() {
+	local begin status
+	begin=$(now)
+	printf 'GET / HTTP/1.0\r\n\r\n' >&9
+	read -r status <&9
+	printf '    the first line of the answer came %s s after the request\n' "$(since "$begin")"
+	exec 9<&- 9>&-
+	check "the connection from before its sleep has carried it: ${status%$'\r'}" [ "$(cut -d ' ' -f 2 <<<"$status")" = 200 ]
+	kubectl -n "$NAMESPACE" annotate sandbox demo torpor.dev/hibernate-after-
+	ask after
+	verify
+	check "it never restarted" [ "$(pod_field .status.containerStatuses[0].restartCount)" = 0 ]
+}
+
 TMP=$(mktemp -d)
 trap 'rm -rf "$TMP"' EXIT
 step "prepare: cluster, images, Torpor" prepare
@@ -181,6 +207,11 @@ step "suspend it: its memory is saved, its Pod deleted" suspend
 step "resume it: a new Pod continues" resume
 step "hibernate it in place" hibernate
 step "wake it by kubectl exec" wake
+# On a cluster of somebody else's this machine may have no way to the Pod.
+if [ "$own_cluster" = yes ]; then
+	step "let it fall asleep by itself" fall_asleep
+	step "wake it by one request" wake_by_request
+fi
 echo
 print_steps
 if [ "${KEEP:-1}" = 0 ]; then

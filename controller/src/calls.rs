@@ -22,6 +22,8 @@ use kube::{
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
+use crate::pace::{Advance, Awaited, Pace};
+
 /// Name that creates are recorded under in `managedFields`, as upstream's.
 pub const FIELD_MANAGER: &str = "sandbox-controller";
 
@@ -90,6 +92,9 @@ pub struct Apiserver {
     timeout: Duration,
     /// Until when the apiserver asked to be left alone.
     pressed: Arc<Mutex<Option<Instant>>>,
+    pace: Arc<Pace>,
+    /// Nobody waits for these calls.
+    in_advance: Option<Advance>,
 }
 
 /// How long to wait when the apiserver does not say.
@@ -121,7 +126,22 @@ impl Apiserver {
             client,
             timeout,
             pressed: Arc::default(),
+            pace: Arc::default(),
+            in_advance: None,
         }
+    }
+
+    /// The same apiserver, for calls that nobody waits for: they give way to the others.
+    pub fn in_advance(&self, advance: Advance) -> Self {
+        Self {
+            in_advance: Some(advance),
+            ..self.clone()
+        }
+    }
+
+    /// Says that somebody waits for what is written until this is dropped.
+    pub fn awaited(&self) -> Awaited {
+        self.pace.awaited()
     }
 
     /// The client, for watches.
@@ -158,6 +178,11 @@ impl Apiserver {
                     other => return other,
                 }
             }
+        };
+        // Waiting for one's turn is no part of the call.
+        let _turn = match self.in_advance {
+            Some(advance) => Some(self.pace.turn(advance).await),
+            None => None,
         };
         match tokio::time::timeout(self.timeout, tries).await {
             Ok(result) => Ok(result?),

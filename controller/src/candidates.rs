@@ -12,7 +12,7 @@ use jiff::Timestamp;
 use kube::{Resource, ResourceExt};
 use torpor_api::{Sandbox, SandboxWarmPool, conditions, extensions, labels};
 
-use crate::cache::Change;
+use crate::{cache::Change, pace::Advance};
 
 /// How far a member has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -117,6 +117,19 @@ impl Candidates {
         }
     }
 
+    /// Whether a pool has less than half of its members left to give, so that whoever comes next waits for new ones.
+    pub fn advance(&self, pool: &SandboxWarmPool) -> Advance {
+        let pools = self.lock();
+        let free = pools
+            .get(&pool.uid().unwrap_or_default())
+            .map_or(0, Pool::ready);
+        let wanted = usize::try_from(pool.spec.replicas.unwrap_or(1)).unwrap_or_default();
+        match free * 2 < wanted {
+            true => Advance::Low,
+            false => Advance::Calm,
+        }
+    }
+
     /// A certain member, if it is free.
     pub fn take_named(&self, pool_uid: &str, name: &str) -> Option<Taken> {
         let sandbox = self.lock().get_mut(pool_uid)?.take(name)?;
@@ -178,6 +191,11 @@ impl Pool {
         member.taken = false;
         let entry = member.entry.clone();
         self.free(&entry);
+    }
+
+    fn ready(&self) -> usize {
+        let nodes = self.free.get(&Stage::Ready).into_iter().flatten();
+        nodes.map(|(_, members)| members.len()).sum()
     }
 
     fn choose(&self) -> Option<String> {

@@ -28,6 +28,7 @@ pub mod sandbox_spec;
 pub mod sightings;
 pub mod status;
 
+pub use self::after::News;
 use self::{
     apply::{Happened, Step},
     dereference::Session,
@@ -80,26 +81,51 @@ pub fn owner_reference(claim: &SandboxClaim) -> OwnerReference {
     }
 }
 
-/// One pass over one claim. Says when to look again though nothing has changed.
+/// What a pass over a claim leaves.
+#[derive(Debug, Default)]
+pub struct Served {
+    /// When to look again though nothing has changed.
+    pub requeue: Option<Duration>,
+    /// What is to be told when it is its turn. The next pass over the claim need not wait for it.
+    pub news: Option<News>,
+}
+
+/// One pass over one claim, and what it leaves to be told. Says when to look again though nothing has changed.
 pub async fn reconcile(
     claim: Arc<SandboxClaim>,
     context: Arc<Context>,
 ) -> Result<Option<Duration>, Error> {
+    let Served { requeue, news } = serve(claim, &context).await?;
+    let untold = match news {
+        Some(news) => news.tell(&context).await,
+        None => None,
+    };
+    Ok(requeue.into_iter().chain(untold).min())
+}
+
+/// The part of a pass that somebody waits for.
+pub async fn serve(claim: Arc<SandboxClaim>, context: &Context) -> Result<Served, Error> {
     if claim.metadata.deletion_timestamp.is_some() {
-        return Ok(None);
+        return Ok(Served::default());
     }
-    let (claim, trace) = traced(claim, &context);
-    let mut session = dereference::dereference(claim, &context);
+    let (claim, trace) = traced(claim, context);
+    let waits = !claim.status.as_ref().is_some_and(is_ready);
+    let awaited = waits.then(|| context.api.awaited());
+    let mut session = dereference::dereference(claim, context);
     session.trace = trace;
     for _ in 0..REWRITES {
-        let plan = settle(&mut session, &context).await?;
+        let plan = settle(&mut session, context).await?;
         if plan.ends {
-            return Ok(None);
+            return Ok(Served::default());
         }
-        match conclude(&mut session, &plan, &context).await? {
-            Concluded::Said => return after::finish(&session, &plan, &context).await,
+        match conclude(&mut session, &plan, context).await? {
+            Concluded::Said => {
+                drop(awaited);
+                let news = after::finish(&session, &plan, context);
+                return leave(plan, news, context).await;
+            }
             Concluded::Changed(claim) => session.start_anew(claim),
-            Concluded::Gone => return Ok(None),
+            Concluded::Gone => return Ok(Served::default()),
         }
     }
     Err(Error::Unsettled)
@@ -123,6 +149,20 @@ fn traced(claim: Arc<SandboxClaim>, context: &Context) -> (Arc<SandboxClaim>, Op
         .annotations_mut()
         .insert(annotations::TRACE_CONTEXT.to_owned(), carrier.clone());
     (Arc::new(traced), Some(carrier))
+}
+
+/// What failed is tried again soon, and what is to be told by then is told now.
+async fn leave(plan: Plan, news: Option<News>, context: &Context) -> Result<Served, Error> {
+    let Outlook::Failed { message, .. } = plan.outlook else {
+        return Ok(Served {
+            requeue: plan.requeue,
+            news,
+        });
+    };
+    if let Some(news) = news {
+        news.tell(context).await;
+    }
+    Err(Error::Refused(message))
 }
 
 /// Plans and applies until a plan went through as planned.

@@ -5,6 +5,7 @@
 //! watches ──► caches                 one task per kind; each event names the objects that it concerns
 //!    └──────► queues ─► reconcile    one queue per kind, namespaces take turns, one pass per object at a time
 //!                          dereference → validate → plan → apply → status
+//! pace ────► what nobody waits for is written when it is its turn
 //! lease ───► runs all of it only while this process leads
 //! ```
 //! `plan` and `status` are pure; `apply` executes without choosing. Every call to the apiserver has a timeout, and a call without an answer leads to observing again.
@@ -20,6 +21,7 @@ pub mod flags;
 pub mod lease;
 pub mod merge_patch;
 pub mod metrics;
+pub mod pace;
 pub mod pool;
 pub mod queue;
 pub mod run;

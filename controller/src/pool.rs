@@ -15,6 +15,7 @@ use crate::{
     context::Context,
     events::{self, Note},
     merge_patch,
+    pace::Advance,
     watches::extensions::orphan_index,
 };
 
@@ -92,13 +93,14 @@ fn gather(pool: &Arc<SandboxWarmPool>, context: &Context) -> Observed {
         members: caches.sandboxes.indexed(&namespace, &uid),
         orphans: caches.sandboxes.indexed(&namespace, &orphans),
         pressed: context.api.is_pressed(),
+        advance: context.candidates.advance(pool),
         remembered,
         settings,
     }
 }
 
 async fn publish(pool: &SandboxWarmPool, note: Note, context: &Context) {
-    events::publish(&context.api, pool, note).await;
+    events::publish(&context.api.in_advance(Advance::Calm), pool, note).await;
 }
 
 /// Writes the status if it says something new. In a storm of changes not each of them is written: says when the next one may be.
@@ -122,6 +124,7 @@ async fn write_status(
     let (namespace, name) = (pool.namespace().unwrap_or_default(), pool.name_any());
     match context
         .api
+        .in_advance(Advance::Calm)
         .patch_status::<SandboxWarmPool>(&namespace, &name, &patch)
         .await
     {

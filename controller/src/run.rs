@@ -2,9 +2,11 @@
 
 use std::{future::Future, sync::Arc, time::Duration};
 
+use futures::future::BoxFuture;
 use kube::Resource;
 use tokio::{task::JoinSet, time::Instant};
-use tokio_util::sync::CancellationToken;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use torpor_api::SandboxClaim;
 use tracing::Instrument;
 
 use crate::{
@@ -58,13 +60,47 @@ impl Failure for snapshot::Error {
     }
 }
 
+/// What a pass leaves.
+struct Ended {
+    /// When to look again though nothing has changed.
+    requeue: Option<Duration>,
+    /// What is left to be done and keeps neither the worker nor the object; says when to look again.
+    afterwards: Option<BoxFuture<'static, Option<Duration>>>,
+}
+
+impl From<Option<Duration>> for Ended {
+    fn from(requeue: Option<Duration>) -> Self {
+        Self {
+            requeue,
+            afterwards: None,
+        }
+    }
+}
+
+/// A pass over a claim; the worker is free for the next one as soon as nobody waits for this one.
+async fn serve_claim(
+    claim: Arc<SandboxClaim>,
+    context: Arc<Context>,
+) -> Result<Ended, claim::Error> {
+    let claim::Served { requeue, news } = claim::serve(claim, &context).await?;
+    let tell = |news: claim::News| -> BoxFuture<'static, Option<Duration>> {
+        Box::pin(async move { news.tell(&context).await })
+    };
+    Ok(Ended {
+        requeue,
+        afterwards: news.map(tell),
+    })
+}
+
 /// Reconciles until `shutdown`, then lets passes that are under way end.
 pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
     let mut watching = JoinSet::new();
     watches::start(&context, &mut watching);
     let mut working = JoinSet::new();
+    let afterwards = TaskTracker::new();
     let mut start = Workers {
         tasks: &mut working,
+        afterwards: &afterwards,
         context: &context,
         shutdown: &shutdown,
     };
@@ -102,7 +138,7 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
             workers: claim_workers,
             cache: |context| &context.caches.claims,
             queue: |context| &context.queues.claims,
-            reconcile: claim::reconcile,
+            reconcile: serve_claim,
         });
         start.kind(Kind {
             name: "sandboxwarmpool",
@@ -124,7 +160,11 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
         });
     }
     shutdown.cancelled().await;
-    let drained = async { while working.join_next().await.is_some() {} };
+    let drained = async {
+        while working.join_next().await.is_some() {}
+        afterwards.close();
+        afterwards.wait().await;
+    };
     if tokio::time::timeout(DRAIN, drained).await.is_err() {
         tracing::warn!("some passes did not end in time");
     }
@@ -153,19 +193,22 @@ impl<K, Pass> Copy for Kind<K, Pass> {}
 
 struct Workers<'a> {
     tasks: &'a mut JoinSet<()>,
+    afterwards: &'a TaskTracker,
     context: &'a Arc<Context>,
     shutdown: &'a CancellationToken,
 }
 
 impl Workers<'_> {
-    fn kind<K, Pass, Fail>(&mut self, kind: Kind<K, Pass>)
+    fn kind<K, Pass, Left, Fail>(&mut self, kind: Kind<K, Pass>)
     where
         K: Resource + Send + Sync + 'static,
-        Pass: Future<Output = Result<Option<Duration>, Fail>> + Send + 'static,
+        Pass: Future<Output = Result<Left, Fail>> + Send + 'static,
+        Left: Into<Ended> + Send + 'static,
         Fail: Failure + Send + 'static,
     {
         for _ in 0..kind.workers {
             let (context, shutdown) = (Arc::clone(self.context), self.shutdown.clone());
+            let afterwards = self.afterwards.clone();
             self.tasks.spawn(async move {
                 // Until everything has been listed once, an absence means nothing.
                 let ready = context.caches.wait_ready(context.settings.extensions);
@@ -174,25 +217,32 @@ impl Workers<'_> {
                 }
                 let queue = (kind.queue)(&context);
                 while let Some(key) = shutdown.run_until_cancelled(queue.next()).await {
-                    if let Some(delay) = one(&kind, &key, &context).await {
+                    let ended = one(&kind, &key, &context).await;
+                    if let Some(delay) = ended.requeue {
                         queue.add_after(key.clone(), delay);
                     }
                     queue.done(&key);
+                    let Some(rest) = ended.afterwards else {
+                        continue;
+                    };
+                    let context = Arc::clone(&context);
+                    afterwards.spawn(async move {
+                        if let Some(delay) = rest.await {
+                            (kind.queue)(&context).add_after(key, delay);
+                        }
+                    });
                 }
             });
         }
     }
 }
 
-/// One pass, if the object is there. Says when to look again: after a failure with a growing delay.
-async fn one<K, Pass, Fail>(
-    kind: &Kind<K, Pass>,
-    key: &Key,
-    context: &Arc<Context>,
-) -> Option<Duration>
+/// One pass, if the object is there. After a failure it is looked at again, with a growing delay.
+async fn one<K, Pass, Left, Fail>(kind: &Kind<K, Pass>, key: &Key, context: &Arc<Context>) -> Ended
 where
     K: Resource,
-    Pass: Future<Output = Result<Option<Duration>, Fail>>,
+    Pass: Future<Output = Result<Left, Fail>>,
+    Left: Into<Ended>,
     Fail: Failure,
 {
     let Kind {
@@ -203,21 +253,27 @@ where
     let Some(found) = (kind.cache)(context).get(namespace, object) else {
         // It is gone, and nobody asks again how often it failed.
         context.failures.forget(&failing);
-        return None;
+        return Ended::from(None);
     };
     let begin = Instant::now();
     let span = trace::pass(kind.span, &*found, || (kind.trace)(&found, context));
     let pass = reconcile(found, Arc::clone(context)).instrument(span.clone());
-    let result = pass.await;
+    let result: Result<Ended, Fail> = pass.await.map(Into::into);
     let failure = result.as_ref().err().map(Failure::reason);
-    let requeues = matches!(result, Ok(Some(_)));
+    let requeues = matches!(
+        &result,
+        Ok(Ended {
+            requeue: Some(_),
+            ..
+        })
+    );
     context
         .metrics
         .observe_pass(name, begin.elapsed(), failure, requeues);
     match result {
-        Ok(requeue) => {
+        Ok(ended) => {
             context.failures.forget(&failing);
-            requeue
+            ended
         }
         Err(error) => {
             let delay = context.failures.count(&failing);
@@ -231,7 +287,7 @@ where
                 retry_in = ?delay,
                 "a pass failed"
             );
-            Some(delay)
+            Ended::from(Some(delay))
         }
     }
 }

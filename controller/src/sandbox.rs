@@ -5,12 +5,15 @@ use std::{sync::Arc, time::Duration};
 
 use jiff::Timestamp;
 use kube::ResourceExt;
-use torpor_api::{Sandbox, SandboxStatus};
+use torpor_api::{Sandbox, SandboxStatus, labels};
 
 use crate::{
-    calls::{self, Answer},
+    calls::{self, Answer, Apiserver},
+    candidates,
     context::Context,
-    events, watches,
+    events,
+    pace::{Advance, Awaited},
+    watches,
 };
 
 pub mod apply;
@@ -76,16 +79,21 @@ async fn pass(sandbox: Arc<Sandbox>, context: &Context) -> Result<Option<Duratio
         return Ok(None);
     }
     let before = sandbox.status.clone().unwrap_or_default();
-    let (plan, applied, sandbox) = settle(sandbox, context).await?;
+    let (api, _awaited) = turn(&sandbox, context);
+    let (plan, applied, sandbox) = settle(sandbox, &api, context).await?;
     if applied.sandbox_deleted {
         return Ok(None);
     }
     let now = Timestamp::now();
     let (after, requeue) = conclude(&sandbox, &plan, &applied, context, now);
-    write_status(&sandbox, &before, &after, context).await?;
+    let went_well = plan.refusals.is_empty() && applied.failures.is_empty();
+    if went_well && let Some(wait) = status::may_wait(&sandbox, &before, &after, now) {
+        return Ok(requeue.into_iter().chain([wait]).min());
+    }
+    write_status(&sandbox, &before, &after, &api, context).await?;
     if context.settings.sandbox_events {
         for note in notes::between(&before, &after, &plan) {
-            events::publish(&context.api, &*sandbox, note).await;
+            events::publish(&api, &*sandbox, note).await;
         }
     }
     context
@@ -103,12 +111,34 @@ async fn pass(sandbox: Arc<Sandbox>, context: &Context) -> Result<Option<Duratio
     Ok(requeue)
 }
 
+/// Whose calls wait for whose: nobody waits for a member of a pool, nor for the labels of a Pod whose Sandbox has just been handed to a claim. Somebody waits for a Sandbox that is
+/// not Ready.
+fn turn(sandbox: &Sandbox, context: &Context) -> (Apiserver, Option<Awaited>) {
+    let pod_follows = || {
+        let namespace = sandbox.namespace().unwrap_or_default();
+        let pod = dereference::pod_name(sandbox);
+        let pod = context.caches.pods.get(&namespace, &pod);
+        pod.is_some_and(|pod| pod.labels().contains_key(labels::WARM_POOL_SANDBOX))
+    };
+    if candidates::pool_of(sandbox).is_some() {
+        let advance = watches::extensions::pool_of_member(context, sandbox)
+            .map_or(Advance::Calm, |pool| context.candidates.advance(&pool));
+        return (context.api.in_advance(advance), None);
+    }
+    if pod_follows() {
+        return (context.api.in_advance(Advance::Calm), None);
+    }
+    let ready = status::is_ready(sandbox.status.as_ref());
+    (context.api.clone(), (!ready).then(|| context.api.awaited()))
+}
+
 /// Plans and applies until a plan went through as planned.
 async fn settle(
     sandbox: Arc<Sandbox>,
+    api: &Apiserver,
     context: &Context,
 ) -> Result<(Plan, Applied, Arc<Sandbox>), Error> {
-    let mut observed = dereference::dereference(sandbox, &context.caches, &context.api)
+    let mut observed = dereference::dereference(sandbox, &context.caches, api)
         .await
         .map_err(Error::Observe)?;
     observed
@@ -116,7 +146,7 @@ async fn settle(
         .clone_from(&context.settings.runtime_image);
     for _ in 0..ROUNDS {
         let plan = plan::plan(&observed, Timestamp::now());
-        let applied = apply::apply(&plan, &mut observed, &context.api).await;
+        let applied = apply::apply(&plan, &mut observed, api).await;
         if let Some(pod) = &applied.pod {
             watches::pod_written(context, (**pod).clone());
         }
@@ -150,14 +180,14 @@ async fn write_status(
     sandbox: &Sandbox,
     before: &SandboxStatus,
     after: &SandboxStatus,
+    api: &Apiserver,
     context: &Context,
 ) -> Result<(), Error> {
     let Some(patch) = status::patch(Some(before), after) else {
         return Ok(());
     };
     let namespace = sandbox.namespace().unwrap_or_default();
-    match context
-        .api
+    match api
         .patch_status::<Sandbox>(&namespace, &sandbox.name_any(), &patch)
         .await
     {

@@ -92,6 +92,18 @@ var helmArtifact = artifact{
 	files: []string{"helm"},
 }
 
+// kwokArtifact makes fake nodes: for the benchmark's control plane only.
+var kwokArtifact = artifact{
+	name: "kwok", about: "90 s",
+	packages: []string{"sigs.k8s.io/kwok/cmd/kwok@v0.8.0"},
+	files:    []string{"kwok"},
+}
+
+// artifactNamed is one of the cluster's.
+func artifactNamed(name string) artifact {
+	return artifacts[slices.IndexFunc(artifacts, func(a artifact) bool { return a.name == name })]
+}
+
 // key is the hash of all that decides what the build makes.
 func (a artifact) key(goVersion string) (string, error) {
 	h := sha256.New()

@@ -29,7 +29,7 @@ func clusterProcesses(record *machineRecord) map[int]bool {
 			continue
 		}
 		environ, err := os.ReadFile(filepath.Join("/proc", e.Name(), "environ"))
-		if err == nil && slices.ContainsFunc(bytes.Split(environ, []byte{0}), func(v []byte) bool { return string(v) == environMark }) {
+		if err == nil && slices.ContainsFunc(bytes.Split(environ, []byte{0}), func(v []byte) bool { return string(v) == environMark() }) {
 			found[pid] = true
 		}
 		exe, err := os.Readlink(filepath.Join("/proc", e.Name(), "exe"))

@@ -25,7 +25,7 @@ func controlPlaneGroup() group {
 			"--flex-volume-plugin-dir=" + statePath("flexvolume"),
 			"--cert-dir=" + statePath("pki", "kube-controller-manager"),
 			"--bind-address=127.0.0.1", fmt.Sprintf("--secure-port=%d", controllerManagerPort),
-			"--kube-api-qps=1000", "--kube-api-burst=2000",
+			"--kube-api-qps=5000", "--kube-api-burst=5000",
 			"--profiling=false",
 		}},
 		{Name: "kube-scheduler", After: []string{apiserverAddress()}, Args: []string{
@@ -34,7 +34,7 @@ func controlPlaneGroup() group {
 			"--leader-elect=false",
 			"--cert-dir=" + statePath("pki", "kube-scheduler"),
 			"--bind-address=127.0.0.1", fmt.Sprintf("--secure-port=%d", schedulerPort),
-			"--kube-api-qps=1000", "--kube-api-burst=2000",
+			"--kube-api-qps=5000", "--kube-api-burst=5000",
 			"--profiling=false",
 		}},
 	}}

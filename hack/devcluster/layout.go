@@ -6,23 +6,27 @@ import (
 	"path/filepath"
 )
 
-// The cluster owns everything below these two folders and removes both on `down`.
-const (
+// The cluster owns everything below these two folders and removes both on `down`. They, the ports and the cgroup are those of the
+// development cluster unless `bench` has said otherwise (useBenchLayout).
+var (
 	stateRoot = "/var/lib/torpor-dev" // survives the processes: etcd data, images, logs, keys
 	runRoot   = "/run/torpor-dev"     // sockets and pidfiles; short, because a socket path holds 107 bytes
 )
 
-// Addresses and ports, chosen so that a real cluster on the same machine keeps its own.
+// Addresses, chosen so that a real cluster on the same machine keeps its own.
 const (
-	machineBridge  = "trpdev0"       // the network the nodes of the cluster share; the apiserver listens on its address
-	machineAddress = "10.245.0.1"    // also the address of node-0
+	machineBridge  = "trpdev0"       // the network the nodes of the cluster share
 	machineNetwork = "10.245.0.0/24" // node-N (N > 0) would be 10.245.0.(N+1), in a network namespace of its own
 	podNetwork     = "10.246.0.0/16"
 	serviceNetwork = "10.96.0.0/16"
 	apiServiceIP   = "10.96.0.1"
 	dnsServiceIP   = "10.96.0.10"
 	clusterDomain  = "cluster.local"
+)
 
+// Where the control plane listens.
+var (
+	machineAddress        = "10.245.0.1" // the apiserver's, and that of node-0
 	apiserverPort         = 16443
 	etcdPort              = 12379
 	etcdPeerPort          = 12380
@@ -31,10 +35,10 @@ const (
 )
 
 // cgroupName is the group, in every hierarchy that is mounted, below which all processes of the cluster live.
-const cgroupName = "torpor-dev"
+var cgroupName = "torpor-dev"
 
 // environMark is set for every process of the cluster and inherited, so that orphans can be recognised.
-const environMark = "TORPOR_DEV_CLUSTER=" + runRoot
+func environMark() string { return "TORPOR_DEV_CLUSTER=" + runRoot }
 
 // hostPathProvisionerDir is wired into the controller-manager's provisioner; we mount a folder of ours there.
 const hostPathProvisionerDir = "/tmp/hostpath_pv"

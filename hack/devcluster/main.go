@@ -28,6 +28,9 @@ const usage = `usage: hack/cluster COMMAND
                         both take --helm: by the chart deploy/helm instead of kustomize
   helm ARGS…            helm on this cluster; built when first asked for
   check-chart           the chart says what the kustomize base says; needs no cluster
+  bench up|down|logs|kubectl ARGS…|env
+                        the control plane of the benchmarks: no kubelet, 100 fake nodes; beside the
+                        development cluster, from nothing at each up (see hack/bench-claims.sh)
   build                 build what is missing, start nothing
   help                  this text
 `
@@ -80,6 +83,8 @@ func run(command string, args []string) error {
 	case "build":
 		_, err := builtTools(true)
 		return err
+	case "bench":
+		return benchCommand(args)
 	case "supervise":
 		return supervise(args[0])
 	case "help", "-h", "--help":

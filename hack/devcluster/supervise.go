@@ -33,6 +33,8 @@ type component struct {
 type group struct {
 	Name       string      `json:"name"`
 	Components []component `json:"components"`
+	// Nice is the priority of its programs, for measurements beside other work; 0 leaves it.
+	Nice int `json:"nice,omitempty"`
 }
 
 func (g group) runDir(p ...string) string {
@@ -73,7 +75,7 @@ func startGroup(g group) error {
 	if err != nil {
 		return err
 	}
-	cmd := exec.Command(self, "supervise", g.specFile())
+	cmd := exec.Command(self, append(slices.Clone(commandPrefix), "supervise", g.specFile())...)
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.Dir = "/"
 	cmd.Env = clusterEnvironment()
@@ -99,7 +101,7 @@ func startGroup(g group) error {
 // clusterEnvironment is deliberately small: what the caller exports must not change how the cluster behaves.
 func clusterEnvironment() []string {
 	return []string{
-		environMark,
+		environMark(),
 		"PATH=" + binDir() + ":/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
 		"HOME=/root",
 	}
@@ -224,12 +226,27 @@ func runOnce(ctx context.Context, g group, c component) error {
 	if err := cmd.Start(); err != nil {
 		return err
 	}
+	if g.Nice != 0 {
+		prioritise(cmd.Process.Pid, g.Nice)
+	}
 	if err := writeFile(g.pidfile(c.Name), fmt.Appendf(nil, "%d\n", cmd.Process.Pid), 0o644); err != nil {
 		fmt.Println("pidfile:", err)
 	}
 	err = cmd.Wait()
 	os.Remove(g.pidfile(c.Name))
 	return err
+}
+
+// prioritise sets the priority of a process, and of its session where the kernel weighs sessions against one another (autogroup): there
+// the priority of a process counts only within its session.
+func prioritise(pid, nice int) {
+	if err := syscall.Setpriority(syscall.PRIO_PROCESS, pid, nice); err != nil {
+		fmt.Println("priority:", err)
+	}
+	err := os.WriteFile(fmt.Sprintf("/proc/%d/autogroup", pid), fmt.Appendf(nil, "%d", nice), 0)
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		fmt.Println("priority of the session:", err)
+	}
 }
 
 func pause(ctx context.Context, d time.Duration) {

@@ -19,7 +19,7 @@ import (
 //go:embed manifests/cluster.yaml
 var clusterManifest []byte
 
-const changes = `The development cluster runs as root on this machine. While it runs, it
+var changes = `The development cluster runs as root on this machine. While it runs, it
   - keeps its data in ` + stateRoot + ` and ` + runRoot + `
   - adds the bridges trpdev0 and trpcni0, nftables tables, and the cgroup torpor-dev
   - sets net.ipv4.ip_forward=1 (the kubelet sets vm.overcommit_memory and kernel.panic*)

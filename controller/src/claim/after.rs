@@ -1,6 +1,6 @@
-//! What is told once the status is written: metrics, one patch of annotations, Events. Nobody waits for any of it, and none of it decides about the Sandbox.
+//! What is told once the status is written: metrics, one patch of annotations, Events. Nobody waits for any of it, and none of it decides about the Sandbox: it is written when it is its turn.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use jiff::Timestamp;
 use kube::ResourceExt;
@@ -12,27 +12,54 @@ use torpor_api::{
 };
 
 use super::{
-    Error,
     apply::Happened,
     dereference::Session,
     is_ready,
     plan::{Outlook, Plan},
 };
 use crate::{
-    calls::Answer,
+    calls::{Answer, Apiserver},
     context::Context,
     events::{self, Note, Severity},
+    pace::Advance,
 };
 
 /// When the annotations are tried again after they could not be written.
 const RETRY: Duration = Duration::from_secs(5);
 
-/// Tells. Says when to look at the claim again.
-pub(super) async fn finish(
-    session: &Session,
-    plan: &Plan,
-    context: &Context,
-) -> Result<Option<Duration>, Error> {
+/// What is still to be written about a claim.
+#[derive(Debug)]
+pub struct News {
+    claim: Arc<SandboxClaim>,
+    annotations: Option<Value>,
+    notes: Vec<Note>,
+}
+
+impl News {
+    /// Writes it. Says when to look at the claim again, if something could not be written.
+    pub async fn tell(self, context: &Context) -> Option<Duration> {
+        let api = context.api.in_advance(Advance::Calm);
+        let publish = async {
+            for note in self.notes {
+                events::publish(&api, &*self.claim, note).await;
+            }
+        };
+        let annotates = self.annotations.is_some();
+        let annotate = annotate(&self.claim, self.annotations, &api, context);
+        let annotate = async {
+            let written = annotate.await;
+            if annotates {
+                context.sightings.told(&self.claim);
+            }
+            written
+        };
+        let (written, ()) = tokio::join!(annotate, publish);
+        written.err()
+    }
+}
+
+/// Counts what has happened, and gathers what is to be told.
+pub(super) fn finish(session: &Session, plan: &Plan, context: &Context) -> Option<News> {
     let now = Timestamp::now();
     let claim = &session.observed.claim;
     let sandbox = match &plan.outlook {
@@ -40,25 +67,20 @@ pub(super) async fn finish(
         _ => None,
     };
     let became_ready = count(session, sandbox, context, now);
-    let patch = sandbox
+    let annotations = sandbox
         .filter(|_| context.settings.claims.observability)
-        .and_then(|sandbox| annotation_patch(session, sandbox, became_ready, context, now));
+        .and_then(|sandbox| annotation_patch(session, sandbox, became_ready, context, now))
+        .filter(|_| context.sightings.tell(claim));
     let notes = if context.settings.claims.events {
         notes(session)
     } else {
         Vec::new()
     };
-    let publish = async {
-        for note in notes {
-            events::publish(&context.api, &**claim, note).await;
-        }
-    };
-    let (written, ()) = tokio::join!(annotate(claim, patch, context), publish);
-    let requeue = plan.requeue.into_iter().chain(written.err()).min();
-    match &plan.outlook {
-        Outlook::Failed { message, .. } => Err(Error::Refused(message.clone())),
-        _ => Ok(requeue),
-    }
+    (annotations.is_some() || !notes.is_empty()).then(|| News {
+        claim: Arc::clone(claim),
+        annotations,
+        notes,
+    })
 }
 
 /// Counts what happened. Whether the claim became Ready for the first time.
@@ -130,17 +152,14 @@ fn annotation_patch(
 async fn annotate(
     claim: &SandboxClaim,
     patch: Option<Value>,
+    api: &Apiserver,
     context: &Context,
 ) -> Result<(), Duration> {
     let Some(patch) = patch else {
         return Ok(());
     };
     let (namespace, name) = (claim.namespace().unwrap_or_default(), claim.name_any());
-    match context
-        .api
-        .patch::<SandboxClaim>(&namespace, &name, &patch)
-        .await
-    {
+    match api.patch::<SandboxClaim>(&namespace, &name, &patch).await {
         Ok(written) => {
             context.caches.claims.assume(written);
             Ok(())

@@ -25,6 +25,8 @@ pub struct Sighting {
     pub counted: bool,
     /// Carrier of the trace that the claim's first pass began, while no annotation of the claim names one.
     pub trace: Option<String>,
+    /// The annotations are being written, or wait for their turn.
+    pub telling: bool,
 }
 
 impl Sightings {
@@ -71,6 +73,24 @@ impl Sightings {
         sighting.trace.clone()
     }
 
+    /// The annotations are going to be written. `false`: they are already.
+    pub fn tell(&self, claim: &SandboxClaim) -> bool {
+        !self.set_telling(claim, true)
+    }
+
+    /// The annotations are written, or could not be.
+    pub fn told(&self, claim: &SandboxClaim) {
+        self.set_telling(claim, false);
+    }
+
+    /// What was so before.
+    fn set_telling(&self, claim: &SandboxClaim, telling: bool) -> bool {
+        let uid = claim.uid().unwrap_or_default();
+        let mut all = self.lock();
+        all.get_mut(&uid)
+            .is_some_and(|sighting| std::mem::replace(&mut sighting.telling, telling))
+    }
+
     /// The claim is gone.
     pub fn forget(&self, claim: &SandboxClaim) {
         let uid = claim.uid().unwrap_or_default();
@@ -94,6 +114,7 @@ fn first(claim: &SandboxClaim, now: Timestamp) -> Sighting {
         counted: annotation(annotations::CLAIM_FIRST_READY_AT).is_some()
             || conditions.is_some_and(|all| conditions::is_true(all, conditions::READY)),
         trace: None,
+        telling: false,
     }
 }
 

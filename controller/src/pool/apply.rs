@@ -17,11 +17,9 @@ use crate::{
 
 /// Creates of one pool that are under way at once.
 const MOST_AT_ONCE: usize = 32;
-/// The same while claims wait for writes of their own.
-const MOST_BESIDE_CLAIMS: usize = 4;
 
-/// Takes the steps, then makes the members: one, then two, then four at once, so that an apiserver that refuses is not asked a hundred times. Says when to go on, if the apiserver
-/// has too much to do.
+/// Takes the steps, then makes the members: one, then two, then four at once, so that an apiserver that refuses is not asked a hundred times. Each call waits for its turn
+/// ([`crate::pace`]). Says when to go on, if the apiserver has too much to do.
 pub(super) async fn apply(
     plan: &Plan,
     observed: &Observed,
@@ -40,12 +38,7 @@ pub(super) async fn apply(
         if context.api.is_pressed() {
             return Ok(Some(PRESSED_RETRY));
         }
-        let limit = if context.queues.claims.is_busy() {
-            MOST_BESIDE_CLAIMS
-        } else {
-            MOST_AT_ONCE
-        };
-        let (batch, rest) = left.split_at(at_once.min(limit).min(left.len()));
+        let (batch, rest) = left.split_at(at_once.min(MOST_AT_ONCE).min(left.len()));
         let creates = batch
             .iter()
             .map(|name| create(name, template, observed, context));
@@ -65,7 +58,8 @@ async fn execute(step: &Action, observed: &Observed, context: &Context) -> Resul
     let namespace = &pool.namespace().unwrap_or_default();
     match step {
         Action::Adopt { name, patch } => {
-            match context.api.patch::<Sandbox>(namespace, name, patch).await {
+            let api = context.api.in_advance(observed.advance);
+            match api.patch::<Sandbox>(namespace, name, patch).await {
                 Ok(sandbox) => watches::sandbox_written(context, sandbox),
                 Err(error) => newer_or(error)?,
             }
@@ -79,6 +73,7 @@ async fn execute(step: &Action, observed: &Observed, context: &Context) -> Resul
             let version = resource_version.as_deref();
             let deleted = context
                 .api
+                .in_advance(observed.advance)
                 .delete::<Sandbox>(namespace, name, uid, version)
                 .await;
             match deleted {
@@ -110,7 +105,8 @@ async fn create(
     let uid = &pool.uid().unwrap_or_default();
     let sandbox = member::sandbox(pool, template, name, observed.settings.eviction);
     context.pools.creating(uid, name);
-    match context.api.create::<Sandbox>(namespace, sandbox).await {
+    let api = context.api.in_advance(observed.advance);
+    match api.create::<Sandbox>(namespace, sandbox).await {
         Ok(_) => {
             context.pools.created(uid, name);
             Ok(())
@@ -131,7 +127,11 @@ async fn taken(name: &str, observed: &Observed, context: &Context) -> Result<(),
     let pool = &observed.pool;
     let namespace = &pool.namespace().unwrap_or_default();
     let uid = &pool.uid().unwrap_or_default();
-    let found = context.api.get::<Sandbox>(namespace, name).await;
+    let found = context
+        .api
+        .in_advance(observed.advance)
+        .get::<Sandbox>(namespace, name)
+        .await;
     let found = found.map_err(Error::Unknown)?;
     let ours = found
         .as_ref()

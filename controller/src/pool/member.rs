@@ -32,7 +32,7 @@ pub fn name(pool: &str, salt: u64, number: usize) -> String {
     name
 }
 
-/// The Sandbox to create. Whether the autoscaler may take its Pod is said on the Sandbox and not in its pod template: what a claim takes off is then no change of the spec.
+/// The Sandbox to create. The name of its Pod is known, and written now, so that it needs no write of its own. Whether the autoscaler may take its Pod is said on the Sandbox and not in its pod template: what a claim takes off is then no change of the spec.
 pub fn sandbox(
     pool: &SandboxWarmPool,
     template: &SandboxTemplate,
@@ -41,6 +41,7 @@ pub fn sandbox(
 ) -> Value {
     let spec = &template.spec;
     let mut on_sandbox = blueprint::sandbox_annotations(template);
+    on_sandbox[annotations::POD_NAME] = json!(name);
     let decided = spec
         .pod_template
         .annotations()

@@ -15,7 +15,7 @@ use super::{
     member::{self, owner_reference},
     memory::Remembered,
 };
-use crate::{blueprint::Blueprint, settings::PoolSettings};
+use crate::{blueprint::Blueprint, pace::Advance, settings::PoolSettings};
 
 /// How long a pool without a template waits for it, unless it comes.
 pub const TEMPLATE_RETRY: Duration = Duration::from_secs(60);
@@ -36,6 +36,8 @@ pub struct Observed {
     pub remembered: Remembered,
     /// The apiserver has too much to do.
     pub pressed: bool,
+    /// How soon somebody may wait for what is made.
+    pub advance: Advance,
     pub settings: PoolSettings,
 }
 

@@ -310,8 +310,10 @@ pub fn asks_for_the_named_pod(observed: &Observed) -> bool {
         .values()
         .any(|pod| ownership(&**pod, sandbox) == Ownership::Ours);
     let suspended = sandbox.spec.operating_mode == torpor_api::OperatingMode::Suspended;
-    let annotated = sandbox.annotations().contains_key(annotations::POD_NAME);
-    !ours && (suspended || annotated || marked_expired(sandbox))
+    let named = sandbox.annotations().get(annotations::POD_NAME);
+    // A member of a pool has the name from the beginning, before it has a Pod.
+    let new = sandbox.status.is_none() && named == Some(&sandbox.name_any());
+    !ours && (suspended || (named.is_some() && !new) || marked_expired(sandbox))
 }
 
 /// Merge patch that takes the Pod name off a Sandbox, or puts it on.

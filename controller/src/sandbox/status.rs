@@ -1,6 +1,6 @@
 //! No client required. What the status of a Sandbox says after a pass, word for word as upstream, plus Torpor's two conditions where they apply.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Pod, Service};
@@ -18,7 +18,7 @@ use super::{
     plan::{Area, Phase, Plan, ServiceOutlook, Shown},
     validate::{Ownership, ownership},
 };
-use crate::merge_patch;
+use crate::{candidates::pool_of, merge_patch};
 
 /// The end of a pass, as the status sees it.
 struct Seen<'a> {
@@ -56,6 +56,36 @@ pub fn next(
         Phase::Expired => old,
         Phase::Active => active(old, sandbox, plan, applied, cluster_domain, now),
     }
+}
+
+/// How long a member of a pool may be on its way to Ready before its status says how far it has come.
+const UNSAID: Duration = Duration::from_secs(5);
+
+/// Whether a status says Ready=True.
+pub fn is_ready(status: Option<&SandboxStatus>) -> bool {
+    status.is_some_and(|status| conditions::is_true(&status.conditions, conditions::READY))
+}
+
+/// How long the status of a member of a pool need not be written. Nobody waits for a member, and one that is Ready within seconds would otherwise be described three times. What makes it
+/// one that a claim may take (its addresses), or ends its way, is said at once.
+pub fn may_wait(
+    sandbox: &Sandbox,
+    before: &SandboxStatus,
+    after: &SandboxStatus,
+    now: Timestamp,
+) -> Option<Duration> {
+    pool_of(sandbox)?;
+    let says_more = patch(Some(before), after).is_none()
+        || is_ready(Some(before))
+        || is_ready(Some(after))
+        || before.pod_ips != after.pod_ips
+        || conditions::find(&after.conditions, conditions::FINISHED).is_some();
+    if says_more {
+        return None;
+    }
+    let created = sandbox.metadata.creation_timestamp.as_ref()?.0;
+    let age = Duration::try_from(now.duration_since(created)).unwrap_or_default();
+    UNSAID.checked_sub(age).filter(|wait| !wait.is_zero())
 }
 
 fn expired_condition() -> Draft {

@@ -1,6 +1,6 @@
 //! The watches of SandboxClaim, SandboxTemplate, SandboxWarmPool and NetworkPolicy, and what a change of a Sandbox means to its claim or its pool.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use jiff::Timestamp;
 use k8s_openapi::{
@@ -21,6 +21,9 @@ use crate::{
     candidates::pool_of,
     context::Context,
 };
+
+/// How long after a change of a member its pool is looked at. A pass walks over all members, and in a storm of changes one pass serves many of them.
+const POOL_LOOK: Duration = Duration::from_millis(100);
 
 /// Starts the watches.
 pub(super) fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
@@ -71,6 +74,13 @@ pub fn controller_of_kind<'a, K: Resource>(
     })
 }
 
+/// The pool that a Sandbox is a member of.
+pub fn pool_of_member(context: &Context, sandbox: &Sandbox) -> Option<Arc<SandboxWarmPool>> {
+    let owner = controller_of_kind(sandbox, &SandboxWarmPool::kind(&()))?;
+    let namespace = sandbox.namespace().unwrap_or_default();
+    context.caches.pools.get(&namespace, &owner.name)
+}
+
 /// Index of Sandboxes: the UID of the controller; of one that nobody controls, the pool that its label names.
 pub fn sandbox_index(sandbox: &Sandbox) -> Option<String> {
     match controller_of(sandbox) {
@@ -105,7 +115,8 @@ pub(super) fn sandbox_changed(context: &Context, change: &Change<Sandbox>) {
         } else if let Some(pool) = controller_of_kind(sandbox, &SandboxWarmPool::kind(&()))
             && matters
         {
-            context.queues.pools.add((namespace, pool.name.clone()));
+            let key = (namespace, pool.name.clone());
+            context.queues.pools.add_after(key, POOL_LOOK);
         } else if controller_of(sandbox).is_none() {
             wake_pools_of_orphan(context, sandbox, &namespace);
         }
@@ -138,7 +149,7 @@ fn wake_pools_of_orphan(context: &Context, sandbox: &Sandbox, namespace: &str) {
             && torpor_api::name_hash(&pool.name_any()) == *hash
     });
     for pool in named {
-        context.queues.pools.add(key_of(&*pool));
+        context.queues.pools.add_after(key_of(&*pool), POOL_LOOK);
     }
 }
 

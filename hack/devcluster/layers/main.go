@@ -26,6 +26,7 @@ var allowed = map[string][]string{
 	"torpor-wake":            {},
 	"torpor-oci":             {"torpor-core", "torpor-snapshots", "torpor-gvisor", "torpor-wake"},
 	"torpor-agent":           {"torpor-api", "torpor-core", "torpor-snapshots", "torpor-gvisor", "torpor-test-monitoring"},
+	"torpor-bench":           {"torpor-api"},
 	"torpor-test-apiserver":  {},
 	"torpor-test-monitoring": {},
 	"torpor-tests":           {"torpor-api", "torpor-controller", "torpor-core", "torpor-snapshots", "torpor-gvisor"},

@@ -51,3 +51,38 @@ fn a_first_status_is_written_whole() {
         Some(json!({"status": {"selector": "x=y"}}))
     );
 }
+
+fn member(owner: &str) -> Sandbox {
+    serde_json::from_value(json!({
+        "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox",
+        "metadata": {
+            "name": "m", "creationTimestamp": "2026-01-01T00:00:00Z",
+            "ownerReferences": [{
+                "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": owner, "name": "o",
+                "uid": "u", "controller": true,
+            }],
+        },
+        "spec": {"podTemplate": {"spec": {"containers": []}}},
+    }))
+    .unwrap()
+}
+
+#[rstest]
+#[case::on_its_way("SandboxWarmPool", json!({}), json!({"conditions": ready("False")}), 1, Some(4))]
+#[case::not_seen_so_far_for_long("SandboxWarmPool", json!({}), json!({"conditions": ready("False")}), 5, None)]
+#[case::ready("SandboxWarmPool", json!({}), json!({"conditions": ready("True")}), 1, None)]
+#[case::no_longer_ready("SandboxWarmPool", json!({"conditions": ready("True")}), json!({"conditions": ready("False")}), 1, None)]
+#[case::an_address("SandboxWarmPool", json!({}), json!({"conditions": ready("False"), "podIPs": ["1"]}), 1, None)]
+#[case::nothing_to_say("SandboxWarmPool", json!({}), json!({"nodeName": "n"}), 1, None)]
+#[case::somebody_waits_for_it("SandboxClaim", json!({}), json!({"conditions": ready("False")}), 1, None)]
+fn a_member_on_its_way_is_not_described(
+    #[case] owner: &str,
+    #[case] before: Value,
+    #[case] after: Value,
+    #[case] age: i64,
+    #[case] expected: Option<u64>,
+) {
+    let now = Timestamp::from_second(1_767_225_600 + age).unwrap();
+    let wait = may_wait(&member(owner), &status(before), &status(after), now);
+    assert_eq!(wait, expected.map(Duration::from_secs));
+}

@@ -1,0 +1,188 @@
+//! Whose turn it is to write. An apiserver does only so many writes a second, whoever sends them, and each that is under way makes the others slower. So what nobody waits for (members of
+//! pools, Events, what is noted about a claim that is Ready) gives way to what somebody waits for: there is always room for one such write, for a few between claims that follow one another,
+//! and for many when nobody has waited for a while.
+
+use std::{
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use tokio::{sync::Notify, time::Instant};
+
+/// How much room a pool that is running low gets, compared with the rest: whoever comes next waits for it.
+const LOW: usize = 4;
+/// Writes in advance that are under way at once while somebody waits.
+const BESIDE: usize = 1;
+/// The same while somebody has waited a moment ago: whoever comes next finds the apiserver this busy.
+const BETWEEN: usize = 4;
+/// The same when nobody has waited for [`CALM`].
+const ALONE: usize = 32;
+/// How long nobody must have waited before writes in advance have the apiserver to themselves.
+const CALM: Duration = Duration::from_secs(1);
+
+/// What a write in advance is for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Advance {
+    /// A pool that has enough, or something that is only noted.
+    #[default]
+    Calm,
+    /// A pool that is running low.
+    Low,
+}
+
+/// Shared by all that write.
+#[derive(Debug, Default)]
+pub struct Pace {
+    state: Mutex<State>,
+    changed: Notify,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct State {
+    /// Passes under way that somebody waits for.
+    awaited: usize,
+    /// When the last of them ended.
+    last: Option<Instant>,
+    /// Writes in advance that are under way.
+    in_advance: usize,
+}
+
+impl State {
+    /// How many writes in advance may be under way, and when it may be more though nothing happens.
+    fn limit(&self, advance: Advance, now: Instant) -> (usize, Option<Instant>) {
+        let times = match advance {
+            Advance::Calm => 1,
+            Advance::Low => LOW,
+        };
+        if self.awaited > 0 {
+            return (BESIDE * times, None);
+        }
+        match self.last.map(|last| last + CALM) {
+            Some(calm) if calm > now => (BETWEEN * times, Some(calm)),
+            _ => (ALONE, None),
+        }
+    }
+}
+
+/// Somebody waits as long as this is there.
+#[derive(Debug)]
+pub struct Awaited(Arc<Pace>);
+
+impl Drop for Awaited {
+    fn drop(&mut self) {
+        let mut state = self.0.lock();
+        state.awaited -= 1;
+        state.last = Some(Instant::now());
+        drop(state);
+        self.0.changed.notify_waiters();
+    }
+}
+
+/// Leave for one write in advance.
+#[derive(Debug)]
+pub struct Turn(Arc<Pace>);
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        self.0.lock().in_advance -= 1;
+        self.0.changed.notify_waiters();
+    }
+}
+
+impl Pace {
+    /// Says that somebody waits.
+    pub fn awaited(self: &Arc<Self>) -> Awaited {
+        self.lock().awaited += 1;
+        Awaited(Arc::clone(self))
+    }
+
+    /// Waits for the turn of a write in advance.
+    pub async fn turn(self: &Arc<Self>, advance: Advance) -> Turn {
+        loop {
+            // From here on no change is missed. Who has room differs, so that each is told of each.
+            let changed = self.changed.notified();
+            let more_at = {
+                let mut state = self.lock();
+                let (limit, more_at) = state.limit(advance, Instant::now());
+                if state.in_advance < limit {
+                    state.in_advance += 1;
+                    return Turn(Arc::clone(self));
+                }
+                more_at
+            };
+            match more_at {
+                Some(at) => drop(tokio::time::timeout_at(at, changed).await),
+                None => changed.await,
+            }
+        }
+    }
+
+    // A panic elsewhere leaves the counts as they were.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures::FutureExt;
+
+    use super::*;
+
+    fn free(pace: &Arc<Pace>) -> Vec<Turn> {
+        std::iter::from_fn(|| pace.turn(Advance::Calm).now_or_never()).collect()
+    }
+
+    #[tokio::test]
+    async fn what_nobody_waits_for_gives_way() {
+        let pace = Arc::new(Pace::default());
+        assert_eq!(free(&pace).len(), ALONE);
+        let awaited = pace.awaited();
+        assert_eq!(free(&pace).len(), BESIDE);
+        drop(awaited);
+        let held = free(&pace);
+        assert_eq!(held.len(), BETWEEN);
+        assert!(pace.turn(Advance::Low).now_or_never().is_some());
+    }
+
+    #[test]
+    fn it_has_the_apiserver_to_itself_once_nobody_has_waited_for_a_while() {
+        let now = Instant::now();
+        let state = State {
+            last: Some(now),
+            ..State::default()
+        };
+        let limit = |at| state.limit(Advance::Calm, at);
+        assert_eq!(limit(now), (BETWEEN, Some(now + CALM)));
+        assert_eq!(limit(now + CALM), (ALONE, None));
+    }
+
+    #[tokio::test]
+    async fn a_turn_that_ends_is_the_next_ones() {
+        let pace = Arc::new(Pace::default());
+        let _awaited = pace.awaited();
+        let first = pace.turn(Advance::Calm).await;
+        let waiting: Vec<_> = (0..3)
+            .map(|_| {
+                let pace = Arc::clone(&pace);
+                tokio::spawn(async move { drop(pace.turn(Advance::Calm).await) })
+            })
+            .collect();
+        tokio::task::yield_now().await;
+        assert!(pace.turn(Advance::Calm).now_or_never().is_none());
+        drop(first);
+        for task in waiting {
+            task.await.unwrap();
+        }
+    }
+
+    #[tokio::test]
+    async fn whoever_waits_for_a_turn_gets_it_when_it_is_calm_again() {
+        let pace = Arc::new(Pace::default());
+        drop(pace.awaited());
+        let held = free(&pace);
+        assert_eq!(held.len(), BETWEEN);
+        let next = tokio::time::timeout(CALM * 3, pace.turn(Advance::Calm)).await;
+        next.unwrap();
+    }
+}
