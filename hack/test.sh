@@ -120,7 +120,7 @@ uninstall() {
 	local left
 	"$cluster" uninstall-torpor "$@"
 	left=$("$cluster" kubectl get customresourcedefinitions,clusterroles,clusterrolebindings,runtimeclasses,namespaces -o name |
-		grep -E 'torpor|agents\.x-k8s\.io|agent-sandbox|sandbox-router' || true)
+		grep -E 'torpor|agents\.x-k8s\.io|agent-sandbox|sandbox-router' | grep -v '/torpor-dev:' || true) # these are the development cluster's own
 	[ -z "$left" ] || die "left behind in the cluster: $left"
 	diff <(echo "$config_before") <(containerd_config) || die "containerd's configuration is not as it was before Torpor"
 	[ ! -e /opt/torpor/bin ] || die "left behind: $(find /opt/torpor)"
