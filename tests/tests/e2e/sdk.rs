@@ -107,7 +107,6 @@ async fn restrict(case: &Case) -> anyhow::Result<()> {
 async fn the_python_sdk_works_through_the_router_by_a_tunnel_and_directly() -> anyhow::Result<()> {
     sdk::python().await?;
     case("sdk", async |case| {
-        restrict(case).await?;
         pool_with_volumes(case).await?;
         pool(case, 2).await?;
         case.with_sdk("calls.py").await
@@ -119,6 +118,7 @@ async fn the_python_sdk_works_through_the_router_by_a_tunnel_and_directly() -> a
 async fn the_asynchronous_python_sdk_works_through_the_router_and_directly() -> anyhow::Result<()> {
     sdk::python().await?;
     case("sdkasync", async |case| {
+        restrict(case).await?;
         pool(case, 2).await?;
         case.with_sdk("calls_async.py").await
     })
