@@ -149,7 +149,7 @@ by_helm() {
 }
 
 end_to_end() {
-	cargo test --locked -p torpor-tests --test e2e -- --test-threads="${E2E_THREADS:-3}"
+	cargo test --locked -p torpor-tests --test e2e -- --test-threads="${E2E_THREADS:-4}"
 }
 
 step "toolchains" toolchains
