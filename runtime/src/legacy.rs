@@ -35,18 +35,8 @@ pub struct Legacy {
 }
 
 impl Calls for Legacy {
-    async fn respond(&self, request: Request<Incoming>) -> Response<Body> {
-        match self.call(request).await {
-            Ok(response) => response,
-            Err(refusal) => {
-                tracing::info!(status = refusal.status().as_u16(), %refusal, "refused");
-                refusal.response()
-            }
-        }
-    }
-}
+    type Refusal = Refusal;
 
-impl Legacy {
     async fn call(&self, request: Request<Incoming>) -> Result<Response<Body>, Refusal> {
         let route = route(request.method(), request.uri().path())?;
         let (head, body) = request.into_parts();
@@ -75,7 +65,9 @@ impl Legacy {
             Route::Exists(path) => files::exists(&self.root, path).await,
         }
     }
+}
 
+impl Legacy {
     async fn execute(&self, body: &[u8]) -> Result<Response<Body>, Refusal> {
         let command = execute::command_of(body)?;
         let (directory, limits) = (self.root.path(), self.settings.execute);

@@ -43,6 +43,15 @@ pub enum Refusal {
     Slow,
 }
 
+/// What a client is told in place of what it asked for.
+pub trait Refused: std::fmt::Display + Send {
+    /// Status code of the answer.
+    fn status(&self) -> StatusCode;
+
+    /// The answer.
+    fn response(&self) -> Response<Body>;
+}
+
 impl Refusal {
     /// A field that is not there.
     pub fn missing(field: Option<&'static str>) -> Self {
@@ -50,22 +59,6 @@ impl Refusal {
             kind: "missing",
             field,
             message: "Field required",
-        }
-    }
-
-    /// Status code of the answer.
-    pub fn status(&self) -> StatusCode {
-        match self {
-            Self::NoRoute | Self::NoFile | Self::NoDirectory => StatusCode::NOT_FOUND,
-            Self::Method(_) => StatusCode::METHOD_NOT_ALLOWED,
-            Self::Field { .. } => StatusCode::UNPROCESSABLE_ENTITY,
-            Self::Malformed => StatusCode::BAD_REQUEST,
-            Self::Denied => StatusCode::FORBIDDEN,
-            Self::Upload(_) | Self::List(_) | Self::Download(_) => {
-                StatusCode::INTERNAL_SERVER_ERROR
-            }
-            Self::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
-            Self::Slow => StatusCode::REQUEST_TIMEOUT,
         }
     }
 
@@ -83,9 +76,25 @@ impl Refusal {
             _ => json!({"message": text}),
         }
     }
+}
 
-    /// The answer.
-    pub fn response(&self) -> Response<Body> {
+impl Refused for Refusal {
+    fn status(&self) -> StatusCode {
+        match self {
+            Self::NoRoute | Self::NoFile | Self::NoDirectory => StatusCode::NOT_FOUND,
+            Self::Method(_) => StatusCode::METHOD_NOT_ALLOWED,
+            Self::Field { .. } => StatusCode::UNPROCESSABLE_ENTITY,
+            Self::Malformed => StatusCode::BAD_REQUEST,
+            Self::Denied => StatusCode::FORBIDDEN,
+            Self::Upload(_) | Self::List(_) | Self::Download(_) => {
+                StatusCode::INTERNAL_SERVER_ERROR
+            }
+            Self::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::Slow => StatusCode::REQUEST_TIMEOUT,
+        }
+    }
+
+    fn response(&self) -> Response<Body> {
         let mut response = answer(self.status(), &self.body());
         if let Self::Method(allowed) = self
             && let Ok(allowed) = HeaderValue::from_str(allowed.as_str())

@@ -12,7 +12,10 @@ use tokio::{
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-use crate::{refusal::Body, root::Root};
+use crate::{
+    refusal::{Body, Refused},
+    root::Root,
+};
 
 /// Largest head of a request, in bytes.
 const MAX_HEAD: usize = 64 * 1024;
@@ -124,8 +127,14 @@ async fn accept_all(
 
 /// The calls of an HTTP/1 API.
 pub trait Calls: Send + Sync + 'static {
+    /// Why a request is not answered as asked.
+    type Refusal: Refused;
+
     /// Answers a request. Dropped when the client goes away, and with it what it does: a command is killed, an upload leaves nothing.
-    fn respond(&self, request: Request<Incoming>) -> impl Future<Output = Response<Body>> + Send;
+    fn call(
+        &self,
+        request: Request<Incoming>,
+    ) -> impl Future<Output = Result<Response<Body>, Self::Refusal>> + Send;
 }
 
 /// Connections of an HTTP/1 API.
@@ -145,13 +154,23 @@ impl<C: Calls> Http1<C> {
             .max_headers(MAX_HEADERS);
         Arc::new(Self { calls, http })
     }
+
+    async fn respond(&self, request: Request<Incoming>) -> Response<Body> {
+        match self.calls.call(request).await {
+            Ok(response) => response,
+            Err(refusal) => {
+                tracing::info!(status = refusal.status().as_u16(), %refusal, "refused");
+                refusal.response()
+            }
+        }
+    }
 }
 
 impl<C: Calls> Serve for Http1<C> {
     async fn connection(self: Arc<Self>, stream: TcpStream, life: Life) {
         let service = service_fn(|request| {
             let this = Arc::clone(&self);
-            async move { Ok::<_, Infallible>(this.calls.respond(request).await) }
+            async move { Ok::<_, Infallible>(this.respond(request).await) }
         });
         let serving = self.http.serve_connection(TokioIo::new(stream), service);
         let mut serving = std::pin::pin!(serving);

@@ -6,7 +6,7 @@ use rustix::io::Errno;
 use serde_json::json;
 
 use crate::{
-    refusal::{Body, answer},
+    refusal::{Body, Refused, answer},
     root,
 };
 
@@ -41,21 +41,6 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// Status code of the answer.
-    pub fn status(&self) -> StatusCode {
-        match self {
-            Self::Escape | Self::Permission => StatusCode::FORBIDDEN,
-            Self::Missing | Self::NoRoute => StatusCode::NOT_FOUND,
-            Self::Invalid(_) => StatusCode::BAD_REQUEST,
-            Self::NotEmpty | Self::IsRoot => StatusCode::CONFLICT,
-            Self::Stopping => StatusCode::SERVICE_UNAVAILABLE,
-            Self::Internal(_) => StatusCode::INTERNAL_SERVER_ERROR,
-            Self::Method(_) => StatusCode::METHOD_NOT_ALLOWED,
-            Self::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
-            Self::Slow => StatusCode::REQUEST_TIMEOUT,
-        }
-    }
-
     /// The word for programs. A request that no call is for has none, as with upstream's HTTP library.
     fn code(&self) -> Option<&'static str> {
         Some(match self {
@@ -70,9 +55,24 @@ impl Refusal {
             Self::NoRoute | Self::Method(_) => return None,
         })
     }
+}
 
-    /// The answer.
-    pub fn response(&self) -> Response<Body> {
+impl Refused for Refusal {
+    fn status(&self) -> StatusCode {
+        match self {
+            Self::Escape | Self::Permission => StatusCode::FORBIDDEN,
+            Self::Missing | Self::NoRoute => StatusCode::NOT_FOUND,
+            Self::Invalid(_) => StatusCode::BAD_REQUEST,
+            Self::NotEmpty | Self::IsRoot => StatusCode::CONFLICT,
+            Self::Stopping => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Internal(_) => StatusCode::INTERNAL_SERVER_ERROR,
+            Self::Method(_) => StatusCode::METHOD_NOT_ALLOWED,
+            Self::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::Slow => StatusCode::REQUEST_TIMEOUT,
+        }
+    }
+
+    fn response(&self) -> Response<Body> {
         let Some(code) = self.code() else {
             let mut response = text(self.status(), &self.to_string());
             if let Self::Method(allowed) = self {

@@ -113,18 +113,8 @@ fn truth(text: Option<&str>) -> Result<bool, Refusal> {
 }
 
 impl Calls for Rest {
-    async fn respond(&self, request: Request<Incoming>) -> Response<Body> {
-        match self.call(request).await {
-            Ok(response) => response,
-            Err(refusal) => {
-                tracing::info!(status = refusal.status().as_u16(), %refusal, "refused");
-                refusal.response()
-            }
-        }
-    }
-}
+    type Refusal = Refusal;
 
-impl Rest {
     async fn call(&self, request: Request<Incoming>) -> Result<Response<Body>, Refusal> {
         let (head, body) = request.into_parts();
         let query = |name| parameter(head.uri.query(), name);
@@ -147,7 +137,9 @@ impl Rest {
             Route::Metadata => Ok(answer(StatusCode::OK, &json!({"env": self.environment}))),
         }
     }
+}
 
+impl Rest {
     async fn get(&self, path: String, headers: &HeaderMap) -> Result<Response<Body>, Refusal> {
         let asked = path.clone();
         let found = blocking(&self.root, move |root| find(root, &asked)).await;
