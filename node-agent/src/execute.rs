@@ -80,7 +80,6 @@ pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
 
 fn act(context: &Context<'_>, action: &Action, ledger: &LedgerFile) -> Outcome {
     let node = context.node;
-    let probes = || context.answerable_ports.to_vec();
     match action {
         Action::Pause => with_control(context, |control, record| {
             pause::pause(&node.records, control, &record.sandbox, CALL_LIMIT)
@@ -89,7 +88,8 @@ fn act(context: &Context<'_>, action: &Action, ledger: &LedgerFile) -> Outcome {
             let outcome = with_control(context, |control, record| {
                 pause::doze(&node.records, control, &record.sandbox, CALL_LIMIT)
             });
-            tell_keeper(context, &Request::Watch { probes: probes() });
+            let probes = context.answerable_ports.to_vec();
+            tell_keeper(context, &Request::Watch { probes });
             outcome
         }
         Action::Reclaim { image } => run_verb(context, Verb::Doze, image),

@@ -15,7 +15,7 @@ use crate::restore::{self, Refusal};
 /// Verb of the agent: push the sandbox' memory out. Only with an image that is its memory too: who dies while it dozes loses nothing.
 pub(crate) fn doze(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow::Result<Answer> {
     ensure!(
-        node.records.state(sandbox)? == SandboxState::Running && is_dozing(node, sandbox)?,
+        node.records.state(sandbox)? == SandboxState::Running && dozing(node, sandbox)?.is_some(),
         "the sandbox does not doze"
     );
     ensure!(
@@ -41,16 +41,9 @@ pub(crate) fn wake(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Answer> {
 
 /// Resumes the sandbox if it dozes; answers whether it did. The caller holds the lock.
 pub(crate) fn rouse(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
-    if node.records.doze(sandbox)?.is_none() {
-        return Ok(false);
-    }
-    let Ok(mut control) = Control::connect(node.runsc.root(), sandbox.as_str()) else {
-        // It died while it dozed.
+    let Some(mut control) = dozing(node, sandbox)? else {
         return Ok(false);
     };
-    if !pause::is_dozing(&node.records, &mut control, sandbox, CALL_LIMIT)? {
-        return Ok(false);
-    }
     restore::about_to_run(node, sandbox)?;
     if !pause::resume(&node.records, &mut control, sandbox, CALL_LIMIT)? {
         bail!("the sandbox was resumed by somebody who did not hold its lock");
@@ -67,22 +60,18 @@ pub(crate) fn sleeps(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
     match node.records.state(sandbox)? {
         SandboxState::Hibernated { .. } => Ok(true),
         SandboxState::Restoring { .. } => Ok(false),
-        SandboxState::Running => is_dozing(node, sandbox),
+        SandboxState::Running => Ok(dozing(node, sandbox)?.is_some()),
     }
 }
 
-/// Whether it dozes, as far as it can be asked.
-fn is_dozing(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
+/// The way to a sandbox that dozes; none to one that does not, or that died while it dozed.
+fn dozing(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Option<Control>> {
     if node.records.doze(sandbox)?.is_none() {
-        return Ok(false);
+        return Ok(None);
     }
     let Ok(mut control) = Control::connect(node.runsc.root(), sandbox.as_str()) else {
-        return Ok(false);
+        return Ok(None);
     };
-    Ok(pause::is_dozing(
-        &node.records,
-        &mut control,
-        sandbox,
-        CALL_LIMIT,
-    )?)
+    let dozes = pause::is_dozing(&node.records, &mut control, sandbox, CALL_LIMIT)?;
+    Ok(dozes.then_some(control))
 }

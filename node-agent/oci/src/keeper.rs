@@ -206,7 +206,9 @@ impl Keeper<'_> {
                 if ended.contains(&Purpose::Rouse) {
                     watch.wake_failed();
                 }
-                if let Ok(pod) = records.pod(sandbox) {
+                if !watch.is_home()
+                    && let Ok(pod) = records.pod(sandbox)
+                {
                     let next = watch.asleep(&pod);
                     self.follow(next);
                 }

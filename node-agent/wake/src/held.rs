@@ -12,7 +12,6 @@ pub const MOST_BYTES: usize = 512 << 10;
 pub struct Held {
     frames: VecDeque<Box<[u8]>>,
     bytes: usize,
-    dropped: u64,
 }
 
 impl Held {
@@ -22,22 +21,15 @@ impl Held {
             return;
         }
         if self.frames.len() == MOST_FRAMES || self.bytes + frame.len() > MOST_BYTES {
-            self.dropped += 1;
             return;
         }
         self.bytes += frame.len();
         self.frames.push_back(frame.into());
     }
 
-    /// How many frames found no room.
-    pub fn dropped(&self) -> u64 {
-        self.dropped
-    }
-
     /// The frames, in order; nothing waits any more.
     pub fn take(&mut self) -> VecDeque<Box<[u8]>> {
         self.bytes = 0;
-        self.dropped = 0;
         std::mem::take(&mut self.frames)
     }
 }

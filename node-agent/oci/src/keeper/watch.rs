@@ -108,11 +108,7 @@ impl Watch {
     }
 
     /// The sandbox' processes have ended. Its address is put back, so that others still find the link that it is on.
-    /// Told again and again while it sleeps.
     pub(super) fn asleep(&mut self, pod: &PodRecord) -> Next {
-        if self.is_home {
-            return Next::Nothing;
-        }
         self.is_home = true;
         if let Some(namespace) = &pod.network_namespace
             && let Err(error) = net::put_back(namespace, &pod.addresses)
@@ -121,6 +117,11 @@ impl Watch {
             eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
         }
         self.sensor.asleep(Instant::now())
+    }
+
+    /// Whether [`Watch::asleep`] was told.
+    pub(super) fn is_home(&self) -> bool {
+        self.is_home
     }
 
     pub(super) fn is_asleep(&self) -> bool {
