@@ -90,8 +90,10 @@ impl Goal {
         match self {
             Self::Hibernate => conditions::is_true(all, HIBERNATED),
             Self::Wake => {
-                let asleep = conditions::find(all, HIBERNATED)
-                    .is_some_and(|c| c.status == "True" || c.reason == hibernated::WAKING);
+                let asleep = conditions::find(all, HIBERNATED).is_some_and(|c| {
+                    let on_its_way = [hibernated::WAKING, hibernated::DOZING];
+                    c.status == "True" || on_its_way.contains(&c.reason.as_str())
+                });
                 conditions::is_true(all, READY) && !asleep
             }
             Self::Suspend => is_true(SUSPENDED),
@@ -231,9 +233,11 @@ mod tests {
     #[rstest]
     #[case(Goal::Hibernate, &[("Hibernated", "False", "Saving")])]
     #[case(Goal::Hibernate, &[("Hibernated", "False", "SaveFailed")])]
+    #[case(Goal::Hibernate, &[("Hibernated", "False", "Dozing")])]
     #[case(Goal::Hibernate, &[])]
     #[case(Goal::Wake, &[("Hibernated", "True", "Hibernated"), ("Ready", "True", "X")])]
     #[case(Goal::Wake, &[("Hibernated", "False", "Waking"), ("Ready", "True", "X")])]
+    #[case(Goal::Wake, &[("Hibernated", "False", "Dozing"), ("Ready", "True", "X")])]
     #[case(Goal::Wake, &[("Restored", "False", "RestoreFailed"), ("Hibernated", "True", "Hibernated")])]
     #[case(Goal::Suspend, &[("Hibernated", "False", "RuntimeNotCapable"), ("Suspended", "False", "X")])]
     #[case(Goal::Resume, &[("Ready", "False", "DependenciesNotReady")])]
