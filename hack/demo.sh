@@ -84,6 +84,8 @@ pod_memory() {
 
 prepare() {
 	if [ "$own_cluster" = yes ]; then
+		# For the client of a WebSocket; the sandbox has its own.
+		command -v python3 >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends python3; }
 		"$REPO_ROOT/hack/cluster" up
 		"$REPO_ROOT/hack/image" dev
 		"$REPO_ROOT/hack/cluster" install-torpor
@@ -91,7 +93,7 @@ prepare() {
 	kubectl delete namespace "$NAMESPACE" --ignore-not-found --wait=true --timeout=120s
 	kubectl create namespace "$NAMESPACE"
 	kubectl -n "$NAMESPACE" create configmap demo-program --from-file="$REPO_ROOT/hack/demo/holder.py" \
-		--from-file="$REPO_ROOT/hack/demo/state.py"
+		--from-file="$REPO_ROOT/hack/demo/state.py" --from-file="$REPO_ROOT/hack/demo/websocket.py"
 }
 
 start() {
@@ -173,12 +175,18 @@ wake() {
 	kubectl -n "$NAMESPACE" annotate sandbox demo torpor.dev/hibernate-
 }
 
-# The connection is made before it sleeps and says nothing until it does.
+# The WebSocket is opened before it sleeps, and says nothing until it has been woken.
 fall_asleep() {
-	local begin uid
+	local begin uid said
 	uid=$(pod_field .metadata.uid)
 	ask before
-	exec 9<>"/dev/tcp/$ip/8080"
+	coproc WEBSOCKET { exec python3 "$REPO_ROOT/hack/demo/talk.py" "$ip" 8080; }
+	# Bash forgets the descriptors of a coprocess that has ended.
+	exec 7<&"${WEBSOCKET[0]}" 8>&"${WEBSOCKET[1]}"
+	read -r -t 20 said <&7
+	echo "before the sleep" >&8
+	read -r -t 20 said <&7
+	check "a WebSocket to the Pod echoes: ${said#* }" [ "${said#* }" = "1 before the sleep" ]
 	begin=$(now)
 	kubectl -n "$NAMESPACE" annotate sandbox demo torpor.dev/hibernate-after=3s
 	wait_until 90 "Sandbox Hibernated" is sandbox/demo Hibernated True
@@ -186,13 +194,18 @@ fall_asleep() {
 }
 
 wake_by_request() {
-	local begin status
+	local begin status said
 	begin=$(now)
+	exec 9<>"/dev/tcp/$ip/8080"
 	printf 'GET / HTTP/1.0\r\n\r\n' >&9
-	read -r status <&9
-	printf '    the first line of the answer came %s s after the request\n' "$(since "$begin")"
+	read -r -t 20 status <&9
+	printf '    one HTTP request woke it: the first line of the answer came after %s s\n' "$(since "$begin")"
 	exec 9<&- 9>&-
-	check "the connection from before its sleep has carried it: ${status%$'\r'}" [ "$(cut -d ' ' -f 2 <<<"$status")" = 200 ]
+	check "the answer: ${status%$'\r'}" [ "$(cut -d ' ' -f 2 <<<"$status")" = 200 ]
+	echo "after the sleep" >&8
+	read -r -t 20 said <&7
+	check "the WebSocket from before the sleep goes on, and its server knows it: ${said#* } (after ${said%% *} ms)" [ "${said#* }" = "2 after the sleep" ]
+	exec 7<&- 8>&-
 	kubectl -n "$NAMESPACE" annotate sandbox demo torpor.dev/hibernate-after-
 	ask after
 	verify

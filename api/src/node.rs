@@ -31,6 +31,11 @@ use crate::{conditions, snapshot::Fingerprint};
         json_path = ".status.counts.running"
     ),
     printcolumn(
+        name = "Dozing",
+        type_ = "integer",
+        json_path = ".status.counts.dozing"
+    ),
+    printcolumn(
         name = "Hibernated",
         type_ = "integer",
         json_path = ".status.counts.hibernated"
@@ -121,12 +126,15 @@ pub struct SandboxReport {
 pub struct LastWake {
     /// When it was over.
     pub at: Time,
-    /// Who asked: `Asked` (through the API) or `Called` (an exec, a port-forward, a signal).
+    /// Who asked: `Asked` (through the API), `Called` (an exec, a port-forward, a signal) or `Packet` (a packet for the Pod).
     #[serde(default)]
     pub cause: String,
-    /// From the beginning of the restore until the sandbox ran, in microseconds.
+    /// From its beginning until the sandbox ran, in microseconds.
     #[serde(default)]
     pub duration_micros: i64,
+    /// How deep it slept: `Dozing` or `Hibernated`.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub from: String,
 }
 
 /// One reason of the agent's planner.

@@ -85,13 +85,12 @@ impl Listing {
         row
     }
 
-    /// `420ms, 5m ago (Called)`.
+    /// `420ms, 5m ago (Packet)`.
     fn last_wake(&self, view: &View) -> String {
         let Some(wake) = &view.last_wake else {
             return String::new();
         };
-        let micros = u64::try_from(wake.duration_micros).unwrap_or(0);
-        let took = units::span(std::time::Duration::from_micros(micros));
+        let took = units::micros(wake.duration_micros);
         let ago = units::age(wake.at.0, self.now);
         format!("{took}, {ago} ago ({})", wake.cause)
     }

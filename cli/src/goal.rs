@@ -2,7 +2,7 @@
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use serde_json::{Value, json};
-use torpor_api::annotations::{self, HIBERNATE};
+use torpor_api::annotations::{self, HIBERNATE, Settings};
 use torpor_api::conditions::{self, HIBERNATED, READY, RESTORED, SUSPENDED};
 use torpor_api::reasons::{hibernated, restored};
 use torpor_api::{OperatingMode, Sandbox};
@@ -51,6 +51,10 @@ impl Goal {
                 Err("it is suspended: `kubectl torpor resume` makes it run again".to_owned())
             }
             Self::Hibernate => Ok(json!({"metadata": {"annotations": {HIBERNATE: "true"}}})),
+            Self::Wake if sleeps_by_itself(sandbox) => Err(
+                "nobody asked it to sleep: it was idle, and wakes by whatever needs it: a packet to its Pod, or `kubectl exec`"
+                    .to_owned(),
+            ),
             Self::Wake => {
                 // A wish in the pod template holds until the Sandbox itself says otherwise.
                 let template = sandbox.spec.pod_template.annotations();
@@ -90,8 +94,10 @@ impl Goal {
         match self {
             Self::Hibernate => conditions::is_true(all, HIBERNATED),
             Self::Wake => {
-                let asleep = conditions::find(all, HIBERNATED)
-                    .is_some_and(|c| c.status == "True" || c.reason == hibernated::WAKING);
+                let asleep = conditions::find(all, HIBERNATED).is_some_and(|c| {
+                    let on_its_way = [hibernated::WAKING, hibernated::DOZING];
+                    c.status == "True" || on_its_way.contains(&c.reason.as_str())
+                });
                 conditions::is_true(all, READY) && !asleep
             }
             Self::Suspend => is_true(SUSPENDED),
@@ -135,6 +141,14 @@ impl Goal {
     }
 }
 
+/// Whether it sleeps in place although no annotation asks for it.
+fn sleeps_by_itself(sandbox: &Sandbox) -> bool {
+    let own = sandbox.metadata.annotations.as_ref();
+    let settings = Settings::read(own, sandbox.spec.pod_template.annotations());
+    let sleeps = |c: &Condition| c.status == "True" || c.reason == hibernated::DOZING;
+    !settings.hibernate && conditions::find(conditions_of(sandbox), HIBERNATED).is_some_and(sleeps)
+}
+
 /// Whether the condition says something else than before the patch.
 fn is_news(condition: &Condition, before: &Sandbox) -> bool {
     let old = conditions::find(conditions_of(before), &condition.type_);
@@ -171,7 +185,7 @@ pub fn note(goal: Goal, now: &Sandbox) -> Option<String> {
     match goal {
         Goal::Suspend if !conditions::is_true(all, HIBERNATED) => {
             let why = conditions::find(all, HIBERNATED).map(said);
-            let strategy = annotations::Settings::read(
+            let strategy = Settings::read(
                 now.metadata.annotations.as_ref(),
                 now.spec.pod_template.annotations(),
             );
@@ -231,9 +245,11 @@ mod tests {
     #[rstest]
     #[case(Goal::Hibernate, &[("Hibernated", "False", "Saving")])]
     #[case(Goal::Hibernate, &[("Hibernated", "False", "SaveFailed")])]
+    #[case(Goal::Hibernate, &[("Hibernated", "False", "Dozing")])]
     #[case(Goal::Hibernate, &[])]
     #[case(Goal::Wake, &[("Hibernated", "True", "Hibernated"), ("Ready", "True", "X")])]
     #[case(Goal::Wake, &[("Hibernated", "False", "Waking"), ("Ready", "True", "X")])]
+    #[case(Goal::Wake, &[("Hibernated", "False", "Dozing"), ("Ready", "True", "X")])]
     #[case(Goal::Wake, &[("Restored", "False", "RestoreFailed"), ("Hibernated", "True", "Hibernated")])]
     #[case(Goal::Suspend, &[("Hibernated", "False", "RuntimeNotCapable"), ("Suspended", "False", "X")])]
     #[case(Goal::Resume, &[("Ready", "False", "DependenciesNotReady")])]
@@ -289,6 +305,18 @@ mod tests {
             Goal::Wake.patch(&asleep),
             Ok(json!({"metadata": {"annotations": {HIBERNATE: "false"}}}))
         );
+    }
+
+    #[rstest]
+    #[case(("Hibernated", "True", "Hibernated"))]
+    #[case(("Hibernated", "False", "Dozing"))]
+    fn one_that_fell_asleep_by_itself_is_woken_by_who_needs_it(
+        #[case] condition: (&str, &str, &str),
+    ) {
+        let mut idle = sandbox("Running", &[condition]);
+        assert!(Goal::Wake.patch(&idle).unwrap_err().contains("exec"));
+        idle.metadata.annotations = Some([(HIBERNATE.to_owned(), "true".to_owned())].into());
+        Goal::Wake.patch(&idle).unwrap();
     }
 
     #[test]

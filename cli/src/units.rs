@@ -64,6 +64,11 @@ pub fn span(span: Duration) -> String {
     }
 }
 
+/// The same of microseconds, as the API has them.
+pub fn micros(count: i64) -> String {
+    span(Duration::from_micros(u64::try_from(count).unwrap_or(0)))
+}
+
 /// A quantity such as `128974848`, `1.5Gi`, `250m` as a number in thousandths of its unit; none if it is not one.
 pub fn quantity_in_thousandths(text: &str) -> Option<i64> {
     let digits = text

@@ -22,6 +22,8 @@ pub enum State {
     Awake,
     /// Its memory is being written.
     Saving,
+    /// Paused because it was idle, memory in swap and in an image.
+    Dozing,
     /// Memory in an image, the Pod stays.
     Hibernated,
     /// Memory is being read back.
@@ -42,7 +44,7 @@ pub enum State {
 impl State {
     /// Whether it costs no processor and hardly memory.
     pub fn is_asleep(self) -> bool {
-        matches!(self, Self::Hibernated | Self::Suspended)
+        matches!(self, Self::Dozing | Self::Hibernated | Self::Suspended)
     }
 }
 
@@ -223,6 +225,9 @@ pub fn state(sandbox: &Sandbox) -> (State, Option<&Condition>) {
         Some(c) if c.reason == hibernated::SAVING => return (State::Saving, Some(c)),
         Some(c) if c.reason == hibernated::WAKING => return (State::Waking, Some(c)),
         Some(c) if c.reason == hibernated::FROZEN => return (State::Frozen, Some(c)),
+        Some(c) if c.reason == hibernated::DOZING && is_true(READY) => {
+            return (State::Dozing, Some(c));
+        }
         _ => {}
     }
     if is_true(READY) {

@@ -5,7 +5,7 @@ use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::ResourceExt;
 use serde::Serialize;
-use torpor_api::annotations::{self, HIBERNATE, Settings};
+use torpor_api::annotations::{self, HIBERNATE, Settings, SleepAfter};
 use torpor_api::conditions::{self, HIBERNATED, READY, RESTORED, SUSPENDED};
 use torpor_api::{OperatingMode, Sandbox, SandboxNode, SandboxSnapshot};
 
@@ -18,7 +18,7 @@ use crate::words;
 /// One thing to know.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Point {
-    /// asked, planner, condition, node, snapshot
+    /// asked, planner, wake, condition, node, snapshot
     pub about: &'static str,
     /// Name of the reason, where there is one: for scripts.
     #[serde(skip_serializing_if = "String::is_empty")]
@@ -86,8 +86,10 @@ pub fn explain(evidence: Evidence<'_>, now: Timestamp) -> Explanation {
     } = evidence;
     let mut points = asked(sandbox);
     points.extend(planned(pod, nodes, now));
+    points.extend(pod.and_then(|pod| last_wake(pod, nodes, now)));
     points.extend(said(sandbox));
-    points.extend(pod.and_then(|pod| node_point(pod, nodes, now)));
+    let settings = settings(sandbox);
+    points.extend(pod.and_then(|pod| node_point(pod, nodes, &settings, now)));
     points.extend(waiting_snapshots(sandbox, snapshots));
     Explanation {
         view: view::view(sandbox, pod, snapshots, nodes),
@@ -96,11 +98,15 @@ pub fn explain(evidence: Evidence<'_>, now: Timestamp) -> Explanation {
     }
 }
 
+fn settings(sandbox: &Sandbox) -> Settings {
+    let own = sandbox.metadata.annotations.as_ref();
+    Settings::read(own, sandbox.spec.pod_template.annotations())
+}
+
 /// What the user asked for: mode, annotations, and what is wrong with them.
 fn asked(sandbox: &Sandbox) -> Vec<Point> {
     let own = sandbox.metadata.annotations.as_ref();
-    let template = sandbox.spec.pod_template.annotations();
-    let settings = Settings::read(own, template);
+    let settings = settings(sandbox);
     let point = |text: String| Point {
         about: "asked",
         reason: String::new(),
@@ -121,6 +127,7 @@ fn asked(sandbox: &Sandbox) -> Vec<Point> {
         }
         OperatingMode::Running => point("to run".to_owned()),
     }];
+    points.extend(by_itself(&settings).map(point));
     if let Some(image) = &settings.restore_from {
         points.push(point(format!(
             "to start as a copy of SandboxSnapshot {image}"
@@ -136,6 +143,20 @@ fn asked(sandbox: &Sandbox) -> Vec<Point> {
         ..point(format!("{problem}; the default applies"))
     }));
     points
+}
+
+/// When it is to fall asleep without being asked.
+fn by_itself(settings: &Settings) -> Option<String> {
+    let after = |what: &str, after: Option<SleepAfter>| {
+        let idle = after?.duration()?;
+        Some(format!("to {what} after {} without use", units::span(idle)))
+    };
+    let depths = [
+        after("doze", settings.doze_after),
+        after("hibernate", settings.hibernate_after),
+    ];
+    let depths: Vec<String> = depths.into_iter().flatten().collect();
+    (!depths.is_empty()).then(|| depths.join(", "))
 }
 
 /// What the planner of the node's agent decided, and why.
@@ -158,6 +179,24 @@ fn planned(pod: Option<&Pod>, nodes: &[SandboxNode], now: Timestamp) -> Vec<Poin
         }
     });
     told.collect()
+}
+
+/// How it last woke in place.
+fn last_wake(pod: &Pod, nodes: &[SandboxNode], now: Timestamp) -> Option<Point> {
+    let wake = view::report_of(pod, nodes)?.last_wake.as_ref()?;
+    let text = format!(
+        "woken {} ago {}, from {}, in {}",
+        units::age(wake.at.0, now),
+        words::of_cause(&wake.cause),
+        words::of_depth(&wake.from),
+        units::micros(wake.duration_micros),
+    );
+    Some(Point {
+        about: "wake",
+        reason: wake.cause.clone(),
+        text,
+        remedy: None,
+    })
 }
 
 /// ` (in 25s)`.
@@ -190,7 +229,12 @@ fn said(sandbox: &Sandbox) -> Vec<Point> {
 }
 
 /// The node of the Pod, where it cannot do what Torpor is for.
-fn node_point(pod: &Pod, nodes: &[SandboxNode], now: Timestamp) -> Option<Point> {
+fn node_point(
+    pod: &Pod,
+    nodes: &[SandboxNode],
+    settings: &Settings,
+    now: Timestamp,
+) -> Option<Point> {
     let name = pod.spec.as_ref()?.node_name.as_deref()?;
     let point = |reason: &str, text: String, remedy: &str| Point {
         about: "node",
@@ -214,9 +258,17 @@ fn node_point(pod: &Pod, nodes: &[SandboxNode], now: Timestamp) -> Option<Point>
         );
         return Some(point("AgentSilent", text, "kubectl torpor doctor"));
     }
-    let unable = status.runtimes.iter().find(|r| !r.capabilities.hibernate)?;
+    let dozes = settings.doze_after.and_then(SleepAfter::duration).is_some();
+    let (unable, what) = status.runtimes.iter().find_map(|runtime| {
+        let able = runtime.capabilities;
+        match (able.hibernate, able.doze) {
+            (false, _) => Some((runtime, "hibernate")),
+            (true, false) if dozes => Some((runtime, "doze")),
+            _ => None,
+        }
+    })?;
     let text = format!(
-        "node {name} cannot hibernate with the handler {}: {}",
+        "node {name} cannot {what} with the handler {}: {}",
         unable.handler, unable.message
     );
     Some(point("NotCapable", text, "kubectl torpor doctor"))
@@ -328,6 +380,36 @@ mod tests {
         let conditions = &mut sandbox.status.as_mut().unwrap().conditions;
         conditions[0].reason = "SaveFailed".to_owned();
         insta::assert_snapshot!(rendered(&explained(&world, "runner"), Format::Table).unwrap());
+    }
+
+    #[test]
+    fn of_one_that_dozes_the_times_are_told_and_what_woke_it_last() {
+        let mut world = world();
+        heard_of_just_now(&mut world);
+        let status = world.nodes[0].status.as_mut().unwrap();
+        status.sandboxes[0].reasons =
+            serde_json::from_value(json!([{"reason": "Dozing"}])).unwrap();
+        status.runtimes = serde_json::from_value(json!([{
+            "handler": "torpor", "capabilities": {"hibernate": true, "restore": true, "doze": true},
+        }]))
+        .unwrap();
+        let sandbox = &mut world.sandboxes[0];
+        let asked = [
+            ("torpor.dev/doze-after", "30s"),
+            ("torpor.dev/hibernate-after", "1h30m"),
+        ];
+        let asked = asked.map(|(key, value)| (key.to_owned(), value.to_owned()));
+        sandbox.metadata.annotations = Some(asked.into());
+        let hibernated = &mut sandbox.status.as_mut().unwrap().conditions[0];
+        (hibernated.status, hibernated.reason) = ("False".to_owned(), "Dozing".to_owned());
+        insta::assert_snapshot!(rendered(&explained(&world, "sleeper"), Format::Table).unwrap());
+        // The same wish on a node without swap.
+        let status = world.nodes[0].status.as_mut().unwrap();
+        status.runtimes[0].capabilities.doze = false;
+        status.runtimes[0].message = "cannot doze: this node has no swap".to_owned();
+        let explained = explained(&world, "sleeper");
+        let node = explained.points.iter().find(|point| point.about == "node");
+        assert!(node.unwrap().text.contains("cannot doze"), "{node:?}");
     }
 
     #[test]

@@ -25,7 +25,9 @@ pub fn of_plan(reason: &str) -> Option<&'static str> {
         plan::DOZING => {
             "it dozes: it stands still with its memory in swap, until somebody needs it"
         }
-        plan::SLEEPING => "it sleeps, as it was asked to",
+        plan::SLEEPING => {
+            "it sleeps, as it was asked to or because nobody has used it, until somebody needs it"
+        }
         plan::SETTLED => "it is as it was asked to be; nothing has to be done",
         plan::AWAKE_UNRECORDED => "it runs, and the ledger is being told so",
         plan::RECORD_STALE => {
@@ -48,6 +50,24 @@ pub fn of_plan(reason: &str) -> Option<&'static str> {
         plan::NUMBERS_EXHAUSTED => "all image numbers of this Pod are used up",
         _ => return None,
     })
+}
+
+/// Who woke a sandbox, behind "woken".
+pub fn of_cause(cause: &str) -> &'static str {
+    match cause {
+        "Asked" => "through the API",
+        "Called" => "by an exec, a port-forward or a signal",
+        "Packet" => "by a packet",
+        _ => "by something that this kubectl-torpor does not know",
+    }
+}
+
+/// How deep it slept, behind "from".
+pub fn of_depth(from: &str) -> &'static str {
+    match from {
+        "Dozing" => "a doze",
+        _ => "hibernation",
+    }
 }
 
 /// What to do about a reason of a condition, where waiting is not enough.
@@ -97,6 +117,14 @@ mod tests {
             assert!(of_plan(reason).is_some(), "{reason}");
         }
         assert_eq!(of_plan("SomethingNewer"), None);
+    }
+
+    #[test]
+    fn every_cause_of_a_wake_has_words() {
+        let unknown = of_cause("Moonlight");
+        for cause in ["Asked", "Called", "Packet"] {
+            assert_ne!(of_cause(cause), unknown, "{cause}");
+        }
     }
 
     #[test]

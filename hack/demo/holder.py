@@ -1,4 +1,4 @@
-"""The demo's program: holds memory, counts, keeps a child and open files, and tells about them over HTTP."""
+"""The demo's program: holds memory, counts, keeps a child and open files, tells about them over HTTP, and echoes over WebSockets."""
 
 import hashlib
 import http.server
@@ -9,6 +9,8 @@ import socket
 import subprocess
 import threading
 import time
+
+import websocket
 
 MEGABYTES = 100
 FILES = {"pvc": "/data/kept.txt", "root": "/var/kept.txt", "empty_dir": "/scratch/kept.txt"}
@@ -66,13 +68,29 @@ def state():
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
     def do_GET(self):
+        if self.path == "/echo" and self.headers.get("Sec-WebSocket-Key"):
+            return self.echo()
         body = json.dumps(state()).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def echo(self):
+        self.send_response(101)
+        self.send_header("Upgrade", "websocket")
+        self.send_header("Connection", "Upgrade")
+        self.send_header("Sec-WebSocket-Accept", websocket.accept(self.headers["Sec-WebSocket-Key"]))
+        self.end_headers()
+        number = 0
+        while (text := websocket.receive(self.rfile)) is not None:
+            number += 1
+            websocket.send(self.wfile, f"{number} {text}", masked=False)
+        self.close_connection = True
 
     def log_message(self, *arguments):
         pass

@@ -1,13 +1,13 @@
 //! Steps, done. One arm per action, one call per arm, no choices: what is to happen was decided in `torpor-core`.
 
 use std::cell::RefCell;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use torpor_core::ids::{ImageId, Namespace, PodUid};
 use torpor_core::steps::{Action, Outcome, Step};
 use torpor_gvisor::control::Control;
 use torpor_gvisor::keeper::{self, Request, Verb};
-use torpor_gvisor::record::{PodLock, PodRecord};
+use torpor_gvisor::record::{Depth, PodLock, PodRecord, WakeCause, WakeNote};
 use torpor_gvisor::{pause, save};
 use torpor_snapshots::{LedgerFile, ManifestDraft, Partial, Removed, SaveError};
 
@@ -93,13 +93,7 @@ fn act(context: &Context<'_>, action: &Action, ledger: &LedgerFile) -> Outcome {
             outcome
         }
         Action::Reclaim { image } => run_verb(context, Verb::Doze, image),
-        Action::Resume => {
-            let outcome = with_control(context, |control, record| {
-                pause::resume(&node.records, control, &record.sandbox, CALL_LIMIT)
-            });
-            tell_keeper(context, &Request::Release);
-            outcome
-        }
+        Action::Resume => resume(context),
         Action::Checkpoint { image } => checkpoint(context, image),
         Action::Commit { image } => commit(context, image),
         Action::End { image } => run_verb(context, Verb::End, image),
@@ -120,6 +114,30 @@ fn act(context: &Context<'_>, action: &Action, ledger: &LedgerFile) -> Outcome {
             Err(error) => failed(error.reason(), &error),
         },
     }
+}
+
+fn resume(context: &Context<'_>) -> Outcome {
+    let records = &context.node.records;
+    let began = Instant::now();
+    let dozed = context
+        .sandbox
+        .is_some_and(|(record, _)| matches!(records.doze(&record.sandbox), Ok(Some(_))));
+    let outcome = with_control(context, |control, record| {
+        pause::resume(records, control, &record.sandbox, CALL_LIMIT)
+    });
+    tell_keeper(context, &Request::Release);
+    if let (true, Outcome::Done, Some((record, _))) = (dozed, &outcome, context.sandbox) {
+        let micros = u64::try_from(began.elapsed().as_micros()).unwrap_or(u64::MAX);
+        let note = WakeNote {
+            cause: WakeCause::Asked,
+            from: Depth::Dozing,
+            stages_end_micros: [("resumed".to_owned(), micros)].into(),
+        };
+        if let Err(error) = records.write_wake(&record.sandbox, &note) {
+            tracing::warn!(pod = %context.pod, error = words(&error), "the wake is not noted");
+        }
+    }
+    outcome
 }
 
 fn removed(result: Result<Removed, SaveError>) -> Outcome {

@@ -10,7 +10,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use torpor_core::steps::{Outcome, StepKind};
-use torpor_gvisor::record::{SleepNote, WakeCause};
+use torpor_gvisor::record::{SleepNote, WakeNote};
 
 #[derive(Debug, Clone, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct StepLabels {
@@ -24,8 +24,9 @@ struct KindLabel {
 }
 
 #[derive(Debug, Clone, Hash, PartialEq, Eq, EncodeLabelSet)]
-struct CauseLabel {
+struct WakeLabels {
     cause: String,
+    from: String,
 }
 
 #[derive(Debug, Clone, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -63,8 +64,8 @@ pub(crate) struct Metrics {
     pub(crate) image_bytes: Gauge,
     pub(crate) store_available: Gauge,
     pub(crate) store_capacity: Gauge,
-    wakes: Family<CauseLabel, Counter>,
-    wake_seconds: Family<CauseLabel, Histogram>,
+    wakes: Family<WakeLabels, Counter>,
+    wake_seconds: Family<WakeLabels, Histogram>,
     wake_stages: Family<StageLabel, Histogram>,
     given_back: Counter,
     pub(crate) held_asleep: Gauge,
@@ -148,12 +149,12 @@ impl Metrics {
         );
         registry.register(
             "wakes",
-            "Wakes in place that succeeded, by who asked",
+            "Wakes in place that succeeded, by who asked and how deep the sandbox slept",
             self.wakes.clone(),
         );
         registry.register(
             "wake_seconds",
-            "Time of wakes in place, from the beginning of the restore until the sandbox ran",
+            "Time of wakes in place, from their beginning until the sandbox ran",
             self.wake_seconds.clone(),
         );
         registry.register(
@@ -196,9 +197,10 @@ impl Metrics {
     }
 
     /// Counts a wake in place. `stages`: how long each took.
-    pub(crate) fn woke(&self, cause: WakeCause, took: Duration, stages: &[(String, Duration)]) {
-        let label = CauseLabel {
-            cause: format!("{cause:?}"),
+    pub(crate) fn woke(&self, note: &WakeNote, took: Duration, stages: &[(String, Duration)]) {
+        let label = WakeLabels {
+            cause: format!("{:?}", note.cause),
+            from: format!("{:?}", note.from),
         };
         self.wakes.get_or_create(&label).inc();
         self.wake_seconds
@@ -216,8 +218,7 @@ impl Metrics {
 
     /// Counts a sandbox that fell asleep.
     pub(crate) fn fell_asleep(&self, sleep: SleepNote) {
-        self.given_back
-            .inc_by(sleep.bytes_before.saturating_sub(sleep.bytes_after));
+        self.given_back.inc_by(sleep.given_back);
     }
 
     pub(crate) fn planned(&self) {
@@ -270,6 +271,8 @@ fn work(kind: StepKind) -> &'static str {
 
 #[cfg(test)]
 mod tests {
+    use torpor_gvisor::record::{Depth, WakeCause};
+
     use super::*;
 
     /// One of each, so that every family has a series: those without any are left out of the text.
@@ -283,11 +286,15 @@ mod tests {
         };
         metrics.stepped(StepKind::Commit, &failed, Duration::ZERO);
         let stages = [("verified".to_owned(), Duration::from_millis(20))];
-        metrics.woke(WakeCause::Called, Duration::from_millis(90), &stages);
-        metrics.fell_asleep(SleepNote {
-            bytes_before: 5000,
-            bytes_after: 2000,
-        });
+        let note = WakeNote {
+            cause: WakeCause::Packet,
+            from: Depth::Dozing,
+            stages_end_micros: BTreeMap::new(),
+        };
+        metrics.woke(&note, Duration::from_millis(90), &stages);
+        let doze = SleepNote::new(5000, 2500, None);
+        metrics.fell_asleep(doze);
+        metrics.fell_asleep(SleepNote::new(2500, 2000, Some(doze)));
         metrics.planned_for(&[("LedgerCorrupt".to_owned(), 1)].into());
         metrics.planned_for(&[("InUse".to_owned(), 2)].into());
         let mut text = String::new();
@@ -299,8 +306,8 @@ mod tests {
     fn what_sleep_gains_and_wakes_cost_is_counted() {
         let text = text_with_everything();
         for line in [
-            r#"torpor_agent_wakes_total{cause="Called"} 1"#,
-            r#"torpor_agent_wake_seconds_sum{cause="Called"} 0.09"#,
+            r#"torpor_agent_wakes_total{cause="Packet",from="Dozing"} 1"#,
+            r#"torpor_agent_wake_seconds_sum{cause="Packet",from="Dozing"} 0.09"#,
             r#"torpor_agent_wake_stage_seconds_sum{stage="verified"} 0.02"#,
             "torpor_agent_memory_given_back_bytes_total 3000",
             r#"torpor_agent_failures_total{work="save",reason="DiskFull"} 1"#,

@@ -8,7 +8,8 @@ use std::time::{Duration, SystemTime};
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use torpor_api::node::{LastWake, MAX_REPORTED, PlanReason, SandboxReport};
-use torpor_core::ids::{PodUid, SandboxId};
+use torpor_core::ids::{ImageId, PodUid, SandboxId};
+use torpor_core::state::ImageState;
 use torpor_core::steps::Reason;
 use torpor_gvisor::record::{PodRecord, SandboxState, SleepNote, WakeNote};
 use torpor_snapshots::Listed;
@@ -111,10 +112,7 @@ impl Sandboxes {
         let mut held = 0_i64;
         let mut reports = Vec::new();
         for pod in &pods {
-            let asleep_in = match node.records.state(&pod.sandbox) {
-                Ok(SandboxState::Hibernated { image }) => Some(image),
-                _ => None,
-            };
+            let asleep_in = asleep_in(node, pod, images);
             self.look(node, pod);
             let mut report = self.describe(pod);
             if let Some(image) = asleep_in {
@@ -143,7 +141,7 @@ impl Sandboxes {
         {
             if self.counts {
                 let stages = stages(&note);
-                self.metrics.woke(note.cause, whole(&note), &stages);
+                self.metrics.woke(&note, whole(&note), &stages);
             }
             known.wake = Some(Noted { at, note });
         }
@@ -175,11 +173,30 @@ impl Sandboxes {
     }
 }
 
+/// The image that holds the memory of a sandbox that sleeps: also of one that dozes, once its memory is pushed out.
+fn asleep_in(node: &Node, pod: &PodRecord, images: &[Listed]) -> Option<ImageId> {
+    let records = &node.records;
+    match records.state(&pod.sandbox).ok()? {
+        SandboxState::Hibernated { image } => Some(image),
+        SandboxState::Running if records.is_noted_paused(&pod.sandbox) => {
+            let doze = records.doze(&pod.sandbox).ok().flatten();
+            doze.filter(|doze| doze.reclaimed)?;
+            let own = images.iter().filter(|image| image.id.pod() == &pod.pod_uid);
+            let newest = own
+                .filter(|image| image.state == ImageState::Committed)
+                .max_by_key(|image| image.id.number());
+            newest.map(|image| image.id.clone())
+        }
+        SandboxState::Running | SandboxState::Restoring { .. } => None,
+    }
+}
+
 fn last_wake(noted: &Noted<WakeNote>) -> Option<LastWake> {
     let at = Timestamp::try_from(noted.at).ok()?;
     Some(LastWake {
         at: Time(at),
         cause: format!("{:?}", noted.note.cause),
+        from: format!("{:?}", noted.note.from),
         duration_micros: i64::try_from(whole(&noted.note).as_micros()).unwrap_or(i64::MAX),
     })
 }
@@ -211,8 +228,7 @@ pub(crate) fn signed(bytes: u64) -> i64 {
 
 #[cfg(test)]
 mod tests {
-    use torpor_core::ids::ImageId;
-    use torpor_gvisor::record::WakeCause;
+    use torpor_gvisor::record::{Depth, WakeCause};
 
     use super::*;
 
@@ -302,6 +318,7 @@ mod tests {
     fn a_stage_lasts_from_the_end_of_the_one_before() {
         let note = WakeNote {
             cause: WakeCause::Called,
+            from: Depth::Hibernated,
             stages_end_micros: [("verified", 30), ("attached", 90), ("prepared", 10)]
                 .map(|(stage, end)| (stage.to_owned(), end))
                 .into(),

@@ -49,26 +49,8 @@ impl Kubectl {
 
     /// Runs to the end with `input` as standard input.
     pub async fn run_with(&self, args: &[&str], input: Option<&[u8]>) -> anyhow::Result<Ran> {
-        let words = || format!("kubectl {}", args.join(" "));
-        let mut child = self.spawn(args, input.is_some())?;
-        let fed = child.stdin.take().zip(input);
-        let finished = async {
-            if let Some((mut stdin, input)) = fed {
-                // Who does not read to the end has ended: its exit code says why.
-                let _ = stdin.write_all(input).await;
-                drop(stdin);
-            }
-            child.wait_with_output().await
-        };
-        let output = tokio::time::timeout(LIMIT, finished)
-            .await
-            .with_context(|| format!("{} did not end within {LIMIT:?}", words()))?
-            .with_context(words)?;
-        Ok(Ran {
-            code: output.status.code().unwrap_or(-1),
-            out: String::from_utf8_lossy(&output.stdout).into_owned(),
-            err: String::from_utf8_lossy(&output.stderr).into_owned(),
-        })
+        let child = self.spawn(args, input.is_some())?;
+        to_the_end(child, args, input).await
     }
 
     /// Standard output of a command that must succeed.
@@ -105,4 +87,31 @@ impl Kubectl {
         ran.ok()
             .with_context(|| format!("in {pod}/{container}: {line}"))
     }
+}
+
+/// Waits for the end of a kubectl that was run with `args`.
+pub(crate) async fn to_the_end(
+    mut child: Child,
+    args: &[&str],
+    input: Option<&[u8]>,
+) -> anyhow::Result<Ran> {
+    let words = || format!("kubectl {}", args.join(" "));
+    let fed = child.stdin.take().zip(input);
+    let finished = async {
+        if let Some((mut stdin, input)) = fed {
+            // Who does not read to the end has ended: its exit code says why.
+            let _ = stdin.write_all(input).await;
+            drop(stdin);
+        }
+        child.wait_with_output().await
+    };
+    let output = tokio::time::timeout(LIMIT, finished)
+        .await
+        .with_context(|| format!("{} did not end within {LIMIT:?}", words()))?
+        .with_context(words)?;
+    Ok(Ran {
+        code: output.status.code().unwrap_or(-1),
+        out: String::from_utf8_lossy(&output.stdout).into_owned(),
+        err: String::from_utf8_lossy(&output.stderr).into_owned(),
+    })
 }

@@ -13,6 +13,7 @@ pub mod fullness;
 pub mod kubectl;
 pub mod machine;
 pub mod node;
+pub mod plugin;
 pub mod pods;
 pub mod remains;
 pub mod retag;

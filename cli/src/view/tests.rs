@@ -51,7 +51,7 @@ fn node() -> SandboxNode {
         "status": {"sandboxes": [{
             "podUID": "pod-uid-of-sleeper", "namespace": "x", "podName": "sleeper",
             "imageBytes": 117_298_307, "memoryAwakeBytes": 154_140_672, "memoryAsleepBytes": 5_242_880,
-            "lastWake": {"at": "2026-11-21T11:30:00Z", "cause": "Called", "durationMicros": 412_300},
+            "lastWake": {"at": "2026-11-21T11:30:00Z", "cause": "Packet", "durationMicros": 412_300, "from": "Hibernated"},
             "reasons": [{"reason": "Sleeping"}],
         }]},
     }))
@@ -145,6 +145,8 @@ pub(crate) fn some_views() -> Vec<View> {
 #[case("Running", &["Ready=True:R", "Restored=False:ColdStarted"], State::Awake)]
 #[case("Running", &["Ready=True:R", "Hibernated=False:Saving"], State::Saving)]
 #[case("Running", &["Ready=True:R", "Hibernated=False:Waking"], State::Waking)]
+#[case("Running", &["Ready=True:R", "Hibernated=False:Dozing"], State::Dozing)]
+#[case("Running", &["Ready=False:R", "Hibernated=False:Dozing"], State::Starting)]
 #[case("Running", &["Ready=True:R", "Hibernated=True:Hibernated"], State::Hibernated)]
 #[case("Running", &["Ready=True:R", "Hibernated=True:Hibernated", "Restored=False:RestoreFailed"], State::Hibernated)]
 #[case("Running", &["Ready=False:R", "Hibernated=True:Hibernated"], State::Waking)]

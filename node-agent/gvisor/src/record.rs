@@ -43,7 +43,7 @@ use crate::spec::{Role, SandboxVolume};
 
 mod notes;
 
-pub use notes::{DozeNote, Probes, Session};
+pub use notes::{Depth, DozeNote, Probes, Session, SleepNote, WakeCause, WakeNote};
 
 /// No record is larger; the OCI spec of a pod with thousands of mounts is below a megabyte.
 const MAX_RECORD: u64 = 8 << 20;
@@ -99,32 +99,6 @@ pub struct PodRecord {
     pub volumes: Vec<SandboxVolume>,
     /// `torpor.dev/on-restore-failure: ColdStart`.
     pub cold_start_on_failure: bool,
-}
-
-/// How a sandbox woke in place.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct WakeNote {
-    pub cause: WakeCause,
-    /// When each stage was over, in microseconds since the beginning.
-    pub stages_end_micros: std::collections::BTreeMap<String, u64>,
-}
-
-/// Who woke a sandbox.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum WakeCause {
-    /// The agent, because the API asks for a sandbox that runs.
-    Asked,
-    /// An exec, a forwarded connection or a signal.
-    Called,
-}
-
-/// Working set of a pod's cgroup in bytes, around the moment in which it fell asleep.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct SleepNote {
-    pub bytes_before: u64,
-    pub bytes_after: u64,
 }
 
 /// A container, as its spec tells it.

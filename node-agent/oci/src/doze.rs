@@ -6,11 +6,12 @@ use torpor_gvisor::control::Control;
 use torpor_gvisor::keeper::{self, Answer, Request};
 use torpor_gvisor::pause;
 use torpor_gvisor::reclaim;
-use torpor_gvisor::record::{DozeNote, SandboxState};
+use torpor_gvisor::record::{Depth, DozeNote, SandboxState, SleepNote, WakeCause};
 
 use crate::exec::awake;
 use crate::node::{CALL_LIMIT, Node};
 use crate::restore::{self, Refusal};
+use crate::stages::Stages;
 
 /// Verb of the agent: push the sandbox' memory out. Only with an image that is its memory too: who dies while it dozes loses nothing.
 pub(crate) fn doze(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow::Result<Answer> {
@@ -23,35 +24,47 @@ pub(crate) fn doze(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow:
         "image {image} is not the sandbox' memory"
     );
     let pod = node.records.pod(sandbox)?;
+    let working_set = || node.cgroups.working_set(pod.cgroup.parent()?);
+    let before = working_set();
     let reclaimed = reclaim::reclaim(&node.cgroups, &pod.cgroup).map_err(|error| Refusal {
         reason: error.reason(),
         message: format!("{:#}", anyhow::Error::new(error)),
     })?;
     let note = DozeNote { reclaimed: true };
     node.records.write_doze(sandbox, Some(note))?;
+    if let (Some(before), Some(after)) = (before, working_set()) {
+        let note = SleepNote::new(before, after, None);
+        node.records.write_sleep(sandbox, &note)?;
+    }
     Ok(Answer::ok(serde_json::to_value(reclaimed)?))
 }
 
 /// Verb of whoever has seen that the sandbox is needed (a packet): wakes it, however deep it sleeps. One that is awake stays so.
 pub(crate) fn wake(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Answer> {
-    let _lock = awake(node, sandbox)?;
+    let _lock = awake(node, sandbox, WakeCause::Packet)?;
     node.records.note_call(sandbox)?;
     Ok(Answer::ok(serde_json::Value::Null))
 }
 
 /// Resumes the sandbox if it dozes; answers whether it did. The caller holds the lock.
-pub(crate) fn rouse(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
+pub(crate) fn rouse(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<bool> {
+    let mut stages = Stages::new();
     let Some(mut control) = dozing(node, sandbox)? else {
         return Ok(false);
     };
     restore::about_to_run(node, sandbox)?;
+    stages.over("recorded");
     if !pause::resume(&node.records, &mut control, sandbox, CALL_LIMIT)? {
         bail!("the sandbox was resumed by somebody who did not hold its lock");
     }
+    stages.over("resumed");
     node.records.note_call(sandbox)?;
     let pause = node.records.container_dir(&sandbox.clone().into());
     // A keeper that cannot be told is gone, and with it what it held back.
     let _ = keeper::ask(&pause, &Request::Release, &[], CALL_LIMIT);
+    stages.over("released");
+    node.records
+        .write_wake(sandbox, &stages.note(cause, Depth::Dozing))?;
     Ok(true)
 }
 

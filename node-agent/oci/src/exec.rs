@@ -15,7 +15,7 @@ use serde_json::Value;
 use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_gvisor::control::{Control, SignalScope};
 use torpor_gvisor::exec::exec_args;
-use torpor_gvisor::record::{ContainerRecord, PodLock, SandboxState, Session};
+use torpor_gvisor::record::{ContainerRecord, PodLock, SandboxState, Session, WakeCause};
 
 use crate::args::ExecArgs;
 use crate::console::{Terminal, hand_over};
@@ -40,7 +40,7 @@ pub(crate) fn exec(node: &Node, args: &ExecArgs) -> anyhow::Result<()> {
     if session == Session::Probe && doze::sleeps(node, &record.sandbox)? {
         return answer_probe(node, args, &record);
     }
-    wake_up(node, &record.sandbox)?;
+    wake_up(node, &record.sandbox, WakeCause::Called)?;
     let spec = node.records.spec(&args.id)?;
     let request = exec_args(&process, &spec, args.id.as_str())?;
     let terminal = match &args.console_socket {
@@ -101,18 +101,18 @@ fn session_of(node: &Node, sandbox: &SandboxId, process: &Value) -> Session {
 }
 
 /// The pod's lock, with the sandbox running: one that hibernates or dozes is woken, one that is frozen is not.
-pub(crate) fn awake(node: &Node, sandbox: &SandboxId) -> anyhow::Result<PodLock> {
+pub(crate) fn awake(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<PodLock> {
     let lock = node.records.lock(sandbox)?;
-    wake_up(node, sandbox)?;
+    wake_up(node, sandbox, cause)?;
     Ok(lock)
 }
 
 /// The caller holds the lock.
-fn wake_up(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
+fn wake_up(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<()> {
     match node.records.state(sandbox)? {
-        SandboxState::Running if doze::rouse(node, sandbox)? => Ok(()),
+        SandboxState::Running if doze::rouse(node, sandbox, cause)? => Ok(()),
         SandboxState::Running => refuse_frozen(node, sandbox),
-        SandboxState::Hibernated { .. } => restore::wake_locked(node, sandbox),
+        SandboxState::Hibernated { .. } => restore::wake_locked(node, sandbox, cause),
         SandboxState::Restoring { .. } => {
             bail!("the sandbox is being restored: not all of its containers are there yet")
         }

@@ -22,6 +22,7 @@ use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_gvisor::control::{Control, SignalScope};
 use torpor_gvisor::exec::helper_args;
 use torpor_gvisor::forward::{self, Forward};
+use torpor_gvisor::record::WakeCause;
 
 use crate::exec::awake;
 use crate::node::{CALL_LIMIT, Node};
@@ -42,7 +43,7 @@ pub(crate) fn forward(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
         .context("standard input is no connection")?
         .port();
     // Before it is awake nothing may end this program: a wake should not be cut off.
-    let lock = awake(node, sandbox)?;
+    let lock = awake(node, sandbox, WakeCause::Called)?;
     let pause = ContainerId::from(sandbox.clone());
     let record = node.container(&pause)?;
     // A wake is done in the sandbox' cgroup, whose processes are killed when the sandbox is put to sleep.

@@ -8,7 +8,7 @@ use torpor_core::ids::ContainerId;
 use torpor_gvisor::control::{self, Control, SignalScope};
 use torpor_gvisor::keeper::{self, Request};
 use torpor_gvisor::pause;
-use torpor_gvisor::record::{ContainerRecord, SandboxState};
+use torpor_gvisor::record::{ContainerRecord, SandboxState, WakeCause};
 
 use crate::doze;
 use crate::node::{CALL_LIMIT, Node};
@@ -27,7 +27,7 @@ pub(crate) fn kill(node: &Node, id: &ContainerId, signal: &str, all: bool) -> an
             end_keeper(node, id, signal)
         }
         SandboxState::Hibernated { .. } => {
-            restore::wake_locked(node, &record.sandbox)?;
+            restore::wake_locked(node, &record.sandbox, WakeCause::Called)?;
             deliver(node, &record, signal, all)
         }
         SandboxState::Restoring { .. } => bail!("the sandbox is being restored: nothing runs yet"),
@@ -36,7 +36,8 @@ pub(crate) fn kill(node: &Node, id: &ContainerId, signal: &str, all: bool) -> an
         }
         SandboxState::Running => {
             // A paused container handles no signal, and who ends one wants it to run its handlers.
-            if !doze::rouse(node, &record.sandbox)? && is_paused(node, &record)? {
+            if !doze::rouse(node, &record.sandbox, WakeCause::Called)? && is_paused(node, &record)?
+            {
                 restore::about_to_run(node, &record.sandbox)?;
                 let mut control = Control::connect(node.runsc.root(), record.sandbox.as_str())?;
                 pause::resume(&node.records, &mut control, &record.sandbox, CALL_LIMIT)?;

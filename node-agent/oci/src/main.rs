@@ -13,6 +13,7 @@ mod keeper;
 mod kill;
 mod node;
 mod restore;
+mod stages;
 mod start;
 mod state;
 

@@ -14,12 +14,13 @@ use torpor_core::{Entry, LedgerState};
 use torpor_gvisor::keeper::{self, Answer, Request};
 use torpor_gvisor::probe;
 use torpor_gvisor::record::{
-    ContainerRecord, PodRecord, RestoreReport, SandboxState, SleepNote, WakeCause,
+    ContainerRecord, Depth, PodRecord, RestoreReport, SandboxState, SleepNote, WakeCause,
 };
 use torpor_gvisor::spec::{Role, Spec};
 use torpor_snapshots::{Image, LedgerFile, Manifest, Mismatch, SavedName, Store};
 
 use crate::node::{CALL_LIMIT, Node};
+use crate::stages::Stages;
 
 mod sandbox;
 
@@ -402,7 +403,7 @@ fn wake_recorded(
     id: &ImageId,
     parts: &[ContainerRecord],
     ledger: &LedgerFile,
-) -> anyhow::Result<sandbox::Stages> {
+) -> anyhow::Result<Stages> {
     ledger.append(&Entry::Waking { image: id.clone() })?;
     match sandbox::restore(node, pod, image, parts) {
         Ok(stages) => {
@@ -446,8 +447,12 @@ pub(crate) fn about_to_run(node: &Node, sandbox: &SandboxId) -> anyhow::Result<(
     Ok(())
 }
 
-/// Wakes a hibernated sandbox for an exec or a signal: the agent is not needed. The caller holds the lock.
-pub(crate) fn wake_locked(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
+/// Wakes a hibernated sandbox for an exec, a signal or a packet: the agent is not needed. The caller holds the lock.
+pub(crate) fn wake_locked(
+    node: &Node,
+    sandbox: &SandboxId,
+    cause: WakeCause,
+) -> anyhow::Result<()> {
     let SandboxState::Hibernated { image: id } = node.records.state(sandbox)? else {
         bail!("the sandbox is not hibernated");
     };
@@ -460,7 +465,7 @@ pub(crate) fn wake_locked(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()
         .context("cannot wake the hibernated sandbox")?;
     node.records.note_call(sandbox)?;
     node.records
-        .write_wake(sandbox, &stages.note(WakeCause::Called))?;
+        .write_wake(sandbox, &stages.note(cause, Depth::Hibernated))?;
     Ok(())
 }
 
@@ -483,7 +488,7 @@ pub(crate) fn wake(node: &Node, sandbox: &SandboxId, id: &ImageId) -> anyhow::Re
     let image = store(node)?.image(&pod.namespace, id)?;
     let parts = parts_of(node, sandbox, &image)?;
     let stages = sandbox::restore(node, &pod, &image, &parts)?;
-    let note = stages.note(WakeCause::Asked);
+    let note = stages.note(WakeCause::Asked, Depth::Hibernated);
     node.records.write_wake(sandbox, &note)?;
     Ok(Answer::ok(serde_json::to_value(note)?))
 }
@@ -500,10 +505,12 @@ pub(crate) fn end(node: &Node, sandbox: &SandboxId, id: &ImageId) -> anyhow::Res
     sandbox::end(node, &pod)?;
     node.records.write_pause_mark(sandbox, None)?;
     if let (Some(bytes_before), Some(bytes_after)) = (before, working_set()) {
-        let note = SleepNote {
-            bytes_before,
-            bytes_after,
-        };
+        let dozed = node
+            .records
+            .doze(sandbox)?
+            .is_some_and(|note| note.reclaimed);
+        let doze = dozed.then(|| node.records.sleep(sandbox).ok()).flatten();
+        let note = SleepNote::new(bytes_before, bytes_after, doze);
         node.records.write_sleep(sandbox, &note)?;
     }
     node.records.write_doze(sandbox, None)?;

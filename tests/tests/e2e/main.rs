@@ -10,6 +10,7 @@ mod hibernate;
 mod inject;
 mod leftovers;
 mod oci;
+mod plugin;
 mod resources;
 mod router;
 mod sandbox;

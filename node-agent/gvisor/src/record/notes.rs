@@ -1,6 +1,6 @@
-//! Notes beside a pod's record: who uses its sandbox, and that it dozes.
+//! Notes beside a pod's record: who uses its sandbox, that it dozes, and how it last fell asleep and woke.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
 
 use nix::fcntl::{Flock, FlockArg};
@@ -44,6 +44,62 @@ impl Session {
 pub struct DozeNote {
     /// Its memory was pushed out.
     pub reclaimed: bool,
+}
+
+/// How a sandbox woke in place.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct WakeNote {
+    pub cause: WakeCause,
+    /// How deep it slept.
+    #[serde(default)]
+    pub from: Depth,
+    /// When each stage was over, in microseconds since the beginning.
+    pub stages_end_micros: BTreeMap<String, u64>,
+}
+
+/// Who woke a sandbox.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum WakeCause {
+    /// The agent, because the API asks for a sandbox that runs.
+    Asked,
+    /// An exec, a forwarded connection or a signal.
+    Called,
+    /// A packet that wants an answer.
+    Packet,
+}
+
+/// How deep a sandbox slept.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Depth {
+    /// Paused, its memory in swap.
+    Dozing,
+    /// No process left but the keepers.
+    #[default]
+    Hibernated,
+}
+
+/// Working set of a pod's cgroup in bytes, around the moment in which it fell asleep.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct SleepNote {
+    /// When it was last awake.
+    pub bytes_before: u64,
+    pub bytes_after: u64,
+    /// What this sleep gave back: less than the difference for one that had dozed before.
+    #[serde(default)]
+    pub given_back: u64,
+}
+
+impl SleepNote {
+    /// The note of a sleep that took the working set from `before` to `after`; `doze`: the note of the doze that it became deeper from.
+    pub fn new(before: u64, after: u64, doze: Option<Self>) -> Self {
+        Self {
+            bytes_before: doze.map_or(before, |doze| doze.bytes_before),
+            bytes_after: after,
+            given_back: before.saturating_sub(after),
+        }
+    }
 }
 
 impl Records {

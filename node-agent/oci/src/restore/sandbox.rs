@@ -14,13 +14,14 @@ use torpor_gvisor::expedite::{self, Expedited};
 use torpor_gvisor::hush::{self, Hush};
 use torpor_gvisor::keeper::{self, Request};
 use torpor_gvisor::net::{self, AddressWatch};
-use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState, WakeCause, WakeNote};
+use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState};
 use torpor_gvisor::runsc::{Runsc, Stdio3};
 use torpor_gvisor::spec::{Role, Spec};
 use torpor_snapshots::Image;
 
 use crate::console::Terminal;
 use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
+use crate::stages::Stages;
 use crate::start::stdio_of;
 
 /// A killed process is gone within milliseconds, unless it is stuck in the kernel.
@@ -28,38 +29,6 @@ const KILL_LIMIT: Duration = Duration::from_secs(10);
 /// The shim, parent of the sandbox' processes, asks for their status at once; where it died, the machine's first process
 /// inherits them, and some ask every two seconds only.
 const REAP_LIMIT: Duration = Duration::from_secs(3);
-
-/// Where the time of a restore went: names of stages and when each was over, since the beginning.
-#[derive(Debug)]
-pub(crate) struct Stages {
-    began: Instant,
-    ends: Vec<(&'static str, Duration)>,
-}
-
-impl Stages {
-    fn new() -> Self {
-        Self {
-            began: Instant::now(),
-            ends: Vec::new(),
-        }
-    }
-
-    fn over(&mut self, stage: &'static str) {
-        self.ends.push((stage, self.began.elapsed()));
-    }
-
-    /// What is noted of a wake that went through these stages.
-    pub(super) fn note(&self, cause: WakeCause) -> WakeNote {
-        let ends = self.ends.iter().map(|(stage, end)| {
-            let micros = u64::try_from(end.as_micros()).unwrap_or(u64::MAX);
-            ((*stage).to_owned(), micros)
-        });
-        WakeNote {
-            cause,
-            stages_end_micros: ends.collect(),
-        }
-    }
-}
 
 /// Restores the pod from the image. On success the sandbox runs, its state says so, and its keepers wait for its
 /// containers' ends. On failure nothing of it runs.

@@ -1,0 +1,39 @@
+//! Where the time of a wake went.
+
+use std::time::{Duration, Instant};
+
+use torpor_gvisor::record::{Depth, WakeCause, WakeNote};
+
+/// Names of stages and when each was over, since the beginning.
+#[derive(Debug)]
+pub(crate) struct Stages {
+    began: Instant,
+    ends: Vec<(&'static str, Duration)>,
+}
+
+impl Stages {
+    /// The beginning.
+    pub(crate) fn new() -> Self {
+        Self {
+            began: Instant::now(),
+            ends: Vec::new(),
+        }
+    }
+
+    pub(crate) fn over(&mut self, stage: &'static str) {
+        self.ends.push((stage, self.began.elapsed()));
+    }
+
+    /// What is noted of a wake that went through these stages.
+    pub(crate) fn note(&self, cause: WakeCause, from: Depth) -> WakeNote {
+        let ends = self.ends.iter().map(|(stage, end)| {
+            let micros = u64::try_from(end.as_micros()).unwrap_or(u64::MAX);
+            ((*stage).to_owned(), micros)
+        });
+        WakeNote {
+            cause,
+            from,
+            stages_end_micros: ends.collect(),
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! The kubectl plugin as a user runs it: by kubectl, which finds it in PATH.
+
+use std::ffi::OsString;
+use std::process::Stdio;
+
+use anyhow::Context;
+use serde_json::Value;
+use tokio::process::Command;
+
+use crate::case::Case;
+use crate::kubectl::{Ran, to_the_end};
+
+/// Environment: the folder that `hack/plugin` put the plugin into; without it kubectl looks in PATH alone.
+const TORPOR_PLUGIN: &str = "TORPOR_PLUGIN";
+
+impl Case {
+    /// Runs `kubectl torpor …` in the test's namespace to the end, whatever the exit code.
+    pub async fn torpor(&self, args: &[&str]) -> anyhow::Result<Ran> {
+        let mut line = vec!["torpor"];
+        line.extend(args);
+        // kubectl allows no flag of its own before a plugin's name.
+        line.extend(["--namespace", &self.namespace]);
+        self.run_plugin(&line).await
+    }
+
+    /// Runs kubectl with the plugin in its PATH and these arguments alone.
+    pub async fn run_plugin(&self, line: &[&str]) -> anyhow::Result<Ran> {
+        let child = Command::new(&self.kubectl.program)
+            .args(line)
+            .env("PATH", path())
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()
+            .context("cannot run kubectl")?;
+        let ran = to_the_end(child, line, None).await?;
+        anyhow::ensure!(
+            !ran.err.contains("unknown command \"torpor\""),
+            "kubectl does not find the plugin: hack/plugin FOLDER, then {TORPOR_PLUGIN}=FOLDER"
+        );
+        Ok(ran)
+    }
+
+    /// What `kubectl torpor …` prints when it succeeds.
+    pub async fn torpor_says(&self, args: &[&str]) -> anyhow::Result<String> {
+        let ran = self.torpor(args).await?;
+        ran.ok()
+            .with_context(|| format!("kubectl torpor {}", args.join(" ")))
+    }
+
+    /// One Sandbox as `get -o json` has it.
+    pub async fn torpor_view(&self, sandbox: &str) -> anyhow::Result<Value> {
+        let text = self.torpor_says(&["get", sandbox, "-o", "json"]).await?;
+        let listing: Value = serde_json::from_str(&text)?;
+        let items = listing["items"].as_array().map_or(&[][..], Vec::as_slice);
+        anyhow::ensure!(items.len() == 1, "not one Sandbox: {text}");
+        Ok(items[0].clone())
+    }
+}
+
+fn path() -> OsString {
+    let known = std::env::var_os("PATH").unwrap_or_default();
+    match std::env::var_os(TORPOR_PLUGIN).filter(|folder| !folder.is_empty()) {
+        Some(mut folder) => {
+            folder.push(":");
+            folder.push(known);
+            folder
+        }
+        None => known,
+    }
+}

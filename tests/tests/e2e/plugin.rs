@@ -1,0 +1,212 @@
+//! `kubectl torpor` as a user runs it; each command is checked by what it did to the sandbox.
+
+use serde_json::{Value, json};
+use torpor_api::annotations::DOZE_AFTER;
+use torpor_tests::case::{Case, case, uid};
+use torpor_tests::kubectl::Ran;
+use torpor_tests::pods::{shell, with};
+use torpor_tests::sandboxes::{LIMIT, sandbox};
+use torpor_tests::sleep::restarts;
+use torpor_tests::swap::Swap;
+use torpor_tests::wait;
+use torpor_tests::witness::{self, Connection};
+
+fn witness_sandbox() -> Value {
+    let container = witness::container(5, &[]);
+    sandbox("s", json!({ "containers": [container] }))
+}
+
+/// `get` tells it, sooner or later: figures come with the node's next report.
+async fn told(case: &Case, words: &str, wish: impl Fn(&Value) -> bool) -> anyhow::Result<Value> {
+    wait::until(words, LIMIT, async || {
+        let view = case.torpor_view("s").await?;
+        Ok(match wish(&view) {
+            true => Ok(view),
+            false => Err(view.to_string()),
+        })
+    })
+    .await
+}
+
+fn failed(ran: &Ran, code: i32, words: &str) -> anyhow::Result<()> {
+    anyhow::ensure!(ran.code == code && ran.err.contains(words), "{ran:?}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_plugin_puts_a_sandbox_to_sleep_and_wakes_it_and_tells_what_it_did()
+-> anyhow::Result<()> {
+    case("plugin", async |case| {
+        case.create(witness_sandbox()).await?;
+        let pod = case.sandbox_ready("s").await?;
+        let before = witness::ask(&pod).await?;
+        told(case, "it is awake", |view| view["state"] == "Awake").await?;
+
+        let said = case.torpor_says(&["hibernate", "s"]).await?;
+        assert!(
+            said.starts_with("sandbox.agents.x-k8s.io/s hibernated ("),
+            "{said}"
+        );
+        assert_eq!(case.node.sandbox_processes(&uid(&pod))?, []);
+        let asleep = told(case, "what its sleep gained", |view| {
+            view["imageBytes"].is_number()
+        })
+        .await?;
+        assert_eq!(asleep["state"], "Hibernated");
+        let bytes = |key: &str| asleep[key].as_u64();
+        assert!(
+            bytes("memoryAwakeBytes") > bytes("memoryAsleepBytes"),
+            "{asleep}"
+        );
+        let yaml = case.torpor_says(&["get", "s", "-o", "yaml"]).await?;
+        assert!(yaml.contains("state: Hibernated"), "{yaml}");
+        let wide = case.torpor_says(&["get", "-o", "wide"]).await?;
+        let (headings, row) = wide.split_once('\n').unwrap_or_default();
+        assert!(
+            headings.contains("MEMORY AWAKE") && headings.contains("MESSAGE"),
+            "{wide}"
+        );
+        assert!(row.contains("Hibernated"), "{wide}");
+        assert_eq!(
+            case.torpor_says(&["get", "-o", "name"]).await?,
+            "sandbox.agents.x-k8s.io/s"
+        );
+        let why = case.torpor_says(&["why", "s"]).await?;
+        assert!(
+            why.contains("to hibernate in place") && why.contains("Sleeping: "),
+            "{why}"
+        );
+        let top = case.torpor_says(&["top"]).await?;
+        assert!(top.contains("1 asleep, 0 awake"), "{top}");
+
+        // Somebody's packet, and then the wish.
+        Connection::open(&pod)
+            .await?
+            .ask()
+            .await?
+            .goes_on_from(&before)?;
+        let woken = told(case, "who woke it", |view| view["lastWake"].is_object()).await?;
+        assert_eq!(woken["lastWake"]["cause"], "Packet", "{woken}");
+        assert_eq!(woken["lastWake"]["from"], "Hibernated", "{woken}");
+        let said = case.torpor_says(&["wake", "s"]).await?;
+        assert!(
+            said.starts_with("sandbox.agents.x-k8s.io/s awake ("),
+            "{said}"
+        );
+        let same = case.sandbox_ready("s").await?;
+        assert_eq!((uid(&same), restarts(&same)), (uid(&pod), 0));
+        witness::ask(&same).await?.goes_on_from(&before)?;
+        // Nobody asks it to sleep any more.
+        assert_ne!(case.node.sandbox_processes(&uid(&pod))?, []);
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn the_plugin_suspends_and_resumes_and_says_what_makes_no_sense() -> anyhow::Result<()> {
+    case("pluginsuspend", async |case| {
+        case.create(witness_sandbox()).await?;
+        let pod = case.sandbox_ready("s").await?;
+        let before = witness::ask(&pod).await?;
+        let said = case.torpor_says(&["suspend", "s"]).await?;
+        assert!(said.contains("/s suspended ("), "{said}");
+        assert_eq!(case.pods().get_opt("s").await?, None);
+        let view = case.torpor_view("s").await?;
+        assert_eq!(
+            (&view["state"], &view["memoryAsleepBytes"]),
+            (&json!("Suspended"), &json!(0))
+        );
+        assert!(view["imageBytes"].as_u64() > Some(0), "{view}");
+        failed(
+            &case.torpor(&["wake", "s"]).await?,
+            1,
+            "kubectl torpor resume",
+        )?;
+        failed(&case.torpor(&["why", "nobody"]).await?, 1, "nobody")?;
+        assert_eq!(case.torpor(&["sleep", "s"]).await?.code, 2);
+
+        let said = case.torpor_says(&["resume", "s"]).await?;
+        assert!(said.contains("/s resumed ("), "{said}");
+        let resumed = case.sandbox_ready("s").await?;
+        assert_ne!(uid(&resumed), uid(&pod));
+        witness::ask(&resumed).await?.goes_on_from(&before)?;
+        // Who does not wait is told that it was asked, not that it is done.
+        let said = case
+            .torpor_says(&["suspend", "s", "--timeout", "0"])
+            .await?;
+        assert_eq!(said, "sandbox.agents.x-k8s.io/s asked");
+        case.sandbox_says("s", "Suspended", "True", "PodTerminated")
+            .await?;
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn the_plugin_tells_of_a_doze_and_what_ends_it() -> anyhow::Result<()> {
+    let _swap = Swap::on()?;
+    case("plugindoze", async |case| {
+        let annotations = json!({ "metadata": { "annotations": { DOZE_AFTER: "3s" } } });
+        let idle = json!({ "containers": [shell("a", "echo kept >/mem; sleep 1000000")] });
+        case.create(with(sandbox("s", idle), annotations)).await?;
+        case.sandbox_ready("s").await?;
+        let dozing = told(case, "it dozes, and what that gained", |view| {
+            view["state"] == "Dozing" && view["imageBytes"].is_number()
+        })
+        .await?;
+        assert!(
+            dozing["memoryAwakeBytes"].as_u64() > dozing["memoryAsleepBytes"].as_u64(),
+            "{dozing}"
+        );
+        let why = case.torpor_says(&["why", "s"]).await?;
+        assert!(why.contains("to doze after 3s without use"), "{why}");
+        failed(&case.torpor(&["wake", "s"]).await?, 1, "kubectl exec")?;
+        assert_eq!(case.kubectl.sh("s", "a", "cat /mem").await?, "kept");
+        let woken = told(case, "what ended it", |view| view["lastWake"].is_object()).await?;
+        assert_eq!(woken["lastWake"]["cause"], "Called", "{woken}");
+        assert_eq!(woken["lastWake"]["from"], "Dozing", "{woken}");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn the_plugin_diagnoses_the_cluster_and_completes_names() -> anyhow::Result<()> {
+    case("plugindoctor", async |case| {
+        case.create(witness_sandbox()).await?;
+        case.sandbox_ready("s").await?;
+        let ran = case.torpor(&["doctor", "-o", "json"]).await?;
+        let diagnosis: Value = serde_json::from_str(&ran.out)?;
+        let checks = diagnosis["checks"]
+            .as_array()
+            .map_or(&[][..], Vec::as_slice);
+        let of = |name: &str| checks.iter().find(|check| check["name"] == name).cloned();
+        for name in [
+            "definitions",
+            "controller",
+            "leader",
+            "router",
+            "runtime class",
+            "agents",
+        ] {
+            let check = of(name).unwrap_or_default();
+            assert_eq!(check["findings"], json!([]), "{name}: {check}");
+        }
+        // Whether other tests' sandboxes are stuck right now is theirs to say; what was looked at is ours.
+        assert!(
+            of("sandboxes").is_some() && diagnosis["unseen"] == 0,
+            "{diagnosis}"
+        );
+        assert!([0, 3].contains(&ran.code), "{ran:?}");
+
+        // As kubectl's own completion asks.
+        let line = ["__complete", "torpor", "wake", "-n", &case.namespace, ""];
+        let completed = case.run_plugin(&line).await?.ok()?;
+        assert!(completed.lines().any(|line| line == "s"), "{completed}");
+        let script = case.torpor_says(&["completion", "bash"]).await?;
+        assert!(script.contains("complete -F"), "{script}");
+        Ok(())
+    })
+    .await
+}
