@@ -1,98 +1,211 @@
 #!/usr/bin/env bash
-# Measures what a dozing sandbox costs and how fast it answers, beside the same sandbox awake, in the same run.
-# usage: hack/bench-doze.sh [RUNS]   (default 12; needs a running development cluster with Torpor, and swap: it makes a file if there is none)
+# Measures how fast a sleeping sandbox answers the first packet, dozing and hibernated, small and with 100 MB, and what it costs meanwhile;
+# beside the same sandbox awake, in the same run.
+# usage: hack/bench-doze.sh [ROUNDS]
+# (default 6, of four small and two large sandboxes each; needs a running development cluster with Torpor, and swap: without any it makes zram of its own, or a file)
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-RUNS=${1:-12}
+ROUNDS=${1:-6}
 NAMESPACE=torpor-bench-doze
+SMALL=4
+LARGE=2
 CLUSTER=/var/lib/torpor-dev
+ENDPOINT=unix:///run/torpor-dev/node-0/containerd.sock
 k() { timeout 120 "$CLUSTER/bin/kubectl" --kubeconfig "$CLUSTER/admin.kubeconfig" "$@"; }
 
-[ "$(id -u)" = 0 ] || die "must run as root: it reads the pod's cgroup"
+[ "$(id -u)" = 0 ] || die "must run as root: it reads the pods' cgroups"
 [ -x /opt/torpor/bin/torpor-oci ] || die "Torpor is not installed on this node: run hack/cluster install-torpor"
 
-SWAP=
+SWAP='' ZRAM=''
 cleanup() {
 	k delete namespace "$NAMESPACE" --ignore-not-found >/dev/null 2>&1 || true
-	if [ -n "$SWAP" ]; then
-		swapoff "$SWAP" && rm -f "$SWAP"
-	fi
+	[ -z "$SWAP" ] || swapoff "$SWAP"
+	case $SWAP in /var/tmp/*) rm -f "$SWAP" ;; esac
+	[ -z "$ZRAM" ] || echo "$ZRAM" >/sys/class/zram-control/hot_remove
 }
 trap cleanup EXIT
-if [ "$(wc -l </proc/swaps)" -le 1 ]; then
-	SWAP=$(mktemp /var/tmp/torpor-bench-swap-XXXXXX)
-	fallocate -l 512M "$SWAP"
+
+# As torpor-agent does with --doze-swap=zram, where the kernel has it.
+swap_on() {
+	if [ -r /sys/class/zram-control/hot_add ] && [ "${SWAP_KIND:-zram}" = zram ]; then
+		ZRAM=$(cat /sys/class/zram-control/hot_add)
+		echo 2G >"/sys/block/zram$ZRAM/disksize"
+		[ -b "/dev/zram$ZRAM" ] || mknod "/dev/zram$ZRAM" b "$(cut -d: -f1 "/sys/block/zram$ZRAM/dev")" "$(cut -d: -f2 "/sys/block/zram$ZRAM/dev")"
+		SWAP=/dev/zram$ZRAM
+	else
+		SWAP=$(mktemp /var/tmp/torpor-bench-swap-XXXXXX)
+		fallocate -l 2G "$SWAP"
+	fi
 	mkswap -q "$SWAP" >/dev/null
 	swapon "$SWAP"
-fi
+}
+[ "$(wc -l </proc/swaps)" -gt 1 ] || swap_on
 
+# Answers "x" at once, and anything else after touching 5 MB of what it holds.
+PROGRAM='
+import os, socket, sys
+held = bytearray(os.urandom(int(sys.argv[1]) << 20))
+s = socket.create_server(("", 8080), backlog=64)
+open("/tmp/ready", "w").close()
+while True:
+  c, _ = s.accept(); d = c.recv(100)
+  if d != b"x":
+    for at in range(0, min(len(held), 5 << 20), 4096): held[at] ^= 1
+  c.sendall(d); c.close()'
+
+pod() { # NAME MEGABYTES
+	k -n "$NAMESPACE" create -f - >/dev/null <<-Y
+		apiVersion: v1
+		kind: Pod
+		metadata: {name: $1, namespace: $NAMESPACE}
+		spec:
+		  runtimeClassName: torpor
+		  terminationGracePeriodSeconds: 1
+		  containers:
+		  - name: main
+		    image: torpor.dev/demo-python:dev
+		    imagePullPolicy: Never
+		    command: [python3, -c, $(python3 -c 'import json, sys; print(json.dumps(sys.argv[1]))' "$PROGRAM"), "$2"]
+		    startupProbe: {exec: {command: [test, -e, /tmp/ready]}, periodSeconds: 1}
+	Y
+}
+
+k delete namespace "$NAMESPACE" --ignore-not-found --timeout=100s >/dev/null
 k create namespace "$NAMESPACE" >/dev/null
-k apply -f - >/dev/null <<-Y
-	apiVersion: v1
-	kind: Pod
-	metadata: {name: echo, namespace: $NAMESPACE, annotations: {torpor.dev/doze-after: 2s}}
-	spec:
-	  runtimeClassName: torpor
-	  terminationGracePeriodSeconds: 1
-	  containers:
-	  - name: main
-	    image: torpor.dev/demo-python:dev
-	    imagePullPolicy: Never
-	    command: [python3, -c, "import socket\ns = socket.create_server(('', 8080))\nwhile True:\n  c, _ = s.accept(); d = c.recv(100); c.sendall(d); c.close()"]
-Y
-k -n "$NAMESPACE" wait --for=condition=Ready --timeout=90s pod/echo >/dev/null
-IP=$(k -n "$NAMESPACE" get pod echo -o jsonpath='{.status.podIP}')
-POD_UID=$(k -n "$NAMESPACE" get pod echo -o jsonpath='{.metadata.uid}')
-POD_DIR=$(dirname "$(grep -l "$POD_UID" /run/torpor/pods/*/pod.json)")
+for n in $(seq "$SMALL"); do
+	pod "small-$n" 1
+	pod "exec-$n" 1
+done
+for n in $(seq "$LARGE"); do pod "large-$n" 100; done
+k -n "$NAMESPACE" wait --for=condition=Ready --timeout=110s pod --all >/dev/null
+printf '%s rounds, %s, %s processors, swap: %s\n' "$ROUNDS" "$(uname -srm)" "$(nproc)" "$(awk 'NR == 2 { print $1 }' /proc/swaps)"
 
-python3 - "$IP" "$POD_DIR" "$RUNS" <<'P'
+python3 - "$NAMESPACE" "$ROUNDS" "$CLUSTER" "$ENDPOINT" "$SMALL" "$LARGE" <<'P'
 import glob, json, os, socket, subprocess, sys, time
 
-ip, pod, runs = sys.argv[1], sys.argv[2], int(sys.argv[3])
-sandbox = os.path.basename(pod)
-cgroup = json.load(open(pod + "/pod.json"))["cgroup"]
-files = [f"/sys/fs/cgroup/memory/{cgroup}/memory.usage_in_bytes", f"/sys/fs/cgroup/{cgroup}/memory.current"]
-memory = lambda: int(open(next(f for f in files if os.path.exists(f))).read()) / (1 << 20)
+namespace, rounds, cluster, endpoint = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+how_many = {"small": int(sys.argv[5]), "exec": int(sys.argv[5]), "large": int(sys.argv[6])}
 
-def dozes():
-    try:
-        return json.load(open(pod + "/doze.json"))["reclaimed"]
-    except (FileNotFoundError, ValueError):
-        return False
 
-def exchange(before_answer=lambda: None):
-    began = time.perf_counter()
-    connection = socket.create_connection((ip, 8080), timeout=20)
-    connection.sendall(b"x")
-    before_answer()
-    assert connection.recv(1) == b"x"
-    return (time.perf_counter() - began) * 1000
+def kubectl(*args):
+    command = [f"{cluster}/bin/kubectl", "--kubeconfig", f"{cluster}/admin.kubeconfig", "-n", namespace, *args]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=120).stdout
 
-def wake():
-    began = time.perf_counter()
-    # What a keeper that sees the packet runs.
-    subprocess.run(["/opt/torpor/bin/torpor-oci", "wake", sandbox], check=True, stdout=subprocess.DEVNULL)
-    took.append((time.perf_counter() - began) * 1000)
+
+def until(words, condition):
+    deadline = time.time() + 90
+    while not condition():
+        assert time.time() < deadline, words
+        time.sleep(0.02)
+
+
+class Pod:
+    def __init__(self, name):
+        self.name = name
+        status = json.loads(kubectl("get", "pod", name, "-o", "json"))
+        self.ip, uid = status["status"]["podIP"], status["metadata"]["uid"]
+        found = [path for path in glob.glob("/run/torpor/pods/*/pod.json") if uid in open(path).read()]
+        self.dir = os.path.dirname(found[0])
+        self.cgroup = json.load(open(found[0]))["cgroup"]
+        status = status["status"]["containerStatuses"][0]
+        self.container = status["containerID"].split("//")[1]
+
+    def note(self, name):
+        try:
+            return json.load(open(f"{self.dir}/{name}"))
+        except (FileNotFoundError, ValueError):
+            return {}
+
+    def memory(self):
+        files = [f"/sys/fs/cgroup/memory/{self.cgroup}/memory.usage_in_bytes", f"/sys/fs/cgroup/{self.cgroup}/memory.current"]
+        return int(open(next(f for f in files if os.path.exists(f))).read()) / (1 << 20)
+
+    def exchange(self, word=b"x"):
+        began = time.perf_counter()
+        connection = socket.create_connection((self.ip, 8080), timeout=20)
+        connection.sendall(word)
+        assert connection.recv(1) == word[:1]
+        return (time.perf_counter() - began) * 1000
+
+    def exec(self):
+        """As CRI ExecSync, without the start of the program that asks."""
+        command = [f"{cluster}/bin/cri-execsync", endpoint, self.container, "true"]
+        return int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.split()[0]) / 1000
+
+    def cpu(self):
+        """Seconds of processor time of the sandbox so far."""
+        files = [f"/sys/fs/cgroup/cpuacct/{self.cgroup}/cpuacct.usage", f"/sys/fs/cgroup/cpu,cpuacct/{self.cgroup}/cpuacct.usage"]
+        for path in files:
+            if os.path.exists(path):
+                return int(open(path).read()) / 1e9
+        return int(open(f"/sys/fs/cgroup/{self.cgroup}/cpu.stat").readline().split()[1]) / 1e6
+
+    def dozes(self):
+        return self.note("doze.json").get("reclaimed", False)
+
+    def hibernates(self):
+        return "Hibernated" in str(self.note("state.json"))
+
 
 def say(words, times, base):
     times, base = sorted(times), sorted(base)
     at = lambda values, p: values[round((len(values) - 1) * p)]
-    print(f"{words:<58} p50 {at(times, .5):7.1f} ms ({at(times, .5) / at(base, .5):5.1f} x)   max {times[-1]:7.1f} ms ({times[-1] / base[-1]:5.1f} x)")
+    print(f"{words:<62} p50 {at(times, .5):7.1f} ms ({at(times, .5) / at(base, .5):5.1f} x)   p99 {at(times, .99):7.1f} ms ({at(times, .99) / at(base, .99):5.1f} x)", flush=True)
 
-took, woken, left = [], [], []
-exchange()
-awake_memory = memory()
-awake = [exchange() for _ in range(runs)]
-for _ in range(runs):
-    deadline = time.time() + 60
-    while not dozes():
-        assert time.time() < deadline, "it does not doze"
-        time.sleep(0.05)
-    left.append(memory())
-    woken.append(exchange(wake))
-say("a TCP exchange, awake", awake, awake)
-say("the same, dozing: first packet to first byte", woken, awake)
-say("of which torpor-oci wake, with its process", took, awake)
-print(f"memory of the sandbox' cgroup: awake {awake_memory:.1f} MiB, dozing {sorted(left)[len(left) // 2]:.1f} MiB ({sorted(left)[len(left) // 2] / awake_memory:.2f} x), {runs} runs")
+
+pods = {kind: [Pod(f"{kind}-{n + 1}") for n in range(count)] for kind, count in how_many.items()}
+everybody = [pod for group in pods.values() for pod in group]
+smalls, larges, execs = pods["small"], pods["large"], pods["exec"]
+
+
+def asleep(annotation, condition):
+    """Puts all to sleep, and lets the machine come to rest."""
+    kubectl("annotate", "--overwrite", "pod", "--all", annotation)
+    until("not all sleep", lambda: all(condition(pod) for pod in everybody))
+    time.sleep(2)
+
+
+def woken(times, group, wake):
+    for pod in group:
+        times.append(wake(pod))
+        time.sleep(0.3)
+
+
+touch = lambda pod: pod.exchange(b"touch")
+base, base_large, base_exec = [], [], []
+for _ in range(3):
+    woken(base, smalls, Pod.exchange)
+    woken(base_large, larges, touch)
+    woken(base_exec, execs, Pod.exec)
+say("a TCP exchange, awake, small", base, base)
+say("the same with 100 MB, 5 MB of them touched", base_large, base_large)
+say("exec, awake", base_exec, base_exec)
+
+memory = sum(pod.memory() for pod in smalls) / len(smalls)
+dozing, dozing_large, dozing_exec, hibernated, hibernated_large, hibernated_exec = [], [], [], [], [], []
+for round in range(rounds):
+    asleep("torpor.dev/doze-after=1s", Pod.dozes)
+    if round == 0:
+        left = sum(pod.memory() for pod in smalls) / len(smalls)
+        cpu, seconds = sum(pod.cpu() for pod in smalls), 20
+        time.sleep(seconds)
+        share = (sum(pod.cpu() for pod in smalls) - cpu) / seconds / len(smalls) * 100
+        print(f"dozing, small: {left:.1f} MiB of {memory:.1f} ({left / memory:.2f} x), {share:.3f} % of a processor over {seconds} s", flush=True)
+    woken(dozing, smalls, Pod.exchange)
+    woken(dozing_large, larges, touch)
+    woken(dozing_exec, execs, Pod.exec)
+    kubectl("annotate", "pod", "--all", "torpor.dev/doze-after-")
+    asleep("torpor.dev/hibernate=true", Pod.hibernates)
+    woken(hibernated, smalls, Pod.exchange)
+    woken(hibernated_large, larges, touch)
+    woken(hibernated_exec, execs, Pod.exec)
+    kubectl("annotate", "pod", "--all", "torpor.dev/hibernate-")
+say("dozing, first packet to first byte, small", dozing, base)
+say("dozing, the same, 100 MB of which 5 are touched", dozing_large, base_large)
+say("dozing, exec", dozing_exec, base_exec)
+say("hibernated, first packet to first byte, small", hibernated, base)
+say("hibernated, the same, 100 MB of which 5 are touched", hibernated_large, hibernated)
+say("hibernated, exec", hibernated_exec, base_exec)
+print("    last wake, stages (us since its begin):", json.dumps(smalls[-1].note("wake.json").get("stagesEndMicros")))
 P

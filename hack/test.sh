@@ -156,6 +156,11 @@ end_to_end() {
 	cargo test --locked -p torpor-tests --test e2e -- --test-threads="${E2E_THREADS:-4}"
 }
 
+# Kills the whole cluster and starts it again, so nothing else runs beside it.
+reboot() {
+	cargo test --locked -p torpor-tests --test reboot
+}
+
 step "toolchains" toolchains
 step "cargo fmt" cargo fmt --all --check
 step "layers" hack/check-layers
@@ -184,10 +189,12 @@ export KUBECONFIG TORPOR_DEV
 if [ -n "${KEEP:-}" ] && [ -e /opt/torpor/bin ]; then
 	step "install Torpor" "$cluster" install-torpor
 	step "end-to-end tests" end_to_end
+	step "reboot of the node" reboot
 	exit 0
 fi
 step "install by Helm, and take it off" by_helm
 step "install Torpor" install
 step "end-to-end tests" end_to_end
+step "reboot of the node" reboot
 step "install Torpor again" install_again
 [ -n "${KEEP:-}" ] || step "take Torpor off" uninstall

@@ -16,6 +16,7 @@ const usage = `usage: hack/cluster COMMAND
 
   up                    start the cluster, or repair it; builds what is missing
   down                  end it and put the machine back as it was
+  reboot                kill all of it, take away what a reboot takes away, start it again on the same disk
   status                what runs
   kubeconfig            print the path of the administrator's kubeconfig
   kubectl ARGS…         kubectl on this cluster
@@ -55,6 +56,8 @@ func run(command string, args []string) error {
 		return up()
 	case "down":
 		return down()
+	case "reboot":
+		return reboot()
 	case "status":
 		return status()
 	case "kubeconfig":

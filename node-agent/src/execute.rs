@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
 use torpor_core::ids::{ImageId, Namespace, PodUid};
+use torpor_core::ledger::Memory;
 use torpor_core::steps::{Action, Outcome, Step};
 use torpor_gvisor::control::Control;
 use torpor_gvisor::keeper::{self, Request, Verb};
@@ -59,6 +60,8 @@ pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
     let outcome = act(context, &step.action, &ledger);
     let entry = match (&outcome, &step.action) {
         (Outcome::Done | Outcome::Already, Action::DiscardLedger) => None,
+        // Written by who woke it, before anybody could hear the sandbox.
+        (Outcome::Done, Action::Wake { .. }) if is_awake(&ledger) => None,
         (Outcome::Done | Outcome::Already, _) => step.after.clone(),
         (Outcome::Failed { reason, .. }, Action::Wake { image }) => {
             Some(torpor_core::Entry::WakeFailed {
@@ -76,6 +79,12 @@ pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
         };
     }
     outcome
+}
+
+fn is_awake(ledger: &LedgerFile) -> bool {
+    ledger
+        .read()
+        .is_ok_and(|state| state.memory == Memory::Live)
 }
 
 fn act(context: &Context<'_>, action: &Action, ledger: &LedgerFile) -> Outcome {

@@ -49,13 +49,7 @@ impl Agent {
         let pod = self.pod();
         if pod.is_some() {
             self.process.kill()?;
-            let kubectl = Kubectl {
-                namespace: NAMESPACE.to_owned(),
-                ..kubectl.clone()
-            };
-            let delete = ["delete", "pod", "-l", "app.kubernetes.io/name=torpor-agent"];
-            let at_once = ["--force", "--grace-period=0", "--wait=false"];
-            kubectl.ok(&[&delete[..], &at_once].concat()).await?;
+            delete_pods(kubectl).await?;
         } else {
             let again = Again::read(&self.process)?;
             self.process.kill()?;
@@ -74,11 +68,36 @@ impl Agent {
         .await
     }
 
+    /// After the agent of the DaemonSet was killed: sees that its next Pod's is there.
+    pub async fn replace(kubectl: &Kubectl) -> anyhow::Result<()> {
+        let old = Self::find().ok().and_then(|agent| agent.pod());
+        delete_pods(kubectl).await?;
+        wait::until("another agent", COMEBACK_LIMIT, async || {
+            let found = Self::find().ok().and_then(|agent| agent.pod());
+            wait::holds(found.is_some() && found != old, || format!("{found:?}"))
+        })
+        .await
+    }
+
     /// The end of its log, when it runs by hand and logs to a file.
     pub fn log_file(&self) -> Option<PathBuf> {
         let path = std::fs::read_link(format!("/proc/{}/fd/2", self.process.pid)).ok()?;
         path.is_file().then_some(path)
     }
+}
+
+/// The DaemonSet makes others.
+async fn delete_pods(kubectl: &Kubectl) -> anyhow::Result<()> {
+    let kubectl = Kubectl {
+        namespace: NAMESPACE.to_owned(),
+        ..kubectl.clone()
+    };
+    let delete = ["delete", "pod", "-l", "app.kubernetes.io/name=torpor-agent"];
+    let at_once = ["--force", "--grace-period=0", "--wait=false"];
+    kubectl
+        .ok(&[&delete[..], &at_once].concat())
+        .await
+        .map(drop)
 }
 
 /// What it takes to start a process once more.

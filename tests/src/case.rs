@@ -45,7 +45,7 @@ pub async fn case(
     body: impl AsyncFnOnce(&Case) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
     let _turn = MACHINE.read().await;
-    run(name, body).await
+    run(LIMIT, name, body).await
 }
 
 /// Runs a test that disturbs the node: alone.
@@ -53,17 +53,27 @@ pub async fn case_alone(
     name: &str,
     body: impl AsyncFnOnce(&Case) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
+    alone_within(LIMIT, name, body).await
+}
+
+/// The same, with a limit of its own.
+pub async fn alone_within(
+    limit: Duration,
+    name: &str,
+    body: impl AsyncFnOnce(&Case) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
     let _turn = MACHINE.write().await;
-    run(name, body).await
+    run(limit, name, body).await
 }
 
 async fn run(
+    limit: Duration,
     name: &str,
     body: impl AsyncFnOnce(&Case) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
     let case = Case::begin(name).await?;
     let guarded = AssertUnwindSafe(body(&case)).catch_unwind();
-    let outcome = tokio::time::timeout(LIMIT, guarded).await;
+    let outcome = tokio::time::timeout(limit, guarded).await;
     let failed = !matches!(outcome, Ok(Ok(Ok(()))));
     if failed {
         eprintln!("{}", explain::explain(&case).await);
@@ -72,7 +82,7 @@ async fn run(
     match outcome {
         Ok(Ok(result)) => result.and(removed),
         Ok(Err(panic)) => std::panic::resume_unwind(panic),
-        Err(_) => anyhow::bail!("the test did not end within {LIMIT:?}"),
+        Err(_) => anyhow::bail!("the test did not end within {limit:?}"),
     }
 }
 

@@ -6,6 +6,7 @@
 
 pub mod agent;
 pub mod case;
+pub mod chaos;
 pub mod cluster;
 pub mod explain;
 pub mod forward;

@@ -168,3 +168,12 @@ impl Node {
         read().unwrap_or_else(|error| format!("{error:#}"))
     }
 }
+
+/// The containerd of this node.
+pub fn containerd() -> anyhow::Result<Process> {
+    let found = machine::processes().into_iter().find(|process| {
+        let program = process.command.split(' ').next();
+        program.is_some_and(|program| program.ends_with("/containerd"))
+    });
+    found.context("containerd does not run on this machine")
+}

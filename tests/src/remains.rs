@@ -26,6 +26,10 @@ impl Footprint {
         Ok(footprint)
     }
 
+    pub fn uid(&self) -> &str {
+        &self.uid
+    }
+
     /// Notes the ids that have come since, after the kubelet made the sandbox anew.
     pub fn add(&mut self, node: &Node) -> anyhow::Result<()> {
         for pod in node.sandboxes_of(&self.uid)? {

@@ -405,11 +405,9 @@ fn wake_recorded(
     ledger: &LedgerFile,
 ) -> anyhow::Result<Stages> {
     ledger.append(&Entry::Waking { image: id.clone() })?;
-    match sandbox::restore(node, pod, image, parts) {
-        Ok(stages) => {
-            ledger.append(&Entry::Awake)?;
-            Ok(stages)
-        }
+    let awake = || Ok(ledger.append(&Entry::Awake).map(drop)?);
+    match sandbox::restore(node, pod, image, parts, awake) {
+        Ok(stages) => Ok(stages),
         Err(error) => {
             let reason = "RestoreFailed".to_owned();
             ledger.append(&Entry::WakeFailed {
@@ -458,14 +456,28 @@ pub(crate) fn wake_locked(
     };
     let pod = node.records.pod(sandbox)?;
     let store = store(node)?;
+    let ledger = store.ledger(&pod.pod_uid)?;
+    if ledger.read()?.memory == Memory::Live {
+        return catch_up(node, sandbox);
+    }
     let image = store.image(&pod.namespace, &id)?;
     let parts = parts_of(node, sandbox, &image)?;
-    let ledger = store.ledger(&pod.pod_uid)?;
     let stages = wake_recorded(node, &pod, &image, &id, &parts, &ledger)
         .context("cannot wake the hibernated sandbox")?;
     node.records.note_call(sandbox)?;
     node.records
         .write_wake(sandbox, &stages.note(cause, Depth::Hibernated))?;
+    Ok(())
+}
+
+/// Whoever woke it died before it could say so: the image is stale, and the sandbox runs, or has died awake.
+fn catch_up(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
+    node.records.write_state(sandbox, &SandboxState::Running)?;
+    for part in node.records.containers_of(sandbox)? {
+        // A keeper that finds no sandbox ends, and one that is gone has.
+        let dir = node.records.container_dir(&part.id);
+        let _ = keeper::ask(&dir, &Request::Attach, &[], CALL_LIMIT);
+    }
     Ok(())
 }
 
@@ -482,12 +494,16 @@ fn parts_of(
     Ok(parts)
 }
 
-/// Verb of the agent: restore in place. The agent keeps the ledger; standard input holds the lock.
+/// Verb of the agent: restore in place. The agent writes the ledger but for `Awake`, which must be there before anybody hears
+/// the sandbox; standard input holds the lock.
 pub(crate) fn wake(node: &Node, sandbox: &SandboxId, id: &ImageId) -> anyhow::Result<Answer> {
     let pod = node.records.pod(sandbox)?;
-    let image = store(node)?.image(&pod.namespace, id)?;
+    let store = store(node)?;
+    let image = store.image(&pod.namespace, id)?;
     let parts = parts_of(node, sandbox, &image)?;
-    let stages = sandbox::restore(node, &pod, &image, &parts)?;
+    let ledger = store.ledger(&pod.pod_uid)?;
+    let awake = || Ok(ledger.append(&Entry::Awake).map(drop)?);
+    let stages = sandbox::restore(node, &pod, &image, &parts, awake)?;
     let note = stages.note(WakeCause::Asked, Depth::Hibernated);
     node.records.write_wake(sandbox, &note)?;
     Ok(Answer::ok(serde_json::to_value(note)?))

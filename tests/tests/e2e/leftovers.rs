@@ -6,8 +6,7 @@ use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
 use torpor_tests::agent::Agent;
 use torpor_tests::case::{Case, START_LIMIT, case, case_alone, uid};
-use torpor_tests::machine;
-use torpor_tests::node::PAUSE;
+use torpor_tests::node::{PAUSE, containerd};
 use torpor_tests::pods::{COUNT, mounts, pod, shell, with};
 use torpor_tests::remains::Footprint;
 use torpor_tests::sleep::{is_ready, restarts};
@@ -175,16 +174,4 @@ async fn a_killed_containerd_comes_back_to_running_and_sleeping_pods() -> anyhow
         Ok(())
     })
     .await
-}
-
-/// The containerd of this node.
-fn containerd() -> anyhow::Result<machine::Process> {
-    let found = machine::processes().into_iter().find(|process| {
-        process
-            .command
-            .split(' ')
-            .next()
-            .is_some_and(|program| program.ends_with("/containerd"))
-    });
-    found.ok_or_else(|| anyhow::anyhow!("containerd does not run on this machine"))
 }

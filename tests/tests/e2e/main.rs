@@ -4,6 +4,7 @@
 //! TORPOR_DEV=hack/cluster adds the logs of a development cluster's programs to the explanation of a failure.
 
 mod badinput;
+mod chaos;
 mod claims;
 mod crash;
 mod hibernate;

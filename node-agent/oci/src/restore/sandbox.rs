@@ -31,12 +31,14 @@ const KILL_LIMIT: Duration = Duration::from_secs(10);
 const REAP_LIMIT: Duration = Duration::from_secs(3);
 
 /// Restores the pod from the image. On success the sandbox runs, its state says so, and its keepers wait for its
-/// containers' ends. On failure nothing of it runs.
+/// containers' ends. On failure nothing of it runs. `awake` records that the image is stale: it is called when the sandbox
+/// runs and nobody has heard of it yet, so that whoever is answered by it is answered by what no crash takes back.
 pub(super) fn restore(
     node: &Node,
     pod: &PodRecord,
     image: &Image,
     parts: &[ContainerRecord],
+    awake: impl FnOnce() -> anyhow::Result<()>,
 ) -> anyhow::Result<Stages> {
     let mut stages = Stages::new();
     let expedited = node
@@ -44,7 +46,7 @@ pub(super) fn restore(
         .expedite_wakes
         .then(|| Expedited::begin(&node.config.state_dir, Path::new(expedite::SWITCH)));
     lift_quotas(node, pod)?;
-    let result = attempt(node, pod, image, parts, &mut stages);
+    let result = attempt(node, pod, image, parts, awake, &mut stages);
     put_quotas_back(node, pod)?;
     drop(expedited);
     if let Err(error) = result {
@@ -83,6 +85,7 @@ fn attempt(
     pod: &PodRecord,
     image: &Image,
     parts: &[ContainerRecord],
+    awake: impl FnOnce() -> anyhow::Result<()>,
     stages: &mut Stages,
 ) -> anyhow::Result<()> {
     let Some((root, subs)) = parts
@@ -103,7 +106,7 @@ fn attempt(
         .iter()
         .map(|sub| terminal_of(node, sub))
         .collect::<anyhow::Result<Vec<_>>>()?;
-    std::thread::scope(|scope| -> anyhow::Result<()> {
+    let hush = std::thread::scope(|scope| -> anyhow::Result<Option<Hush>> {
         let verified = scope.spawn(|| image.verify());
         let root_dir = node.records.container_dir(&root.id);
         runsc.create(root.id.as_str(), &root_dir, None, COMMAND_LIMIT)?;
@@ -111,7 +114,7 @@ fn attempt(
         // Nothing of the image runs before all of it has been verified.
         join(verified)??;
         stages.over("verified");
-        let _hush = hush(pod, image);
+        let hush = hush(pod, image);
         if let Some(namespace) = &pod.network_namespace {
             net::put_back(namespace, &pod.addresses)?;
         }
@@ -150,12 +153,9 @@ fn attempt(
             }
         }
         stages.over("restored");
-        Ok(())
+        Ok(hush)
     })?;
 
-    // The order: whoever reads the state after this may use the sandbox, and a keeper that finds it dead ends.
-    node.records
-        .write_state(&pod.sandbox, &SandboxState::Running)?;
     for (sub, terminal) in subs.iter().zip(&terminals) {
         let dir = node.records.container_dir(&sub.id);
         if let Some(terminal) = terminal {
@@ -164,14 +164,28 @@ fn attempt(
         }
         keeper::ask(&dir, &Request::Attach, &[], CALL_LIMIT)?;
     }
-    keeper::ask(
-        &node.records.container_dir(&root.id),
-        &Request::Attach,
-        &[],
-        CALL_LIMIT,
-    )?;
+    // A pod without its first keeper is about to be taken away: as long as nobody has heard the sandbox, its memory is the image's.
+    let root_dir = node.records.container_dir(&root.id);
+    keeper::ask(&root_dir, &Request::Stdio, &[], CALL_LIMIT)?;
+    awake()?;
+    stages.over("recorded");
+    drop(hush);
+    let_be_heard(node, pod, &root_dir);
     stages.over("attached");
     Ok(())
+}
+
+/// The image is stale: there is no way back. Whoever dies here leaves the rest to the agent, or to who needs the sandbox next.
+fn let_be_heard(node: &Node, pod: &PodRecord, root_dir: &Path) {
+    // Whoever reads the state after this may use the sandbox, and a keeper that finds it dead ends.
+    let running = SandboxState::Running;
+    if let Err(error) = node.records.write_state(&pod.sandbox, &running) {
+        return eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
+    }
+    // A keeper that has gone meanwhile ends the pod, and the kubelet makes another.
+    if let Err(error) = keeper::ask(root_dir, &Request::Attach, &[], CALL_LIMIT) {
+        eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
+    }
 }
 
 /// runsc takes the addresses away for the sandbox, then hands the image over.

@@ -1,0 +1,106 @@
+//! The kill test: sandboxes sleep and wake under load while what they stand on is killed, and a client of each checks that
+//! its program is never seen in an older state.
+//!
+//! | module | subject |
+//! |---|---|
+//! | [`schedule`] | what happens in which cycle: a pure function of a seed |
+//! | [`counting`] | what a client knows, and what an answer tells it (pure) |
+//! | [`strike`] | kills, and whether one may cost memory |
+//! | [`client`] | asking |
+//! | [`lane`] | one sandbox after another, cycle by cycle |
+//! | [`tally`] | what came of all of it |
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use futures::FutureExt;
+use tokio::sync::{Mutex, Notify};
+
+use crate::agent::Agent;
+use crate::case::Case;
+use crate::explain;
+use crate::swap::Swap;
+
+pub mod client;
+pub mod counting;
+pub mod lane;
+pub mod schedule;
+pub mod strike;
+pub mod tally;
+
+use lane::Lane;
+use schedule::Cycle;
+use tally::Tally;
+
+/// A run.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    pub seed: u64,
+    /// Number of the first cycle.
+    pub from: u64,
+    pub cycles: u64,
+    /// Sandboxes at the same time.
+    pub lanes: usize,
+    /// No cycle begins later.
+    pub time: Option<Duration>,
+}
+
+/// Runs the plan's cycles, `lanes` at a time, and tells of each when it is over. An error is one of the test itself: what
+/// the sandboxes did wrong is in the tally.
+pub async fn run(case: &Case, plan: &Plan, tell: impl Fn(&str)) -> anyhow::Result<Tally> {
+    let _swap = Swap::on()?;
+    let began = Instant::now();
+    let in_time = || plan.time.is_none_or(|time| began.elapsed() < time);
+    let left: Mutex<VecDeque<u64>> = Mutex::new((plan.from..plan.from + plan.cycles).collect());
+    let tally = Mutex::new(Tally::default());
+    let agent_killed = Notify::new();
+    let lane = async |number: usize| -> anyhow::Result<()> {
+        let mut lane = Lane::begin(case, number, &agent_killed).await?;
+        while in_time()
+            && let Some(number) = left.lock().await.pop_front()
+        {
+            let cycle = Cycle::of(plan.seed, number);
+            let at = Instant::now();
+            let outcome = lane.cycle(&cycle).await;
+            let took = at.elapsed();
+            let words = match &outcome {
+                Ok(done) => format!("{done}"),
+                Err(trouble) => trouble.to_string(),
+            };
+            tell(&format!(
+                "{number:>5} {:>5.1} s  {:<12} {cycle}: {words}",
+                took.as_secs_f64(),
+                lane.name()
+            ));
+            let bad = outcome.is_err();
+            tally.lock().await.add(number, &cycle, outcome, took);
+            if bad {
+                tell(&explain::explain(case).await);
+                lane.start_over().await?;
+            }
+        }
+        if let Err(trouble) = lane.end().await {
+            tell(&format!("{trouble}"));
+            tally.lock().await.left_over(trouble);
+        }
+        Ok(())
+    };
+    let lanes = futures::future::try_join_all((0..plan.lanes).map(lane));
+    tokio::select! {
+        done = lanes => done.map(drop)?,
+        failed = keep_agent(case, &agent_killed) => failed?,
+    }
+    // The last one that was killed may still be missing.
+    let _ = agent_killed.notified().now_or_never();
+    Agent::replace(&case.kubectl).await?;
+    Ok(tally.into_inner())
+}
+
+/// The kubelet would wait longer and longer before it starts an agent again that is killed over and over: the test is about
+/// what happens then, not about that. Ends only with an error.
+async fn keep_agent(case: &Case, killed: &Notify) -> anyhow::Result<()> {
+    loop {
+        killed.notified().await;
+        Agent::replace(&case.kubectl).await?;
+    }
+}

@@ -1,0 +1,35 @@
+"""Counts the lines that it is sent, on any number of connections, and answers each with its life and the count.
+
+Its life is the digest of memory that it drew at its start, taken anew for each answer: memory that has changed is another life.
+"""
+
+import hashlib
+import os
+import socketserver
+import threading
+
+memory = os.urandom(1 << 20)
+counted = 0
+one_at_a_time = threading.Lock()
+
+
+class Lines(socketserver.StreamRequestHandler):
+    def handle(self):
+        global counted
+        for _ in self.rfile:
+            with one_at_a_time:
+                counted += 1
+                answer = f"{hashlib.sha256(memory).hexdigest()[:16]} {counted}\n"
+            self.wfile.write(answer.encode())
+
+
+class Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 256
+
+    def handle_error(self, request, client_address):
+        """A client that has gone is no error."""
+
+
+Server(("", 8080), Lines).serve_forever()

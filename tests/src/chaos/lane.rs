@@ -1,0 +1,515 @@
+//! One sandbox after another, cycle by cycle, with its client.
+
+use std::cell::{Cell, RefCell};
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
+use kube::api::DeleteParams;
+use serde_json::{Value, json};
+use tokio::sync::Notify;
+use torpor_api::annotations::{DOZE_AFTER, HIBERNATE};
+use torpor_gvisor::record::SandboxState;
+
+use super::client::{Client, Unanswered, pod_spec};
+use super::counting::News;
+use super::schedule::{Cycle, Depth, Moment, Strike, Victim, Waker};
+use super::strike::strike;
+use crate::case::Case;
+use crate::remains::Footprint;
+use crate::sandboxes::{said, sandbox};
+use crate::sleep::restarts;
+use crate::wait;
+use crate::witness::address;
+
+/// A cycle that takes longer anywhere is stuck. The kubelet starts a container again at once the first time, then after ten
+/// seconds; an agent that was killed is there again after a few; and whoever was woken may not sleep for ten.
+const LIMIT: Duration = Duration::from_secs(90);
+/// Between two looks at the node.
+const LOOK: Duration = Duration::from_millis(10);
+/// Between two questions of a client that goes on asking, and after one that was not answered.
+const PAUSE: Duration = Duration::from_millis(40);
+/// A sandbox that is busy may be woken before it was seen asleep: so long the client goes on.
+const BUSY: Duration = Duration::from_secs(5);
+/// Saving, Committed, Asleep.
+const ENTRIES_OF_SLEEP: u64 = 3;
+const IDLE: &str = "1s";
+
+/// What must not happen.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum Trouble {
+    #[error("lost: {0}")]
+    Lost(String),
+    #[error("cut off: {0}")]
+    CutOff(String),
+    #[error("stuck: {0}")]
+    Stuck(String),
+    #[error("left over: {0}")]
+    LeftOver(String),
+    /// Of the test or the cluster, not of Torpor.
+    #[error("{0}")]
+    Broken(String),
+}
+
+impl From<anyhow::Error> for Trouble {
+    fn from(error: anyhow::Error) -> Self {
+        Self::Broken(format!("{error:#}"))
+    }
+}
+
+impl From<kube::Error> for Trouble {
+    fn from(error: kube::Error) -> Self {
+        anyhow::Error::from(error).into()
+    }
+}
+
+/// What happened in a cycle.
+#[derive(Debug, Clone, Default)]
+pub struct Done {
+    /// Who was to be killed, and whether it ran.
+    pub kills: Vec<(Victim, bool)>,
+    pub started_anew: u64,
+}
+
+impl fmt::Display for Done {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let missed = self.kills.iter().filter(|(_, hit)| !hit).count();
+        write!(f, "ok")?;
+        if missed > 0 {
+            write!(f, ", {missed} not there")?;
+        }
+        if self.started_anew > 0 {
+            write!(f, ", started anew")?;
+        }
+        Ok(())
+    }
+}
+
+/// What kills and the client have in common.
+struct Shared<'a> {
+    case: &'a Case,
+    name: String,
+    agent_killed: &'a Notify,
+    /// Something was killed that the sandbox ran on while it may have been awake; noticed within this cycle or the next.
+    excuses: Cell<u8>,
+    /// Somebody has asked for the sandbox since it was told to sleep.
+    wanted: Cell<bool>,
+    done: RefCell<Done>,
+}
+
+/// One sandbox after another.
+pub struct Lane<'a> {
+    shared: Shared<'a>,
+    number: usize,
+    generation: u32,
+    client: Client,
+    footprints: Vec<Footprint>,
+}
+
+impl<'a> Lane<'a> {
+    /// With its first sandbox.
+    pub async fn begin(
+        case: &'a Case,
+        number: usize,
+        agent_killed: &'a Notify,
+    ) -> anyhow::Result<Self> {
+        let mut lane = Self {
+            shared: Shared {
+                case,
+                name: String::new(),
+                agent_killed,
+                excuses: Cell::new(0),
+                wanted: Cell::new(false),
+                done: RefCell::default(),
+            },
+            number,
+            generation: 0,
+            client: Client::default(),
+            footprints: Vec::new(),
+        };
+        lane.start_over().await?;
+        Ok(lane)
+    }
+
+    pub fn name(&self) -> &str {
+        &self.shared.name
+    }
+
+    /// Another sandbox, another client. The old one is deleted, and no longer looked after.
+    pub async fn start_over(&mut self) -> anyhow::Result<()> {
+        let case = self.shared.case;
+        let parameters = DeleteParams::background();
+        // It may be gone, or never have been.
+        let _ = case
+            .sandboxes()
+            .delete(&self.shared.name, &parameters)
+            .await;
+        self.generation += 1;
+        self.shared.name = format!("s{}-{}", self.number, self.generation);
+        self.shared.excuses.set(0);
+        self.client = Client::default();
+        self.footprints.clear();
+        case.create(sandbox(&self.shared.name, pod_spec())).await
+    }
+
+    /// One sleep and one wake, and what is killed meanwhile.
+    pub async fn cycle(&mut self, cycle: &Cycle) -> Result<Done, Trouble> {
+        let shared = &self.shared;
+        shared.done.take();
+        shared.wanted.set(true);
+        shared.excuses.set(shared.excuses.get().saturating_sub(1));
+        answered(shared, &mut self.client, false).await?;
+        note(shared, &mut self.footprints).await?;
+        if !cycle.same_connection {
+            self.client.hang_up();
+        }
+        self.fall_asleep(cycle).await?;
+        note(&self.shared, &mut self.footprints).await?;
+        let began = Instant::now();
+        self.shared.strikes(cycle, Moment::Asleep, began).await?;
+        self.wake(cycle).await?;
+        // Whatever was killed last: it comes back.
+        answered(&self.shared, &mut self.client, cycle.is_unnoticeable()).await?;
+        note(&self.shared, &mut self.footprints).await?;
+        if cycle.last || self.is_worn().await? {
+            self.end().await?;
+            self.start_over().await?;
+        }
+        Ok(self.shared.done.take())
+    }
+
+    async fn fall_asleep(&mut self, cycle: &Cycle) -> Result<(), Trouble> {
+        let (shared, client) = (&self.shared, &mut self.client);
+        let before = shared.ledger_seq().await.unwrap_or_default();
+        shared.wanted.set(cycle.busy);
+        shared.wish(cycle.depth, true).await?;
+        let asked = Instant::now();
+        let slept = async {
+            // A doze comes by itself; its kills count from its first sign.
+            let origin = match cycle.depth {
+                Depth::Doze => shared.until(asked, "falls asleep", Shared::dozes).await?,
+                Depth::Hibernate | Depth::Suspend => asked,
+            };
+            let struck = shared.strikes(cycle, Moment::FallingAsleep, origin);
+            let sleeps = async {
+                match cycle.depth {
+                    Depth::Hibernate if cycle.busy => {
+                        // It is woken as soon as it sleeps, and may not be seen asleep at all.
+                        let until = asked + BUSY;
+                        while Instant::now() < until
+                            && shared.ledger_seq().await? < before + ENTRIES_OF_SLEEP
+                        {
+                            tokio::time::sleep(LOOK).await;
+                        }
+                        Ok(())
+                    }
+                    depth => shared.asleep(depth, asked).await,
+                }
+            };
+            futures::try_join!(struck, sleeps).map(drop)
+        };
+        if cycle.busy {
+            load(shared, client, cycle, slept).await
+        } else {
+            slept.await
+        }
+    }
+
+    async fn wake(&mut self, cycle: &Cycle) -> Result<(), Trouble> {
+        let (shared, client) = (&self.shared, &mut self.client);
+        shared.wanted.set(true);
+        let began = Instant::now();
+        let asks = async {
+            match cycle.waker {
+                Waker::Packet => {}
+                Waker::Exec => shared.exec(began).await?,
+                Waker::Api => shared.wish(cycle.depth, false).await?,
+            }
+            answered(shared, client, cycle.is_unnoticeable()).await
+        };
+        let struck = shared.strikes(cycle, Moment::Waking, began);
+        futures::try_join!(asks, struck)?;
+        // From now on it is to stay awake.
+        shared.wish(cycle.depth, false).await
+    }
+
+    /// Whether the kubelet would wait before it starts its container again.
+    async fn is_worn(&self) -> Result<bool, Trouble> {
+        let pod = self.shared.pod().await?;
+        Ok(pod.is_some_and(|pod| restarts(&pod) > 0))
+    }
+
+    /// Deletes the sandbox and looks for what is left of it.
+    pub async fn end(&mut self) -> Result<(), Trouble> {
+        let shared = &self.shared;
+        // The newest Pod, and sandboxes that the kubelet made anew.
+        note(shared, &mut self.footprints).await?;
+        let parameters = DeleteParams::background();
+        let asked = Instant::now();
+        match shared
+            .case
+            .sandboxes()
+            .delete(&shared.name, &parameters)
+            .await
+        {
+            Err(kube::Error::Api(status)) if status.is_not_found() => {}
+            other => other.map(drop)?,
+        }
+        let footprints = &self.footprints;
+        let gone = async |shared: &Shared<'_>| {
+            if shared.pod().await?.is_some() {
+                return Ok(Err("the Pod is still there".to_owned()));
+            }
+            let node = &shared.case.node;
+            let left: Vec<String> = (footprints.iter())
+                .flat_map(|footprint| [footprint.of_sandbox(node), footprint.of_memory(node)])
+                .flatten()
+                .collect();
+            Ok(match left.is_empty() {
+                true => Ok(()),
+                false => Err(left.join(", ")),
+            })
+        };
+        loop {
+            match gone(shared).await {
+                Ok(Ok(())) => return Ok(()),
+                Ok(Err(left)) if asked.elapsed() > LIMIT => {
+                    return Err(Trouble::LeftOver(format!("{}: {left}", shared.name)));
+                }
+                Ok(Err(_)) => tokio::time::sleep(PAUSE * 5).await,
+                Err(trouble) => return Err(trouble),
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Lane<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lane")
+            .field("sandbox", &self.shared.name)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Asks until there is an answer. `smoothly`: nobody may say no meanwhile.
+async fn answered(shared: &Shared<'_>, client: &mut Client, smoothly: bool) -> Result<(), Trouble> {
+    let began = Instant::now();
+    let mut last = String::new();
+    while began.elapsed() < LIMIT {
+        match ask(shared, client, smoothly).await? {
+            Ok(()) => return Ok(()),
+            Err(why) => last = why,
+        }
+        tokio::time::sleep(PAUSE).await;
+    }
+    let name = &shared.name;
+    Err(Trouble::Stuck(format!(
+        "{name} does not answer within {LIMIT:?}: {last}"
+    )))
+}
+
+/// Asks once; why there was no answer.
+async fn ask(
+    shared: &Shared<'_>,
+    client: &mut Client,
+    smoothly: bool,
+) -> Result<Result<(), String>, Trouble> {
+    let Some(address) = shared.pod().await?.and_then(|pod| address(&pod).ok()) else {
+        client.hang_up();
+        return Ok(Err("no address".to_owned()));
+    };
+    let excused = || shared.excuses.get() > 0;
+    match client.ask(&address, excused).await {
+        Ok(News::GoneOn) => Ok(Ok(())),
+        Ok(News::StartedAnew) => {
+            // The first life of all is no other one.
+            if shared.excuses.replace(0) > 0 {
+                shared.done.borrow_mut().started_anew += 1;
+            }
+            Ok(Ok(()))
+        }
+        Err(Unanswered::Loss(loss)) => Err(Trouble::Lost(format!("{}: {loss}", shared.name))),
+        Err(error @ Unanswered::Ended(_)) if smoothly && !excused() => {
+            Err(Trouble::CutOff(format!("{}: {error}", shared.name)))
+        }
+        Err(error) => Ok(Err(error.to_string())),
+    }
+}
+
+/// Asks again and again until the other is over.
+async fn load(
+    shared: &Shared<'_>,
+    client: &mut Client,
+    cycle: &Cycle,
+    until: impl Future<Output = Result<(), Trouble>>,
+) -> Result<(), Trouble> {
+    let smoothly = cycle.is_unnoticeable();
+    let asks = async {
+        loop {
+            if let Err(trouble) = ask(shared, client, smoothly).await {
+                return trouble;
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+    };
+    tokio::select! {
+        done = until => done,
+        trouble = asks => Err(trouble),
+    }
+}
+
+/// Notes the ids of what the node has of the sandbox' Pod by now.
+async fn note(shared: &Shared<'_>, footprints: &mut Vec<Footprint>) -> Result<(), Trouble> {
+    let (case, pod) = (shared.case, shared.pod().await?);
+    let Some(uid) = pod.and_then(|pod| pod.uid()) else {
+        return Ok(());
+    };
+    match footprints.iter_mut().find(|known| known.uid() == uid) {
+        Some(known) => known.add(&case.node)?,
+        None => footprints.push(Footprint::take(&case.node, &case.namespace, &uid)?),
+    }
+    Ok(())
+}
+
+impl Shared<'_> {
+    async fn pod(&self) -> Result<Option<Pod>, Trouble> {
+        Ok(self.case.pods().get_opt(&self.name).await?)
+    }
+
+    async fn uid(&self) -> Result<Option<String>, Trouble> {
+        Ok(self.pod().await?.and_then(|pod| pod.uid()))
+    }
+
+    async fn ledger_seq(&self) -> Result<u64, Trouble> {
+        match self.uid().await? {
+            Some(uid) => Ok(self.case.node.ledger_seq(&uid)?),
+            None => Ok(0),
+        }
+    }
+
+    /// Asks for sleep, or takes it back.
+    async fn wish(&self, depth: Depth, sleep: bool) -> Result<(), Trouble> {
+        let annotation = |key: &str, value: &str| {
+            let value = if sleep { json!(value) } else { Value::Null };
+            json!({ "metadata": { "annotations": { key: value } } })
+        };
+        let change = match depth {
+            Depth::Doze => annotation(DOZE_AFTER, IDLE),
+            Depth::Hibernate => annotation(HIBERNATE, "true"),
+            Depth::Suspend => {
+                let mode = if sleep { "Suspended" } else { "Running" };
+                json!({ "spec": { "operatingMode": mode } })
+            }
+        };
+        Ok(self.case.patch(&self.name, change).await?)
+    }
+
+    async fn asleep(&self, depth: Depth, asked: Instant) -> Result<(), Trouble> {
+        let words = format!("sleeps ({depth:?})");
+        self.until(asked, &words, async |shared| match depth {
+            Depth::Doze => shared.has_dozed_off().await,
+            Depth::Hibernate => shared.hibernates().await,
+            Depth::Suspend => shared.is_suspended().await,
+        })
+        .await
+        .map(drop)
+    }
+
+    /// Since when the condition holds.
+    async fn until(
+        &self,
+        asked: Instant,
+        words: &str,
+        condition: impl AsyncFn(&Self) -> Result<bool, Trouble>,
+    ) -> Result<Instant, Trouble> {
+        while asked.elapsed() < LIMIT {
+            if condition(self).await? {
+                return Ok(Instant::now());
+            }
+            tokio::time::sleep(LOOK).await;
+        }
+        let name = &self.name;
+        Err(Trouble::Stuck(format!(
+            "not seen within {LIMIT:?}: {name} {words}"
+        )))
+    }
+
+    /// What the node's records say of the sandbox; nothing while the kubelet makes another one.
+    async fn look<T>(
+        &self,
+        read: impl FnOnce(&torpor_core::ids::SandboxId) -> Option<T>,
+    ) -> Result<Option<T>, Trouble> {
+        let Some(uid) = self.uid().await? else {
+            return Ok(None);
+        };
+        let record = self.case.node.sandbox_of(&uid);
+        Ok(record.ok().and_then(|record| read(&record.sandbox)))
+    }
+
+    async fn dozes(&self) -> Result<bool, Trouble> {
+        let records = &self.case.node.records;
+        let note = self.look(|sandbox| records.doze(sandbox).ok()?).await?;
+        Ok(note.is_some())
+    }
+
+    async fn has_dozed_off(&self) -> Result<bool, Trouble> {
+        let records = &self.case.node.records;
+        let note = self.look(|sandbox| records.doze(sandbox).ok()?).await?;
+        Ok(note.is_some_and(|note| note.reclaimed))
+    }
+
+    async fn hibernates(&self) -> Result<bool, Trouble> {
+        let records = &self.case.node.records;
+        let state = self.look(|sandbox| records.state(sandbox).ok()).await?;
+        Ok(matches!(state, Some(SandboxState::Hibernated { .. })))
+    }
+
+    async fn is_suspended(&self) -> Result<bool, Trouble> {
+        let found = self.case.sandboxes().get(&self.name).await?;
+        let (status, reason, _) = said(&found, "Suspended");
+        Ok((status, reason) == ("True", "PodTerminated"))
+    }
+
+    /// `kubectl exec`, until it gets through.
+    async fn exec(&self, began: Instant) -> Result<(), Trouble> {
+        let ran = wait::until(
+            "an exec",
+            LIMIT.saturating_sub(began.elapsed()),
+            async || {
+                let ran = self
+                    .case
+                    .kubectl
+                    .exec(&self.name, "counter", &["true"])
+                    .await?;
+                wait::holds(ran.code == 0, || ran.err.clone())
+            },
+        );
+        ran.await
+            .map_err(|error| Trouble::Stuck(format!("{}: {error:#}", self.name)))
+    }
+
+    /// Kills what this moment's strikes say, each at its time.
+    async fn strikes(&self, cycle: &Cycle, moment: Moment, origin: Instant) -> Result<(), Trouble> {
+        for strike in cycle.strikes_at(moment) {
+            tokio::time::sleep_until((origin + strike.after).into()).await;
+            let hit = self.strike(strike).await?;
+            self.done.borrow_mut().kills.push((strike.victim, hit));
+        }
+        Ok(())
+    }
+
+    /// Whether it found its victim.
+    async fn strike(&self, planned: Strike) -> Result<bool, Trouble> {
+        let node = &self.case.node;
+        let uid = self.uid().await?.unwrap_or_default();
+        let struck = strike(node, &uid, planned.victim, self.wanted.get())?;
+        if struck.is_some() && planned.victim == Victim::Agent {
+            self.agent_killed.notify_one();
+        }
+        if struck.is_some_and(|struck| struck.costs_memory) {
+            self.excuses.set(2);
+        }
+        Ok(struck.is_some())
+    }
+}

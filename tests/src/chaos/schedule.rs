@@ -1,0 +1,283 @@
+//! What the kill test does: a pure function of a seed and a number.
+
+use std::fmt;
+use std::time::Duration;
+
+/// How the sandbox sleeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Depth {
+    /// By itself, because it is idle: paused, saved, its memory in swap.
+    Doze,
+    /// In place, because it is asked to.
+    Hibernate,
+    /// Its Pod is deleted, and another one continues from its image.
+    Suspend,
+}
+
+/// What ends the sleep.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Waker {
+    /// The client's next question.
+    Packet,
+    /// `kubectl exec`.
+    Exec,
+    /// Whoever asked for sleep takes it back.
+    Api,
+}
+
+/// When something is killed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Moment {
+    FallingAsleep,
+    Asleep,
+    Waking,
+}
+
+/// What is killed, with SIGKILL.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Victim {
+    Agent,
+    Containerd,
+    /// containerd's shim of the Pod.
+    Shim,
+    /// The keeper of the pause container, which holds packets and starts wakes.
+    PauseKeeper,
+    /// The keeper of the program's container.
+    Keeper,
+    /// gVisor's kernel.
+    Sentry,
+    /// One of gVisor's file servers.
+    Gofer,
+    /// torpor-oci, at work on the sandbox (a wake, an end, a reclaim).
+    Program,
+}
+
+/// One kill.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Strike {
+    pub moment: Moment,
+    pub victim: Victim,
+    /// Since the moment began.
+    pub after: Duration,
+}
+
+/// One sleep of one sandbox, and its wake.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Cycle {
+    pub depth: Depth,
+    pub waker: Waker,
+    /// The client goes on asking while the sandbox falls asleep.
+    pub busy: bool,
+    /// The client keeps its connection over the sleep, instead of making another one.
+    pub same_connection: bool,
+    pub strikes: Vec<Strike>,
+    /// Afterwards the sandbox is deleted and the node searched for what is left of it.
+    pub last: bool,
+}
+
+/// How long after the beginning of its moment a kill may come, at most.
+fn longest(depth: Depth, moment: Moment) -> u64 {
+    match (moment, depth) {
+        // From the first sign of falling asleep: pause, checkpoint, commit, reclaim, each a plan of its own.
+        (Moment::FallingAsleep, Depth::Doze) => 600,
+        // From the request: until the controller and the agent have heard of it, and a save.
+        (Moment::FallingAsleep, Depth::Hibernate) => 900,
+        // And until the Pod is deleted.
+        (Moment::FallingAsleep, Depth::Suspend) => 4000,
+        (Moment::Asleep, _) => 300,
+        (Moment::Waking, Depth::Doze) => 100,
+        (Moment::Waking, Depth::Hibernate) => 600,
+        // A new Pod.
+        (Moment::Waking, Depth::Suspend) => 3000,
+    }
+}
+
+/// Who is there to be killed.
+pub fn victims(depth: Depth, moment: Moment) -> &'static [Victim] {
+    use Victim::{Agent, Containerd, Gofer, Keeper, PauseKeeper, Program, Sentry, Shim};
+    match (depth, moment) {
+        (Depth::Suspend, Moment::Asleep) => &[Agent, Containerd],
+        (Depth::Hibernate, Moment::Asleep) => &[Agent, Containerd, Shim, PauseKeeper, Keeper],
+        (Depth::Doze, Moment::Asleep) => {
+            &[Agent, Containerd, Shim, PauseKeeper, Keeper, Sentry, Gofer]
+        }
+        (_, Moment::FallingAsleep | Moment::Waking) => &[
+            Agent,
+            Containerd,
+            Shim,
+            PauseKeeper,
+            Keeper,
+            Sentry,
+            Gofer,
+            Program,
+        ],
+    }
+}
+
+impl Cycle {
+    /// The cycle with this number in the run of this seed.
+    pub fn of(seed: u64, number: u64) -> Self {
+        // Neighbouring numbers must not give neighbouring generators: a Weyl step, as SplitMix64 has it.
+        let start = seed.wrapping_add(number.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+        let mut random = fastrand::Rng::with_seed(start);
+        let depth = *pick(
+            &mut random,
+            &[
+                Depth::Doze,
+                Depth::Hibernate,
+                Depth::Hibernate,
+                Depth::Suspend,
+            ],
+        );
+        let waker = match depth {
+            Depth::Suspend => Waker::Api,
+            Depth::Doze | Depth::Hibernate => *pick(
+                &mut random,
+                &[Waker::Packet, Waker::Packet, Waker::Exec, Waker::Api],
+            ),
+        };
+        let busy = depth != Depth::Doze && random.u8(..3) == 0;
+        let same_connection = random.bool();
+        let count = *pick(&mut random, &[0, 1, 1, 1, 1, 2, 2]);
+        let mut strikes: Vec<Strike> = (0..count).map(|_| strike(&mut random, depth)).collect();
+        strikes.sort_by_key(|strike| (strike.moment as u8, strike.after));
+        Self {
+            depth,
+            waker,
+            busy,
+            same_connection,
+            strikes,
+            last: random.u8(..4) == 0,
+        }
+    }
+
+    /// The kills of one moment, in order.
+    pub fn strikes_at(&self, moment: Moment) -> impl Iterator<Item = Strike> {
+        self.strikes
+            .iter()
+            .copied()
+            .filter(move |strike| strike.moment == moment)
+    }
+
+    /// Whether the client may not even notice: nothing is killed that the sandbox itself runs on, and its Pod stays.
+    pub fn is_unnoticeable(&self) -> bool {
+        let of_sandbox =
+            |strike: &Strike| !matches!(strike.victim, Victim::Agent | Victim::Containerd);
+        self.depth != Depth::Suspend && !self.strikes.iter().any(of_sandbox)
+    }
+}
+
+fn strike(random: &mut fastrand::Rng, depth: Depth) -> Strike {
+    let moment = *pick(
+        random,
+        &[Moment::FallingAsleep, Moment::Asleep, Moment::Waking],
+    );
+    let victim = *pick(random, victims(depth, moment));
+    // More of the early ones, where most happens.
+    let longest = longest(depth, moment);
+    let after = random.u64(..=longest).min(random.u64(..=longest));
+    Strike {
+        moment,
+        victim,
+        after: Duration::from_millis(after),
+    }
+}
+
+fn pick<'a, T>(random: &mut fastrand::Rng, from: &'a [T]) -> &'a T {
+    &from[random.usize(..from.len())]
+}
+
+impl fmt::Display for Cycle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            depth,
+            waker,
+            busy,
+            same_connection,
+            strikes,
+            last,
+        } = self;
+        write!(f, "{depth:?} until {waker:?}")?;
+        for (holds, words) in [(busy, "busy"), (same_connection, "kept"), (last, "last")] {
+            if *holds {
+                write!(f, ", {words}")?;
+            }
+        }
+        for strike in strikes {
+            let Strike {
+                moment,
+                victim,
+                after,
+            } = strike;
+            write!(f, "; {victim:?} at {moment:?}+{}ms", after.as_millis())?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    const SEED: u64 = 7;
+
+    fn all() -> impl Iterator<Item = Cycle> {
+        (0..5000).map(|number| Cycle::of(SEED, number))
+    }
+
+    #[test]
+    fn a_cycle_is_what_its_seed_and_number_say() {
+        for number in 0..100 {
+            assert_eq!(Cycle::of(SEED, number), Cycle::of(SEED, number));
+        }
+        let other: Vec<Cycle> = (0..100).map(|number| Cycle::of(SEED + 1, number)).collect();
+        assert_ne!(all().take(100).collect::<Vec<_>>(), other);
+        // What is written into reports can be run again later.
+        assert_eq!(
+            Cycle::of(1, 0).to_string(),
+            "Hibernate until Api; Sentry at FallingAsleep+268ms"
+        );
+    }
+
+    #[test]
+    fn only_what_is_there_is_killed() {
+        for cycle in all() {
+            for strike in &cycle.strikes {
+                assert!(
+                    victims(cycle.depth, strike.moment).contains(&strike.victim),
+                    "{cycle}"
+                );
+                let most = longest(cycle.depth, strike.moment);
+                assert!(strike.after <= Duration::from_millis(most), "{cycle}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_is_never_asked_for() {
+        for cycle in all() {
+            let suspended = cycle.depth == Depth::Suspend;
+            assert!(!suspended || cycle.waker == Waker::Api, "{cycle}");
+            assert!(cycle.depth != Depth::Doze || !cycle.busy, "{cycle}");
+        }
+    }
+
+    #[test]
+    fn every_kill_at_every_moment_of_every_sleep_comes() {
+        let mut missing: HashSet<(Depth, Moment, Victim)> = HashSet::new();
+        for depth in [Depth::Doze, Depth::Hibernate, Depth::Suspend] {
+            for moment in [Moment::FallingAsleep, Moment::Asleep, Moment::Waking] {
+                missing.extend(victims(depth, moment).iter().map(|v| (depth, moment, *v)));
+            }
+        }
+        for cycle in all().take(2000) {
+            for strike in &cycle.strikes {
+                missing.remove(&(cycle.depth, strike.moment, strike.victim));
+            }
+        }
+        assert_eq!(missing, HashSet::new());
+        assert!(all().any(|cycle| cycle.strikes.len() > 1));
+        assert!(all().any(|cycle| cycle.strikes.is_empty() && cycle.busy));
+    }
+}

@@ -1,0 +1,153 @@
+//! Kills, and whether one may cost the sandbox its memory.
+
+use anyhow::Context;
+use torpor_core::ids::PodUid;
+use torpor_core::ledger::{LedgerState, Memory};
+
+use super::schedule::Victim;
+use crate::agent::Agent;
+use crate::machine::{self, Process};
+use crate::node::{self, Node, PAUSE};
+
+/// The container of the program.
+const CONTAINER: &str = "counter";
+
+/// What came of a kill.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Struck {
+    /// Whoever relies on the memory may find a program that was started anew.
+    pub costs_memory: bool,
+}
+
+/// Kills the victim of a Pod; none when it does not run at this moment. `wanted`: somebody has asked for the sandbox since it
+/// fell asleep, so that it may be awake.
+pub fn strike(
+    node: &Node,
+    uid: &str,
+    victim: Victim,
+    wanted: bool,
+) -> anyhow::Result<Option<Struck>> {
+    let Ok(process) = find(node, uid, victim) else {
+        return Ok(None);
+    };
+    let before = ledger(node, uid)?;
+    if process.kill().is_err() {
+        // It ended by itself meanwhile.
+        return Ok(None);
+    }
+    let after = ledger(node, uid)?;
+    let slept = !wanted && before.seq == after.seq && is_in_image(&after.memory);
+    Ok(Some(Struck {
+        costs_memory: costs_memory(victim, slept),
+    }))
+}
+
+fn ledger(node: &Node, uid: &str) -> anyhow::Result<LedgerState> {
+    let ledger = node.store.ledger(&PodUid::new(uid)?)?;
+    ledger.read().context("cannot read the ledger")
+}
+
+/// Whether nothing that happens to the sandbox' processes may cost the memory.
+fn is_in_image(memory: &Memory) -> bool {
+    match memory {
+        Memory::Committed { .. } | Memory::Asleep { .. } | Memory::WakeFailed { .. } => true,
+        // A sandbox that is being restored may be awake already, and one that is being saved may not be saved yet.
+        Memory::Live | Memory::Saving { .. } | Memory::Waking { .. } => false,
+    }
+}
+
+/// Whoever stands for a sandbox that is awake takes it along; a sandbox that slept through the kill comes back.
+fn costs_memory(victim: Victim, slept: bool) -> bool {
+    match victim {
+        // They are started again, and what they were at is done by whoever comes next.
+        Victim::Agent | Victim::Containerd | Victim::Program => false,
+        Victim::Shim | Victim::PauseKeeper | Victim::Keeper | Victim::Sentry | Victim::Gofer => {
+            !slept
+        }
+    }
+}
+
+fn find(node: &Node, uid: &str, victim: Victim) -> anyhow::Result<Process> {
+    match victim {
+        Victim::Agent => Ok(Agent::find()?.process),
+        Victim::Containerd => node::containerd(),
+        Victim::Shim => node.shim(uid),
+        Victim::PauseKeeper => node.keeper(uid, PAUSE),
+        Victim::Keeper => node.keeper(uid, CONTAINER),
+        Victim::Sentry => node.sentry(uid),
+        Victim::Gofer => node.gofer(uid),
+        Victim::Program => program(node, uid),
+    }
+}
+
+/// torpor-oci, waking, ending or reclaiming the sandbox.
+fn program(node: &Node, uid: &str) -> anyhow::Result<Process> {
+    let sandbox = node.sandbox_of(uid)?.sandbox;
+    let verbs = ["wake", "end", "doze"].map(|verb| format!(" {verb} {sandbox}"));
+    let found = machine::processes_naming(&verbs).into_iter().next();
+    found.context("torpor-oci is not at work on the sandbox")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use torpor_core::ids::ImageId;
+
+    fn image() -> ImageId {
+        ImageId::parse("pod-a.1").expect("an image's name")
+    }
+
+    #[test]
+    fn memory_may_be_lost_only_with_a_sandbox_that_may_have_been_awake() {
+        for victim in [Victim::Agent, Victim::Containerd, Victim::Program] {
+            assert!(!costs_memory(victim, true) && !costs_memory(victim, false));
+        }
+        for victim in [
+            Victim::Shim,
+            Victim::PauseKeeper,
+            Victim::Keeper,
+            Victim::Sentry,
+            Victim::Gofer,
+        ] {
+            assert!(!costs_memory(victim, true), "{victim:?}");
+            assert!(costs_memory(victim, false), "{victim:?}");
+        }
+    }
+
+    #[test]
+    fn memory_is_safe_from_the_commit_until_a_wake_begins() {
+        let (image, by_itself) = (image(), false);
+        let reason = "RestoreFailed".to_owned();
+        for (memory, safe) in [
+            (Memory::Live, false),
+            (
+                Memory::Saving {
+                    image: image.clone(),
+                },
+                false,
+            ),
+            (
+                Memory::Committed {
+                    image: image.clone(),
+                },
+                true,
+            ),
+            (
+                Memory::Asleep {
+                    image: image.clone(),
+                    by_itself,
+                },
+                true,
+            ),
+            (
+                Memory::Waking {
+                    image: image.clone(),
+                },
+                false,
+            ),
+            (Memory::WakeFailed { image, reason }, true),
+        ] {
+            assert_eq!(is_in_image(&memory), safe, "{memory:?}");
+        }
+    }
+}
