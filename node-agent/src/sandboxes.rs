@@ -212,6 +212,8 @@ pub(crate) fn signed(bytes: u64) -> i64 {
 #[cfg(test)]
 mod tests {
     use torpor_core::ids::ImageId;
+    use torpor_core::pressure::Resource;
+    use torpor_core::queue::Urgency;
     use torpor_gvisor::record::WakeCause;
 
     use super::*;
@@ -227,6 +229,9 @@ mod tests {
             Reason::Restoring,
             Reason::SleepWanted,
             Reason::Idle,
+            Reason::Pressure {
+                short_of: Resource::Memory,
+            },
             Reason::Dozing,
             Reason::AwakeWanted,
             Reason::FreezeWanted,
@@ -240,6 +245,9 @@ mod tests {
             Reason::SaveUnfinished,
             Reason::NotCapable,
             Reason::InUse,
+            Reason::AwaitingTurn {
+                urgency: Urgency::Asked,
+            },
             Reason::Backoff { until },
             Reason::AwaitingContainers,
             Reason::NoSandbox,
@@ -257,6 +265,7 @@ mod tests {
                 | Reason::Restoring
                 | Reason::SleepWanted
                 | Reason::Idle
+                | Reason::Pressure { .. }
                 | Reason::Dozing
                 | Reason::AwakeWanted
                 | Reason::FreezeWanted
@@ -270,6 +279,7 @@ mod tests {
                 | Reason::SaveUnfinished
                 | Reason::NotCapable
                 | Reason::InUse
+                | Reason::AwaitingTurn { .. }
                 | Reason::Backoff { .. }
                 | Reason::AwaitingContainers
                 | Reason::NoSandbox

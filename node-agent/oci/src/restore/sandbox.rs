@@ -17,6 +17,7 @@ use torpor_gvisor::net::{self, AddressWatch};
 use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState, WakeCause, WakeNote};
 use torpor_gvisor::runsc::{Runsc, Stdio3};
 use torpor_gvisor::spec::{Role, Spec};
+use torpor_gvisor::turns::Turns;
 use torpor_snapshots::Image;
 
 use crate::console::Terminal;
@@ -68,8 +69,11 @@ pub(super) fn restore(
     pod: &PodRecord,
     image: &Image,
     parts: &[ContainerRecord],
+    cause: WakeCause,
 ) -> anyhow::Result<Stages> {
     let mut stages = Stages::new();
+    let _turn = Turns::new(&node.config.state_dir, node.config.wakes_at_once).take(cause);
+    stages.over("turnCame");
     let expedited = node
         .config
         .expedite_wakes
