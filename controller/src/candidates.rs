@@ -117,14 +117,14 @@ impl Candidates {
         }
     }
 
-    /// Whether a pool has less than half of its members left to give, so that whoever comes next waits for new ones.
+    /// Whether a pool has less than a quarter of its members left to give, so that whoever comes next waits for new ones.
     pub fn advance(&self, pool: &SandboxWarmPool) -> Advance {
         let pools = self.lock();
         let free = pools
             .get(&pool.uid().unwrap_or_default())
             .map_or(0, Pool::ready);
         let wanted = usize::try_from(pool.spec.replicas.unwrap_or(1)).unwrap_or_default();
-        match free * 2 < wanted {
+        match free * 4 < wanted {
             true => Advance::Low,
             false => Advance::Calm,
         }

@@ -1,6 +1,6 @@
 //! Whose turn it is to write. An apiserver does only so many writes a second, whoever sends them, and each that is under way makes the others slower. So what nobody waits for (members of
-//! pools, Events, what is noted about a claim that is Ready) gives way to what somebody waits for: there is always room for one such write, for a few between claims that follow one another,
-//! and for many when nobody has waited for a while.
+//! pools, Events, what is noted about a claim that is Ready) gives way to what somebody waits for: one such write is begun now and then, a few are under way between claims that follow one
+//! another, and many when nobody has waited for a while.
 
 use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -9,12 +9,14 @@ use std::{
 
 use tokio::{sync::Notify, time::Instant};
 
-/// How much room a pool that is running low gets, compared with the rest: whoever comes next waits for it.
+/// How much room a pool that is running low gets between claims, compared with the rest: whoever comes next waits for it.
 const LOW: usize = 4;
-/// Writes in advance that are under way at once while somebody waits.
+/// While somebody waits, one write in advance is begun this often, so that none waits for ever.
+const PATIENCE: Duration = Duration::from_millis(50);
+/// Writes for pools that are running low that are under way at once while somebody waits.
 const BESIDE: usize = 1;
 /// The same while somebody has waited a moment ago: whoever comes next finds the apiserver this busy.
-const BETWEEN: usize = 4;
+const BETWEEN: usize = 2;
 /// The same when nobody has waited for [`CALM`].
 const ALONE: usize = 32;
 /// How long nobody must have waited before writes in advance have the apiserver to themselves.
@@ -45,6 +47,8 @@ struct State {
     last: Option<Instant>,
     /// Writes in advance that are under way.
     in_advance: usize,
+    /// When the last of them was begun.
+    begun: Option<Instant>,
 }
 
 impl State {
@@ -55,7 +59,11 @@ impl State {
             Advance::Low => LOW,
         };
         if self.awaited > 0 {
-            return (BESIDE * times, None);
+            return match (advance, self.begun.map(|begun| begun + PATIENCE)) {
+                (Advance::Low, _) => (BESIDE, None),
+                (Advance::Calm, Some(next)) if next > now => (0, Some(next)),
+                (Advance::Calm, _) => (1, None),
+            };
         }
         match self.last.map(|last| last + CALM) {
             Some(calm) if calm > now => (BETWEEN * times, Some(calm)),
@@ -103,9 +111,11 @@ impl Pace {
             let changed = self.changed.notified();
             let more_at = {
                 let mut state = self.lock();
-                let (limit, more_at) = state.limit(advance, Instant::now());
+                let now = Instant::now();
+                let (limit, more_at) = state.limit(advance, now);
                 if state.in_advance < limit {
                     state.in_advance += 1;
+                    state.begun = Some(now);
                     return Turn(Arc::clone(self));
                 }
                 more_at
@@ -138,11 +148,24 @@ mod tests {
         let pace = Arc::new(Pace::default());
         assert_eq!(free(&pace).len(), ALONE);
         let awaited = pace.awaited();
-        assert_eq!(free(&pace).len(), BESIDE);
-        drop(awaited);
+        assert!(free(&pace).is_empty());
+        let low = pace.turn(Advance::Low).now_or_never();
+        assert!(low.is_some(), "a pool that runs low has room all the same");
+        drop((low, awaited));
         let held = free(&pace);
         assert_eq!(held.len(), BETWEEN);
         assert!(pace.turn(Advance::Low).now_or_never().is_some());
+    }
+
+    #[tokio::test]
+    async fn one_that_waits_long_goes_ahead_though_somebody_waits() {
+        let pace = Arc::new(Pace::default());
+        drop(free(&pace));
+        let _awaited = pace.awaited();
+        assert!(pace.turn(Advance::Calm).now_or_never().is_none());
+        let _turn = tokio::time::timeout(PATIENCE * 20, pace.turn(Advance::Calm))
+            .await
+            .unwrap();
     }
 
     #[test]

@@ -123,6 +123,13 @@ fn details(text: &mut String, outcome: &Outcome) {
             "metric       p50 {p50:.1} p90 {p90:.1} p99 {p99:.1} (controller_startup_latency_ms)"
         );
     }
+    if outcome.each_second.len() > 1 {
+        let each = outcome.each_second.iter();
+        let each: Vec<_> = each
+            .map(|second| format!("{:.0}/{:.0}", second.p50, second.p90))
+            .collect();
+        let _ = writeln!(text, "each second  p50/p90 {}", each.join(" "));
+    }
     for bar in bars(outcome) {
         let verdict = if bar.holds() { "holds" } else { "MISSED" };
         let Bar { what, limit, value } = bar;

@@ -50,6 +50,8 @@ pub(crate) struct Outcome {
     pub warm: Times,
     /// Those for which a Sandbox was made.
     pub cold: Times,
+    /// `all` for the claims that were sent in each second, one after the other.
+    pub each_second: Vec<Times>,
     /// Claims that were Ready, over the time from the first that was sent until the last was Ready.
     pub ready_per_second: f64,
     /// Not Ready a second after the last was sent.
@@ -124,6 +126,7 @@ pub(crate) async fn run(arguments: &RunArguments) -> anyhow::Result<Outcome> {
         fill_seconds,
         ready_per_second: all.count as f64 / span(&records).as_secs_f64().max(f64::MIN_POSITIVE),
         all,
+        each_second: each_second(&records),
         warm: times(|name, record| record.is_warm(name)),
         cold: times(|name, record| !record.is_warm(name)),
         backlog: driven.backlog,
@@ -150,6 +153,22 @@ fn span<'a>(records: impl IntoIterator<Item = (&'a String, &'a Record)>) -> Dura
         .filter_map(|(_, record)| Some((record.sent, record.sent + record.ready?)));
     let bounds = times.reduce(|(first, last), (sent, ready)| (first.min(sent), last.max(ready)));
     bounds.map_or(Duration::ZERO, |(first, last)| last.duration_since(first))
+}
+
+fn each_second<'a>(records: impl IntoIterator<Item = (&'a String, &'a Record)>) -> Vec<Times> {
+    let mut sent: Vec<_> = records
+        .into_iter()
+        .filter_map(|(_, record)| Some((record.sent, record.ready?)))
+        .collect();
+    sent.sort_unstable();
+    let Some((first, _)) = sent.first().copied() else {
+        return Vec::new();
+    };
+    let seconds = sent.chunk_by(|(a, _), (b, _)| {
+        a.duration_since(first).as_secs() == b.duration_since(first).as_secs()
+    });
+    let times = seconds.map(|second| second.iter().map(|(_, ready)| *ready).collect::<Vec<_>>());
+    times.map(|times| Times::of(&times)).collect()
 }
 
 struct Driven {
