@@ -41,6 +41,8 @@ pub const SUSPENSION_STRATEGY: &str = "torpor.dev/suspension-strategy";
 pub const HIBERNATE: &str = "torpor.dev/hibernate";
 /// What to do when memory cannot be restored: see [`OnRestoreFailure`]. Copied to the Pod.
 pub const ON_RESTORE_FAILURE: &str = "torpor.dev/on-restore-failure";
+/// What a sandbox that crashed while it was awake starts from: see [`OnCrash`]. Copied to the Pod.
+pub const ON_CRASH: &str = "torpor.dev/on-crash";
 /// Name of a SandboxSnapshot of the same namespace; the sandbox starts as a copy of it.
 pub const RESTORE_FROM: &str = "torpor.dev/restore-from";
 /// Name of a SnapshotClass.
@@ -78,10 +80,11 @@ pub const REPLACES: &str = "torpor.dev/replaces";
 pub const IMAGE_FINALIZER: &str = "torpor.dev/image";
 
 /// Torpor's annotations that users write.
-pub const USER_SETTINGS: [&str; 10] = [
+pub const USER_SETTINGS: [&str; 11] = [
     SUSPENSION_STRATEGY,
     HIBERNATE,
     ON_RESTORE_FAILURE,
+    ON_CRASH,
     RESTORE_FROM,
     SNAPSHOT_CLASS,
     RESUME_ON_REQUEST,
@@ -101,7 +104,7 @@ pub const CLAIM_SETTINGS: [&str; 4] = [
 ];
 
 /// Torpor's annotations on a Pod: the only ones, all written by the controller.
-pub const ON_POD: [&str; 7] = [
+pub const ON_POD: [&str; 8] = [
     HIBERNATE,
     DOZE_AFTER,
     HIBERNATE_AFTER,
@@ -109,6 +112,7 @@ pub const ON_POD: [&str; 7] = [
     RESTORE_IMAGE,
     RESTORE_COPY,
     ON_RESTORE_FAILURE,
+    ON_CRASH,
 ];
 
 /// What `operatingMode: Suspended` does to the Pod.
@@ -139,6 +143,26 @@ impl OnRestoreFailure {
         match self {
             Self::Fail => "Fail",
             Self::ColdStart => "ColdStart",
+        }
+    }
+}
+
+/// What a sandbox that crashed while it was awake starts from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnCrash {
+    /// From its program, as Kubernetes starts it.
+    #[default]
+    ColdStart,
+    /// From the image that its Pod last made, which is kept for that; what it did since is lost.
+    LastImage,
+}
+
+impl OnCrash {
+    /// The annotation's value.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::ColdStart => "ColdStart",
+            Self::LastImage => "LastImage",
         }
     }
 }
@@ -220,6 +244,7 @@ pub struct Settings {
     pub hibernate: bool,
     /// `None` when nobody asked; see [`Settings::restore_policy`].
     pub on_restore_failure: Option<OnRestoreFailure>,
+    pub on_crash: Option<OnCrash>,
     pub restore_from: Option<String>,
     pub snapshot_class: Option<String>,
     pub resume_on_request: bool,
@@ -245,6 +270,7 @@ impl Settings {
             checked(value(SUSPENSION_STRATEGY), parse_strategy, &mut problems);
         let hibernate = checked(value(HIBERNATE), parse_hibernate, &mut problems);
         let on_restore_failure = checked(value(ON_RESTORE_FAILURE), parse_policy, &mut problems);
+        let on_crash = checked(value(ON_CRASH), parse_on_crash, &mut problems);
         let restore_from = checked(
             value(RESTORE_FROM),
             |v| parse_name(RESTORE_FROM, v),
@@ -281,6 +307,7 @@ impl Settings {
             suspension_strategy,
             hibernate: hibernate.unwrap_or_default(),
             on_restore_failure,
+            on_crash,
             restore_from,
             snapshot_class,
             resume_on_request: resume_on_request.unwrap_or_default(),
@@ -349,6 +376,15 @@ pub fn parse_policy(value: &str) -> Result<OnRestoreFailure, InvalidAnnotation> 
         "Fail" => Ok(OnRestoreFailure::Fail),
         "ColdStart" => Ok(OnRestoreFailure::ColdStart),
         _ => Err(invalid(ON_RESTORE_FAILURE, value, "Fail, ColdStart")),
+    }
+}
+
+/// Parses the value of [`ON_CRASH`].
+pub fn parse_on_crash(value: &str) -> Result<OnCrash, InvalidAnnotation> {
+    match value {
+        "ColdStart" => Ok(OnCrash::ColdStart),
+        "LastImage" => Ok(OnCrash::LastImage),
+        _ => Err(invalid(ON_CRASH, value, "ColdStart, LastImage")),
     }
 }
 
@@ -427,6 +463,7 @@ mod tests {
             (SUSPENSION_STRATEGY, "hibernate"),
             (HIBERNATE, "yes"),
             (ON_RESTORE_FAILURE, "Retry"),
+            (ON_CRASH, "LastSnapshot"),
             (RESTORE_FROM, "Not A Name"),
             (SNAPSHOT_CLASS, ""),
             (RESUME_ON_REQUEST, "1"),
@@ -442,6 +479,7 @@ mod tests {
                 r#"annotation torpor.dev/suspension-strategy: value "hibernate" is not allowed; allowed: Hibernate, Freeze, Stop"#,
                 r#"annotation torpor.dev/hibernate: value "yes" is not allowed; allowed: true, false"#,
                 r#"annotation torpor.dev/on-restore-failure: value "Retry" is not allowed; allowed: Fail, ColdStart"#,
+                r#"annotation torpor.dev/on-crash: value "LastSnapshot" is not allowed; allowed: ColdStart, LastImage"#,
                 r#"annotation torpor.dev/restore-from: value "Not A Name" is not allowed; allowed: the name of an object (a DNS-1123 subdomain)"#,
                 r#"annotation torpor.dev/snapshot-class: value "" is not allowed; allowed: the name of an object (a DNS-1123 subdomain)"#,
                 r#"annotation torpor.dev/resume-on-request: value "1" is not allowed; allowed: true, false"#,

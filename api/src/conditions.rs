@@ -9,6 +9,8 @@ use schemars::{Schema, SchemaGenerator, json_schema};
 
 /// Sandbox, SandboxClaim, SandboxNode.
 pub const READY: &str = "Ready";
+/// SandboxNode: the node is short of memory or swap, and sandboxes that have been idle longest sleep before their time.
+pub const PRESSURE: &str = "Pressure";
 /// Sandbox: `operatingMode: Suspended` took effect.
 pub const SUSPENDED: &str = "Suspended";
 /// Sandbox: copy of the Pod's condition.
@@ -29,8 +31,9 @@ pub const POD_HIBERNATED: &str = "torpor.dev/Hibernated";
 pub const POD_RESTORED: &str = "torpor.dev/Restored";
 
 /// Every condition type of this module.
-pub const ALL: [&str; 10] = [
+pub const ALL: [&str; 11] = [
     READY,
+    PRESSURE,
     SUSPENDED,
     POD_SCHEDULED,
     FINISHED,

@@ -110,6 +110,8 @@ pub mod hibernated {
 /// Reasons of the condition `Restored`.
 pub mod restored {
     pub const RESTORED: &str = "Restored";
+    /// A sandbox that crashed while it was awake went back to its last image.
+    pub const ROLLED_BACK: &str = "RolledBack";
     pub const COLD_STARTED: &str = "ColdStarted";
     pub const IMAGE_MISSING: &str = "ImageMissing";
     pub const IMAGE_CORRUPT: &str = "ImageCorrupt";
@@ -122,8 +124,9 @@ pub mod restored {
     pub const SNAPSHOT_NOT_READY: &str = "SnapshotNotReady";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 11] = [
+    pub const ALL: [&str; 12] = [
         RESTORED,
+        ROLLED_BACK,
         COLD_STARTED,
         IMAGE_MISSING,
         IMAGE_CORRUPT,
@@ -171,6 +174,7 @@ pub mod plan {
     pub const RESTORING: &str = "Restoring";
     pub const SLEEP_WANTED: &str = "SleepWanted";
     pub const IDLE: &str = "Idle";
+    pub const PRESSURE: &str = "Pressure";
     pub const DOZING: &str = "Dozing";
     pub const AWAKE_WANTED: &str = "AwakeWanted";
     pub const FREEZE_WANTED: &str = "FreezeWanted";
@@ -184,6 +188,7 @@ pub mod plan {
     pub const SAVE_UNFINISHED: &str = "SaveUnfinished";
     pub const NOT_CAPABLE: &str = "NotCapable";
     pub const IN_USE: &str = "InUse";
+    pub const AWAITING_TURN: &str = "AwaitingTurn";
     pub const BACKOFF: &str = "Backoff";
     pub const AWAITING_CONTAINERS: &str = "AwaitingContainers";
     pub const NO_SANDBOX: &str = "NoSandbox";
@@ -194,13 +199,14 @@ pub mod plan {
     pub const NUMBERS_EXHAUSTED: &str = "NumbersExhausted";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 27] = [
+    pub const ALL: [&str; 29] = [
         BUSY,
         LIVE_UNKNOWN,
         LEDGER_CORRUPT,
         RESTORING,
         SLEEP_WANTED,
         IDLE,
+        PRESSURE,
         DOZING,
         AWAKE_WANTED,
         FREEZE_WANTED,
@@ -214,6 +220,7 @@ pub mod plan {
         SAVE_UNFINISHED,
         NOT_CAPABLE,
         IN_USE,
+        AWAITING_TURN,
         BACKOFF,
         AWAITING_CONTAINERS,
         NO_SANDBOX,
@@ -241,9 +248,11 @@ pub mod event {
     pub const CLAIM_EXPIRED: &str = "ClaimExpired";
     pub const WARM_POOL_NOT_PROGRESSING: &str = "WarmPoolNotProgressing";
     pub const WARM_POOL_PROGRESSING: &str = "WarmPoolProgressing";
+    /// A sandbox sleeps before its time, because its node is short of memory or swap.
+    pub const NODE_PRESSURE: &str = "NodePressure";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 14] = [
+    pub const ALL: [&str; 15] = [
         MULTIPLE_PODS,
         INVALID_ANNOTATION,
         SNAPSHOT_COMMITTED,
@@ -258,6 +267,7 @@ pub mod event {
         CLAIM_EXPIRED,
         WARM_POOL_NOT_PROGRESSING,
         WARM_POOL_PROGRESSING,
+        NODE_PRESSURE,
     ];
 }
 

@@ -25,6 +25,9 @@ pub fn of_plan(reason: &str) -> Option<&'static str> {
         plan::DOZING => {
             "it dozes: it stands still with its memory in swap, until somebody needs it"
         }
+        plan::PRESSURE => {
+            "it has been idle for longest and its node is short of memory or swap, so that it sleeps before its time"
+        }
         plan::SLEEPING => {
             "it sleeps, as it was asked to or because nobody has used it, until somebody needs it"
         }
@@ -38,6 +41,7 @@ pub fn of_plan(reason: &str) -> Option<&'static str> {
         plan::IN_USE => {
             "it shall sleep, but somebody uses it: an exec, an attach or a port-forward is open, or woke it less than 10 s ago"
         }
+        plan::AWAITING_TURN => "other sandboxes of its node are being saved; it waits for its turn",
         plan::BACKOFF => "something failed, and is tried again after a wait",
         plan::AWAITING_CONTAINERS => {
             "its memory is in an image, and the kubelet has to bring the containers back first"
@@ -130,7 +134,12 @@ mod tests {
     #[test]
     fn every_reason_why_memory_was_not_brought_back_has_a_remedy() {
         for reason in restored::ALL {
-            let fine = [restored::RESTORED, restored::COLD_STARTED].contains(&reason);
+            let fine = [
+                restored::RESTORED,
+                restored::ROLLED_BACK,
+                restored::COLD_STARTED,
+            ]
+            .contains(&reason);
             assert_eq!(remedy(reason).is_none(), fine, "{reason}");
         }
     }

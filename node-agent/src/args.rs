@@ -89,6 +89,64 @@ pub(crate) struct RunArgs {
         env = "TORPOR_HEALTH_BIND_ADDRESS"
     )]
     pub(crate) health_bind_address: SocketAddr,
+    /// Most sandboxes that are saved at once; default: half of the node's processors, at least 1
+    #[arg(long, value_parser = at_least_one, env = "TORPOR_SAVES_AT_ONCE")]
+    pub(crate) saves_at_once: Option<usize>,
+    #[command(flatten)]
+    pub(crate) pressure: PressureArgs,
+}
+
+/// When the sandboxes that have been idle longest sleep before their time.
+#[derive(Debug, Clone, clap::Args)]
+pub(crate) struct PressureArgs {
+    /// Percent of the node's memory that is to be available, or off: with less, idle sandboxes that may sleep do so early
+    #[arg(long, default_value = "10", env = "TORPOR_MEMORY_PRESSURE_AVAILABLE")]
+    pub(crate) memory_pressure_available: Limit,
+    /// Percent of time that programs of the node may wait for memory (PSI, some avg10), or off
+    #[arg(long, default_value = "20", env = "TORPOR_MEMORY_PRESSURE_STALLED")]
+    pub(crate) memory_pressure_stalled: Limit,
+    /// Percent of the node's swap that is to be free, or off: with less, dozing sandboxes hibernate
+    #[arg(long, default_value = "10", env = "TORPOR_SWAP_PRESSURE_FREE")]
+    pub(crate) swap_pressure_free: Limit,
+    /// Seconds that a sandbox must have been idle before it is put to sleep for the node's sake
+    #[arg(long, default_value = "30", value_parser = seconds, env = "TORPOR_PRESSURE_IDLE")]
+    pub(crate) pressure_idle: Duration,
+    /// Put sandboxes to sleep for the node's sake that have no annotation about sleep, too
+    #[arg(long, env = "TORPOR_PRESSURE_ON_ALL")]
+    pub(crate) pressure_on_all: bool,
+}
+
+/// A number of percent, or off.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Limit(Option<u8>);
+
+impl Limit {
+    /// None: off.
+    pub(crate) fn percent(self) -> Option<u8> {
+        self.0
+    }
+}
+
+impl FromStr for Limit {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "off" {
+            return Ok(Self(None));
+        }
+        let percent = text
+            .parse()
+            .ok()
+            .filter(|percent| (1..=99).contains(percent));
+        percent
+            .map(|percent| Self(Some(percent)))
+            .ok_or_else(|| "allowed are 1 to 99, and off".to_owned())
+    }
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    let count = text.parse().ok().filter(|count| *count > 0);
+    count.ok_or_else(|| "allowed is 1 and more".to_owned())
 }
 
 #[derive(Debug, Clone, clap::Args)]
@@ -112,6 +170,9 @@ pub(crate) struct InstallArgs {
     /// Whether the kernel's RCU grace periods are expedited (for the whole node) for the moment of a wake, which halves it
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set)]
     pub(crate) expedite_wakes: bool,
+    /// Most hibernated sandboxes that are restored at once; 0: as many as want to. Default: twice the node's processors
+    #[arg(long, env = "TORPOR_WAKES_AT_ONCE")]
+    pub(crate) wakes_at_once: Option<u32>,
     /// Swap for dozing sandboxes that this makes: zram:<percent>% of the node's memory, compressed in memory. Without it the node's own is used, if any
     #[arg(long, value_parser = doze_swap, env = "TORPOR_DOZE_SWAP")]
     pub(crate) doze_swap: Option<ShareOfMemory>,
@@ -263,6 +324,16 @@ mod tests {
             install.containerd.containerd_restart,
             ContainerdRestart::Systemd("containerd".into())
         );
+    }
+
+    #[test]
+    fn limits_are_read_and_can_be_switched_off() {
+        assert_eq!("off".parse(), Ok(Limit(None)));
+        assert_eq!("10".parse(), Ok(Limit(Some(10))));
+        for wrong in ["", "0", "100", "-1", "10%", "none"] {
+            assert!(wrong.parse::<Limit>().is_err(), "{wrong:?} was read");
+        }
+        assert_eq!(at_least_one("0").ok(), None);
     }
 
     #[test]

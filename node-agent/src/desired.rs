@@ -8,6 +8,7 @@ use kube::ResourceExt;
 use torpor_api::annotations;
 use torpor_api::snapshot::{SandboxSnapshot, SnapshotReason as ApiReason};
 use torpor_core::ids::{ImageId, PodUid, SnapshotUid};
+use torpor_core::pressure::Pressure;
 use torpor_core::state::{
     Desired, PodPresence, Power, SleepAfter, SnapshotIntent, SnapshotReason, SnapshotWish,
 };
@@ -125,7 +126,32 @@ pub(crate) fn desired(
         pod: presence,
         power,
         sleep,
+        // What the node has to do with it is said by whoever knows the node.
+        pressure: Pressure::default(),
+        keep_last_image: pod.is_some_and(goes_back),
         snapshots,
+    }
+}
+
+/// Whether the sandbox goes back to its last image when it crashes. The controller tells of a wrong value.
+fn goes_back(pod: &Pod) -> bool {
+    let policy = pod.annotations().get(annotations::ON_CRASH);
+    policy.and_then(|value| annotations::parse_on_crash(value).ok())
+        == Some(annotations::OnCrash::LastImage)
+}
+
+/// Whether the sandbox may be put to sleep for the node's sake: one that may fall asleep by itself; on a node where all may
+/// (`on_all`), also one of which nothing is said. One of which it is said that it does not sleep does not.
+pub(crate) fn may_be_pressed(pod: Option<&Pod>, on_all: bool) -> bool {
+    let Some(pod) = pod else { return false };
+    let value = |key: &str| pod.annotations().get(key);
+    let said = annotations::hibernate_after(value)
+        .into_iter()
+        .chain(annotations::doze_after(value));
+    let said: Vec<_> = said.filter_map(Result::ok).collect();
+    match said.is_empty() {
+        true => on_all,
+        false => said.iter().any(|after| after.duration().is_some()),
     }
 }
 
@@ -255,6 +281,40 @@ mod tests {
         );
         assert_eq!(after(json!({ "torpor.dev/hibernate-after": "soon" })), None);
         assert_eq!(after(json!({ "torpor.dev/hibernate-after": "off" })), None);
+    }
+
+    #[test]
+    fn who_may_sleep_for_the_nodes_sake_follows_from_what_is_said_about_its_sleep() {
+        for (annotations, by_default, on_all) in [
+            (json!({}), false, true),
+            (json!({ "torpor.dev/hibernate-after": "1h" }), true, true),
+            (json!({ "torpor.dev/doze-after": "1h" }), true, true),
+            (json!({ "torpor.dev/hibernate-after": "off" }), false, false),
+            (
+                json!({ "torpor.dev/hibernate-after": "off", "torpor.dev/doze-after": "30s" }),
+                true,
+                true,
+            ),
+            (json!({ "torpor.dev/hibernate-after": "soon" }), false, true),
+        ] {
+            let pod = pod(annotations.clone());
+            let may = [false, true].map(|on_all| may_be_pressed(Some(&pod), on_all));
+            assert_eq!(may, [by_default, on_all], "{annotations}");
+        }
+        assert!(!may_be_pressed(None, true));
+    }
+
+    #[test]
+    fn the_last_image_is_kept_for_a_crash_by_exactly_one_word() {
+        let keeps = |annotations| desired(&uid(), Some(&pod(annotations)), &[]).keep_last_image;
+        assert!(keeps(json!({ "torpor.dev/on-crash": "LastImage" })));
+        for other in [
+            json!({}),
+            json!({ "torpor.dev/on-crash": "lastimage" }),
+            json!({ "torpor.dev/on-crash": "ColdStart" }),
+        ] {
+            assert!(!keeps(other));
+        }
     }
 
     #[test]

@@ -19,19 +19,24 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use torpor_api::snapshot::SandboxSnapshot;
 use torpor_core::ids::{Namespace, PodUid};
+use torpor_core::pressure::{Candidate, candidate};
 use torpor_core::state::{Desired, Failures, PodPresence, Policy};
 use torpor_core::status::SnapshotState;
-use torpor_core::steps::{Outcome, Plan};
+use torpor_core::steps::{Outcome, Plan, Reason};
 use torpor_gvisor::record::{PodLock, PodRecord, Probes};
 
-use crate::desired::{answerable_ports, desired, has_finalizer, pod_of_snapshot, probes};
+use crate::desired::{
+    answerable_ports, desired, has_finalizer, may_be_pressed, pod_of_snapshot, probes,
+};
 use crate::execute::{Context, execute};
 use crate::idle::{self, Watched};
 use crate::metrics::Metrics;
 use crate::node::Node;
 use crate::observe::observe;
+use crate::pressure::NodePressure;
 use crate::publish::{Publisher, SavedImage};
 use crate::sandboxes::Board;
+use crate::saves::{SaveTurn, Saves};
 
 mod draft;
 
@@ -49,6 +54,8 @@ pub(crate) struct Shared {
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) policy: Policy,
     pub(crate) board: Arc<Board>,
+    pub(crate) saves: Arc<Saves>,
+    pub(crate) pressure: Arc<NodePressure>,
 }
 
 /// Starts tasks and wakes them.
@@ -152,7 +159,7 @@ impl Driver {
     async fn drive(&self, pod: PodUid, notify: Arc<Notify>) {
         let mut remembered = Remembered::default();
         loop {
-            let wait = match self.turn(&pod, &mut remembered).await {
+            let wait = match self.turn(&pod, &mut remembered, &notify).await {
                 Turn::Again => continue,
                 Turn::Wait(wait) => wait,
                 Turn::Nothing => {
@@ -171,7 +178,12 @@ impl Driver {
     }
 
     /// Observe, plan, tell, do.
-    async fn turn(&self, pod_uid: &PodUid, remembered: &mut Remembered) -> Turn {
+    async fn turn(
+        &self,
+        pod_uid: &PodUid,
+        remembered: &mut Remembered,
+        task: &Arc<Notify>,
+    ) -> Turn {
         if self.stop.is_cancelled() {
             return Turn::Wait(Duration::ZERO);
         }
@@ -179,21 +191,31 @@ impl Driver {
         let pod = pod_of(shared, pod_uid);
         let snapshots = self.snapshots_of(pod_uid);
         if let Err(wait) = self.adopt(&snapshots, pod.as_deref()).await {
+            // Others do not wait for what the API does not take.
+            remembered.save_turn = None;
             return Turn::Wait(wait);
         }
-        let references: Vec<&SandboxSnapshot> = snapshots.iter().map(AsRef::as_ref).collect();
-        let desired = desired(pod_uid, pod.as_deref(), &references);
+        let desired = self.desired(pod_uid, pod.as_deref(), &snapshots);
         let probes = pod.as_deref().map(probes);
-        let Ok((look, idle)) = self.look(desired, probes, remembered.clone()).await else {
+        let Ok((mut look, idle)) = self.look(desired, probes, remembered.clone()).await else {
+            remembered.save_turn = None;
             return Turn::Wait(RETRY);
         };
         remembered.idle = idle;
+        shared.pressure.note(pod_uid, look.candidate.take());
         if look.nothing {
             shared.board.forget(pod_uid);
             return Turn::Nothing;
         }
         shared.board.note(pod_uid, &look.plan.why);
+        let (held, namespace) = (remembered.save_turn.take(), look.namespace.as_ref());
+        remembered.save_turn = shared.saves.follow(held, &look.plan, namespace, task);
+        if look.plan.steps.is_empty() {
+            // Whoever needs the sandbox while it waits for its turn may have it.
+            look.lock = None;
+        }
         self.shared.metrics.planned();
+        self.tell_of_pressure(pod.as_deref(), &look.plan).await;
         if let Err(error) = self.tell(pod.as_deref(), &snapshots, &look).await {
             tracing::warn!(%pod_uid, error = crate::observe::words(&error), "status not written");
             if look.plan.steps.is_empty() {
@@ -201,10 +223,46 @@ impl Driver {
             }
         }
         if look.plan.steps.is_empty() {
-            return Turn::Wait(until(look.plan.wake_at));
+            let turn = remembered.save_turn.as_ref();
+            return match turn.is_some_and(|turn| turn.has_come()) {
+                true => Turn::Again,
+                false => Turn::Wait(until(look.plan.wake_at)),
+            };
         }
         self.act(look, pod, &mut remembered.failures).await;
         Turn::Again
+    }
+
+    /// What the API wants of the Pod's sandbox, and the node.
+    fn desired(
+        &self,
+        pod_uid: &PodUid,
+        pod: Option<&Pod>,
+        snapshots: &[Arc<SandboxSnapshot>],
+    ) -> Desired {
+        let pressure = &self.shared.pressure;
+        let references: Vec<&SandboxSnapshot> = snapshots.iter().map(AsRef::as_ref).collect();
+        let mut desired = desired(pod_uid, pod, &references);
+        desired.pressure.may = may_be_pressed(pod, pressure.is_on_all());
+        pressure.shorten(desired)
+    }
+
+    /// A sandbox that is put to sleep before its time is told why.
+    async fn tell_of_pressure(&self, pod: Option<&Pod>, plan: &Plan) {
+        let short_of = plan.why.iter().find_map(|reason| match reason {
+            Reason::Pressure { short_of } => Some(*short_of),
+            _ => None,
+        });
+        let Some((pod, short_of)) = pod.zip(short_of).filter(|_| !plan.steps.is_empty()) else {
+            return;
+        };
+        let short = self.shared.pressure.short();
+        let words = short.into_iter().find(|(of, _)| *of == short_of);
+        let words = words.map_or_else(
+            || format!("the node is short of {short_of}"),
+            |(_, words)| words,
+        );
+        self.shared.publisher.node_pressure(pod, &words).await;
     }
 
     fn snapshots_of(&self, pod: &PodUid) -> Vec<Arc<SandboxSnapshot>> {
@@ -324,6 +382,8 @@ fn pod_of(shared: &Shared, uid: &PodUid) -> Option<Arc<Pod>> {
 struct Remembered {
     failures: Failures,
     idle: Option<Watched>,
+    /// Its turn to save, or its place in the queue.
+    save_turn: Option<Arc<SaveTurn>>,
 }
 
 /// What was seen and what follows; holds the sandbox' lock for the steps.
@@ -335,6 +395,8 @@ struct Look {
     namespace: Option<Namespace>,
     saved: Vec<SavedImage>,
     nothing: bool,
+    /// Whether it could sleep for the node's sake.
+    candidate: Option<Candidate>,
 }
 
 fn look(
@@ -353,6 +415,7 @@ fn look(
     let busy = record.is_some() && lock.is_none();
     let failures = &remembered.failures;
     let mut observed = observe(node, &pod_uid, record.as_ref(), failures, busy);
+    observed.save_turn = remembered.save_turn.is_some_and(|turn| turn.has_come());
     let idle = match record.as_ref().zip(lock.as_ref()) {
         Some((record, lock)) => {
             if let Some(probes) = probes
@@ -399,6 +462,7 @@ fn look(
         namespace,
         saved,
         nothing,
+        candidate: candidate(desired, &observed),
     };
     (look, idle)
 }

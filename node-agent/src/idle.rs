@@ -50,7 +50,9 @@ pub(crate) fn watch(
     known: Option<Watched>,
     now: Timestamp,
 ) -> Option<Watched> {
-    let after = desired.sleep.first()?;
+    // One that may sleep for the node's sake only is looked at, and asked when its time has come.
+    let for_the_node = desired.pressure.may.then_some(Duration::MAX);
+    let after = desired.sleep.first().or(for_the_node)?;
     let id = &sandbox.record.sandbox;
     let mut watched = known
         .filter(|known| known.sandbox == *id)

@@ -10,10 +10,12 @@ mod install;
 mod metrics;
 mod node;
 mod observe;
+mod pressure;
 mod publish;
 mod run;
 mod sandbox_node;
 mod sandboxes;
+mod saves;
 mod server;
 
 use std::process::ExitCode;

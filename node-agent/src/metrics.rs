@@ -9,6 +9,8 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
+use torpor_core::pressure::Resource;
+use torpor_core::queue::{Queue, Urgency};
 use torpor_core::steps::{Outcome, StepKind};
 use torpor_gvisor::record::{SleepNote, WakeNote};
 
@@ -45,6 +47,16 @@ struct FailureLabels {
     reason: String,
 }
 
+#[derive(Debug, Clone, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct UrgencyLabel {
+    urgency: &'static str,
+}
+
+#[derive(Debug, Clone, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct ResourceLabel {
+    resource: &'static str,
+}
+
 /// Seconds: a pause takes a millisecond, the save of gigabytes a minute.
 const SECONDS: [f64; 14] = [
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0,
@@ -71,6 +83,10 @@ pub(crate) struct Metrics {
     pub(crate) held_asleep: Gauge,
     failures: Family<FailureLabels, Counter>,
     plan_reasons: Family<ReasonLabel, Gauge>,
+    saves_waiting: Family<UrgencyLabel, Gauge>,
+    saves_under_way: Gauge,
+    node_short: Family<ResourceLabel, Gauge>,
+    asked_to_sleep: Family<ResourceLabel, Counter>,
 }
 
 impl Metrics {
@@ -94,6 +110,10 @@ impl Metrics {
             held_asleep: Gauge::default(),
             failures: Family::default(),
             plan_reasons: Family::default(),
+            saves_waiting: Family::default(),
+            saves_under_way: Gauge::default(),
+            node_short: Family::default(),
+            asked_to_sleep: Family::default(),
             registry: Registry::default(),
         };
         registry.register("steps", "Steps executed, by outcome", metrics.steps.clone());
@@ -129,6 +149,7 @@ impl Metrics {
             metrics.image_bytes.clone(),
         );
         metrics.register_sleep(&mut registry);
+        metrics.register_capacity(&mut registry);
         Self {
             registry,
             ..metrics
@@ -182,6 +203,57 @@ impl Metrics {
             "Sandboxes by the reasons of their latest plan",
             self.plan_reasons.clone(),
         );
+    }
+
+    /// What the node has too little of.
+    fn register_capacity(&self, registry: &mut Registry) {
+        registry.register(
+            "saves_waiting",
+            "Sandboxes that wait for their turn to be saved, by whether somebody asked for it",
+            self.saves_waiting.clone(),
+        );
+        registry.register(
+            "saves_under_way",
+            "Sandboxes that have their turn to be saved",
+            self.saves_under_way.clone(),
+        );
+        registry.register(
+            "node_short",
+            "1 while the node is short of the resource",
+            self.node_short.clone(),
+        );
+        registry.register(
+            "asked_to_sleep",
+            "Sandboxes that were asked to sleep before their time, by what the node was short of",
+            self.asked_to_sleep.clone(),
+        );
+    }
+
+    /// Who saves, and who waits to.
+    pub(crate) fn saves(&self, queue: &Queue) {
+        let under_way = i64::try_from(queue.under_way()).unwrap_or(i64::MAX);
+        self.saves_under_way.set(under_way);
+        for (urgency, name) in [(Urgency::Asked, "Asked"), (Urgency::ByItself, "ByItself")] {
+            let waiting = i64::try_from(queue.waiting(urgency)).unwrap_or(i64::MAX);
+            let label = UrgencyLabel { urgency: name };
+            self.saves_waiting.get_or_create(&label).set(waiting);
+        }
+    }
+
+    /// What the node is short of.
+    pub(crate) fn pressure(&self, short: &BTreeMap<Resource, String>) {
+        for resource in [Resource::Memory, Resource::Swap] {
+            let is_short = short.contains_key(&resource);
+            self.node_short
+                .get_or_create(&resource_label(resource))
+                .set(is_short.into());
+        }
+    }
+
+    /// Counts a sandbox that is asked to sleep before its time.
+    pub(crate) fn asked_to_sleep(&self, short_of: Resource) {
+        let label = resource_label(short_of);
+        self.asked_to_sleep.get_or_create(&label).inc();
     }
 
     /// How many sandboxes have each reason in their latest plan.
@@ -260,6 +332,15 @@ impl Metrics {
     }
 }
 
+fn resource_label(resource: Resource) -> ResourceLabel {
+    ResourceLabel {
+        resource: match resource {
+            Resource::Memory => "memory",
+            Resource::Swap => "swap",
+        },
+    }
+}
+
 /// What a step is for, as the planner's waiting times after failures see it.
 fn work(kind: StepKind) -> &'static str {
     match kind {
@@ -271,6 +352,7 @@ fn work(kind: StepKind) -> &'static str {
 
 #[cfg(test)]
 mod tests {
+    use torpor_core::queue::Capacity;
     use torpor_gvisor::record::{Depth, WakeCause};
 
     use super::*;
@@ -297,6 +379,13 @@ mod tests {
         metrics.fell_asleep(SleepNote::new(2500, 2000, Some(doze)));
         metrics.planned_for(&[("LedgerCorrupt".to_owned(), 1)].into());
         metrics.planned_for(&[("InUse".to_owned(), 2)].into());
+        metrics.saves(&Queue::new(Capacity {
+            at_once: 1,
+            patience: Duration::ZERO,
+            longest: Duration::ZERO,
+        }));
+        metrics.pressure(&[(Resource::Swap, String::new())].into());
+        metrics.asked_to_sleep(Resource::Memory);
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &metrics.registry).expect("text");
         text
@@ -311,6 +400,10 @@ mod tests {
             r#"torpor_agent_wake_stage_seconds_sum{stage="verified"} 0.02"#,
             "torpor_agent_memory_given_back_bytes_total 3000",
             r#"torpor_agent_failures_total{work="save",reason="DiskFull"} 1"#,
+            r#"torpor_agent_saves_waiting{urgency="Asked"} 0"#,
+            r#"torpor_agent_node_short{resource="memory"} 0"#,
+            r#"torpor_agent_node_short{resource="swap"} 1"#,
+            r#"torpor_agent_asked_to_sleep_total{resource="memory"} 1"#,
         ] {
             assert!(text.contains(line), "{line} is not in\n{text}");
         }

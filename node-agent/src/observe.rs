@@ -47,6 +47,8 @@ pub(crate) fn observe(
         // Whoever holds the lock finds it out: see `crate::idle`.
         idle_since: None,
         idle_known: Ok(()),
+        // Whoever asks for it knows: see `crate::driver`.
+        save_turn: false,
         sessions: record.map_or(0, |record| sessions(node, record)),
         awake_since: record.and_then(|record| awake_since(node, record)),
         failures: failures.clone(),
@@ -175,7 +177,9 @@ fn restore(
             Restore::Failed { reason, message }
         }
         (_, Some(_)) => Restore::InProgress,
-        (Ok(Some(RestoreReport::Restored { image })), None) => Restore::Done { image },
+        (Ok(Some(RestoreReport::Restored { image, rolled_back })), None) => {
+            Restore::Done { image, rolled_back }
+        }
         (Ok(Some(RestoreReport::ColdStarted { message, .. })), None) => {
             Restore::ColdStarted { message }
         }
@@ -232,7 +236,10 @@ mod tests {
         for report in [
             None,
             Some(failed(2)),
-            Some(RestoreReport::Restored { image: image(2) }),
+            Some(RestoreReport::Restored {
+                image: image(2),
+                rolled_back: None,
+            }),
         ] {
             assert_eq!(restore(Some(&restoring()), Ok(report)), Restore::InProgress);
         }

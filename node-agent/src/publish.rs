@@ -121,12 +121,32 @@ impl Publisher {
             action: action.to_owned(),
             secondary: None,
         };
-        let published = tokio::time::timeout(API_LIMIT, self.recorder.publish(&event, &about));
+        self.publish(&event, &about).await;
+    }
+
+    async fn publish(&self, event: &Event, about: &ObjectReference) {
+        let published = tokio::time::timeout(API_LIMIT, self.recorder.publish(event, about));
         match published.await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => tracing::warn!(%error, "cannot write an Event"),
             Err(_) => tracing::warn!("the apiserver did not answer to the write of an Event"),
         }
+    }
+
+    /// An Event: the sandbox is put to sleep before its time, because the node is short of something.
+    pub(crate) async fn node_pressure(&self, pod: &Pod, words: &str) {
+        let note = format!(
+            "{words}: the sandbox has been idle for longest and sleeps before its time (node {})",
+            self.node_name
+        );
+        let event = Event {
+            type_: EventType::Normal,
+            reason: reasons::event::NODE_PRESSURE.to_owned(),
+            note: Some(shortened(&note)),
+            action: "Hibernate".to_owned(),
+            secondary: None,
+        };
+        self.publish(&event, &pod.object_ref(&())).await;
     }
 
     /// Puts our finalizer on a snapshot before the first byte is written for it.
@@ -258,7 +278,8 @@ fn event_of(reason: &str) -> Option<(EventType, &'static str)> {
         reasons::hibernated::SAVE_FAILED => (EventType::Warning, "Save"),
         reasons::hibernated::RUNTIME_NOT_CAPABLE => (EventType::Warning, "Hibernate"),
         reasons::restored::RESTORED => (EventType::Normal, "Restore"),
-        reasons::restored::COLD_STARTED
+        reasons::restored::ROLLED_BACK
+        | reasons::restored::COLD_STARTED
         | reasons::restored::IMAGE_MISSING
         | reasons::restored::IMAGE_CORRUPT
         | reasons::restored::FINGERPRINT_MISMATCH
@@ -411,6 +432,7 @@ mod tests {
             core::FROZEN,
             core::RUNTIME_NOT_CAPABLE,
             core::RESTORED,
+            core::ROLLED_BACK,
             core::COLD_STARTED,
             core::IMAGE_MISSING,
             core::RESTORE_FAILED,

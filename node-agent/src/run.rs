@@ -5,6 +5,7 @@
 //! | two watches | Pods of this node, SandboxSnapshots | caches; pokes the driver |
 //! | driver, one task per Pod | caches, node | node, Pod conditions, snapshot statuses |
 //! | node report | node | SandboxNode |
+//! | pressure | the node's memory and swap | who is to sleep for it; pokes the driver |
 //! | servers | metrics, readiness | – |
 //!
 //! Ending the agent ends no sandbox: a step that runs is waited for, and what it left is taken up at the next start.
@@ -31,8 +32,10 @@ use crate::desired::pod_of_snapshot;
 use crate::driver::{Driver, Shared};
 use crate::metrics::Metrics;
 use crate::node::Node;
+use crate::pressure::{self, NodePressure};
 use crate::publish::Publisher;
 use crate::sandboxes::{Board, Sandboxes};
+use crate::saves::Saves;
 use crate::{sandbox_node, server};
 
 /// How often every Pod is looked at in any case: what the node's disk says comes with no event.
@@ -67,11 +70,17 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
         stop.clone(),
     ));
     let board = Arc::new(Board::default());
+    let at_once = args.saves_at_once.unwrap_or_else(default_saves);
+    let saves = Saves::new(at_once, &args.paths.state_dir, metrics.clone());
+    let node_pressure = Arc::new(NodePressure::new(&args.pressure));
     let report = sandbox_node::report(
         client.clone(),
-        node.clone(),
         args.node_name.clone(),
-        args.runtime_handler.clone(),
+        sandbox_node::Subject {
+            node: node.clone(),
+            handler: args.runtime_handler.clone(),
+            pressure: node_pressure.clone(),
+        },
         Sandboxes::new(metrics.clone(), board.clone()),
         metrics.clone(),
         stop.clone(),
@@ -81,6 +90,7 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
         Ok(())
     });
     let publisher = Publisher::new(client.clone(), args.node_name.clone());
+    let (for_watch, for_metrics) = (node_pressure.clone(), metrics.clone());
     let shared = |pods, snapshots| Shared {
         node,
         pods,
@@ -89,8 +99,15 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
         metrics,
         policy: Policy::default(),
         board,
+        saves,
+        pressure: node_pressure,
     };
     let driver = watch(client, &args.node_name, shared, &stop, &mut tasks).await?;
+    let pressed = pressure::watch(for_watch, driver.clone(), for_metrics, stop.clone());
+    tasks.spawn(async move {
+        pressed.await;
+        Ok(())
+    });
     ready.store(true, Ordering::Relaxed);
     tracing::info!(node = args.node_name, "watching");
 
@@ -101,6 +118,14 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
         task??;
     }
     ended
+}
+
+/// A save keeps about one processor busy; the other half is for those who use their sandboxes.
+fn default_saves() -> usize {
+    // Of the machine, not of the agent's own limits.
+    let online = nix::unistd::sysconf(nix::unistd::SysconfVar::_NPROCESSORS_ONLN);
+    let online = usize::try_from(online.ok().flatten().unwrap_or(1)).unwrap_or(1);
+    (online / 2).max(1)
 }
 
 /// Sweeps until a signal comes, or until a task ends that should not.

@@ -14,6 +14,7 @@ use torpor_api::node::{
     ImageStorage, NodeRuntime, RuntimeCapabilities, RuntimeKind, SandboxCounts, SandboxNode,
     SandboxNodeSpec, SandboxNodeStatus,
 };
+use torpor_core::pressure::Resource;
 use torpor_core::state::ImageState;
 use torpor_gvisor::control::Control;
 use torpor_gvisor::record::SandboxState;
@@ -22,6 +23,7 @@ use torpor_snapshots::Listed;
 use crate::metrics::Metrics;
 use crate::node::Node;
 use crate::observe::can_doze;
+use crate::pressure::NodePressure;
 use crate::publish::{API_LIMIT, fingerprint};
 use crate::sandboxes::{Sandboxes, signed};
 
@@ -30,25 +32,38 @@ const HEARTBEAT: Duration = Duration::from_secs(30);
 /// How often what the node holds is looked at.
 const LOOK: Duration = Duration::from_secs(5);
 
+/// What is reported about.
+pub(crate) struct Subject {
+    pub(crate) node: Arc<Node>,
+    /// containerd's runtime handler that is Torpor's.
+    pub(crate) handler: String,
+    pub(crate) pressure: Arc<NodePressure>,
+}
+
 /// Reports until told to stop.
 pub(crate) async fn report(
     client: Client,
-    node: Arc<Node>,
     node_name: String,
-    handler: String,
+    subject: Subject,
     sandboxes: Sandboxes,
     metrics: Arc<Metrics>,
     stop: CancellationToken,
 ) {
+    let Subject {
+        node,
+        handler,
+        pressure,
+    } = subject;
     let sandboxes = Arc::new(Mutex::new(sandboxes));
     let api: Api<SandboxNode> = Api::all(client);
     let mut written: Option<(SandboxNodeStatus, std::time::Instant)> = None;
     loop {
         let counted = {
             let (node, handler, sandboxes) = (node.clone(), handler.clone(), sandboxes.clone());
+            let short = pressure.short();
             tokio::task::spawn_blocking(move || {
                 let mut sandboxes = sandboxes.lock().unwrap_or_else(PoisonError::into_inner);
-                status(&node, &handler, &mut sandboxes)
+                status(&node, &handler, &mut sandboxes, &short)
             })
             .await
         };
@@ -142,7 +157,12 @@ fn record(metrics: &Metrics, status: &SandboxNodeStatus) {
     }
 }
 
-fn status(node: &Node, handler: &str, sandboxes: &mut Sandboxes) -> SandboxNodeStatus {
+fn status(
+    node: &Node,
+    handler: &str,
+    sandboxes: &mut Sandboxes,
+    short: &[(Resource, String)],
+) -> SandboxNodeStatus {
     let images = node.store.list().ok();
     let now = Timestamp::now();
     let mut conditions = Vec::new();
@@ -156,6 +176,7 @@ fn status(node: &Node, handler: &str, sandboxes: &mut Sandboxes) -> SandboxNodeS
         None,
         now,
     );
+    conditions::set(&mut conditions, pressed(short), None, now);
     SandboxNodeStatus {
         agent_version: Some(env!("CARGO_PKG_VERSION").to_owned()),
         conditions,
@@ -170,6 +191,17 @@ fn status(node: &Node, handler: &str, sandboxes: &mut Sandboxes) -> SandboxNodeS
         sandboxes: sandboxes.report(node, images.as_deref().unwrap_or_default()),
         storage: images.and_then(|images| storage(node, &images)),
     }
+}
+
+/// Whether sandboxes sleep before their time, and why.
+fn pressed(short: &[(Resource, String)]) -> Draft {
+    let words: Vec<&str> = short.iter().map(|(_, words)| words.as_str()).collect();
+    let (truth, reason) = match short.first() {
+        None => (conditions::Status::False, "Enough"),
+        Some((Resource::Memory, _)) => (conditions::Status::True, "MemoryShort"),
+        Some((Resource::Swap, _)) => (conditions::Status::True, "SwapShort"),
+    };
+    Draft::new(conditions::PRESSURE, truth, reason, words.join("; "))
 }
 
 fn runtime(node: &Node, handler: &str) -> NodeRuntime {

@@ -228,6 +228,9 @@ pub(crate) fn signed(bytes: u64) -> i64 {
 
 #[cfg(test)]
 mod tests {
+    use torpor_core::ids::ImageId;
+    use torpor_core::pressure::Resource;
+    use torpor_core::queue::Urgency;
     use torpor_gvisor::record::{Depth, WakeCause};
 
     use super::*;
@@ -243,6 +246,9 @@ mod tests {
             Reason::Restoring,
             Reason::SleepWanted,
             Reason::Idle,
+            Reason::Pressure {
+                short_of: Resource::Memory,
+            },
             Reason::Dozing,
             Reason::AwakeWanted,
             Reason::FreezeWanted,
@@ -256,6 +262,9 @@ mod tests {
             Reason::SaveUnfinished,
             Reason::NotCapable,
             Reason::InUse,
+            Reason::AwaitingTurn {
+                urgency: Urgency::Asked,
+            },
             Reason::Backoff { until },
             Reason::AwaitingContainers,
             Reason::NoSandbox,
@@ -273,6 +282,7 @@ mod tests {
                 | Reason::Restoring
                 | Reason::SleepWanted
                 | Reason::Idle
+                | Reason::Pressure { .. }
                 | Reason::Dozing
                 | Reason::AwakeWanted
                 | Reason::FreezeWanted
@@ -286,6 +296,7 @@ mod tests {
                 | Reason::SaveUnfinished
                 | Reason::NotCapable
                 | Reason::InUse
+                | Reason::AwaitingTurn { .. }
                 | Reason::Backoff { .. }
                 | Reason::AwaitingContainers
                 | Reason::NoSandbox

@@ -79,6 +79,36 @@ impl Agent {
         .await
     }
 
+    /// Replaces the agent as an upgrade does, and waits until the new one is ready.
+    pub async fn roll(kubectl: &Kubectl) -> anyhow::Result<()> {
+        daemon_set(kubectl, &["rollout", "restart"], &[]).await?;
+        rolled_out(kubectl).await
+    }
+
+    /// Runs the body while the agent has these variables in its environment, which the agent of the DaemonSet has not otherwise.
+    pub async fn with_environment(
+        kubectl: &Kubectl,
+        variables: &[(&str, &str)],
+        body: impl AsyncFnOnce() -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
+        let set: Vec<String> = variables
+            .iter()
+            .map(|(name, value)| format!("{name}={value}"))
+            .collect();
+        let unset: Vec<String> = variables
+            .iter()
+            .map(|(name, _)| format!("{name}-"))
+            .collect();
+        daemon_set(kubectl, &["set", "env", "-c", "agent"], &set).await?;
+        let done = match rolled_out(kubectl).await {
+            Ok(()) => body().await,
+            Err(error) => Err(error),
+        };
+        daemon_set(kubectl, &["set", "env", "-c", "agent"], &unset).await?;
+        rolled_out(kubectl).await?;
+        done
+    }
+
     /// The end of its log, when it runs by hand and logs to a file.
     pub fn log_file(&self) -> Option<PathBuf> {
         let path = std::fs::read_link(format!("/proc/{}/fd/2", self.process.pid)).ok()?;
@@ -98,6 +128,22 @@ async fn delete_pods(kubectl: &Kubectl) -> anyhow::Result<()> {
         .ok(&[&delete[..], &at_once].concat())
         .await
         .map(drop)
+}
+
+/// One kubectl command on the DaemonSet.
+async fn daemon_set(kubectl: &Kubectl, verb: &[&str], more: &[String]) -> anyhow::Result<()> {
+    let kubectl = Kubectl {
+        namespace: NAMESPACE.to_owned(),
+        ..kubectl.clone()
+    };
+    let more: Vec<&str> = more.iter().map(String::as_str).collect();
+    let all = [verb, &["daemonset/torpor-agent"], &more].concat();
+    kubectl.ok(&all).await.map(drop)
+}
+
+/// kubectl itself gives up before its caller does.
+async fn rolled_out(kubectl: &Kubectl) -> anyhow::Result<()> {
+    daemon_set(kubectl, &["rollout", "status", "--timeout=35s"], &[]).await
 }
 
 /// What it takes to start a process once more.

@@ -8,6 +8,7 @@ use torpor_api::conditions::POD_HIBERNATED;
 use torpor_api::reasons::hibernated::AWAKE;
 
 use crate::case::{Case, condition};
+use crate::wait;
 
 /// A save of a small sandbox takes a tenth of a second; four of them on two busy cores, longer.
 pub const SLEEP_LIMIT: Duration = Duration::from_secs(40);
@@ -24,6 +25,20 @@ impl Case {
         self.annotate(pod, HIBERNATE, None).await?;
         let awake = |pod: &Pod| condition(pod, POD_HIBERNATED).1 == AWAKE && is_ready(pod);
         self.pod_until(pod, "it is awake", SLEEP_LIMIT, awake).await
+    }
+
+    /// How far a Pod that counts ([`crate::pods::COUNT`]) is, by an exec, which wakes it.
+    pub async fn counted(&self, pod: &str) -> anyhow::Result<u64> {
+        // An agent that dies while it wakes leaves the lock to its program: the exec waits for that one or tries again.
+        wait::until("the Pod answers", SLEEP_LIMIT, async || {
+            let ran = self.kubectl.exec(pod, "a", &["cat", "/n"]).await?;
+            Ok(if ran.code == 0 {
+                Ok(ran.ok()?.parse()?)
+            } else {
+                Err(ran.err)
+            })
+        })
+        .await
     }
 
     /// The Pod, once it says that it sleeps.

@@ -55,7 +55,7 @@ pub fn between(before: &SandboxStatus, after: &SandboxStatus, plan: &Plan) -> Ve
                     &condition.message,
                 );
             }
-            hibernated::SAVE_FAILED if is_suspended && plan.loses_memory() => {
+            hibernated::SAVE_FAILED if plan.is_evicted() || is_suspended && plan.loses_memory() => {
                 note(
                     Severity::Warning,
                     event::MEMORY_NOT_KEPT,
@@ -70,7 +70,7 @@ pub fn between(before: &SandboxStatus, after: &SandboxStatus, plan: &Plan) -> Ve
                 );
             }
             // In place, the agent says so on the Pod.
-            hibernated::HIBERNATED if is_suspended => {
+            hibernated::HIBERNATED if is_suspended || plan.is_evicted() => {
                 note(
                     Severity::Normal,
                     event::SNAPSHOT_COMMITTED,
@@ -83,6 +83,7 @@ pub fn between(before: &SandboxStatus, after: &SandboxStatus, plan: &Plan) -> Ve
     if let Some(condition) = changed(conditions::RESTORED) {
         match condition.reason.as_str() {
             restored::RESTORED => note(Severity::Normal, event::RESUMED, &condition.message),
+            restored::ROLLED_BACK => note(Severity::Warning, event::RESUMED, &condition.message),
             restored::COLD_STARTED => {
                 note(Severity::Warning, event::COLD_STARTED, &condition.message);
             }

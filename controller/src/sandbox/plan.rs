@@ -195,6 +195,11 @@ impl Plan {
         self.pod.is_none() || self.steps.iter().any(goes)
     }
 
+    /// Whether the Pod is being evicted.
+    pub fn is_evicted(&self) -> bool {
+        self.pod.as_deref().is_some_and(memory::is_evicted)
+    }
+
     fn refuse(&mut self, area: Area, why: String) {
         self.refusals.push((area, why));
     }

@@ -485,6 +485,114 @@ async fn idle_times_reach_the_pod_in_one_spelling_and_wrong_ones_are_said() {
     assert_eq!(world.events(), ["InvalidAnnotation"]);
 }
 
+/// The eviction API marks a Pod and deletes it.
+fn evict(world: &World) {
+    world.pod_says(condition(
+        "DisruptionTarget",
+        "True",
+        "EvictionByEvictionAPI",
+        "",
+    ));
+    world.edit_pod(&json!({"metadata": {"deletionTimestamp": "2026-11-21T12:00:00Z"}}));
+}
+
+#[tokio::test]
+async fn a_sleeping_pod_that_is_evicted_leaves_its_image_to_the_next_pod() {
+    let world = World::new();
+    world.ready(torpor_sandbox(json!({}))).await;
+    world.pod_says(condition(
+        "torpor.dev/Hibernated",
+        "True",
+        "Hibernated",
+        "asleep",
+    ));
+    world.settle().await;
+    evict(&world);
+    world.settle().await;
+    let name = world.snapshot();
+    world.assert_says(
+        "Hibernated",
+        "False",
+        "Saving",
+        &format!("The Pod is evicted; its image is being kept in SandboxSnapshot {name:?}"),
+    );
+    world.edit_snapshot(&name, &committed("i.1", "n1"));
+    world.settle().await;
+    world.pod_ends();
+    world.settle().await;
+    let pod = world.pod().expect("the next Pod");
+    assert_eq!(
+        pod["metadata"]["annotations"]["torpor.dev/restore-image"],
+        "i.1"
+    );
+    assert_eq!(world.events(), ["SnapshotCommitted"]);
+}
+
+#[tokio::test]
+async fn that_a_pod_was_evicted_awake_and_its_memory_lost_is_said() {
+    let world = World::new();
+    world.ready(torpor_sandbox(json!({}))).await;
+    evict(&world);
+    world.settle().await;
+    assert!(world.snapshots().is_empty());
+    assert_eq!(world.events(), ["MemoryNotKept"]);
+    world.pod_ends();
+    world.settle().await;
+    assert!(world.pod().is_some());
+    assert_eq!(world.condition("Hibernated"), None);
+}
+
+#[tokio::test]
+async fn a_sleeping_pod_that_somebody_deleted_is_started_anew() {
+    let world = World::new();
+    world.ready(torpor_sandbox(json!({}))).await;
+    world.pod_says(condition(
+        "torpor.dev/Hibernated",
+        "True",
+        "Hibernated",
+        "asleep",
+    ));
+    world.edit_pod(&json!({"metadata": {"deletionTimestamp": "2026-11-21T12:00:00Z"}}));
+    world.settle().await;
+    assert!(world.snapshots().is_empty());
+}
+
+#[tokio::test]
+async fn a_wish_for_the_last_image_reaches_the_pod() {
+    let world = World::new();
+    let annotated =
+        |value: &str| json!({"metadata": {"annotations": {"torpor.dev/on-crash": value}}});
+    world.ready(torpor_sandbox(annotated("LastImage"))).await;
+    let on_pod = |world: &World| {
+        let pod = world.pod().unwrap();
+        pod["metadata"]["annotations"]
+            .get("torpor.dev/on-crash")
+            .cloned()
+    };
+    assert_eq!(on_pod(&world), Some(json!("LastImage")));
+    world.edit_sandbox(&annotated("lastImage"));
+    world.settle().await;
+    let message = "annotation torpor.dev/on-crash: value \"lastImage\" is not allowed; allowed: ColdStart, LastImage";
+    world.assert_says("Hibernated", "False", "InvalidAnnotation", message);
+    assert_eq!(on_pod(&world), None);
+}
+
+#[tokio::test]
+async fn a_sandbox_that_went_back_to_its_last_image_says_so() {
+    let world = World::new();
+    world.ready(torpor_sandbox(json!({}))).await;
+    let message = "went back to its last image";
+    world.pod_says(condition(
+        "torpor.dev/Restored",
+        "True",
+        "RolledBack",
+        message,
+    ));
+    world.settle().await;
+    world.assert_says("Restored", "True", "RolledBack", message);
+    assert_eq!(world.events(), ["Resumed"]);
+}
+
 #[tokio::test]
 async fn hibernation_in_place_where_the_runtime_cannot_is_said() {
     let world = World::new();

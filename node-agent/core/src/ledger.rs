@@ -274,6 +274,9 @@ impl Memory {
 pub struct ImageRecord {
     /// It became whole.
     pub committed: bool,
+    /// The sandbox ran on after it, or is about to: who restores it goes back in time.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub left: bool,
     /// The snapshots it was made for or adopted by.
     pub snapshots: BTreeSet<SnapshotUid>,
 }
@@ -340,7 +343,13 @@ impl LedgerState {
                     image: image.clone(),
                 }
             }
-            Entry::Awake => self.memory = Memory::Live,
+            Entry::Awake => {
+                let image = self.memory.image().cloned();
+                if let Some(record) = image.and_then(|image| self.images.get_mut(&image)) {
+                    record.left = true;
+                }
+                self.memory = Memory::Live;
+            }
             Entry::WakeFailed { image, reason } => {
                 self.memory = Memory::WakeFailed {
                     image: image.clone(),
@@ -368,6 +377,11 @@ impl LedgerState {
     /// Whether the sandbox ran on after `image` was made: restore it only when asked for by name.
     pub fn is_stale(&self, image: &ImageId) -> bool {
         self.memory.image() != Some(image)
+    }
+
+    /// Whether the sandbox ran on after `image`, also when it was asked for by name since and is its memory again.
+    pub fn was_left(&self, image: &ImageId) -> bool {
+        self.images.get(image).is_some_and(|record| record.left)
     }
 
     /// The newest committed image made for, or adopted by, a snapshot.

@@ -6,6 +6,8 @@
 //!
 //! - [`ids`]: names that become path components, checked when they are made
 //! - [`idle`]: since when a sandbox has been idle
+//! - [`pressure`]: which sandbox sleeps when the node is short of memory or swap
+//! - [`queue`]: which sandbox saves next when more want to than may at once
 //! - [`ledger`]: the append-only record of what was begun and done with a sandbox's memory
 //! - [`state`]: what is wanted, what is there, what is allowed
 //! - [`steps`]: plans, their steps, and what became of a step
@@ -16,6 +18,8 @@ pub mod idle;
 pub mod ids;
 pub mod ledger;
 pub mod planner;
+pub mod pressure;
+pub mod queue;
 pub mod state;
 pub mod status;
 pub mod steps;
@@ -27,7 +31,8 @@ pub use ledger::{Entry, LedgerState, Memory};
 pub use planner::plan;
 pub use state::{
     Desired, Doze, Failure, Failures, ImageObserved, ImageState, Live, Observed, PodPresence,
-    Policy, Power, Record, Restore, SleepAfter, SnapshotIntent, SnapshotReason, SnapshotWish,
+    Policy, Power, Record, Restore, RolledBack, SleepAfter, SnapshotIntent, SnapshotReason,
+    SnapshotWish,
 };
 pub use status::{ConditionDraft, Phase, SnapshotDraft, SnapshotState, StatusDraft};
 pub use steps::{Action, Fence, Outcome, Plan, Reason, Step, StepKind};

@@ -23,6 +23,7 @@ use jiff::Timestamp;
 
 use crate::ids::ImageId;
 use crate::ledger::{Entry, Memory};
+use crate::queue::Urgency;
 use crate::state::{
     Desired, Doze, Failure, Live, Observed, PodPresence, Policy, Power, Restore, later,
 };
@@ -234,15 +235,18 @@ impl<'a> Planning<'a> {
             },
             Some(Doze { reclaimed: true }) => return,
         };
-        if self.may_try_save_steps() {
+        let turn = !matches!(next, Action::Reclaim { .. }) || self.has_turn();
+        if turn && self.may_try_save_steps() {
             self.step(next, None, None);
         }
     }
 
     fn push_sleep_wanted(&mut self) {
-        self.why.push(match self.view.by_itself {
-            true => Reason::Idle,
-            false => Reason::SleepWanted,
+        let pressed = self.view.desired.pressure.short_of;
+        self.why.push(match (self.view.by_itself, pressed) {
+            (true, Some(short_of)) => Reason::Pressure { short_of },
+            (true, None) => Reason::Idle,
+            (false, _) => Reason::SleepWanted,
         });
     }
 
@@ -263,6 +267,9 @@ impl<'a> Planning<'a> {
             self.push_save();
         } else if frozen {
             self.why.push(Reason::Settled);
+        } else if self.view.observed.doze.is_some() && self.awaits_turn() {
+            // It dozes until it is its turn to be saved, or somebody needs it.
+            self.why.push(Reason::Dozing);
         } else {
             // No image can be mistaken for its memory, so nothing needs to be recorded: this works on a full disk.
             self.upkeep(Action::Resume, None, None);
@@ -371,7 +378,26 @@ impl<'a> Planning<'a> {
             self.why.push(Reason::SnapshotWanted);
         }
         let in_use = for_sleep && self.in_use();
-        (for_snapshot || !in_use) && self.may_try_save_steps()
+        (for_snapshot || !in_use) && self.may_try_save_steps() && self.has_turn()
+    }
+
+    /// Whether it is its turn to do what costs processors and disk.
+    fn has_turn(&mut self) -> bool {
+        let view = self.view;
+        if view.observed.save_turn {
+            return true;
+        }
+        let urgency = match view.by_itself && view.needing_image().next().is_none() {
+            true => Urgency::ByItself,
+            false => Urgency::Asked,
+        };
+        self.why.push(Reason::AwaitingTurn { urgency });
+        false
+    }
+
+    fn awaits_turn(&self) -> bool {
+        let awaits = |reason: &Reason| matches!(reason, Reason::AwaitingTurn { .. });
+        self.why.iter().any(awaits)
     }
 
     /// Somebody works in the sandbox, or did a moment ago. Suspend does not wait for that: the Pod is going to be deleted.

@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::ids::{ImageId, PodUid, SandboxId, SnapshotUid};
 use crate::ledger::LedgerState;
+use crate::pressure::Pressure;
 use crate::steps::{Action, Outcome, StepKind};
 
 /// How much the sandbox shall run.
@@ -85,6 +86,10 @@ pub struct Desired {
     pub power: Power,
     /// When it may fall asleep by itself, while [`Power::Awake`] is wanted.
     pub sleep: SleepAfter,
+    /// Whether it may sleep for the node's sake, and is asked to.
+    pub pressure: Pressure,
+    /// When it crashes while it is awake it goes on from its last image, which is kept for that.
+    pub keep_last_image: bool,
     pub snapshots: Vec<SnapshotIntent>,
 }
 
@@ -173,7 +178,16 @@ pub struct ImageObserved {
     pub being_restored: bool,
 }
 
-/// What torpor-oci made of the `restore-image` annotation of this Pod.
+/// A sandbox crashed while it was awake and went back to its last image, as its user wishes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RolledBack {
+    /// When the image was made.
+    pub made: Timestamp,
+    /// How old it was when the sandbox went back to it.
+    pub age: Duration,
+}
+
+/// What torpor-oci made of the `restore-image` annotation of this Pod, or of a crash.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Restore {
     /// The Pod has no such annotation.
@@ -181,7 +195,11 @@ pub enum Restore {
     /// Not all containers are there yet.
     InProgress,
     /// The Pod goes on from the image.
-    Done { image: ImageId },
+    Done {
+        image: ImageId,
+        /// It had left that image behind.
+        rolled_back: Option<RolledBack>,
+    },
     /// The Pod was started without the memory, as its policy allows; `message` says why.
     ColdStarted { message: String },
     /// The Pod has no memory and was not started; `reason` is CamelCase.
@@ -204,6 +222,8 @@ pub struct Observed {
     /// `Err`: the runtime cannot save, in words.
     pub capable: Result<(), String>,
     pub restore: Restore,
+    /// It is its turn to save: see [`crate::queue`].
+    pub save_turn: bool,
     /// Open exec, attach and port-forward sessions: hold off in-place hibernation (not Suspend, not snapshots).
     pub sessions: u32,
     /// Since when it has been idle, by [`crate::idle`]; none: not known, or nobody asked. Say so only when packets and the program's
@@ -232,6 +252,7 @@ impl Observed {
             images: Vec::new(),
             capable: Ok(()),
             restore: Restore::NotAsked,
+            save_turn: true,
             sessions: 0,
             idle_since: None,
             idle_known: Ok(()),

@@ -82,6 +82,7 @@ pub mod reasons {
     pub const FROZEN: &str = "Frozen";
     pub const RUNTIME_NOT_CAPABLE: &str = "RuntimeNotCapable";
     pub const RESTORED: &str = "Restored";
+    pub const ROLLED_BACK: &str = "RolledBack";
     pub const COLD_STARTED: &str = "ColdStarted";
     pub const IMAGE_MISSING: &str = "ImageMissing";
     pub const RESTORE_FAILED: &str = "RestoreFailed";

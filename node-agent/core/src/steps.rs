@@ -15,6 +15,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::ids::{ImageId, PodUid, SandboxId};
 use crate::ledger::Entry;
+use crate::pressure::Resource;
+use crate::queue::Urgency;
 use crate::status::StatusDraft;
 
 /// What a plan was made for. Only that may be changed by it.
@@ -142,6 +144,8 @@ pub enum Reason {
     SleepWanted,
     /// Idle for as long as was asked for.
     Idle,
+    /// Idle, and the node is short of something.
+    Pressure { short_of: Resource },
     /// Dozes because it was idle.
     Dozing,
     /// Asked to run.
@@ -168,6 +172,8 @@ pub enum Reason {
     NotCapable,
     /// Somebody has a session open, or had one a moment ago.
     InUse,
+    /// Other sandboxes of the node are being saved; this one waits for its turn.
+    AwaitingTurn { urgency: Urgency },
     /// Waiting after a failure.
     Backoff { until: Timestamp },
     /// The memory is in an image and the kubelet is to bring the containers back.
@@ -195,4 +201,14 @@ pub struct Plan {
     /// When to plan again although nothing changed.
     pub wake_at: Option<Timestamp>,
     pub why: Vec<Reason>,
+}
+
+impl Plan {
+    /// Why it waits for a turn to save, if it does.
+    pub fn awaits_turn(&self) -> Option<Urgency> {
+        self.why.iter().find_map(|reason| match reason {
+            Reason::AwaitingTurn { urgency } => Some(*urgency),
+            _ => None,
+        })
+    }
 }

@@ -94,6 +94,8 @@ fn wishes() -> Vec<(&'static str, Desired)> {
         pod,
         power,
         sleep: SleepAfter::default(),
+        pressure: Default::default(),
+        keep_last_image: false,
         snapshots: reason
             .into_iter()
             .map(|reason| SnapshotIntent {

@@ -9,8 +9,9 @@ use serde::{Deserialize, Serialize};
 pub const FILE_NAME: &str = "torpor-oci.json";
 
 /// Paths and flags that torpor-oci, the keepers and the agent agree on.
+// A keeper of a pod that was made before an update goes on with its own torpor-oci and reads the file of the new one: what it
+// does not know is not for it, and no reason not to wake its sandbox.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Config {
     /// The runsc binary that this installation ships; images name its digest.
     pub runsc: PathBuf,
@@ -31,6 +32,9 @@ pub struct Config {
     /// Whether the kernel's RCU grace periods may be expedited for the moment of a wake (see [`crate::expedite`]).
     #[serde(default = "yes", skip_serializing_if = "is_yes")]
     pub expedite_wakes: bool,
+    /// Most sandboxes that are restored at once (see [`crate::turns`]); 0: as many as want to.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub wakes_at_once: u32,
     /// Directory for runsc's debug logs; none in production.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub debug_log_dir: Option<PathBuf>,
@@ -51,6 +55,10 @@ fn yes() -> bool {
 
 fn is_yes(value: &bool) -> bool {
     *value
+}
+
+fn is_zero(value: &u32) -> bool {
+    *value == 0
 }
 
 /// Why the configuration could not be read.
@@ -116,5 +124,20 @@ impl Config {
     /// Records of containers, one directory per container.
     pub fn containers_dir(&self) -> PathBuf {
         self.state_dir.join("containers")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_configuration_of_a_newer_version_is_read() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join(FILE_NAME);
+        let text = r#"{"runsc":"/r","runsc_digest":"blake3:00","state_dir":"/s","store_dir":"/i","kubelet_root":"/k","of_tomorrow":[1]}"#;
+        std::fs::write(&path, text).expect("written");
+        let config = Config::read(&path).expect("understood");
+        assert_eq!((config.kubelet_port, config.wakes_at_once), (10250, 0));
     }
 }

@@ -141,6 +141,7 @@ mod tests {
             kubelet_port: 10250,
             platform: String::new(),
             expedite_wakes: false,
+            wakes_at_once: 0,
             debug_log_dir: None,
         });
         let sandbox = SandboxId::try_from("a".repeat(64)).expect("an id");

@@ -24,6 +24,7 @@
 //! | [`pause`] | pausing exactly once |
 //! | [`traffic`] | when a pod last sent or received a packet |
 //! | [`save`] | reading a sandbox' memory into an image |
+//! | [`turns`] | how many sandboxes are restored at once |
 
 mod bpf;
 pub mod cgroup;
@@ -44,3 +45,4 @@ pub mod runsc;
 pub mod save;
 pub mod spec;
 pub mod traffic;
+pub mod turns;

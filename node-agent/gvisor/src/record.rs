@@ -32,6 +32,7 @@ use std::path::{Path, PathBuf};
 use nix::fcntl::{Flock, FlockArg};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use torpor_core::RolledBack;
 use torpor_core::ids::{ContainerId, ImageId, Namespace, PodUid, SandboxId};
 use torpor_snapshots::Digest;
 
@@ -159,9 +160,14 @@ pub enum SandboxState {
 pub enum RestoreReport {
     Restored {
         image: ImageId,
+        /// The sandbox had left the image behind when it crashed.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        rolled_back: Option<RolledBack>,
     },
     ColdStarted {
-        image: ImageId,
+        /// None where there was none to start from.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        image: Option<ImageId>,
         reason: String,
         message: String,
     },

@@ -8,9 +8,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, bail};
+use jiff::Timestamp;
 use torpor_core::ids::{ContainerName, ImageId, SandboxId};
 use torpor_core::ledger::Memory;
-use torpor_core::{Entry, LedgerState};
+use torpor_core::{Entry, ImageState, LedgerState, RolledBack};
 use torpor_gvisor::keeper::{self, Answer, Request};
 use torpor_gvisor::probe;
 use torpor_gvisor::record::{
@@ -29,6 +30,8 @@ pub(crate) use sandbox::{end_processes, kill_processes};
 /// Annotations of the Pod, set by the controller.
 const RESTORE_IMAGE: &str = "torpor.dev/restore-image";
 const RESTORE_COPY: &str = "torpor.dev/restore-copy";
+/// The same, of the Sandbox' user: what a sandbox that crashed while it was awake starts from.
+const ON_CRASH: &str = "torpor.dev/on-crash";
 
 /// Why an image was not restored: a reason for conditions, and words.
 #[derive(Debug, thiserror::Error)]
@@ -67,23 +70,25 @@ enum Source {
     /// From its program, as Kubernetes starts it.
     Cold,
     /// From an image: its own, because its sandbox was taken away while it slept (reboot, killed shim), or the one that
-    /// its Sandbox left. `copy`: the user asked for the image by name, so it may be stale and may be used again.
+    /// its Sandbox left. `copy`: the user asked for the image, so it may be stale and may be used again.
     Image { image: ImageId, copy: bool },
 }
 
 /// A Pod that has run goes on from the image that it sleeps in or not at all: after a crash while awake it starts as
-/// Kubernetes would start it, never from an image that it has left behind.
+/// Kubernetes would start it, and from an image that it has left behind (`last`) only if its user wishes that.
 fn source(
     ledger: &LedgerState,
     held: impl Fn(&ImageId) -> bool,
     given: Option<ImageId>,
     copy: bool,
+    last: Option<ImageId>,
 ) -> Source {
+    let crashed = || last.map_or(Source::Cold, |image| Source::Image { image, copy: true });
     match (&ledger.memory, given) {
-        // A save that was not finished when the sandbox died: there is nothing to go on from.
-        (Memory::Saving { image }, _) if !held(image) => Source::Cold,
+        // A save that was not finished when the sandbox died: there is nothing of it to go on from.
+        (Memory::Saving { image }, _) if !held(image) => crashed(),
         (Memory::Live, Some(image)) if ledger.seq == 0 => Source::Image { image, copy },
-        (Memory::Live, _) => Source::Cold,
+        (Memory::Live, _) => crashed(),
         (memory, given) => match memory.image() {
             Some(image) => Source::Image {
                 image: image.clone(),
@@ -105,8 +110,19 @@ pub(crate) fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result
     let store = store(node)?;
     let ledger = store.ledger(&pod.pod_uid)?;
     let held = |image: &ImageId| store.image(&pod.namespace, image).is_ok();
-    let state = match source(&ledger.read()?, held, given, copy) {
-        Source::Cold => SandboxState::Running,
+    let goes_back = spec.annotation(ON_CRASH) == Some("LastImage");
+    let last = match goes_back {
+        true => last_image(&store, pod)?,
+        false => None,
+    };
+    let known = ledger.read()?;
+    let state = match source(&known, held, given, copy, last) {
+        Source::Cold => {
+            if known.seq > 0 {
+                report_cold_start(node, pod, goes_back)?;
+            }
+            SandboxState::Running
+        }
         Source::Image { image, copy } => match admit(node, &store, pod, &image, copy) {
             Ok(build) => {
                 node.records.write_pod(&build.of(pod))?;
@@ -127,6 +143,36 @@ pub(crate) fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result
     };
     node.records.write_state(&pod.sandbox, &state)?;
     Ok(state)
+}
+
+/// The image that the Pod last made, if it is still there.
+fn last_image(store: &Store, pod: &PodRecord) -> anyhow::Result<Option<ImageId>> {
+    let images = store.list_pod(&pod.pod_uid)?.into_iter();
+    let whole = images.filter(|image| image.state == ImageState::Committed);
+    Ok(whole
+        .map(|image| image.id)
+        .max_by_key(|image| image.number()))
+}
+
+/// A Pod that has run starts anew: that there is no memory is told where somebody wished for it, or where the last report
+/// says that there is some.
+fn report_cold_start(node: &Node, pod: &PodRecord, goes_back: bool) -> anyhow::Result<()> {
+    let told = node.records.report(&pod.pod_uid)?;
+    if !goes_back && !matches!(told, Some(RestoreReport::Restored { .. })) {
+        return Ok(());
+    }
+    let message = match goes_back {
+        true => {
+            "The sandbox ended while it was awake, and its Pod has made no image that it could go back to: it started anew."
+        }
+        false => "The sandbox ended while it was awake: it started anew, as Kubernetes starts it.",
+    };
+    let report = RestoreReport::ColdStarted {
+        image: None,
+        reason: "Crashed".to_owned(),
+        message: message.to_owned(),
+    };
+    Ok(node.records.write_report(&pod.pod_uid, &report)?)
 }
 
 /// A build of runsc.
@@ -224,7 +270,7 @@ fn give_up(
 ) -> anyhow::Result<()> {
     ledger.append(&Entry::Awake)?;
     let report = RestoreReport::ColdStarted {
-        image: image.clone(),
+        image: Some(image.clone()),
         reason: refusal.reason.to_owned(),
         message: refusal.message,
     };
@@ -361,13 +407,15 @@ pub(crate) fn arrive(
         return Ok(node.records.write_state(&pod.sandbox, &state)?);
     }
     let ledger = store.ledger(&pod.pod_uid)?;
+    let goes_back = ledger.read()?.was_left(image);
     if image.pod() != &pod.pod_uid && !is_copy(node, pod)? {
         opened.mark_consumed(&pod.pod_uid).map_err(Refusal::from)?;
     }
-    match wake_recorded(node, pod, &opened, image, &parts, &ledger) {
+    match wake_recorded(node, pod, &opened, image, &parts, &ledger, WakeCause::Asked) {
         Ok(_) => {
             let report = RestoreReport::Restored {
                 image: image.clone(),
+                rolled_back: goes_back.then(|| rolled_back(opened.manifest())),
             };
             Ok(node.records.write_report(&pod.pod_uid, &report)?)
         }
@@ -378,6 +426,15 @@ pub(crate) fn arrive(
             };
             Err(fail(node, pod, image, refusal)?)
         }
+    }
+}
+
+fn rolled_back(manifest: &Manifest) -> RolledBack {
+    let age = Timestamp::now().duration_since(manifest.created_at);
+    RolledBack {
+        made: manifest.created_at,
+        // A clock that was set back makes nothing older.
+        age: age.try_into().unwrap_or_default(),
     }
 }
 
@@ -403,10 +460,11 @@ fn wake_recorded(
     id: &ImageId,
     parts: &[ContainerRecord],
     ledger: &LedgerFile,
+    cause: WakeCause,
 ) -> anyhow::Result<Stages> {
     ledger.append(&Entry::Waking { image: id.clone() })?;
     let awake = || Ok(ledger.append(&Entry::Awake).map(drop)?);
-    match sandbox::restore(node, pod, image, parts, awake) {
+    match sandbox::restore(node, pod, image, parts, cause, awake) {
         Ok(stages) => Ok(stages),
         Err(error) => {
             let reason = "RestoreFailed".to_owned();
@@ -462,7 +520,7 @@ pub(crate) fn wake_locked(
     }
     let image = store.image(&pod.namespace, &id)?;
     let parts = parts_of(node, sandbox, &image)?;
-    let stages = wake_recorded(node, &pod, &image, &id, &parts, &ledger)
+    let stages = wake_recorded(node, &pod, &image, &id, &parts, &ledger, cause)
         .context("cannot wake the hibernated sandbox")?;
     node.records.note_call(sandbox)?;
     node.records
@@ -503,8 +561,9 @@ pub(crate) fn wake(node: &Node, sandbox: &SandboxId, id: &ImageId) -> anyhow::Re
     let parts = parts_of(node, sandbox, &image)?;
     let ledger = store.ledger(&pod.pod_uid)?;
     let awake = || Ok(ledger.append(&Entry::Awake).map(drop)?);
-    let stages = sandbox::restore(node, &pod, &image, &parts, awake)?;
-    let note = stages.note(WakeCause::Asked, Depth::Hibernated);
+    let cause = WakeCause::Asked;
+    let stages = sandbox::restore(node, &pod, &image, &parts, cause, awake)?;
+    let note = stages.note(cause, Depth::Hibernated);
     node.records.write_wake(sandbox, &note)?;
     Ok(Answer::ok(serde_json::to_value(note)?))
 }

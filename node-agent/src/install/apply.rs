@@ -253,6 +253,14 @@ fn provide_swap(
     node.write_record(record)
 }
 
+/// Twice the node's processors: a restore waits for others (processes that begin, the disk) about half of its time.
+fn default_wakes() -> u32 {
+    // Of the machine, not of the installer's own limits.
+    let online = nix::unistd::sysconf(nix::unistd::SysconfVar::_NPROCESSORS_ONLN);
+    let online = online.ok().flatten().unwrap_or(1);
+    u32::try_from(online).unwrap_or(1).saturating_mul(2)
+}
+
 /// Places runsc first and what uses it last. Returns whether anything was written.
 fn place_binaries(node: &Node, args: &InstallArgs) -> Result<bool, Error> {
     let payload = args.payload_dir.join(RUNSC);
@@ -271,6 +279,7 @@ fn place_binaries(node: &Node, args: &InstallArgs) -> Result<bool, Error> {
         kubelet_port: args.kubelet_port,
         platform: args.runsc_platform.clone(),
         expedite_wakes: args.expedite_wakes,
+        wakes_at_once: args.wakes_at_once.unwrap_or_else(default_wakes),
         debug_log_dir: args.runsc_debug_dir.clone(),
     };
     changed |= write_json(&node.bin.join(config::FILE_NAME), &config, Mode::New(0o644))?;

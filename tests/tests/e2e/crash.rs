@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use torpor_api::annotations::HIBERNATE;
 use torpor_tests::agent::Agent;
-use torpor_tests::case::{Case, case_alone, uid};
+use torpor_tests::case::{case_alone, uid};
 use torpor_tests::pods::{COUNT, shell_pod};
 use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
 use torpor_tests::wait;
@@ -14,19 +14,6 @@ const PODS: [&str; 4] = ["p0", "p1", "p2", "p3"];
 /// every stage of both.
 const DELAYS_MS: [u64; 8] = [0, 20, 45, 75, 110, 150, 200, 270];
 const BETWEEN_PODS: Duration = Duration::from_millis(15);
-
-async fn counted(case: &Case, pod: &str) -> anyhow::Result<u64> {
-    // An agent that dies while it wakes leaves the lock to its program: the exec waits for that one or tries again.
-    wait::until("the Pod answers", SLEEP_LIMIT, async || {
-        let ran = case.kubectl.exec(pod, "a", &["cat", "/n"]).await?;
-        Ok(if ran.code == 0 {
-            Ok(ran.ok()?.parse()?)
-        } else {
-            Err(ran.err)
-        })
-    })
-    .await
-}
 
 #[tokio::test]
 async fn nothing_is_lost_when_the_agent_is_killed_at_any_moment() -> anyhow::Result<()> {
@@ -49,7 +36,7 @@ async fn nothing_is_lost_when_the_agent_is_killed_at_any_moment() -> anyhow::Res
             Agent::find()?.kill_and_replace(&case.kubectl).await?;
             if wish.is_none() {
                 for (name, before) in PODS.iter().zip(&mut before) {
-                    let now = counted(case, name).await?;
+                    let now = case.counted(name).await?;
                     anyhow::ensure!(now >= *before, "{name} after {delay} ms: {before} → {now}");
                     *before = now;
                 }

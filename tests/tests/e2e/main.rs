@@ -4,9 +4,11 @@
 //! TORPOR_DEV=hack/cluster adds the logs of a development cluster's programs to the explanation of a failure.
 
 mod badinput;
+mod capacity;
 mod chaos;
 mod claims;
 mod crash;
+mod drain;
 mod hibernate;
 mod inject;
 mod leftovers;

@@ -23,9 +23,11 @@ use crate::sandbox::{
     validate::{Desired, Ownership, ownership},
 };
 
+mod evicted;
 mod resume;
 mod suspend;
 
+pub(in crate::sandbox) use self::evicted::is_evicted;
 pub(super) use self::{
     resume::{awake, start, wishes_for_pod},
     suspend::suspend,

@@ -2,14 +2,14 @@
 
 use super::View;
 use crate::state::{
-    Failure, Live, PodPresence, Policy, Power, Restore, SnapshotIntent, SnapshotReason,
+    Failure, Live, PodPresence, Policy, Power, Restore, RolledBack, SnapshotIntent, SnapshotReason,
     SnapshotWish,
 };
 use crate::status::{
     ConditionDraft, Phase, SnapshotDraft, SnapshotState, StatusDraft, Truth, reasons,
 };
 use crate::steps::{Reason, Step, StepKind};
-use crate::{ImageId, Memory};
+use crate::{Entry, ImageId, Memory};
 
 pub(super) fn describe(
     view: &View<'_>,
@@ -276,9 +276,23 @@ impl Telling<'_> {
         }
         match &observed.restore {
             Restore::NotAsked | Restore::InProgress => None,
-            Restore::Done { image } => {
+            Restore::Done {
+                image,
+                rolled_back: None,
+            } => {
                 let message = format!("The Pod goes on from image {image}.");
                 Some(draft(Truth::True, reasons::RESTORED, message))
+            }
+            Restore::Done {
+                image,
+                rolled_back: Some(RolledBack { made, age }),
+            } => {
+                let age = age.as_secs();
+                let message = format!(
+                    "The sandbox ended while it was awake and went back to its last image {image}, made {made:.0}, {age} s before: \
+                     what it did since is lost."
+                );
+                Some(draft(Truth::True, reasons::ROLLED_BACK, message))
             }
             Restore::ColdStarted { message } => {
                 Some(draft(Truth::False, reasons::COLD_STARTED, message.clone()))
@@ -306,7 +320,9 @@ impl Telling<'_> {
         let images = view.images_of_deleted(snapshot);
         let in_store = |image: &ImageId| view.observed.images.iter().any(|i| i.id == *image);
         // Kept for another snapshot, or as the memory of a sandbox that cannot or shall not be woken for this.
-        let kept = |image: &ImageId| view.is_referenced(image) || self.stays_as_memory(image);
+        let kept = |image: &ImageId| {
+            view.is_referenced(image) || self.stays_as_memory(image) || view.is_last_image(image)
+        };
         match images.iter().any(|image| in_store(image) && !kept(image)) {
             true => SnapshotState::Releasing,
             false => SnapshotState::Released,
@@ -339,6 +355,9 @@ impl Telling<'_> {
         if let Some(fault) = view.corrupt {
             return failed(reasons::SAVE_FAILED, ledger_message(fault));
         }
+        if self.adopts_for(snapshot) {
+            return SnapshotState::Saving;
+        }
         if view.desired.pod != PodPresence::Present {
             let message = "The Pod is gone or being deleted; there is no memory to save.";
             return failed(reasons::SANDBOX_NOT_FOUND, message.to_owned());
@@ -356,6 +375,14 @@ impl Telling<'_> {
         SnapshotState::Pending {
             message: self.pending_message(),
         }
+    }
+
+    /// Whether the plan gives the image that is the sandbox' memory to the snapshot.
+    fn adopts_for(&self, snapshot: &SnapshotIntent) -> bool {
+        let mut adopted = self.steps.iter().filter_map(|step| step.before.as_ref());
+        adopted.any(|entry| {
+            matches!(entry, Entry::Adopted { snapshots, .. } if snapshots.contains(&snapshot.uid))
+        })
     }
 
     fn committed_state(&self, image: &ImageId) -> SnapshotState {

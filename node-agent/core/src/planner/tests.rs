@@ -5,12 +5,15 @@ use proptest::prelude::*;
 use super::*;
 use crate::ids::{PodUid, SandboxId, SnapshotUid};
 use crate::ledger::LedgerState;
+use crate::pressure::Pressure;
 use crate::state::{
     Doze, Failures, ImageObserved, ImageState, Record, SleepAfter, SnapshotIntent, SnapshotReason,
     SnapshotWish,
 };
 use crate::status::{Phase, SnapshotState, Truth};
 use crate::steps::{Outcome, StepKind};
+
+mod capacity;
 
 fn uid() -> PodUid {
     PodUid::new("pod-a").unwrap()
@@ -30,6 +33,8 @@ fn desired(power: Power) -> Desired {
         pod: PodPresence::Present,
         power,
         sleep: SleepAfter::default(),
+        pressure: Pressure::default(),
+        keep_last_image: false,
         snapshots: Vec::new(),
     }
 }
@@ -770,10 +775,14 @@ proptest! {
         power in prop_oneof![Just(Power::Awake), Just(Power::Asleep), Just(Power::Frozen)],
         pod in prop_oneof![Just(PodPresence::Present), Just(PodPresence::Terminating), Just(PodPresence::Gone)],
         may in prop_oneof![Just(desired(Power::Awake)), Just(sleepy()), Just(dozy())],
+        keep_last_image in any::<bool>(),
+        save_turn in any::<bool>(),
     ) {
         let may_sleep = may.sleep.first().is_some();
-        let mut desired = Desired { power, ..may };
+        let mut desired = Desired { power, keep_last_image, ..may };
         desired.pod = pod;
+        let observed = Observed { save_turn, ..observed };
+        let newest = observed.images.iter().map(|image| image.id.number()).max();
         let plan = planned(&desired, &observed);
         let again: Plan = serde_json::from_str(&serde_json::to_string(&plan).unwrap()).unwrap();
         prop_assert_eq!(&again, &plan);
@@ -785,6 +794,13 @@ proptest! {
         }
         for step in &plan.steps {
             match &step.action {
+                Action::Checkpoint { .. } | Action::Doze if !save_turn => {
+                    let settles = step.action.kind() == StepKind::Doze && observed.live == Live::Paused;
+                    prop_assert!(settles, "saved without its turn");
+                }
+                Action::DiscardImage { image } if keep_last_image && pod != PodPresence::Gone => {
+                    prop_assert_ne!(Some(image.number()), newest);
+                }
                 Action::Wake { image } => {
                     prop_assert_eq!(observed.live, Live::None);
                     prop_assert_eq!(memory.image(), Some(image));

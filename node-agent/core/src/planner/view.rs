@@ -137,6 +137,7 @@ impl<'a> View<'a> {
         let deleted = |s: &&SnapshotIntent| s.wish == SnapshotWish::Delete;
         !self.sleeps()
             && !self.is_referenced(image)
+            && !self.is_last_image(image)
             && (self.desired.snapshots.iter())
                 .filter(deleted)
                 .any(|snapshot| self.images_of_deleted(snapshot).contains(image))
@@ -152,7 +153,17 @@ impl<'a> View<'a> {
         // A frozen sandbox has its memory itself; an image of it is a second copy, kept unless somebody wants it gone.
         let second_copy = self.observed.live == Live::Paused && self.target == Power::Frozen;
         let spare = second_copy && self.deletion_asked(image);
-        !self.is_referenced(image) && (!self.is_memory(image) || spare)
+        !self.is_referenced(image)
+            && !self.is_last_image(image)
+            && (!self.is_memory(image) || spare)
+    }
+
+    /// Whether the image is kept, stale or not, for the sandbox to go back to when it crashes.
+    pub(super) fn is_last_image(&self, image: &ImageId) -> bool {
+        let wanted = self.desired.keep_last_image && self.desired.pod != PodPresence::Gone;
+        let whole = |i: &&crate::state::ImageObserved| i.state == ImageState::Committed;
+        let images = self.observed.images.iter().filter(whole);
+        wanted && images.map(|i| i.id.number()).max() == Some(image.number())
     }
 
     /// Whether some Pod is on its way back from the image: until it runs, these bytes are the only copy of its memory.
@@ -226,7 +237,8 @@ pub(super) fn idle_until(
 fn sleeps_by_itself(desired: &Desired, observed: &Observed, ledger: &LedgerState) -> bool {
     let asleep = matches!(&ledger.memory, Memory::Asleep { image, by_itself: true }
         if observed.record.as_ref().is_some_and(|record| record.image == *image));
-    observed.live == Live::None && asleep && desired.sleep.hibernate.is_some()
+    let may = desired.sleep.hibernate.is_some() || desired.pressure.may;
+    observed.live == Live::None && asleep && may
 }
 
 fn is_held(observed: &Observed, image: &ImageId) -> bool {

@@ -1,7 +1,7 @@
 //! The agent: observe, plan, tell, execute. It may die at any point, and any call may fail or never answer.
 
 use torpor_core::{
-    Action, Doze, Entry, Failures, ImageId, ImageState, Live, Outcome, PodPresence, Policy,
+    Action, Doze, Entry, Failures, ImageId, ImageState, Live, Outcome, PodPresence, Policy, Reason,
     SnapshotState, SnapshotWish, Step, plan,
 };
 
@@ -57,6 +57,9 @@ impl Agent {
             plan(&desired, &observed, &policy, world.time()),
             "not deterministic"
         );
+        if made.awaits_turn().is_some() {
+            world.say("turn awaited", String::new);
+        }
         if world.verbose {
             println!("  plan {:?} {:?}", made.why, made.status.phase);
         }
@@ -65,6 +68,10 @@ impl Agent {
         }
         if made.steps.is_empty() {
             return Pass::Idle(made.wake_at.map(|at| at.as_second()));
+        }
+        let pressed = |reason: &Reason| matches!(reason, Reason::Pressure { .. });
+        if made.why.iter().any(pressed) {
+            world.say("asleep for the node", String::new);
         }
         for step in &made.steps {
             let outcome = match self.execute(world, random, faults, step) {
@@ -230,6 +237,11 @@ impl Agent {
                 Outcome::Done
             }
             Action::DiscardImage { image } => {
+                let kept = world.keep_last && world.pod != PodPresence::Gone;
+                assert!(
+                    !kept || world.last_image().as_ref() != Some(image),
+                    "{image} was to be kept for a crash"
+                );
                 let found = world
                     .images
                     .get_mut(image)
@@ -258,6 +270,7 @@ impl Agent {
         if world.live != Live::Paused {
             return Ok(no_sandbox());
         }
+        assert!(world.save_turn, "saved out of turn");
         let memory = world.memory;
         let partial = Image {
             memory,

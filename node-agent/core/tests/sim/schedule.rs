@@ -3,13 +3,14 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use torpor_core::pressure::{self, Limits, Readings, Watch};
 use torpor_core::{
-    Doze, Entry, ImageState, Live, Memory, PodPresence, Power, SleepAfter, SnapshotReason,
-    SnapshotWish,
+    Doze, Entry, Failures, ImageId, ImageState, Live, Memory, PodPresence, Power, SleepAfter,
+    SnapshotReason, SnapshotWish,
 };
 
 use crate::agent::{Agent, Faults, Pass};
-use crate::world::World;
+use crate::world::{ENOUGH_IDLE, World};
 
 /// Events of a random life.
 const EVENTS: u32 = 120;
@@ -46,6 +47,11 @@ pub(crate) const EXERCISED: &[&str] = &[
     "doze",
     "reclaim",
     "doze resumed",
+    "turn awaited",
+    "asleep for the node",
+    "evicted asleep",
+    "back to last image",
+    "back to last image died",
     "snapshot",
     "snapshot released",
 ];
@@ -124,10 +130,11 @@ impl Schedule {
     fn event(&mut self) {
         let fail = self.faults;
         match self.random.below(100) {
-            0..50 => {
+            0..46 => {
                 self.agent.pass(&mut self.world, &mut self.random, fail);
             }
-            50..55 => self.world.refresh_cache(),
+            46..49 => self.node(),
+            49..55 => self.world.refresh_cache(),
             55..58 => self.idle(),
             58..66 => self.kubelet(fail),
             66..74 => self.set_power(),
@@ -174,6 +181,52 @@ impl Schedule {
         }
     }
 
+    /// What the node has to give, and what its user and its operator wish for when it gives nothing.
+    fn node(&mut self) {
+        let world = &mut self.world;
+        match self.random.below(5) {
+            0 => world.may_be_pressed = self.random.chance(800),
+            1 => world.keep_last = self.random.chance(400),
+            2 => world.save_turn = self.random.chance(600),
+            _ => self.press(),
+        }
+    }
+
+    /// The node is short of memory from now on, or is not any more.
+    fn press(&mut self) {
+        let world = &mut self.world;
+        if self.random.chance(700) {
+            // A node that is short is full of sandboxes that nobody has used for long.
+            world.may_be_pressed = true;
+            world.power = Power::Awake;
+            world.sessions = 0;
+            world.idle_since = (world.live == Live::Running).then_some(world.now - 60);
+        }
+        let limits = Limits {
+            available: Some(10),
+            stalled: None,
+            swap_free: Some(10),
+            idle: ENOUGH_IDLE,
+            settle: Duration::ZERO,
+            answer: Duration::from_secs(10),
+        };
+        let mut share = || self.random.below(20);
+        let readings = Readings {
+            memory_total: 100,
+            memory_available: share(),
+            swap_total: 100,
+            swap_free: share(),
+            stalled: None,
+        };
+        let mut watch = Watch::default();
+        watch.read(&readings, &limits);
+        let observed = world.observe(&Failures::default());
+        let candidate = pressure::candidate(&world.desired(), &observed);
+        let candidates: Vec<_> = candidate.into_iter().collect();
+        watch.choose(&candidates, &limits, world.time());
+        world.pressed = watch.asked().cloned();
+    }
+
     fn make_snapshot(&mut self) {
         if self.world.pod == PodPresence::Present && self.world.snapshots.len() < 4 {
             self.snapshots_made += 1;
@@ -214,6 +267,13 @@ impl Schedule {
         if self.world.pod == PodPresence::Present && self.random.chance(300) {
             self.world.say("pod deleted", String::new);
             self.world.pod = PodPresence::Terminating;
+            let asleep = self.world.live == Live::None && self.world.record.is_some();
+            if asleep && self.random.chance(500) {
+                self.world.say("evicted asleep", String::new);
+                self.snapshots_made += 1;
+                self.world
+                    .add_snapshot(self.snapshots_made, SnapshotReason::Suspend);
+            }
         }
     }
 
@@ -315,6 +375,11 @@ impl Schedule {
         assert_eq!(world.live, Live::None);
         world.sandboxes += 1;
         let was = world.ledger().memory.clone();
+        let crashed = world.ledger().seq > 0 && world.restorable().is_none();
+        let back_to = world.last_image().filter(|_| crashed && world.keep_last);
+        if let Some(image) = back_to {
+            return self.go_back(&image, faults);
+        }
         let Some(image) = world.restorable() else {
             assert_eq!(
                 world.owed, None,
@@ -347,11 +412,35 @@ impl Schedule {
         world.append(&Entry::Awake, None);
     }
 
+    /// The sandbox crashed while it was awake, and its user would rather have it as it was than new.
+    fn go_back(&mut self, image: &ImageId, faults: Faults) {
+        let world = &mut self.world;
+        world.say("back to last image", || image.to_string());
+        let waking = Entry::Waking {
+            image: image.clone(),
+        };
+        if !world.append(&waking, None) {
+            return;
+        }
+        world.leaves_behind(image);
+        if self.random.chance(faults.die) {
+            return world.say("back to last image died", String::new);
+        }
+        world.restores(image);
+        world.containers = true;
+        if self.random.chance(faults.die) {
+            return world.say("back to last image died", String::new);
+        }
+        world.append(&Entry::Awake, None);
+    }
+
     /// Nothing interferes any more: within a few passes all must be as it is wanted, and stay so.
     fn quiet(&mut self) {
         self.world.say("quiet", String::new);
         self.world.disk_full = false;
         self.world.sessions = 0;
+        self.world.save_turn = true;
+        self.world.pressed = None;
         for _ in 0..QUIET_PASSES {
             self.world.refresh_cache();
             self.kubelet(Faults::NONE);
@@ -391,7 +480,9 @@ impl Schedule {
         let present = world.pod == PodPresence::Present;
         for id in world.images.keys() {
             assert!(
-                kept(id) || present && memory.image() == Some(id),
+                kept(id)
+                    || present && memory.image() == Some(id)
+                    || present && world.keep_last && world.last_image().as_ref() == Some(id),
                 "{id} is of no use"
             );
         }
@@ -429,7 +520,7 @@ impl Schedule {
                     }
                 ) =>
             {
-                assert!(asleep && world.sleep.hibernate.is_some());
+                assert!(asleep && (world.sleep.hibernate.is_some() || world.may_be_pressed));
             }
             Power::Awake if world.idle_since.is_some() && world.sleep.hibernate.is_some() => {
                 panic!("idle, and not asleep: {:?}", world.live)

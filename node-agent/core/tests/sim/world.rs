@@ -1,14 +1,19 @@
 //! A node and its API objects, as far as one Pod is concerned. Memory is a number that grows while the sandbox runs.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use jiff::Timestamp;
 use torpor_core::ledger::{self, Tail};
+use torpor_core::pressure::{Ask, Pressure};
 use torpor_core::{
     Desired, Doze, Entry, Failures, ImageId, ImageObserved, ImageState, LedgerState, Live,
     Observed, PodPresence, PodUid, Power, Record, Restore, SandboxId, SleepAfter, SnapshotIntent,
     SnapshotReason, SnapshotUid, SnapshotWish,
 };
+
+/// Who has been idle for so long may be asked to sleep for the node's sake.
+pub(crate) const ENOUGH_IDLE: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Clone)]
 pub(crate) struct Image {
@@ -32,6 +37,14 @@ pub(crate) struct World {
     pub(crate) pod: PodPresence,
     pub(crate) power: Power,
     pub(crate) sleep: SleepAfter,
+    /// It may be put to sleep for the node's sake.
+    pub(crate) may_be_pressed: bool,
+    /// It is asked to.
+    pub(crate) pressed: Option<Ask>,
+    /// It goes back to its last image when it crashes.
+    pub(crate) keep_last: bool,
+    /// It is its turn to save.
+    pub(crate) save_turn: bool,
     /// Since when nothing has been going on in the sandbox; a new one is busy.
     pub(crate) idle_since: Option<i64>,
     pub(crate) snapshots: Vec<Snapshot>,
@@ -73,6 +86,10 @@ impl World {
             pod: PodPresence::Present,
             power: Power::Awake,
             sleep: SleepAfter::default(),
+            may_be_pressed: false,
+            pressed: None,
+            keep_last: false,
+            save_turn: true,
             idle_since: None,
             snapshots: Vec::new(),
             cached: Vec::new(),
@@ -195,6 +212,7 @@ impl World {
                 false => Err("no hibernation here".into()),
             },
             restore: Restore::NotAsked,
+            save_turn: self.save_turn,
             sessions: self.sessions,
             idle_since: self
                 .idle_since
@@ -207,13 +225,34 @@ impl World {
     }
 
     pub(crate) fn desired(&self) -> Desired {
-        Desired {
+        let desired = Desired {
             pod_uid: self.uid.clone(),
             pod: self.pod,
             power: self.power,
             sleep: self.sleep,
+            pressure: Pressure {
+                may: self.may_be_pressed,
+                short_of: None,
+            },
+            keep_last_image: self.keep_last,
             snapshots: self.cached.clone(),
+        };
+        match &self.pressed {
+            Some(ask) => ask.shorten(desired, ENOUGH_IDLE),
+            None => desired,
         }
+    }
+
+    /// The image that it goes back to when it crashes.
+    pub(crate) fn last_image(&self) -> Option<ImageId> {
+        let held = self.images.keys().filter(|image| self.held(image));
+        held.max_by_key(|image| image.number()).cloned()
+    }
+
+    /// What came after this image is given up, as the user wishes for a crash.
+    pub(crate) fn leaves_behind(&mut self, image: &ImageId) {
+        assert!(self.keep_last && self.owed.is_none(), "{image}");
+        self.unseen = Some(self.images[image].memory);
     }
 
     pub(crate) fn refresh_cache(&mut self) {

@@ -14,9 +14,10 @@ use torpor_gvisor::expedite::{self, Expedited};
 use torpor_gvisor::hush::{self, Hush};
 use torpor_gvisor::keeper::{self, Request};
 use torpor_gvisor::net::{self, AddressWatch};
-use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState};
+use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState, WakeCause};
 use torpor_gvisor::runsc::{Runsc, Stdio3};
 use torpor_gvisor::spec::{Role, Spec};
+use torpor_gvisor::turns::Turns;
 use torpor_snapshots::Image;
 
 use crate::console::Terminal;
@@ -38,9 +39,12 @@ pub(super) fn restore(
     pod: &PodRecord,
     image: &Image,
     parts: &[ContainerRecord],
+    cause: WakeCause,
     awake: impl FnOnce() -> anyhow::Result<()>,
 ) -> anyhow::Result<Stages> {
     let mut stages = Stages::new();
+    let _turn = Turns::new(&node.config.state_dir, node.config.wakes_at_once).take(cause);
+    stages.over("turnCame");
     let expedited = node
         .config
         .expedite_wakes

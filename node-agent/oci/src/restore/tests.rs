@@ -29,7 +29,7 @@ fn other() -> ImageId {
 #[test]
 fn a_pod_that_was_given_an_image_starts_from_it_once() {
     let given = Some(other());
-    let fresh = source(&ledger_of(&[]), |_| true, given.clone(), false);
+    let fresh = source(&ledger_of(&[]), |_| true, given.clone(), false, None);
     assert_eq!(
         fresh,
         Source::Image {
@@ -38,7 +38,7 @@ fn a_pod_that_was_given_an_image_starts_from_it_once() {
         }
     );
     let resumed = ledger_of(&[Entry::Waking { image: other() }, Entry::Awake]);
-    assert_eq!(source(&resumed, |_| true, given, false), Source::Cold);
+    assert_eq!(source(&resumed, |_| true, given, false, None), Source::Cold);
 }
 
 #[test]
@@ -48,12 +48,12 @@ fn a_pod_whose_sandbox_was_taken_away_while_it_slept_goes_on_from_its_image() {
         copy: false,
     };
     assert_eq!(
-        source(&ledger_of(&asleep()), |_| true, None, false),
+        source(&ledger_of(&asleep()), |_| true, None, false, None),
         expected
     );
     // Also when it once came from another image.
     assert_eq!(
-        source(&ledger_of(&asleep()), |_| true, Some(other()), true),
+        source(&ledger_of(&asleep()), |_| true, Some(other()), true, None),
         expected
     );
 }
@@ -63,9 +63,40 @@ fn a_pod_that_crashed_awake_does_not_go_back_in_time() {
     let mut entries = asleep();
     entries.extend([Entry::Waking { image: image(1) }, Entry::Awake]);
     assert_eq!(
-        source(&ledger_of(&entries), |_| true, None, false),
+        source(&ledger_of(&entries), |_| true, None, false, None),
         Source::Cold
     );
+}
+
+#[test]
+fn a_pod_that_crashed_goes_back_to_its_last_image_only_if_its_user_wishes_that() {
+    let back = |entries: &[Entry], held| {
+        let last = Some(image(1));
+        source(&ledger_of(entries), |_| held, None, false, last)
+    };
+    let mut entries = asleep();
+    let asleep_in_it = Source::Image {
+        image: image(1),
+        copy: false,
+    };
+    assert_eq!(back(&entries, true), asleep_in_it);
+    entries.extend([Entry::Waking { image: image(1) }, Entry::Awake]);
+    let expected = Source::Image {
+        image: image(1),
+        copy: true,
+    };
+    assert_eq!(back(&entries, true), expected);
+    // It crashed while it was being saved once more.
+    entries.push(Entry::Saving {
+        image: image(2),
+        snapshots: Default::default(),
+    });
+    assert_eq!(back(&entries, false), expected);
+    // That the image was left behind is known until it is gone, so that the way back can be told when it is tried twice.
+    assert!(ledger_of(&entries).was_left(&image(1)));
+    entries.push(Entry::Waking { image: image(1) });
+    assert!(ledger_of(&entries).was_left(&image(1)));
+    assert!(!ledger_of(&asleep()).was_left(&image(1)));
 }
 
 #[test]
@@ -77,7 +108,7 @@ fn a_wake_that_was_cut_off_is_tried_again() {
         copy: false,
     };
     assert_eq!(
-        source(&ledger_of(&entries), |_| true, None, false),
+        source(&ledger_of(&entries), |_| true, None, false, None),
         expected
     );
     entries.push(Entry::WakeFailed {
@@ -85,7 +116,7 @@ fn a_wake_that_was_cut_off_is_tried_again() {
         reason: "RestoreFailed".into(),
     });
     assert_eq!(
-        source(&ledger_of(&entries), |_| true, None, false),
+        source(&ledger_of(&entries), |_| true, None, false, None),
         expected
     );
 }
@@ -97,7 +128,7 @@ fn an_image_that_is_missing_is_not_taken_for_a_cold_start() {
         copy: false,
     };
     assert_eq!(
-        source(&ledger_of(&asleep()), |_| false, None, false),
+        source(&ledger_of(&asleep()), |_| false, None, false, None),
         expected
     );
 }
@@ -109,12 +140,15 @@ fn a_save_that_was_cut_off_leaves_a_cold_start_unless_it_was_whole() {
         snapshots: Default::default(),
     }];
     assert_eq!(
-        source(&ledger_of(&saving), |_| false, None, false),
+        source(&ledger_of(&saving), |_| false, None, false, None),
         Source::Cold
     );
     let whole = Source::Image {
         image: image(1),
         copy: false,
     };
-    assert_eq!(source(&ledger_of(&saving), |_| true, None, false), whole);
+    assert_eq!(
+        source(&ledger_of(&saving), |_| true, None, false, None),
+        whole
+    );
 }

@@ -13,7 +13,7 @@ use torpor_api::{
 
 use super::{
     super::{Action, Area, ImageUse, Plan, Shown, SnapshotFence, delete_pod},
-    capabilities, delete_snapshot, fence, is_deleting, is_resumable, is_terminating,
+    capabilities, delete_snapshot, evicted, fence, is_deleting, is_resumable, is_terminating,
     newest_resumable, node_of, own_snapshots, phase, pod_condition, says, show_hibernated,
     shown_before, snapshot_of_pod,
 };
@@ -230,8 +230,8 @@ fn after_cold_start(desired: &Desired<'_>, observed: &Observed) -> Shown {
     }
 }
 
-/// When the sandbox falls asleep by itself.
-fn by_itself(desired: &Desired<'_>) -> [(&'static str, Option<String>); 2] {
+/// When the sandbox falls asleep by itself, and what it starts from when it crashes.
+fn by_itself(desired: &Desired<'_>) -> [(&'static str, Option<String>); 3] {
     let settings = &desired.settings;
     let canonical = |after: Option<SleepAfter>| after.map(SleepAfter::canonical);
     [
@@ -239,6 +239,10 @@ fn by_itself(desired: &Desired<'_>) -> [(&'static str, Option<String>); 2] {
         (
             annotations::HIBERNATE_AFTER,
             canonical(settings.hibernate_after),
+        ),
+        (
+            annotations::ON_CRASH,
+            settings.on_crash.map(|policy| policy.as_str().to_owned()),
         ),
     ]
 }
@@ -283,12 +287,9 @@ pub(in crate::sandbox::plan) fn awake(
     observed: &Observed,
     pod: &Pod,
 ) {
-    show_hibernated(
-        plan,
-        desired,
-        observed,
-        hibernated_in_place(desired, observed, pod),
-    );
+    let shown = evicted::keep(plan, desired, observed, pod)
+        .unwrap_or_else(|| hibernated_in_place(desired, observed, pod));
+    show_hibernated(plan, desired, observed, shown);
     cancel_suspension(plan, desired, observed, pod);
     plan.memory.restored = match restored_condition(pod) {
         Some(draft) => {

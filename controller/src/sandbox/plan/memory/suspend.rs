@@ -228,7 +228,7 @@ fn begin_hibernate(
     )
 }
 
-fn suspend_snapshot(desired: &Desired<'_>, pod: &Pod, node: &str) -> Value {
+pub(super) fn suspend_snapshot(desired: &Desired<'_>, pod: &Pod, node: &str) -> Value {
     let uid = pod.uid().unwrap_or_default();
     json!({
         "apiVersion": "torpor.dev/v1alpha1",

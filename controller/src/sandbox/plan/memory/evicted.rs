@@ -1,0 +1,72 @@
+//! A Pod that is taken away from a Sandbox that is to run: a drain of its node, a taint, a preemption.
+//!
+//! A sandbox that sleeps in place has its memory in an image already. The image gets a snapshot while the Pod goes, as in a suspension, and the next Pod continues
+//! from it, on that node. One that is awake cannot be saved in time: the kubelet ends its programs while it is being asked. That is said.
+
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
+use torpor_api::{
+    annotations::SuspensionStrategy, conditions, reasons::hibernated,
+    snapshot::suspend_snapshot_name,
+};
+
+use super::{
+    super::{Action, Area, Plan, Shown},
+    NOT_KEPT, capabilities, is_terminating, kept_in, node_of, pod_condition, says, snapshot_of_pod,
+    suspend::suspend_snapshot,
+};
+use crate::sandbox::{dereference::Observed, validate::Desired};
+
+/// The condition that whoever disrupts a Pod writes on it before its deletion (Kubernetes, "Pod disruption conditions").
+const DISRUPTION_TARGET: &str = "DisruptionTarget";
+
+/// Whether the Pod goes because it was evicted, and not because somebody deleted it to be rid of it.
+pub(in crate::sandbox) fn is_evicted(pod: &Pod) -> bool {
+    let conditions = pod.status.iter().flat_map(|status| &status.conditions);
+    let mut conditions = conditions.flatten();
+    is_terminating(pod)
+        && conditions
+            .any(|condition| condition.type_ == DISRUPTION_TARGET && condition.status == "True")
+}
+
+/// Keeps the image of a Pod that is evicted; answers what is said of the sandbox' memory, if that is ours to say.
+pub(super) fn keep(
+    plan: &mut Plan,
+    desired: &Desired<'_>,
+    observed: &Observed,
+    pod: &Pod,
+) -> Option<Shown> {
+    let keeps = desired.settings.strategy() == SuspensionStrategy::Hibernate;
+    let (can, _) = capabilities(observed, pod);
+    let node = node_of(pod).filter(|_| keeps && can.hibernate && is_evicted(pod))?;
+    let uid = pod.uid().unwrap_or_default();
+    let saving = |message: String| says(conditions::HIBERNATED, hibernated::SAVING, message);
+    if let Some(snapshot) = snapshot_of_pod(desired, observed, &uid) {
+        let name = snapshot.name_any();
+        return Some(match snapshot.is_committed() && !snapshot.is_consumed() {
+            true => kept_in(snapshot),
+            false => saving(format!(
+                "The Pod is evicted; its image is being kept in SandboxSnapshot {name:?}"
+            )),
+        });
+    }
+    let asleep = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED)
+        .is_some_and(|draft| draft.status == "True");
+    let name = suspend_snapshot_name(&desired.name, &uid);
+    if asleep && !observed.snapshots.contains_key(&name) {
+        let snapshot = suspend_snapshot(desired, pod, node);
+        plan.step(Area::Pod, Action::CreateSnapshot(snapshot));
+        return Some(saving(
+            "The Pod is evicted; its image is about to be kept".to_owned(),
+        ));
+    }
+    let message = format!(
+        "The Pod was evicted from node {node:?} while the sandbox was awake; {NOT_KEPT}. \
+         Suspend sandboxes before their node is drained"
+    );
+    Some(says(
+        conditions::HIBERNATED,
+        hibernated::SAVE_FAILED,
+        message,
+    ))
+}

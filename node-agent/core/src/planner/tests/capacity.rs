@@ -1,0 +1,254 @@
+//! Turns to save, sleep for the node's sake, and images that are kept for a crash.
+
+use std::time::Duration;
+
+use super::*;
+use crate::pressure::{Ask, Limits, Readings, Resource, Watch, candidate};
+use crate::queue::Urgency;
+use crate::state::{Restore, RolledBack};
+
+fn waiting(observed: Observed) -> Observed {
+    Observed {
+        save_turn: false,
+        ..observed
+    }
+}
+
+#[test]
+fn a_save_waits_for_its_turn_and_nothing_stands_still_meanwhile() {
+    use StepKind::*;
+    let running = || waiting(observed(Live::Running, &[], &[]));
+    let idle = idle_since(0, running());
+    let asked = Some(Urgency::Asked);
+    let manual = Desired {
+        snapshots: vec![snapshot("s", SnapshotReason::Manual)],
+        ..desired(Power::Awake)
+    };
+    for (desired, observed, steps, urgency) in [
+        (desired(Power::Asleep), running(), &[][..], asked),
+        (manual, running(), &[], asked),
+        (sleepy(), idle.clone(), &[], Some(Urgency::ByItself)),
+        (dozy(), idle, &[], Some(Urgency::ByItself)),
+        // A save that a dead agent began: it runs until it is its turn again.
+        (
+            desired(Power::Asleep),
+            waiting(observed(Live::Paused, &[], &[])),
+            &[Resume],
+            asked,
+        ),
+        // Whoever needs one that dozes resumes it.
+        (
+            dozy(),
+            waiting(dozing(false, observed(Live::Paused, &[], &[]))),
+            &[],
+            Some(Urgency::ByItself),
+        ),
+        // What remains costs nothing.
+        (
+            desired(Power::Asleep),
+            waiting(observed(Live::Paused, &committed(), &[1])),
+            &[End],
+            None,
+        ),
+        (desired(Power::Awake), waiting(hibernated()), &[Wake], None),
+    ] {
+        let plan = planned(&desired, &observed);
+        assert_eq!(kinds(&plan), steps, "why: {:?}", plan.why);
+        assert_eq!(plan.awaits_turn(), urgency, "why: {:?}", plan.why);
+    }
+}
+
+const LIMITS: Limits = Limits {
+    available: Some(10),
+    stalled: None,
+    swap_free: Some(10),
+    idle: Duration::from_secs(30),
+    settle: Duration::ZERO,
+    answer: Duration::from_secs(20),
+};
+
+/// May sleep for the node's sake; by itself only after a day.
+fn patient() -> Desired {
+    Desired {
+        sleep: SleepAfter {
+            doze: None,
+            hibernate: Some(Duration::from_secs(86_400)),
+        },
+        pressure: Pressure {
+            may: true,
+            short_of: None,
+        },
+        ..desired(Power::Awake)
+    }
+}
+
+fn asked(desired: &Desired, observed: &Observed) -> Option<Ask> {
+    let mut watch = Watch::default();
+    let short = Readings {
+        memory_total: 100,
+        memory_available: 1,
+        ..Readings::default()
+    };
+    watch.read(&short, &LIMITS);
+    let candidates: Vec<_> = candidate(desired, observed).into_iter().collect();
+    watch.choose(&candidates, &LIMITS, at(1000));
+    watch.asked().cloned()
+}
+
+#[test]
+fn who_is_asked_for_the_nodes_sake_sleeps_as_if_its_time_had_come_and_says_why() {
+    let idle = idle_since(900, observed(Live::Running, &[], &[]));
+    assert_steps(&patient(), &idle, &[]);
+    let ask = asked(&patient(), &idle).unwrap();
+    let pressed = ask.shorten(patient(), LIMITS.idle);
+    let plan = planned(&pressed, &idle);
+    assert_eq!(kinds(&plan).last(), Some(&StepKind::End));
+    let short_of = Resource::Memory;
+    assert!(plan.why.contains(&Reason::Pressure { short_of }));
+    // A packet that was seen only when it was looked for.
+    let used = idle_since(990, observed(Live::Running, &[], &[]));
+    assert_steps(&pressed, &used, &[]);
+}
+
+#[test]
+fn nobody_is_asked_who_must_not_sleep_or_is_in_use() {
+    let idle = || idle_since(900, observed(Live::Running, &[], &[]));
+    assert!(asked(&patient(), &idle()).is_some());
+    let never = Desired {
+        pressure: Pressure::default(),
+        ..patient()
+    };
+    assert_eq!(asked(&never, &idle()), None);
+    for power in [Power::Asleep, Power::Frozen] {
+        let wanted = Desired { power, ..patient() };
+        assert_eq!(asked(&wanted, &idle()), None, "{power:?}");
+    }
+    let mut in_use = idle();
+    in_use.sessions = 1;
+    assert_eq!(asked(&patient(), &in_use), None);
+    let unknown = observed(Live::Running, &[], &[]);
+    assert_eq!(asked(&patient(), &unknown), None);
+}
+
+#[test]
+fn who_sleeps_for_the_nodes_sake_sleeps_on_when_the_node_has_enough_again() {
+    let mut asleep = observed(Live::None, &asleep_entries(true), &[1]);
+    asleep.record = Some(Record { image: image(1) });
+    let dozes_only = Desired {
+        pressure: patient().pressure,
+        ..dozy()
+    };
+    let unannotated = Desired {
+        sleep: SleepAfter::default(),
+        ..patient()
+    };
+    for desired in [patient(), dozes_only, unannotated] {
+        assert_steps(&desired, &asleep, &[]);
+    }
+    assert_steps(&desired(Power::Awake), &asleep, &[StepKind::Wake]);
+}
+
+#[test]
+fn the_last_image_stays_while_it_is_wanted_for_a_crash_and_older_ones_go() {
+    use StepKind::*;
+    let awake = [committed(), vec![Entry::Awake]].concat();
+    let running = observed(Live::Running, &awake, &[1, 2]);
+    let keeps = Desired {
+        keep_last_image: true,
+        ..desired(Power::Awake)
+    };
+    assert_steps(&keeps, &running, &[DiscardImage]);
+    assert_steps(
+        &desired(Power::Awake),
+        &running,
+        &[DiscardImage, DiscardImage],
+    );
+    let plan = planned(&keeps, &running);
+    assert_eq!(
+        plan.steps[0].action,
+        Action::DiscardImage { image: image(1) }
+    );
+    let gone = Desired {
+        pod: PodPresence::Gone,
+        ..keeps
+    };
+    let left = observed(Live::None, &awake, &[2]);
+    assert_steps(&gone, &left, &[DiscardImage, DiscardLedger]);
+}
+
+#[test]
+fn a_deleted_snapshot_goes_and_its_image_stays_where_it_is_wanted_for_a_crash() {
+    let mut deleted = snapshot("s", SnapshotReason::Manual);
+    deleted.image = Some(image(1));
+    deleted.wish = SnapshotWish::Delete;
+    let keeps = Desired {
+        keep_last_image: true,
+        snapshots: vec![deleted],
+        ..desired(Power::Awake)
+    };
+    let awake = [committed(), vec![Entry::Awake]].concat();
+    let plan = planned(&keeps, &observed(Live::Running, &awake, &[1]));
+    assert_eq!(kinds(&plan), []);
+    assert_eq!(plan.status.snapshots[0].state, SnapshotState::Released);
+}
+
+#[test]
+fn a_sleeping_pod_that_is_evicted_leaves_its_image_to_a_snapshot() {
+    let evicted = |pod, live: Observed| {
+        let desired = Desired {
+            pod,
+            snapshots: vec![snapshot("s", SnapshotReason::Suspend)],
+            ..desired(Power::Awake)
+        };
+        planned(&desired, &live)
+    };
+    // While its keepers are there, and when the kubelet has ended them.
+    for left in [hibernated(), observed(Live::None, &asleep(), &[1])] {
+        let plan = evicted(PodPresence::Terminating, left);
+        assert_eq!(kinds(&plan), [StepKind::Record], "why: {:?}", plan.why);
+        assert_eq!(plan.status.snapshots[0].state, SnapshotState::Saving);
+    }
+    let adopted = Entry::Adopted {
+        image: image(1),
+        snapshots: [SnapshotUid::new("s").unwrap()].into(),
+    };
+    let adopted = observed(Live::None, &[asleep(), vec![adopted]].concat(), &[1]);
+    for pod in [PodPresence::Terminating, PodPresence::Gone] {
+        let plan = evicted(pod, adopted.clone());
+        assert_eq!(kinds(&plan), [], "why: {:?}", plan.why);
+        let state = &plan.status.snapshots[0].state;
+        assert!(
+            matches!(state, SnapshotState::Committed { stale: false, .. }),
+            "{state:?}"
+        );
+    }
+}
+
+#[test]
+fn a_sandbox_that_went_back_to_its_last_image_says_so() {
+    let mut back = observed(
+        Live::Running,
+        &[Entry::Waking { image: image(1) }, Entry::Awake],
+        &[],
+    );
+    back.restore = Restore::Done {
+        image: image(1),
+        rolled_back: Some(RolledBack {
+            made: at(100),
+            age: Duration::from_secs(60),
+        }),
+    };
+    let told = planned(&desired(Power::Awake), &back)
+        .status
+        .restored
+        .unwrap();
+    assert_eq!(
+        (told.status, told.reason.as_str()),
+        (Truth::True, "RolledBack")
+    );
+    assert_eq!(
+        told.message,
+        "The sandbox ended while it was awake and went back to its last image pod-a.1, made 1970-01-01T00:01:40Z, 60 s before: \
+         what it did since is lost."
+    );
+}

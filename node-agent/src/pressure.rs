@@ -1,0 +1,190 @@
+//! The node's memory and swap, and who sleeps when there is too little of them. Who that is, is decided in `torpor_core::pressure`;
+//! that it may sleep, by the planner.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use jiff::Timestamp;
+use tokio_util::sync::CancellationToken;
+use torpor_core::ids::PodUid;
+use torpor_core::pressure::{Candidate, Limits, Readings, Resource, Watch};
+use torpor_core::state::Desired;
+
+use crate::args::PressureArgs;
+use crate::driver::Driver;
+use crate::metrics::Metrics;
+
+/// How often the node's figures are read.
+const LOOK: Duration = Duration::from_secs(2);
+/// So long the figures need to follow when a sandbox has gone to sleep.
+const SETTLE: Duration = Duration::from_secs(2);
+/// The save of a large sandbox takes seconds, on a disk that others use too.
+const ANSWER: Duration = Duration::from_secs(30);
+
+/// What the tasks of the Pods and the reader of the figures share.
+#[derive(Debug)]
+pub(crate) struct NodePressure {
+    limits: Limits,
+    /// Also sandboxes without any annotation about sleep.
+    on_all: bool,
+    known: Mutex<Known>,
+}
+
+#[derive(Debug, Default)]
+struct Known {
+    watch: Watch,
+    candidates: HashMap<PodUid, Candidate>,
+}
+
+impl NodePressure {
+    pub(crate) fn new(args: &PressureArgs) -> Self {
+        Self {
+            limits: Limits {
+                available: args.memory_pressure_available.percent(),
+                stalled: args.memory_pressure_stalled.percent(),
+                swap_free: args.swap_pressure_free.percent(),
+                idle: args.pressure_idle,
+                settle: SETTLE,
+                answer: ANSWER,
+            },
+            on_all: args.pressure_on_all,
+            known: Mutex::default(),
+        }
+    }
+
+    /// Whether sandboxes without any annotation about sleep may be put to sleep too.
+    pub(crate) fn is_on_all(&self) -> bool {
+        self.on_all
+    }
+
+    /// What is wanted of the sandbox, the node considered.
+    pub(crate) fn shorten(&self, desired: Desired) -> Desired {
+        match self.lock().watch.asked() {
+            Some(ask) if ask.pod == desired.pod_uid => ask.shorten(desired, self.limits.idle),
+            _ => desired,
+        }
+    }
+
+    /// What a Pod's task has seen: whether its sandbox could be asked.
+    pub(crate) fn note(&self, pod: &PodUid, candidate: Option<Candidate>) {
+        let candidates = &mut self.lock().candidates;
+        match candidate {
+            Some(candidate) => drop(candidates.insert(pod.clone(), candidate)),
+            None => drop(candidates.remove(pod)),
+        }
+    }
+
+    /// What the node is short of, in words.
+    pub(crate) fn short(&self) -> Vec<(Resource, String)> {
+        let known = self.lock();
+        let short = known.watch.short().iter();
+        short.map(|(of, words)| (*of, words.clone())).collect()
+    }
+
+    /// Decides anew; answers whose task is to look, because it is asked or is not any more.
+    fn turn(&self, readings: &Readings, now: Timestamp, metrics: &Metrics) -> Vec<PodUid> {
+        let known = &mut *self.lock();
+        let candidates: Vec<Candidate> = known.candidates.values().cloned().collect();
+        let before = known.watch.asked().cloned();
+        known.watch.read(readings, &self.limits);
+        known.watch.choose(&candidates, &self.limits, now);
+        let after = known.watch.asked().cloned();
+        metrics.pressure(known.watch.short());
+        if before == after {
+            return Vec::new();
+        }
+        if let Some(ask) = &after {
+            metrics.asked_to_sleep(ask.short_of);
+            tracing::info!(pod = %ask.pod, short_of = %ask.short_of, doze = ask.doze, "the node is short: a sandbox is to sleep");
+        }
+        before.into_iter().chain(after).map(|ask| ask.pod).collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Reads the node's figures until told to stop.
+pub(crate) async fn watch(
+    pressure: Arc<NodePressure>,
+    driver: Driver,
+    metrics: Arc<Metrics>,
+    stop: CancellationToken,
+) {
+    loop {
+        // Files of the kernel's own: they answer at once.
+        match readings() {
+            Ok(readings) => {
+                for pod in pressure.turn(&readings, Timestamp::now(), &metrics) {
+                    driver.poke_if_kept(&pod);
+                }
+            }
+            Err(error) => tracing::warn!(%error, "the node's memory is not known"),
+        }
+        // Both arms only wait.
+        tokio::select! {
+            () = tokio::time::sleep(LOOK) => {}
+            () = stop.cancelled() => return,
+        }
+    }
+}
+
+fn readings() -> std::io::Result<Readings> {
+    let memory = std::fs::read_to_string("/proc/meminfo")?;
+    // Not every kernel tells.
+    let stalls = std::fs::read_to_string("/proc/pressure/memory").ok();
+    Ok(Readings {
+        stalled: stalls.as_deref().and_then(stalled),
+        ..of_meminfo(&memory)
+    })
+}
+
+/// proc_meminfo(5): a name, a number of KiB.
+fn of_meminfo(text: &str) -> Readings {
+    let bytes = |name: &str| {
+        let mut lines = text.lines();
+        let line = lines.find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+        kib.unwrap_or(0).saturating_mul(1024)
+    };
+    Readings {
+        memory_total: bytes("MemTotal"),
+        memory_available: bytes("MemAvailable"),
+        swap_total: bytes("SwapTotal"),
+        swap_free: bytes("SwapFree"),
+        stalled: None,
+    }
+}
+
+/// The kernel's accounting/psi.rst: `some avg10=1.23 avg60=…`, in percent.
+fn stalled(text: &str) -> Option<f64> {
+    let some = text.lines().find(|line| line.starts_with("some "))?;
+    let average = some.split(' ').find_map(|word| word.strip_prefix("avg10="));
+    average?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernels_figures_are_read() {
+        let text = "MemTotal:       24000000 kB\nMemFree:          100 kB\nMemAvailable:    6000000 kB\nSwapTotal:             0 kB\nSwapFree:              0 kB\n";
+        let kib = |n: u64| n * 1024;
+        let expected = Readings {
+            memory_total: kib(24_000_000),
+            memory_available: kib(6_000_000),
+            ..Readings::default()
+        };
+        assert_eq!(of_meminfo(text), expected);
+    }
+
+    #[test]
+    fn the_time_in_which_some_program_waited_for_memory_is_read() {
+        let text = "some avg10=1.53 avg60=0.87 avg300=0.73 total=1\nfull avg10=9.00 avg60=0.00 avg300=0.00 total=1\n";
+        assert_eq!(stalled(text), Some(1.53));
+        assert_eq!(stalled(""), None);
+    }
+}

@@ -1,0 +1,328 @@
+//! What a node does when more is wanted of it than it can do at once, and when it has too little memory.
+
+use std::time::{Duration, Instant};
+
+use k8s_openapi::api::core::v1::Event;
+use kube::Api;
+use kube::api::ListParams;
+use serde_json::{Value, json};
+use torpor_api::annotations::{HIBERNATE, HIBERNATE_AFTER, ON_CRASH};
+use torpor_api::conditions::{self, POD_HIBERNATED, POD_RESTORED};
+use torpor_api::node::SandboxNode;
+use torpor_api::reasons::{event, plan, restored};
+use torpor_gvisor::record::{SandboxState, WakeCause};
+use torpor_gvisor::turns::{Turn, Turns};
+use torpor_tests::agent::Agent;
+use torpor_tests::case::{Case, START_LIMIT, case, case_alone, condition, uid};
+use torpor_tests::pods::{COUNT, pod, shell_pod, with};
+use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
+use torpor_tests::wait;
+use torpor_tests::witness::{self, Connection};
+
+fn annotated(pod: Value, key: &str, value: &str) -> Value {
+    with(
+        pod,
+        json!({ "metadata": { "annotations": { key: value } } }),
+    )
+}
+
+/// What idle programs do.
+const IDLE: &str = "sleep 1000000";
+
+fn turns(case: &Case) -> Turns {
+    Turns::new(&case.node.config.state_dir, case.node.config.wakes_at_once)
+}
+
+#[tokio::test]
+async fn a_connection_is_answered_when_it_is_its_sandbox_turn_to_wake() -> anyhow::Result<()> {
+    case_alone("turn", async |case| {
+        let container = witness::container(5, &[]);
+        let pod = case
+            .start(pod("p", json!({ "containers": [container] })))
+            .await?;
+        let before = witness::ask(&pod).await?;
+        let uid = uid(&case.hibernate("p").await?);
+        let turns = turns(case);
+        let limit = case.node.config.wakes_at_once;
+        anyhow::ensure!(limit > 0, "the installer sets a limit");
+        let taken: Vec<Turn> = (0..limit).map(|_| turns.take(WakeCause::Asked)).collect();
+        let speak = async { Connection::open(&pod).await?.ask().await };
+        let give_back = async {
+            wait::until("the wake waits for its turn", SLEEP_LIMIT, async || {
+                wait::holds(turns.is_somebody_waiting(), || "nobody waits".to_owned())
+            })
+            .await?;
+            let state = case.node.state_of(&uid)?;
+            let asleep = matches!(state, SandboxState::Hibernated { .. });
+            anyhow::ensure!(asleep, "{state:?} out of turn");
+            drop(taken);
+            anyhow::Ok(())
+        };
+        let (answer, given) = tokio::join!(speak, give_back);
+        given?;
+        answer?.goes_on_from(&before)
+    })
+    .await
+}
+
+/// The planner's reasons, as the SandboxNode has them.
+async fn reasons(
+    case: &Case,
+    pod: &k8s_openapi::api::core::v1::Pod,
+) -> anyhow::Result<Vec<String>> {
+    let node = sandbox_node(case, pod).await?;
+    let told = node.sandbox(&uid(pod)).cloned().unwrap_or_default();
+    Ok(told.reasons.into_iter().map(|why| why.reason).collect())
+}
+
+async fn sandbox_node(
+    case: &Case,
+    pod: &k8s_openapi::api::core::v1::Pod,
+) -> anyhow::Result<SandboxNode> {
+    let name = pod.spec.as_ref().and_then(|spec| spec.node_name.clone());
+    let nodes: Api<SandboxNode> = Api::all(case.client());
+    Ok(nodes.get(&name.unwrap_or_default()).await?)
+}
+
+#[tokio::test]
+async fn a_timer_waits_while_somebody_waits_for_a_wake_and_who_asks_does_not() -> anyhow::Result<()>
+{
+    case_alone("courtesy", async |case| {
+        case.start(shell_pod("asked", IDLE)).await?;
+        let called = turns(case).take(WakeCause::Called);
+        let sleepy = annotated(shell_pod("idle", IDLE), HIBERNATE_AFTER, "3s");
+        let pod = case.start(sleepy).await?;
+        wait::until("it waits for its turn", SLEEP_LIMIT, async || {
+            let reasons = reasons(case, &pod).await?;
+            wait::holds(reasons.iter().any(|why| why == plan::AWAITING_TURN), || {
+                format!("{reasons:?}")
+            })
+        })
+        .await?;
+        case.hibernate("asked").await?;
+        let awake = case.pods().get("idle").await?;
+        anyhow::ensure!(
+            condition(&awake, POD_HIBERNATED).0 != "True",
+            "asleep out of turn"
+        );
+        drop(called);
+        case.asleep("idle").await.map(drop)
+    })
+    .await
+}
+
+async fn events(case: &Case, reason: &str) -> anyhow::Result<Vec<Event>> {
+    let events: Api<Event> = case.api();
+    let params = ListParams::default().fields(&format!("reason={reason}"));
+    Ok(events.list(&params).await?.items)
+}
+
+#[tokio::test]
+async fn a_node_that_is_short_of_memory_puts_idle_sandboxes_to_sleep_that_may_and_no_others()
+-> anyhow::Result<()> {
+    case_alone("pressure", async |case| {
+        let patient = |name| annotated(shell_pod(name, IDLE), HIBERNATE_AFTER, "10h");
+        let works = annotated(shell_pod("works", COUNT), HIBERNATE_AFTER, "10h");
+        let off = annotated(shell_pod("off", IDLE), HIBERNATE_AFTER, "off");
+        for pod in [
+            patient("p0"),
+            patient("p1"),
+            works,
+            off,
+            shell_pod("plain", IDLE),
+        ] {
+            case.create(pod).await?;
+        }
+        for pod in ["p0", "p1", "works", "off", "plain"] {
+            case.ready(pod).await?;
+        }
+        let short = [
+            ("TORPOR_MEMORY_PRESSURE_AVAILABLE", "99"),
+            ("TORPOR_PRESSURE_IDLE", "5"),
+        ];
+        Agent::with_environment(&case.kubectl, &short, async || {
+            for name in ["p0", "p1"] {
+                let pod = case.asleep(name).await?;
+                assert_eq!(restarts(&pod), 0);
+            }
+            let pod = case.pods().get("p0").await?;
+            let node = sandbox_node(case, &pod).await?;
+            let status = node.status.unwrap_or_default();
+            let told = conditions::find(&status.conditions, conditions::PRESSURE).cloned();
+            anyhow::ensure!(
+                told.as_ref().is_some_and(
+                    |told| told.reason == "MemoryShort" && told.message.contains("available")
+                ),
+                "{told:?}"
+            );
+            let said = events(case, event::NODE_PRESSURE).await?;
+            let mut about: Vec<_> = said
+                .iter()
+                .filter_map(|event| event.involved_object.name.clone())
+                .collect();
+            about.sort();
+            about.dedup();
+            assert_eq!(about, ["p0", "p1"]);
+            // Others would have had their turn by now.
+            let watched = Instant::now();
+            while watched.elapsed() < Duration::from_secs(12) {
+                for name in ["works", "off", "plain"] {
+                    let pod = case.pods().get(name).await?;
+                    let told = condition(&pod, POD_HIBERNATED);
+                    anyhow::ensure!(told.0 != "True", "{name} sleeps: {told:?}");
+                }
+                tokio::time::sleep(Duration::from_millis(500)).await;
+            }
+            Ok(())
+        })
+        .await?;
+        // There is enough again: who sleeps sleeps on, until somebody needs it.
+        let pod = case.asleep("p0").await?;
+        assert_eq!(case.kubectl.sh("p0", "a", "echo here").await?, "here");
+        assert_eq!(restarts(&pod), 0);
+        Ok(())
+    })
+    .await
+}
+
+/// What the program wrote when it began lies in the sandbox' own files: only an image brings it back.
+const BEGINNING: &str = "cat /proc/sys/kernel/random/uuid >/begun; sleep 1000000";
+
+/// Sleeps once, wakes, does something, and dies.
+async fn crash_awake(case: &Case, pod: &str) -> anyhow::Result<String> {
+    let begun = case.kubectl.sh(pod, "a", "cat /begun").await?;
+    case.hibernate(pod).await?;
+    let awake = case.wake(pod).await?;
+    case.kubectl.sh(pod, "a", "touch /later").await?;
+    case.node.sentry(&uid(&awake))?.kill()?;
+    Ok(begun)
+}
+
+/// What the sandbox that came after it has.
+async fn found_after(
+    case: &Case,
+    pod: &str,
+    is_right: impl Fn(&str) -> bool,
+) -> anyhow::Result<()> {
+    wait::until("another sandbox", START_LIMIT, async || {
+        let found = case
+            .kubectl
+            .sh(pod, "a", "cat /begun; ls /later || true")
+            .await;
+        wait::holds(found.as_ref().is_ok_and(|found| is_right(found)), || {
+            format!("{found:?}")
+        })
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_sandbox_that_crashes_awake_goes_back_to_its_last_image_only_if_its_user_wishes_that()
+-> anyhow::Result<()> {
+    case("oncrash", async |case| {
+        let pod = |name| shell_pod(name, BEGINNING);
+        case.create(annotated(pod("back"), ON_CRASH, "LastImage"))
+            .await?;
+        case.create(pod("anew")).await?;
+        for name in ["back", "anew"] {
+            case.ready(name).await?;
+        }
+        let begun = crash_awake(case, "anew").await?;
+        found_after(case, "anew", |found| !found.contains(&begun)).await?;
+        let anew = case.pods().get("anew").await?;
+        assert_eq!(condition(&anew, POD_RESTORED).1, "");
+        // What it did after the image is lost, as its user was told.
+        let begun = crash_awake(case, "back").await?;
+        found_after(case, "back", |found| found == begun).await?;
+        let told = |pod: &k8s_openapi::api::core::v1::Pod| {
+            let (status, reason, message) = condition(pod, POD_RESTORED);
+            status == "True" && reason == restored::ROLLED_BACK && message.contains(" s before")
+        };
+        let back = case
+            .pod_until("back", "it says that it went back", SLEEP_LIMIT, told)
+            .await?;
+        // It can again.
+        let images = case.node.images_of(&case.namespace, &uid(&back));
+        assert_eq!(images.len(), 1, "{images:?}");
+        case.node.sentry(&uid(&back))?.kill()?;
+        found_after(case, "back", |found| found == begun).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn what_is_wanted_for_a_crash_no_more_is_removed() -> anyhow::Result<()> {
+    case("oncrashoff", async |case| {
+        case.start(annotated(shell_pod("p", IDLE), ON_CRASH, "LastImage"))
+            .await?;
+        case.hibernate("p").await?;
+        let uid = uid(&case.wake("p").await?);
+        let images = || case.node.images_of(&case.namespace, &uid);
+        assert_eq!(images().len(), 1);
+        case.annotate("p", ON_CRASH, None).await?;
+        wait::until("the image goes", SLEEP_LIMIT, async || {
+            wait::holds(images().is_empty(), || format!("{:?}", images()))
+        })
+        .await
+    })
+    .await
+}
+
+/// While Pods fall asleep and wake, the DaemonSet is rolled, again and again.
+const ROLLS: u32 = 3;
+
+#[tokio::test]
+async fn an_upgrade_of_the_agent_under_load_loses_nothing() -> anyhow::Result<()> {
+    case_alone("upgrade", async |case| {
+        const PODS: [&str; 3] = ["p0", "p1", "p2"];
+        for name in PODS {
+            case.create(shell_pod(name, COUNT)).await?;
+        }
+        for name in PODS {
+            case.ready(name).await?;
+        }
+        let rolling = async {
+            for _ in 0..ROLLS {
+                Agent::roll(&case.kubectl).await?;
+            }
+            anyhow::Ok(())
+        };
+        let mut rolling = std::pin::pin!(rolling);
+        let mut counts = [0_u64; PODS.len()];
+        let mut round = 0_u32;
+        loop {
+            let turn = async {
+                // In turns they are asked to sleep and woken, each by somebody else: an exec, or the API.
+                for (n, name) in (0_u32..).zip(PODS) {
+                    let wish = (round + n).is_multiple_of(3).then_some("true");
+                    case.annotate(name, HIBERNATE, wish).await?;
+                }
+                for (name, before) in PODS.iter().zip(&mut counts) {
+                    let now = case.counted(name).await?;
+                    anyhow::ensure!(now >= *before, "{name} in round {round}: {before} → {now}");
+                    *before = now;
+                }
+                anyhow::Ok(())
+            };
+            tokio::select! {
+                done = &mut rolling => break done?,
+                turned = turn => turned?,
+            }
+            round += 1;
+        }
+        for (name, before) in PODS.iter().zip(counts) {
+            let awake = case.wake(name).await?;
+            assert_eq!(restarts(&awake), 0, "{name} was restarted");
+            let now = case.counted(name).await?;
+            anyhow::ensure!(now >= before, "{name}: {before} → {now}");
+            let uid = uid(&awake);
+            wait::until("nothing half-made is left", SLEEP_LIMIT, async || {
+                let left = case.node.images_of(&case.namespace, &uid);
+                wait::holds(left.is_empty(), || format!("{left:?}"))
+            })
+            .await?;
+        }
+        Ok(())
+    })
+    .await
+}

@@ -1,0 +1,98 @@
+//! A node is drained: what becomes of its sandboxes' memory.
+
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::{Event, Node, Pod};
+use kube::Api;
+use kube::api::{EvictParams, ListParams, Patch, PatchParams};
+use serde_json::json;
+use torpor_api::annotations::HIBERNATE;
+use torpor_api::conditions::POD_RESTORED;
+use torpor_api::reasons::event;
+use torpor_tests::case::{Case, case_alone, condition, uid};
+use torpor_tests::pods::{COUNT, shell};
+use torpor_tests::sandboxes::sandbox;
+use torpor_tests::wait;
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+async fn cordon(case: &Case, node: &str, unschedulable: bool) -> anyhow::Result<()> {
+    let nodes: Api<Node> = Api::all(case.client());
+    let patch = Patch::Merge(json!({ "spec": { "unschedulable": unschedulable } }));
+    nodes.patch(node, &PatchParams::default(), &patch).await?;
+    Ok(())
+}
+
+/// As `kubectl drain` does with each Pod.
+async fn evict(case: &Case, pod: &Pod) -> anyhow::Result<()> {
+    case.pods().evict("s", &EvictParams::default()).await?;
+    wait::until("the Pod is gone", LIMIT, async || {
+        let now = case.pods().get_opt("s").await?;
+        wait::holds(now.as_ref().is_none_or(|now| uid(now) != uid(pod)), || {
+            "the same Pod".to_owned()
+        })
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_sleeping_sandbox_keeps_its_memory_when_its_node_is_drained() -> anyhow::Result<()> {
+    case_alone("drain", async |case| {
+        case.create(sandbox("s", json!({ "containers": [shell("a", COUNT)] })))
+            .await?;
+        let pod = case.sandbox_ready("s").await?;
+        let node = pod
+            .spec
+            .as_ref()
+            .and_then(|spec| spec.node_name.clone())
+            .unwrap_or_default();
+        let before = case.counted("s").await?;
+        case.patch(
+            "s",
+            json!({ "metadata": { "annotations": { HIBERNATE: "true" } } }),
+        )
+        .await?;
+        case.sandbox_says("s", "Hibernated", "True", "Hibernated")
+            .await?;
+        cordon(case, &node, true).await?;
+        let drained = async {
+            evict(case, &pod).await?;
+            // The image is on this node, and so is the way back.
+            let waits = |pod: &Pod| condition(pod, "PodScheduled").1 == "Unschedulable";
+            case.pod_until("s", "it waits for its node", LIMIT, waits)
+                .await?;
+            let no_more = json!({ "metadata": { "annotations": { HIBERNATE: null } } });
+            case.patch("s", no_more).await
+        };
+        let drained = drained.await;
+        cordon(case, &node, false).await?;
+        drained?;
+        let back = case.sandbox_ready("s").await?;
+        assert_ne!(uid(&back), uid(&pod));
+        let after = case.counted("s").await?;
+        anyhow::ensure!(after >= before, "{before} → {after}");
+        let told = |pod: &Pod| condition(pod, POD_RESTORED).0 == "True";
+        case.pod_until("s", "it says that it was restored", LIMIT, told)
+            .await
+            .map(drop)
+    })
+    .await
+}
+
+#[tokio::test]
+async fn that_an_awake_sandbox_lost_its_memory_to_a_drain_is_said() -> anyhow::Result<()> {
+    case_alone("drained", async |case| {
+        case.create(sandbox("s", json!({ "containers": [shell("a", COUNT)] })))
+            .await?;
+        let pod = case.sandbox_ready("s").await?;
+        evict(case, &pod).await?;
+        let events: Api<Event> = case.api();
+        let params = ListParams::default().fields(&format!("reason={}", event::MEMORY_NOT_KEPT));
+        wait::until("it is said", LIMIT, async || {
+            let said = events.list(&params).await?.items;
+            wait::holds(!said.is_empty(), || "not yet".to_owned())
+        })
+        .await
+    })
+    .await
+}
