@@ -41,6 +41,25 @@ pub(crate) fn wake(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Answer> {
 
 /// Resumes the sandbox if it dozes; answers whether it did. The caller holds the lock.
 pub(crate) fn rouse(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
+    if !resume(node, sandbox)? {
+        return Ok(false);
+    }
+    let pause = node.records.container_dir(&sandbox.clone().into());
+    // A keeper that cannot be told is gone, and with it what it held back.
+    let _ = keeper::ask(&pause, &Request::Release, &[], CALL_LIMIT);
+    Ok(true)
+}
+
+/// The same for the keeper itself, which lets through what it held: to start a program for it would take longer than the rest.
+/// Not while somebody else is at work on the sandbox.
+pub(crate) fn rouse_at_once(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
+    match node.records.try_lock(sandbox)? {
+        Some(_lock) => resume(node, sandbox),
+        None => Ok(false),
+    }
+}
+
+fn resume(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
     let Some(mut control) = dozing(node, sandbox)? else {
         return Ok(false);
     };
@@ -49,9 +68,6 @@ pub(crate) fn rouse(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
         bail!("the sandbox was resumed by somebody who did not hold its lock");
     }
     node.records.note_call(sandbox)?;
-    let pause = node.records.container_dir(&sandbox.clone().into());
-    // A keeper that cannot be told is gone, and with it what it held back.
-    let _ = keeper::ask(&pause, &Request::Release, &[], CALL_LIMIT);
     Ok(true)
 }
 
