@@ -52,10 +52,12 @@ pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
     {
         return Outcome::Stale;
     }
-    if let Some(entry) = &step.before
-        && let Err(error) = ledger.append(entry)
-    {
-        return failed(error.reason(), &error);
+    let mut seq = state.seq;
+    if let Some(entry) = &step.before {
+        match ledger.append(entry) {
+            Ok(state) => seq = state.seq,
+            Err(error) => return failed(error.reason(), &error),
+        }
     }
     let outcome = act(context, &step.action, &ledger);
     let entry = match (&outcome, &step.action) {
@@ -71,8 +73,9 @@ pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
         }
         _ => None,
     };
+    // Another sandbox of the Pod, made while this one's keeper did not answer, may have written what is true of it.
     if let Some(entry) = entry
-        && let Err(error) = ledger.append(&entry)
+        && let Err(error) = ledger.append_at(seq, &entry)
     {
         return Outcome::Unknown {
             message: words(&error),

@@ -340,7 +340,7 @@ impl Records {
     }
 
     /// The note of a pause; see [`crate::pause`].
-    pub(crate) fn pause_mark(&self, sandbox: &SandboxId) -> Result<Option<PauseMark>, Error> {
+    pub fn pause_mark(&self, sandbox: &SandboxId) -> Result<Option<PauseMark>, Error> {
         match read_json(&self.pod_dir(sandbox).join("pause.json")) {
             Ok(mark) => Ok(Some(mark)),
             Err(Error::Missing(_)) => Ok(None),

@@ -24,6 +24,7 @@ use torpor_gvisor::record::{ContainerRecord, SandboxState};
 use torpor_wake::sensor::Next;
 
 use crate::args::KeeperArgs;
+use crate::doze;
 use crate::node::Node;
 
 mod children;
@@ -228,9 +229,13 @@ impl Keeper<'_> {
         }
     }
 
-    /// The program takes the pod's lock by itself: whoever has it now is asked to wait by nobody.
+    /// Where more is to be done than to resume it, a program does it, which takes the pod's lock by itself.
     fn follow(&mut self, next: Next) {
         let Next::Wake(cause) = next else { return };
+        // What has failed here is tried again by the program, and fails there.
+        if doze::rouse_at_once(self.node, &self.record.sandbox).is_ok_and(|roused| roused) {
+            return self.release();
+        }
         let spawned = Command::new("/proc/self/exe")
             .arg0("torpor-wake")
             .arg("wake")
