@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use k8s_openapi::api::core::v1::{Container, Pod, Probe};
+use k8s_openapi::api::core::v1::{Container, LifecycleHandler, Pod, Probe};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt;
 use torpor_api::annotations;
@@ -12,6 +12,8 @@ use torpor_core::state::{
     Desired, PodPresence, Power, SleepAfter, SnapshotIntent, SnapshotReason, SnapshotWish,
 };
 
+use torpor_core::wake_on::WakeOn;
+use torpor_gvisor::keeper::Rules;
 use torpor_gvisor::record::Probes;
 
 /// The label that the controller puts on a Sandbox' Pod.
@@ -125,27 +127,29 @@ pub(crate) fn desired(
         pod: presence,
         power,
         sleep,
+        wake_up: pod.and_then(wake_up),
         snapshots,
     }
 }
 
-/// Each probe of the Pod, with its container.
-fn each_probe(pod: &Pod) -> impl Iterator<Item = (&Container, &Probe)> {
+fn containers(pod: &Pod) -> impl Iterator<Item = &Container> {
     let spec = pod.spec.as_ref();
     let init = spec.and_then(|spec| spec.init_containers.as_ref());
     let main = spec.map(|spec| &spec.containers);
-    init.into_iter()
-        .chain(main)
-        .flatten()
-        .flat_map(|container| {
-            let probes = [
-                &container.startup_probe,
-                &container.readiness_probe,
-                &container.liveness_probe,
-            ];
-            let probes = probes.into_iter().flatten();
-            probes.map(move |probe| (container, probe))
-        })
+    init.into_iter().chain(main).flatten()
+}
+
+/// Each probe of the Pod, with its container.
+fn each_probe(pod: &Pod) -> impl Iterator<Item = (&Container, &Probe)> {
+    containers(pod).flat_map(|container| {
+        let probes = [
+            &container.startup_probe,
+            &container.readiness_probe,
+            &container.liveness_probe,
+        ];
+        let probes = probes.into_iter().flatten();
+        probes.map(move |probe| (container, probe))
+    })
 }
 
 /// What the kubelet probes in the Pod, as far as it can be told from traffic and processes of others.
@@ -156,11 +160,75 @@ pub(crate) fn probes(pod: &Pod) -> Probes {
         let command = probe.exec.as_ref().and_then(|exec| exec.command.clone());
         found.commands.extend(command);
     }
+    if pod.metadata.deletion_timestamp.is_some() {
+        // What is a probe's command and a hook's is the hook's by now.
+        for (_, hook) in each_hook(pod) {
+            let command = hook.exec.as_ref().and_then(|exec| exec.command.as_ref());
+            command.map(|command| found.commands.remove(command));
+        }
+    }
     found
 }
 
+/// When the sandbox is to be awake. A wrong value is none; the controller tells of it.
+fn wake_up(pod: &Pod) -> Option<jiff::Timestamp> {
+    let written = pod.annotations().get(annotations::NEXT_WAKEUP)?;
+    annotations::parse_time(annotations::NEXT_WAKEUP, written).ok()
+}
+
+/// What the Pod's keeper goes by while its sandbox sleeps.
+pub(crate) fn rules(pod: &Pod) -> Rules {
+    let mut probes = answerable_ports(pod);
+    let mut hooks = hooked_ports(pod);
+    hooks.retain(|port| probes.contains(port));
+    if pod.metadata.deletion_timestamp.is_some() {
+        // From now on what the kubelet wants there may be the hook.
+        probes.retain(|port| !hooks.contains(port));
+        hooks.clear();
+    }
+    Rules {
+        probes,
+        hooks,
+        wake_on: wake_on(pod),
+    }
+}
+
+/// Each hook that the kubelet runs before it ends a container, with its container.
+fn each_hook(pod: &Pod) -> impl Iterator<Item = (&Container, &LifecycleHandler)> {
+    containers(pod).filter_map(|container| {
+        let lifecycle = container.lifecycle.as_ref()?;
+        Some((container, lifecycle.pre_stop.as_ref()?))
+    })
+}
+
+fn hooked_ports(pod: &Pod) -> Vec<u16> {
+    let ports = each_hook(pod).filter_map(|(container, hook)| {
+        let port = port_of(container, &hook.http_get.as_ref()?.port)?;
+        u16::try_from(port).ok()
+    });
+    ports.collect::<BTreeSet<u16>>().into_iter().collect()
+}
+
+/// The controller tells of a wrong value; here it is as if nobody had written one.
+fn wake_on(pod: &Pod) -> WakeOn {
+    match annotations::wake_on(|key| pod.annotations().get(key)) {
+        Some(Ok(annotations::WakeOn::Some {
+            tcp,
+            udp,
+            icmp,
+            ports,
+        })) => WakeOn::Only {
+            tcp,
+            udp,
+            icmp,
+            ports: ports.iter().map(|ports| ports.first..=ports.last).collect(),
+        },
+        Some(Ok(annotations::WakeOn::Any) | Err(_)) | None => WakeOn::Any,
+    }
+}
+
 /// The ports whose probes can be answered without the Pod's program: a probe over TLS cannot.
-pub(crate) fn answerable_ports(pod: &Pod) -> Vec<u16> {
+fn answerable_ports(pod: &Pod) -> Vec<u16> {
     let over_tls = |probe: &Probe| {
         let http = probe.http_get.as_ref();
         http.is_some_and(|get| get.scheme.as_deref() == Some("HTTPS"))
@@ -258,6 +326,17 @@ mod tests {
     }
 
     #[test]
+    fn a_sandbox_is_to_be_awake_at_a_time_that_is_one() {
+        let wake_up = |value: &str| {
+            let pod = pod(json!({ "agents.x-k8s.io/next-wakeup": value }));
+            desired(&uid(), Some(&pod), &[]).wake_up
+        };
+        let time = "2026-06-06T11:58:00Z".parse().expect("a time");
+        assert_eq!(wake_up("2026-06-06T13:58:00+02:00"), Some(time));
+        assert_eq!(wake_up("tomorrow"), None);
+    }
+
+    #[test]
     fn probes_are_known_by_their_ports_and_commands() {
         let pod: Pod = serde_json::from_value(json!({ "spec": {
             "initContainers": [{ "name": "side", "startupProbe": { "grpc": { "port": 9000 } } }],
@@ -309,6 +388,47 @@ mod tests {
         };
         assert_eq!(of("s"), Some(uid()));
         assert_eq!(of("another"), None);
+    }
+
+    #[test]
+    fn a_keeper_is_told_which_packets_wake_and_a_wrong_value_is_as_none() {
+        let wake_on = |value: &str| wake_on(&pod(json!({ "torpor.dev/wake-on": value })));
+        let tcp = |ports| WakeOn::Only {
+            tcp: true,
+            udp: false,
+            icmp: false,
+            ports,
+        };
+        assert_eq!(wake_on("tcp"), tcp(vec![]));
+        assert_eq!(wake_on("tcp,ports=80,443"), tcp(vec![80..=80, 443..=443]));
+        assert_eq!(wake_on("http"), WakeOn::Any);
+        assert_eq!(wake_on("any"), WakeOn::Any);
+        assert_eq!(rules(&pod(json!({}))), Rules::default());
+    }
+
+    #[test]
+    fn what_may_be_a_hook_is_no_probe_once_the_pod_is_being_deleted() {
+        let mut pod = pod(json!({}));
+        pod.spec = serde_json::from_value(json!({ "containers": [
+            { "name": "a", "ports": [{ "name": "web", "containerPort": 8080 }],
+              "readinessProbe": { "httpGet": { "port": 8080 } },
+              "livenessProbe": { "exec": { "command": ["check"] } },
+              "lifecycle": { "preStop": { "httpGet": { "port": "web" } } } },
+            { "name": "b", "readinessProbe": { "tcpSocket": { "port": 8081 } },
+              "livenessProbe": { "exec": { "command": ["stop"] } },
+              "lifecycle": { "preStop": { "exec": { "command": ["stop"] } } } },
+            // Nobody probes there: it wakes the sandbox like any other connection.
+            { "name": "c", "lifecycle": { "preStop": { "httpGet": { "port": 9000 } } } },
+        ] }))
+        .expect("a spec");
+        let told = rules(&pod);
+        assert_eq!((told.probes, told.hooks), (vec![8080, 8081], vec![8080]));
+        assert_eq!(probes(&pod).commands.len(), 2);
+        pod.metadata.deletion_timestamp = Some(jiff::Timestamp::UNIX_EPOCH.into());
+        let told = rules(&pod);
+        assert_eq!((told.probes, told.hooks), (vec![8081], vec![]));
+        let left: Vec<_> = probes(&pod).commands.into_iter().collect();
+        assert_eq!(left, [["check"]]);
     }
 
     #[test]

@@ -18,17 +18,18 @@ use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use torpor_api::snapshot::SandboxSnapshot;
-use torpor_core::ids::{Namespace, PodUid};
+use torpor_core::ids::{Namespace, PodUid, SandboxId};
 use torpor_core::state::{Desired, Failures, PodPresence, Policy};
 use torpor_core::status::SnapshotState;
 use torpor_core::steps::{Outcome, Plan};
+use torpor_gvisor::keeper::{self, Request, Rules};
 use torpor_gvisor::record::{PodLock, PodRecord, Probes};
 
-use crate::desired::{answerable_ports, desired, has_finalizer, pod_of_snapshot, probes};
+use crate::desired::{desired, has_finalizer, pod_of_snapshot, probes, rules};
 use crate::execute::{Context, execute};
 use crate::idle::{self, Watched};
 use crate::metrics::Metrics;
-use crate::node::Node;
+use crate::node::{CALL_LIMIT, Node};
 use crate::observe::observe;
 use crate::publish::{Publisher, SavedImage};
 use crate::sandboxes::Board;
@@ -184,10 +185,13 @@ impl Driver {
         let references: Vec<&SandboxSnapshot> = snapshots.iter().map(AsRef::as_ref).collect();
         let desired = desired(pod_uid, pod.as_deref(), &references);
         let probes = pod.as_deref().map(probes);
-        let Ok((look, idle)) = self.look(desired, probes, remembered.clone()).await else {
+        let rules = pod.as_deref().map(rules);
+        let looked = self.look(desired, probes, rules, remembered.clone()).await;
+        let Ok((look, idle, told)) = looked else {
             return Turn::Wait(RETRY);
         };
         remembered.idle = idle;
+        remembered.told = told;
         if look.nothing {
             shared.board.forget(pod_uid);
             return Turn::Nothing;
@@ -246,10 +250,20 @@ impl Driver {
         &self,
         desired: Desired,
         probes: Option<Probes>,
+        rules: Option<Rules>,
         remembered: Remembered,
-    ) -> Result<(Look, Option<Watched>), tokio::task::JoinError> {
+    ) -> Result<(Look, Option<Watched>, Option<Told>), tokio::task::JoinError> {
         let shared = self.shared.clone();
-        let look = move || look(&shared, &desired, probes.as_ref(), remembered);
+        let look = move || {
+            let told = tell_rules(
+                &shared.node,
+                &desired.pod_uid,
+                rules,
+                remembered.told.clone(),
+            );
+            let (look, idle) = look(&shared, &desired, probes.as_ref(), remembered);
+            (look, idle, told)
+        };
         tokio::task::spawn_blocking(look).await
     }
 
@@ -324,6 +338,35 @@ fn pod_of(shared: &Shared, uid: &PodUid) -> Option<Arc<Pod>> {
 struct Remembered {
     failures: Failures,
     idle: Option<Watched>,
+    told: Option<Told>,
+}
+
+/// What a sandbox' keeper goes by, as far as this agent has told it.
+type Told = (SandboxId, Rules);
+
+/// A keeper that holds packets for a sleeping Pod is told when the Pod's rules have changed.
+fn tell_rules(
+    node: &Node,
+    pod_uid: &PodUid,
+    rules: Option<Rules>,
+    told: Option<Told>,
+) -> Option<Told> {
+    let (record, rules) = node.sandbox_of(pod_uid).zip(rules)?;
+    let new = (record.sandbox, rules);
+    if told.as_ref() == Some(&new) {
+        return told;
+    }
+    let request = Request::Rules(new.1.clone());
+    match keeper::ask(&node.pause_dir(&new.0), &request, &[], CALL_LIMIT) {
+        Ok(_) => Some(new),
+        // It is not there yet, or no longer.
+        Err(keeper::Error::Gone { .. }) => None,
+        Err(error) => {
+            let error = crate::observe::words(&error);
+            tracing::warn!(%pod_uid, error, "the Pod's keeper goes by its old rules until the sandbox falls asleep again");
+            Some(new)
+        }
+    }
 }
 
 /// What was seen and what follows; holds the sandbox' lock for the steps.
@@ -426,9 +469,9 @@ fn run_in(
     failures: &mut Failures,
 ) {
     let draft = || draft::manifest(&shared.node, look.record.as_ref(), pod);
-    let answerable_ports = pod.map(answerable_ports).unwrap_or_default();
+    let rules = pod.map(rules).unwrap_or_default();
     let context = Context {
-        answerable_ports: &answerable_ports,
+        rules: &rules,
         node: &shared.node,
         pod: &look.pod_uid,
         namespace,

@@ -85,6 +85,8 @@ pub struct Desired {
     pub power: Power,
     /// When it may fall asleep by itself, while [`Power::Awake`] is wanted.
     pub sleep: SleepAfter,
+    /// A time at which it is to be awake, whatever made it sleep, unless it is frozen or being suspended.
+    pub wake_up: Option<Timestamp>,
     pub snapshots: Vec<SnapshotIntent>,
 }
 
@@ -111,6 +113,11 @@ impl Desired {
             true => Power::Asleep,
             false => self.power,
         }
+    }
+
+    /// When it was last to be awake.
+    pub(crate) fn called_at(&self, now: Timestamp) -> Option<Timestamp> {
+        self.wake_up.filter(|at| *at <= now)
     }
 
     /// Whether a Suspend snapshot of this Pod is wanted.
@@ -213,6 +220,10 @@ pub struct Observed {
     pub idle_known: Result<(), String>,
     /// When somebody outside (an exec, a packet) last woke it, if known: see [`Policy::linger`]. Not when a plan did.
     pub awake_since: Option<Timestamp>,
+    /// When it last woke in place, whoever woke it.
+    pub woke_at: Option<Timestamp>,
+    /// When it fell asleep, if it dozes or hibernates.
+    pub asleep_since: Option<Timestamp>,
     /// What failed lately; see [`Failures::note`].
     pub failures: Failures,
     /// Somebody else holds the sandbox's lock (a keeper that wakes it).
@@ -236,6 +247,8 @@ impl Observed {
             idle_since: None,
             idle_known: Ok(()),
             awake_since: None,
+            woke_at: None,
+            asleep_since: None,
             failures: Failures::default(),
             busy: false,
         }

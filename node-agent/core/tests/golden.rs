@@ -94,6 +94,7 @@ fn wishes() -> Vec<(&'static str, Desired)> {
         pod,
         power,
         sleep: SleepAfter::default(),
+        wake_up: None,
         snapshots: reason
             .into_iter()
             .map(|reason| SnapshotIntent {

@@ -16,6 +16,7 @@ use nix::sys::time::{TimeVal, TimeValLike};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use torpor_core::ids::ImageId;
+use torpor_core::wake_on::WakeOn;
 
 /// The socket's name in the container's directory.
 pub const SOCKET: &str = "keeper.sock";
@@ -54,10 +55,12 @@ pub enum Request {
     /// The sandbox runs (again): wait for the container's end, and give it what arrived meanwhile.
     Attach,
     /// The pod's memory is about to be written: from now on hold what arrives for it, and wake it when it sleeps and
-    /// somebody wants an answer. The kubelet's probes of these TCP ports are answered for it.
-    Hold { probes: Vec<u16> },
+    /// somebody wants an answer.
+    Hold(Rules),
     /// The sandbox stands still with its memory: as for [`Request::Hold`], and it sleeps from now on.
-    Watch { probes: Vec<u16> },
+    Watch(Rules),
+    /// Other rules for what is held and wakes, if anything is.
+    Rules(Rules),
     /// The sandbox was not put to sleep after all.
     Release,
     /// End with this code.
@@ -70,6 +73,21 @@ pub enum Request {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         image: Option<ImageId>,
     },
+}
+
+/// What a keeper goes by that holds packets for a sleeping pod.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Rules {
+    /// TCP ports at which the kubelet's probes are answered for the pod.
+    pub probes: Vec<u16>,
+    /// Those of them to which the kubelet also makes the request of a hook, once the Pod is being deleted. Then they are not
+    /// probed any more.
+    #[serde(default)]
+    pub hooks: Vec<u16>,
+    /// Which packets wake it.
+    #[serde(default)]
+    pub wake_on: WakeOn,
 }
 
 /// What a keeper runs for the agent: what must live in the host's namespaces and not in the agent's container.

@@ -201,6 +201,8 @@ impl World {
                 .map(|second| Timestamp::from_second(second).unwrap()),
             idle_known: Ok(()),
             awake_since: None,
+            woke_at: None,
+            asleep_since: None,
             failures: failures.clone(),
             busy: false,
         }
@@ -212,6 +214,7 @@ impl World {
             pod: self.pod,
             power: self.power,
             sleep: self.sleep,
+            wake_up: None,
             snapshots: self.cached.clone(),
         }
     }

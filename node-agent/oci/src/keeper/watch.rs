@@ -7,10 +7,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use torpor_gvisor::hush::Hush;
+use torpor_gvisor::keeper::Rules;
 use torpor_gvisor::net;
 use torpor_gvisor::record::PodRecord;
+use torpor_wake::doubt::{Doubts, Settled};
+use torpor_wake::keepalive::Keepalives;
 use torpor_wake::owner::Kubelet;
-use torpor_wake::packet::{Tcp, meaning, tcp};
+use torpor_wake::packet::{Ends, Segment, meaning, segment};
 use torpor_wake::probes::Responder;
 use torpor_wake::sensor::{Next, Sensor};
 use torpor_wake::tap::{Mouth, Tap, ethernet};
@@ -22,9 +25,10 @@ pub(super) struct Watch {
     /// What arrives waits, and the pod hears nothing.
     _hush: Hush,
     sensor: Sensor,
+    keepalives: Keepalives,
     links: Vec<Link>,
     own: Vec<IpAddr>,
-    probed_ports: Vec<u16>,
+    rules: Rules,
     kubelet: Kubelet,
     /// The sandbox' processes have ended and its address was put back.
     is_home: bool,
@@ -33,17 +37,19 @@ pub(super) struct Watch {
 /// One of the pod's links.
 struct Link {
     tap: Tap,
+    voice: Voice,
+}
+
+/// Speaks for the pod on one of its links.
+struct Voice {
     mouth: Mouth,
     probes: Responder,
+    doubts: Doubts,
 }
 
 impl Watch {
-    /// From now on the pod hears nothing, what arrives for it waits, and the kubelet's probes of these ports are answered.
-    pub(super) fn begin(
-        pod: &PodRecord,
-        probed_ports: &[u16],
-        kubelet_port: u16,
-    ) -> anyhow::Result<Self> {
+    /// From now on the pod hears nothing, what arrives for it waits, and the kubelet's probes are answered.
+    pub(super) fn begin(pod: &PodRecord, rules: &Rules, kubelet_port: u16) -> anyhow::Result<Self> {
         let namespace = pod.network_namespace.as_deref();
         let namespace = namespace.context("the pod has no network namespace of its own")?;
         let own = pod.addresses.ips()?;
@@ -52,12 +58,19 @@ impl Watch {
         Ok(Self {
             _hush: hush,
             sensor: Sensor::default(),
+            keepalives: Keepalives::default(),
             links: links(namespace, &own)?,
             own,
-            probed_ports: probed_ports.to_vec(),
+            rules: rules.clone(),
             kubelet: Kubelet::at(kubelet_port),
             is_home: false,
         })
+    }
+
+    /// From now on other rules apply. What waits for the sandbox goes on waiting.
+    pub(super) fn set_rules(&mut self, rules: &Rules) -> Next {
+        self.rules = rules.clone();
+        self.turn()
     }
 
     pub(super) fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
@@ -69,7 +82,9 @@ impl Watch {
         let now = Instant::now();
         self.links
             .iter_mut()
-            .filter_map(|link| link.probes.turn_again(now))
+            .map(|link| &mut link.voice)
+            .flat_map(|voice| [voice.probes.turn_again(now), voice.doubts.settled_in(now)])
+            .flatten()
             .min()
     }
 
@@ -77,29 +92,81 @@ impl Watch {
     pub(super) fn turn(&mut self) -> Next {
         let now = Instant::now();
         let mut next = Next::Nothing;
-        for link in &mut self.links {
+        let mut links = std::mem::take(&mut self.links);
+        for Link { tap, voice } in &mut links {
+            for settled in voice.doubts.settle(&self.rules.probes, now) {
+                next = next.or(self.settled(voice, settled, now));
+            }
             for _ in 0..FRAMES_A_TURN {
                 // A link that cannot be read any more wakes nobody; the pod is being taken away.
-                let Ok(Some(frame)) = link.tap.receive() else {
+                let Ok(Some(frame)) = tap.receive() else {
                     break;
                 };
-                if let Some(segment) = tcp(ethernet(frame), &self.own)
-                    && (link.probes.has(&segment)
-                        || is_probe(&mut self.kubelet, &self.probed_ports, &segment)
-                            && link.probes.begin(&segment, ethernet(frame), now))
-                {
-                    link.probes.hear(ethernet(frame), now);
-                    continue;
-                }
-                let meaning = meaning(ethernet(frame), &self.own);
-                match self.sensor.arrived(frame, meaning, now) {
-                    Next::Nothing => {}
-                    wake => next = wake,
-                }
+                next = next.or(self.hear(voice, frame, now));
             }
-            link.speak(now);
+            voice.speak(now);
         }
+        self.links = links;
         next
+    }
+
+    fn hear(&mut self, voice: &mut Voice, frame: &[u8], now: Instant) -> Next {
+        let seen = segment(ethernet(frame), &self.own);
+        if let Some(segment) = &seen
+            && self.is_of_probe(voice, segment, frame, now)
+        {
+            return Next::Nothing;
+        }
+        let answer = seen.and_then(|segment| self.keepalives.hear(&segment, now));
+        if let Some(answer) = answer.and_then(|answer| answer.frame(ethernet(frame))) {
+            // A keepalive whose answer is lost is repeated.
+            let _ = voice.mouth.send(&answer);
+            return Next::Nothing;
+        }
+        self.arrived(frame, seen, now)
+    }
+
+    /// Whether the segment belongs to a probe, which has been told of it, or may be a probe's first.
+    fn is_of_probe(
+        &mut self,
+        voice: &mut Voice,
+        segment: &Segment,
+        frame: &[u8],
+        now: Instant,
+    ) -> bool {
+        let ends = &segment.ends;
+        if voice.probes.has(ends) {
+            voice.probes.hear(ethernet(frame), now);
+            return true;
+        }
+        if !is_probe(&mut self.kubelet, &self.rules.probes, segment) {
+            return false;
+        }
+        match self.rules.hooks.contains(&ends.local_port) {
+            true => voice.doubts.add(ends, frame, now),
+            false => voice.probe(ends, frame, now),
+        }
+    }
+
+    fn settled(&mut self, voice: &mut Voice, settled: Settled, now: Instant) -> Next {
+        match settled {
+            Settled::Probe { ends, frame } => {
+                // Where there is no room for it, the kubelet says it again.
+                voice.probe(&ends, &frame, now);
+                Next::Nothing
+            }
+            Settled::Other { frame } => {
+                let seen = segment(ethernet(&frame), &self.own);
+                self.arrived(&frame, seen, now)
+            }
+        }
+    }
+
+    fn arrived(&mut self, frame: &[u8], seen: Option<Segment>, now: Instant) -> Next {
+        let says = seen.map(|segment| segment.says());
+        let meaning = meaning(ethernet(frame), &self.own);
+        let meaning = meaning.for_pod_that_wakes_on(&self.rules.wake_on);
+        self.sensor.arrived(frame, says, meaning, now)
     }
 
     /// The sandbox stands still: its memory is in it, and so is its address.
@@ -134,6 +201,8 @@ impl Watch {
 
     /// The sandbox runs: it hears again, first what has waited for it.
     pub(super) fn release(mut self) {
+        // It answers for itself, also what was not settled.
+        self.rules.probes.clear();
         let _ = self.turn();
         let Self {
             _hush: hush,
@@ -151,7 +220,16 @@ impl Watch {
     }
 }
 
-impl Link {
+impl Voice {
+    /// Answers a probe from its first frame on, if there is room for another.
+    fn probe(&mut self, ends: &Ends, frame: &[u8], now: Instant) -> bool {
+        let begun = self.probes.begin(ends, ethernet(frame), now);
+        if begun {
+            self.probes.hear(ethernet(frame), now);
+        }
+        begun
+    }
+
     fn speak(&mut self, now: Instant) {
         self.probes.turn(now);
         while let Some(frame) = self.probes.says() {
@@ -162,8 +240,10 @@ impl Link {
 }
 
 /// When the kernel does not say whose it is, it is somebody who wants the sandbox.
-fn is_probe(kubelet: &mut Kubelet, ports: &[u16], segment: &Tcp) -> bool {
-    segment.begins && ports.contains(&segment.local_port) && kubelet.owns(segment).unwrap_or(false)
+fn is_probe(kubelet: &mut Kubelet, ports: &[u16], segment: &Segment) -> bool {
+    segment.begins()
+        && ports.contains(&segment.ends.local_port)
+        && kubelet.owns(&segment.ends).unwrap_or(false)
 }
 
 fn links(namespace: &Path, own: &[IpAddr]) -> anyhow::Result<Vec<Link>> {
@@ -175,8 +255,11 @@ fn links(namespace: &Path, own: &[IpAddr]) -> anyhow::Result<Vec<Link>> {
     let links = pairs.into_iter().map(|pair| {
         Ok(Link {
             tap: Tap::open(pair.host)?,
-            mouth: net::inside(namespace, || Mouth::open(pair.pod))??,
-            probes: Responder::new(own, Instant::now()),
+            voice: Voice {
+                mouth: net::inside(namespace, || Mouth::open(pair.pod))??,
+                probes: Responder::new(own, Instant::now()),
+                doubts: Doubts::default(),
+            },
         })
     });
     links.collect()

@@ -6,7 +6,7 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use torpor_api::{
     SandboxSnapshot,
-    annotations::{self, OnRestoreFailure, SleepAfter},
+    annotations::{self, OnRestoreFailure, SleepAfter, WakeOn},
     conditions::{self, Draft},
     reasons::{hibernated, restored, snapshot as snapshot_reasons},
 };
@@ -230,8 +230,8 @@ fn after_cold_start(desired: &Desired<'_>, observed: &Observed) -> Shown {
     }
 }
 
-/// When the sandbox falls asleep by itself.
-fn by_itself(desired: &Desired<'_>) -> [(&'static str, Option<String>); 2] {
+/// When the sandbox falls asleep by itself, and what wakes it.
+fn by_itself(desired: &Desired<'_>) -> [(&'static str, Option<String>); 4] {
     let settings = &desired.settings;
     let canonical = |after: Option<SleepAfter>| after.map(SleepAfter::canonical);
     [
@@ -239,6 +239,14 @@ fn by_itself(desired: &Desired<'_>) -> [(&'static str, Option<String>); 2] {
         (
             annotations::HIBERNATE_AFTER,
             canonical(settings.hibernate_after),
+        ),
+        (
+            annotations::WAKE_ON,
+            settings.wake_on.as_ref().map(WakeOn::canonical),
+        ),
+        (
+            annotations::NEXT_WAKEUP,
+            settings.next_wakeup.as_ref().map(ToString::to_string),
         ),
     ]
 }
