@@ -152,19 +152,24 @@ fn each_probe(pod: &Pod) -> impl Iterator<Item = (&Container, &Probe)> {
     })
 }
 
-/// What the kubelet probes in the Pod, as far as it can be told from traffic and processes of others.
-pub(crate) fn probes(pod: &Pod) -> Probes {
+/// What the kubelet probes in the Pod, as far as it can be told from traffic and processes of others; `desired` is what is
+/// wanted of that Pod.
+pub(crate) fn probes(pod: &Pod, desired: &Desired) -> Probes {
     let mut found = Probes::default();
     for (container, probe) in each_probe(pod) {
         found.ports.extend(probed_port(container, probe));
         let command = probe.exec.as_ref().and_then(|exec| exec.command.clone());
         found.commands.extend(command);
     }
-    if pod.metadata.deletion_timestamp.is_some() {
-        // What is a probe's command and a hook's is the hook's by now.
-        for (_, hook) in each_hook(pod) {
-            let command = hook.exec.as_ref().and_then(|exec| exec.command.as_ref());
-            command.map(|command| found.commands.remove(command));
+    for (_, hook) in each_hook(pod) {
+        let command = hook.exec.as_ref().and_then(|exec| exec.command.as_ref());
+        let Some(command) = command else { continue };
+        if desired.suspending() {
+            // Its end is no end: as a probe's, it is answered for a sandbox that sleeps.
+            found.commands.insert(command.clone());
+        } else if pod.metadata.deletion_timestamp.is_some() {
+            // What is a probe's command and a hook's is the hook's by now.
+            found.commands.remove(command);
         }
     }
     found
@@ -176,10 +181,20 @@ fn wake_up(pod: &Pod) -> Option<jiff::Timestamp> {
     annotations::parse_time(annotations::NEXT_WAKEUP, written).ok()
 }
 
-/// What the Pod's keeper goes by while its sandbox sleeps.
-pub(crate) fn rules(pod: &Pod) -> Rules {
-    let mut probes = answerable_ports(pod);
+/// What the Pod's keeper goes by while its sandbox sleeps; `desired` is what is wanted of that Pod.
+pub(crate) fn rules(pod: &Pod, desired: &Desired) -> Rules {
+    let mut probes: BTreeSet<u16> = answerable_ports(pod).into_iter().collect();
     let mut hooks = hooked_ports(pod);
+    if desired.suspending() {
+        // It would only have to be saved again for a packet, and its end is no end: hooks are not run, but answered.
+        probes.append(&mut hooks);
+        return Rules {
+            probes: probes.into_iter().collect(),
+            hooks: Vec::new(),
+            suspends: true,
+            wake_on: WakeOn::NOTHING,
+        };
+    }
     hooks.retain(|port| probes.contains(port));
     if pod.metadata.deletion_timestamp.is_some() {
         // From now on what the kubelet wants there may be the hook.
@@ -187,8 +202,9 @@ pub(crate) fn rules(pod: &Pod) -> Rules {
         hooks.clear();
     }
     Rules {
-        probes,
-        hooks,
+        probes: probes.into_iter().collect(),
+        hooks: hooks.into_iter().collect(),
+        suspends: false,
         wake_on: wake_on(pod),
     }
 }
@@ -201,12 +217,12 @@ fn each_hook(pod: &Pod) -> impl Iterator<Item = (&Container, &LifecycleHandler)>
     })
 }
 
-fn hooked_ports(pod: &Pod) -> Vec<u16> {
+fn hooked_ports(pod: &Pod) -> BTreeSet<u16> {
     let ports = each_hook(pod).filter_map(|(container, hook)| {
         let port = port_of(container, &hook.http_get.as_ref()?.port)?;
         u16::try_from(port).ok()
     });
-    ports.collect::<BTreeSet<u16>>().into_iter().collect()
+    ports.collect()
 }
 
 /// The controller tells of a wrong value; here it is as if nobody had written one.
@@ -350,7 +366,7 @@ mod tests {
             ],
         } }))
         .expect("a Pod");
-        let found = probes(&pod);
+        let found = probes(&pod, &desired(&uid(), Some(&pod), &[]));
         assert_eq!(
             found.ports.into_iter().collect::<Vec<_>>(),
             [8080, 8081, 9000]
@@ -403,7 +419,16 @@ mod tests {
         assert_eq!(wake_on("tcp,ports=80,443"), tcp(vec![80..=80, 443..=443]));
         assert_eq!(wake_on("http"), WakeOn::Any);
         assert_eq!(wake_on("any"), WakeOn::Any);
-        assert_eq!(rules(&pod(json!({}))), Rules::default());
+        let snapshot = |reason: &str| {
+            let spec = json!({ "sandboxName": "s", "podUID": "pod-1", "reason": reason });
+            snapshot(spec, &[annotations::IMAGE_FINALIZER])
+        };
+        let told = |snapshots: &[&SandboxSnapshot]| {
+            let pod = pod(json!({ "torpor.dev/wake-on": "tcp" }));
+            rules(&pod, &desired(&uid(), Some(&pod), snapshots)).wake_on
+        };
+        assert_eq!(told(&[&snapshot("Manual")]), tcp(vec![]));
+        assert_eq!(told(&[&snapshot("Suspend")]), WakeOn::NOTHING);
     }
 
     #[test]
@@ -421,6 +446,8 @@ mod tests {
             { "name": "c", "lifecycle": { "preStop": { "httpGet": { "port": 9000 } } } },
         ] }))
         .expect("a spec");
+        let rules = |pod: &Pod| rules(pod, &desired(&uid(), Some(pod), &[]));
+        let probes = |pod: &Pod| probes(pod, &desired(&uid(), Some(pod), &[]));
         let told = rules(&pod);
         assert_eq!((told.probes, told.hooks), (vec![8080, 8081], vec![8080]));
         assert_eq!(probes(&pod).commands.len(), 2);
@@ -429,6 +456,14 @@ mod tests {
         assert_eq!((told.probes, told.hooks), (vec![8081], vec![]));
         let left: Vec<_> = probes(&pod).commands.into_iter().collect();
         assert_eq!(left, [["check"]]);
+        // Of one that is suspended, hooks are answered as probes are.
+        let spec = json!({ "sandboxName": "s", "podUID": "pod-1", "reason": "Suspend" });
+        let suspend = snapshot(spec, &[annotations::IMAGE_FINALIZER]);
+        let suspended = desired(&uid(), Some(&pod), &[&suspend]);
+        let told = super::rules(&pod, &suspended);
+        assert_eq!((told.probes, told.hooks), (vec![8080, 8081, 9000], vec![]));
+        assert!(told.suspends);
+        assert_eq!(super::probes(&pod, &suspended).commands.len(), 2);
     }
 
     #[test]
@@ -452,7 +487,8 @@ mod tests {
         }))
         .expect("a spec");
         assert_eq!(answerable_ports(&pod), [8080, 9000]);
-        assert!(probes(&pod).ports.contains(&8443));
+        let found = probes(&pod, &desired(&uid(), Some(&pod), &[]));
+        assert!(found.ports.contains(&8443));
         pod.spec = None;
         assert!(answerable_ports(&pod).is_empty());
     }

@@ -184,8 +184,8 @@ impl Driver {
         }
         let references: Vec<&SandboxSnapshot> = snapshots.iter().map(AsRef::as_ref).collect();
         let desired = desired(pod_uid, pod.as_deref(), &references);
-        let probes = pod.as_deref().map(probes);
-        let rules = pod.as_deref().map(rules);
+        let probes = pod.as_deref().map(|pod| probes(pod, &desired));
+        let rules = pod.as_deref().map(|pod| rules(pod, &desired));
         let looked = self.look(desired, probes, rules, remembered.clone()).await;
         let Ok((look, idle, told)) = looked else {
             return Turn::Wait(RETRY);
@@ -258,10 +258,11 @@ impl Driver {
             let told = tell_rules(
                 &shared.node,
                 &desired.pod_uid,
-                rules,
+                rules.clone(),
                 remembered.told.clone(),
             );
-            let (look, idle) = look(&shared, &desired, probes.as_ref(), remembered);
+            let (mut look, idle) = look(&shared, &desired, probes.as_ref(), remembered);
+            look.rules = rules.unwrap_or_default();
             (look, idle, told)
         };
         tokio::task::spawn_blocking(look).await
@@ -378,6 +379,7 @@ struct Look {
     namespace: Option<Namespace>,
     saved: Vec<SavedImage>,
     nothing: bool,
+    rules: Rules,
 }
 
 fn look(
@@ -442,6 +444,7 @@ fn look(
         namespace,
         saved,
         nothing,
+        rules: Rules::default(),
     };
     (look, idle)
 }
@@ -469,9 +472,8 @@ fn run_in(
     failures: &mut Failures,
 ) {
     let draft = || draft::manifest(&shared.node, look.record.as_ref(), pod);
-    let rules = pod.map(rules).unwrap_or_default();
     let context = Context {
-        rules: &rules,
+        rules: &look.rules,
         node: &shared.node,
         pod: &look.pod_uid,
         namespace,

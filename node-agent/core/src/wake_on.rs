@@ -19,3 +19,12 @@ pub enum WakeOn {
         ports: Vec<RangeInclusive<u16>>,
     },
 }
+
+impl WakeOn {
+    pub const NOTHING: Self = Self::Only {
+        tcp: false,
+        udp: false,
+        icmp: false,
+        ports: Vec::new(),
+    };
+}

@@ -85,6 +85,10 @@ pub struct Rules {
     /// probed any more.
     #[serde(default)]
     pub hooks: Vec<u16>,
+    /// The sandbox goes on from its image in another Pod. What its containers would do at their end they do not do now: hooks
+    /// are answered as probes are.
+    #[serde(default)]
+    pub suspends: bool,
     /// Which packets wake it.
     #[serde(default)]
     pub wake_on: WakeOn,

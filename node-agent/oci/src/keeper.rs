@@ -264,7 +264,12 @@ impl Keeper<'_> {
             self.follow(next);
             return Answer::ok(serde_json::Value::Null);
         }
-        match Watch::begin(&pod, rules, self.node.config.kubelet_port) {
+        // Without the times nothing is known of what came before.
+        let seen = records
+            .traffic(&self.record.sandbox)
+            .ok()
+            .and_then(Result::ok);
+        match Watch::begin(&pod, rules, self.node.config.kubelet_port, seen) {
             Ok(watch) => {
                 self.watch = Some(watch);
                 Answer::ok(serde_json::Value::Null)

@@ -166,10 +166,13 @@ pub enum Cause {
     Other {
         protocol: u8,
     },
+    /// What came before anybody looked, whatever it was.
+    Earlier,
 }
 
 impl Cause {
-    fn is_wanted(self, wake_on: &WakeOn) -> bool {
+    /// Whether a pod that is woken by these packets is woken by this.
+    pub fn is_wanted(self, wake_on: &WakeOn) -> bool {
         let WakeOn::Only {
             tcp,
             udp,
@@ -184,6 +187,7 @@ impl Cause {
             Self::Tcp { port } => *tcp && listed(port),
             Self::Udp { port } => *udp && listed(port),
             Self::Icmp => *icmp,
+            Self::Earlier => *tcp || *udp || *icmp,
             // A part of a packet tells no port.
             Self::Other { protocol } => match IpNumber(protocol) {
                 ip_number::TCP => *tcp,

@@ -28,6 +28,7 @@ const MTU: usize = 1500;
 /// Speaks for one sleeping pod.
 pub struct Responder {
     began: Instant,
+    answers_hooks: bool,
     interface: Interface,
     sockets: SocketSet<'static>,
     wire: Wire,
@@ -68,11 +69,18 @@ impl Responder {
         });
         Self {
             began: now,
+            answers_hooks: false,
             interface,
             sockets: SocketSet::new(Vec::new()),
             wire,
             probes: Vec::new(),
         }
+    }
+
+    /// Whether containers' hooks are answered too. Where they are not, their connections are reset: to say yes would be to say that
+    /// the program has done what it does at its end, and of a failure the kubelet tells.
+    pub fn answer_hooks(&mut self, answers: bool) {
+        self.answers_hooks = answers;
     }
 
     /// Whether the connection is a probe that is being answered.
@@ -116,10 +124,10 @@ impl Responder {
     pub fn turn(&mut self, now: Instant) {
         let time = self.time(now);
         self.interface.poll(time, &mut self.wire, &mut self.sockets);
-        let sockets = &mut self.sockets;
+        let (sockets, answers_hooks) = (&mut self.sockets, self.answers_hooks);
         self.probes.retain_mut(|probe| {
             let socket = sockets.get_mut::<tcp::Socket<'_>>(probe.socket);
-            converse(socket, &mut probe.received);
+            converse(socket, &mut probe.received, answers_hooks);
             let over = !socket.is_open() || now >= probe.until;
             if over {
                 sockets.remove(probe.socket);
@@ -169,7 +177,7 @@ impl Responder {
 }
 
 /// Reads what the kubelet says and answers it; ends when it ends.
-fn converse(socket: &mut tcp::Socket<'_>, received: &mut Vec<u8>) {
+fn converse(socket: &mut tcp::Socket<'_>, received: &mut Vec<u8>, answers_hooks: bool) {
     let mut ended = false;
     while socket.can_recv() {
         let room = RECEIVE.saturating_sub(received.len());
@@ -180,8 +188,7 @@ fn converse(socket: &mut tcp::Socket<'_>, received: &mut Vec<u8>) {
         });
         ended |= read.is_err() || received.len() == RECEIVE;
     }
-    if is_hook(received) {
-        // To say yes would be to say that the program has done what it is to do at its end. The kubelet tells of the failure.
+    if !answers_hooks && is_hook(received) {
         return socket.abort();
     }
     if let Some(bytes) = answer(received) {

@@ -66,6 +66,11 @@ impl Default for Sensor {
 }
 
 impl Sensor {
+    /// Something came before this sensor was there, and the sandbox has not answered it yet.
+    pub fn came_before(&mut self) {
+        self.wanted.get_or_insert(Cause::Earlier);
+    }
+
     /// A frame has arrived.
     pub fn arrived(
         &mut self,
@@ -162,6 +167,16 @@ mod tests {
         let mut sensor = Sensor::default();
         assert_eq!(sensor.arrived(b"syn", None, SYN, now), Next::Nothing);
         assert_eq!(sensor.asleep(now), WAKE);
+    }
+
+    #[test]
+    fn what_came_before_and_was_not_answered_wakes_at_once() {
+        let now = Instant::now();
+        let mut sensor = Sensor::default();
+        sensor.came_before();
+        assert_eq!(sensor.asleep(now), Next::Wake(Cause::Earlier));
+        sensor.release();
+        assert_eq!(sensor.asleep(now), Next::Nothing);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
-use super::{NodeAddresses, OTHERS};
+use super::{MAY_WANT_ANSWER, NodeAddresses, OTHERS};
 use crate::bpf::Register::{self, R0, R1, R2, R3, R4, R5, R6, R7, R8, R9, R10};
 use crate::bpf::{self, Helper, Instruction};
 use crate::net::Direction;
@@ -16,6 +16,7 @@ const IPPROTO_TCP: i32 = 6;
 const IPPROTO_ICMPV6: i32 = 58;
 /// FIN, SYN, RST.
 const BEGINS_OR_ENDS: i32 = 0x07;
+const SYN: i32 = 0x02;
 /// Go on with whatever else is attached.
 const TC_ACT_UNSPEC: i32 = -1;
 const BPF_HDR_START_NET: i32 = 1;
@@ -36,7 +37,10 @@ enum Label {
     FarFromNode4,
     FarFromNode6,
     Tcp,
+    Bare,
     Counted,
+    FarFromNode,
+    NoAnswer,
     Others,
     Note,
     New,
@@ -127,7 +131,7 @@ pub(super) fn code(direction: Direction, node: NodeAddresses, map: &OwnedFd) -> 
     tcp(&mut code, direction);
 
     code.label(Label::Others);
-    code.push(bpf::store32(R10, KEY, OTHERS.cast_signed()));
+    code.push(bpf::store32(R10, KEY, others(direction)));
     code.label(Label::Note);
     code.note_at_key(map, Label::New);
     code.jump(bpf::jump(), Label::Done);
@@ -141,12 +145,21 @@ pub(super) fn code(direction: Direction, node: NodeAddresses, map: &OwnedFd) -> 
     code.push(bpf::call(Helper::MapUpdateElem));
     code.jump(bpf::jump_if_zero(R0), Label::Done);
     // The map is full.
-    code.push(bpf::store32(R10, KEY, OTHERS.cast_signed()));
+    code.push(bpf::store32(R10, KEY, others(direction)));
     code.note_at_key(map, Label::Done);
     code.label(Label::Done);
     code.push(bpf::set(R0, TC_ACT_UNSPEC));
     code.push(bpf::exit());
     code.finish()
+}
+
+/// The key of what is no talk of the node with a TCP port. What comes in may want an answer.
+fn others(direction: Direction) -> i32 {
+    let key = match direction {
+        Direction::In => OTHERS | MAY_WANT_ANSWER,
+        Direction::Out => OTHERS,
+    };
+    key.cast_signed()
 }
 
 fn ipv4(code: &mut Code, direction: Direction, node: NodeAddresses) {
@@ -222,24 +235,38 @@ fn ipv6(code: &mut Code, direction: Direction, node: NodeAddresses) {
     code.jump(bpf::jump(), Label::Others);
 }
 
+/// From here on R7 says whether it may want an answer.
 fn tcp(code: &mut Code, direction: Direction) {
     code.label(Label::Tcp);
     code.copy_header(Offset::In(R7), TCP, 14, Label::Others);
+    let comes_in = matches!(direction, Direction::In);
+    code.push(bpf::set(R7, i32::from(comes_in)));
     code.push(bpf::load8(R2, R10, TCP + 13));
+    code.jump(bpf::jump_if_any(R2, SYN), Label::Counted);
+    code.push(bpf::load8(R3, R10, TCP + 12));
+    code.push(bpf::shift_right(R3, 4));
+    code.push(bpf::shift_left(R3, 2));
+    code.push(bpf::subtract(R8, R3));
+    code.jump(bpf::jump_if_zero(R8), Label::Bare);
+    code.jump(bpf::jump(), Label::Counted);
+    code.label(Label::Bare);
+    // An end is something that happens; nobody waits for more than its acknowledgement.
+    code.push(bpf::set(R7, 0));
     code.jump(bpf::jump_if_any(R2, BEGINS_OR_ENDS), Label::Counted);
-    code.push(bpf::load8(R2, R10, TCP + 12));
-    code.push(bpf::shift_right(R2, 4));
-    code.push(bpf::shift_left(R2, 2));
-    code.push(bpf::subtract(R8, R2));
-    code.jump(bpf::jump_if_zero(R8), Label::Done);
+    code.jump(bpf::jump(), Label::Done);
     code.label(Label::Counted);
-    code.jump(bpf::jump_if_zero(R9), Label::Others);
+    code.push(bpf::set(R2, OTHERS.cast_signed()));
+    code.jump(bpf::jump_if_zero(R9), Label::FarFromNode);
     let own_port = match direction {
         Direction::In => TCP + 2,
         Direction::Out => TCP,
     };
     code.push(bpf::load16(R2, R10, own_port));
     code.push(bpf::from_network_order16(R2));
+    code.label(Label::FarFromNode);
+    code.jump(bpf::jump_if_zero(R7), Label::NoAnswer);
+    code.push(bpf::add(R2, MAY_WANT_ANSWER.cast_signed()));
+    code.label(Label::NoAnswer);
     code.push(bpf::store_register32(R10, KEY, R2));
     code.jump(bpf::jump(), Label::Note);
 }

@@ -10,16 +10,20 @@ use torpor_gvisor::hush::Hush;
 use torpor_gvisor::keeper::Rules;
 use torpor_gvisor::net;
 use torpor_gvisor::record::PodRecord;
+use torpor_gvisor::traffic;
 use torpor_wake::doubt::{Doubts, Settled};
 use torpor_wake::keepalive::Keepalives;
 use torpor_wake::owner::Kubelet;
-use torpor_wake::packet::{Ends, Segment, meaning, segment};
+use torpor_wake::packet::{Cause, Ends, Segment, meaning, segment};
 use torpor_wake::probes::Responder;
 use torpor_wake::sensor::{Next, Sensor};
 use torpor_wake::tap::{Mouth, Tap, ethernet};
 
 /// Between two looks at the requests; a flood does not keep the keeper from answering.
 const FRAMES_A_TURN: usize = 256;
+
+/// As long as a sandbox that was woken runs at least.
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
 pub(super) struct Watch {
     /// What arrives waits, and the pod hears nothing.
@@ -49,17 +53,27 @@ struct Voice {
 
 impl Watch {
     /// From now on the pod hears nothing, what arrives for it waits, and the kubelet's probes are answered.
-    pub(super) fn begin(pod: &PodRecord, rules: &Rules, kubelet_port: u16) -> anyhow::Result<Self> {
+    /// `seen`: where the times of the pod's packets are.
+    pub(super) fn begin(
+        pod: &PodRecord,
+        rules: &Rules,
+        kubelet_port: u16,
+        seen: Option<traffic::Watch>,
+    ) -> anyhow::Result<Self> {
         let namespace = pod.network_namespace.as_deref();
         let namespace = namespace.context("the pod has no network namespace of its own")?;
         let own = pod.addresses.ips()?;
         // In this order: what comes in between is lost as on any link. The other way round it would be heard twice.
         let hush = Hush::begin(namespace)?;
+        let mut sensor = Sensor::default();
+        if owes_answer(seen, rules) {
+            sensor.came_before();
+        }
         Ok(Self {
             _hush: hush,
-            sensor: Sensor::default(),
+            sensor,
             keepalives: Keepalives::default(),
-            links: links(namespace, &own)?,
+            links: links(namespace, &own, rules)?,
             own,
             rules: rules.clone(),
             kubelet: Kubelet::at(kubelet_port),
@@ -70,6 +84,9 @@ impl Watch {
     /// From now on other rules apply. What waits for the sandbox goes on waiting.
     pub(super) fn set_rules(&mut self, rules: &Rules) -> Next {
         self.rules = rules.clone();
+        for link in &mut self.links {
+            link.voice.probes.answer_hooks(rules.suspends);
+        }
         self.turn()
     }
 
@@ -239,6 +256,13 @@ impl Voice {
     }
 }
 
+/// Whether the sandbox was asked something a moment ago and has not answered. The program may not even have read it: then nobody but the
+/// one who asked knows, and that one waits. Of what came longer ago the answer may take its time.
+fn owes_answer(seen: Option<traffic::Watch>, rules: &Rules) -> bool {
+    let asked = seen.and_then(|watch| traffic::unanswered(watch, &rules.probes).ok()?);
+    asked.is_some_and(|ago| ago < ANSWER_LIMIT) && Cause::Earlier.is_wanted(&rules.wake_on)
+}
+
 /// When the kernel does not say whose it is, it is somebody who wants the sandbox.
 fn is_probe(kubelet: &mut Kubelet, ports: &[u16], segment: &Segment) -> bool {
     segment.begins()
@@ -246,18 +270,20 @@ fn is_probe(kubelet: &mut Kubelet, ports: &[u16], segment: &Segment) -> bool {
         && kubelet.owns(&segment.ends).unwrap_or(false)
 }
 
-fn links(namespace: &Path, own: &[IpAddr]) -> anyhow::Result<Vec<Link>> {
+fn links(namespace: &Path, own: &[IpAddr], rules: &Rules) -> anyhow::Result<Vec<Link>> {
     let pairs = net::pairs(namespace)?;
     ensure!(
         !pairs.is_empty(),
         "the pod's link has no end on the host (only veth pairs have one)"
     );
     let links = pairs.into_iter().map(|pair| {
+        let mut probes = Responder::new(own, Instant::now());
+        probes.answer_hooks(rules.suspends);
         Ok(Link {
             tap: Tap::open(pair.host)?,
             voice: Voice {
                 mouth: net::inside(namespace, || Mouth::open(pair.pod))??,
-                probes: Responder::new(own, Instant::now()),
+                probes,
                 doubts: Doubts::default(),
             },
         })

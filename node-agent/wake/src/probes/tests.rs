@@ -136,6 +136,14 @@ fn a_hook_is_not_told_that_the_program_has_done_its_work() {
     assert!(!kubelet.socket().is_open(), "it is told that it has failed");
 }
 
+#[test]
+fn the_hook_of_a_program_that_goes_on_elsewhere_is_answered_for_it() {
+    let mut kubelet = Kubelet::connects(POD, NODE);
+    kubelet.responder.answer_hooks(true);
+    kubelet.say(b"GET /stop HTTP/1.1\r\nUser-Agent: kube-lifecycle/1.36\r\n\r\n");
+    assert!(kubelet.heard().starts_with(b"HTTP/1.1 200 OK\r\n"));
+}
+
 /// A call as the kubelet makes it: preface, settings, headers, one message that ends the stream.
 fn health_check() -> Vec<u8> {
     let mut call = HTTP2.to_vec();
