@@ -224,3 +224,40 @@ fn own(raw: RawFd) -> OwnedFd {
     // SAFETY: the kernel has just made this descriptor for us in recvmsg; nobody else owns it.
     unsafe { OwnedFd::from_raw_fd(raw) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rules_reach_keepers_of_this_and_of_the_next_version() {
+        let rules = Rules {
+            probes: vec![80],
+            hooks: vec![80],
+            suspends: true,
+            wake_on: WakeOn::Only {
+                tcp: true,
+                udp: false,
+                icmp: false,
+                ports: vec![80..=89],
+            },
+        };
+        for request in [
+            Request::Hold(rules.clone()),
+            Request::Watch(Rules::default()),
+            Request::Rules(rules),
+        ] {
+            let said = serde_json::to_string(&request).expect("words");
+            let heard: Request = serde_json::from_str(&said).expect(&said);
+            assert_eq!(heard, request, "{said}");
+        }
+        // As an agent says it that knows of nothing but probes.
+        let heard: Request = serde_json::from_str(r#"{"do":"hold","probes":[80]}"#).expect("heard");
+        let probes = vec![80];
+        let known = Rules {
+            probes,
+            ..Rules::default()
+        };
+        assert_eq!(heard, Request::Hold(known));
+    }
+}

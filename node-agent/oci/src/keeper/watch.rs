@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use torpor_gvisor::hush::Hush;
+use torpor_gvisor::hush::{Hush, Sender};
 use torpor_gvisor::keeper::Rules;
 use torpor_gvisor::net;
 use torpor_gvisor::record::PodRecord;
@@ -17,7 +17,7 @@ use torpor_wake::owner::Kubelet;
 use torpor_wake::packet::{Cause, Ends, Segment, meaning, segment};
 use torpor_wake::probes::Responder;
 use torpor_wake::sensor::{Next, Sensor};
-use torpor_wake::tap::{Mouth, Tap, ethernet};
+use torpor_wake::tap::{HEADER, Mouth, Tap, ethernet};
 
 /// Between two looks at the requests; a flood does not keep the keeper from answering.
 const FRAMES_A_TURN: usize = 256;
@@ -36,6 +36,10 @@ pub(super) struct Watch {
     kubelet: Kubelet,
     /// The sandbox' processes have ended and its address was put back.
     is_home: bool,
+    /// The sandbox is there and stands still: acknowledgements are passed on to it.
+    stands: bool,
+    /// Frames of this sender are heard in the pod.
+    sender: Sender,
 }
 
 /// One of the pod's links.
@@ -64,7 +68,8 @@ impl Watch {
         let namespace = namespace.context("the pod has no network namespace of its own")?;
         let own = pod.addresses.ips()?;
         // In this order: what comes in between is lost as on any link. The other way round it would be heard twice.
-        let hush = Hush::begin(namespace)?;
+        let sender = Sender::random();
+        let hush = Hush::begin(namespace, Some(sender))?;
         let mut sensor = Sensor::default();
         if owes_answer(seen, rules) {
             sensor.came_before();
@@ -78,6 +83,8 @@ impl Watch {
             rules: rules.clone(),
             kubelet: Kubelet::at(kubelet_port),
             is_home: false,
+            stands: false,
+            sender,
         })
     }
 
@@ -119,7 +126,12 @@ impl Watch {
                 let Ok(Some(frame)) = tap.receive() else {
                     break;
                 };
-                next = next.or(self.hear(voice, frame, now));
+                let heard = self.hear(voice, frame, now);
+                next = next.or(heard.next);
+                if let Some(frame) = heard.pass_on {
+                    // What gets lost is said again.
+                    let _ = tap.send(&frame);
+                }
             }
             voice.speak(now);
         }
@@ -127,20 +139,29 @@ impl Watch {
         next
     }
 
-    fn hear(&mut self, voice: &mut Voice, frame: &[u8], now: Instant) -> Next {
+    fn hear(&mut self, voice: &mut Voice, frame: &[u8], now: Instant) -> Heard {
         let seen = segment(ethernet(frame), &self.own);
         if let Some(segment) = &seen
             && self.is_of_probe(voice, segment, frame, now)
         {
-            return Next::Nothing;
+            return Next::Nothing.into();
+        }
+        // Its network stack runs while its programs stand still, sends keepalives of its own, and answers those of peers.
+        // An acknowledgement changes nothing there that the image would have to know of.
+        let says_nothing = |seen: &Segment| seen.only_acknowledges() && seen.length == 0;
+        if self.stands && seen.as_ref().is_some_and(says_nothing) {
+            return Heard {
+                next: Next::Nothing,
+                pass_on: sent_by(frame, self.sender),
+            };
         }
         let answer = seen.and_then(|segment| self.keepalives.hear(&segment, now));
         if let Some(answer) = answer.and_then(|answer| answer.frame(ethernet(frame))) {
             // A keepalive whose answer is lost is repeated.
             let _ = voice.mouth.send(&answer);
-            return Next::Nothing;
+            return Next::Nothing.into();
         }
-        self.arrived(frame, seen, now)
+        self.arrived(frame, seen, now).into()
     }
 
     /// Whether the segment belongs to a probe, which has been told of it, or may be a probe's first.
@@ -188,12 +209,14 @@ impl Watch {
 
     /// The sandbox stands still: its memory is in it, and so is its address.
     pub(super) fn standing(&mut self) -> Next {
+        self.stands = true;
         self.sensor.asleep(Instant::now())
     }
 
     /// The sandbox' processes have ended. Its address is put back, so that others still find the link that it is on.
     pub(super) fn asleep(&mut self, pod: &PodRecord) -> Next {
         self.is_home = true;
+        self.stands = false;
         if let Some(namespace) = &pod.network_namespace
             && let Err(error) = net::put_back(namespace, &pod.addresses)
         {
@@ -235,6 +258,30 @@ impl Watch {
             let _ = link.tap.send(&frame);
         }
     }
+}
+
+/// What follows from a frame.
+struct Heard {
+    next: Next,
+    /// To be heard by the sandbox at once.
+    pass_on: Option<Vec<u8>>,
+}
+
+impl From<Next> for Heard {
+    fn from(next: Next) -> Self {
+        Self {
+            next,
+            pass_on: None,
+        }
+    }
+}
+
+/// The frame, as the tap gave it, from another sender.
+fn sent_by(frame: &[u8], sender: Sender) -> Option<Vec<u8>> {
+    const SENDER: std::ops::Range<usize> = HEADER + 6..HEADER + 12;
+    let mut frame = frame.to_vec();
+    frame.get_mut(SENDER)?.copy_from_slice(&sender.address());
+    Some(frame)
 }
 
 impl Voice {
