@@ -7,6 +7,7 @@
 pub mod agent;
 pub mod case;
 pub mod cluster;
+pub mod counted;
 pub mod explain;
 pub mod forward;
 pub mod fullness;

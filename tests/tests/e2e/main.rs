@@ -5,8 +5,11 @@
 
 mod badinput;
 mod claims;
+mod clock;
+mod connections;
 mod crash;
 mod hibernate;
+mod hooks;
 mod inject;
 mod leftovers;
 mod oci;
