@@ -50,7 +50,9 @@ pub(crate) fn observe(
         // Whoever asks for it knows: see `crate::driver`.
         save_turn: false,
         sessions: record.map_or(0, |record| sessions(node, record)),
-        awake_since: record.and_then(|record| awake_since(node, record)),
+        awake_since: timestamp(record.and_then(|record| node.records.last_call(&record.sandbox))),
+        woke_at: timestamp(record.and_then(|record| node.records.woke_at(&record.sandbox))),
+        asleep_since: timestamp(record.and_then(|r| node.records.asleep_since(&r.sandbox))),
         failures: failures.clone(),
         busy,
     }
@@ -66,9 +68,8 @@ fn sessions(node: &Node, record: &PodRecord) -> u32 {
     u32::from(runs(Session::Use) || runs(Session::Probe))
 }
 
-/// When somebody other than the agent woke the sandbox.
-fn awake_since(node: &Node, record: &PodRecord) -> Option<jiff::Timestamp> {
-    jiff::Timestamp::try_from(node.records.last_call(&record.sandbox)?).ok()
+fn timestamp(time: Option<std::time::SystemTime>) -> Option<jiff::Timestamp> {
+    jiff::Timestamp::try_from(time?).ok()
 }
 
 /// An error with all its causes.

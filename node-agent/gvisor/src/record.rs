@@ -430,6 +430,16 @@ impl Records {
         modified(&self.wake_path(sandbox))
     }
 
+    /// Since when the sandbox sleeps, if it hibernates or stands still.
+    pub fn asleep_since(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
+        let file = match self.state(sandbox) {
+            Ok(SandboxState::Hibernated { .. }) => "state.json",
+            Ok(SandboxState::Running) if self.is_noted_paused(sandbox) => "pause.json",
+            _ => return None,
+        };
+        modified(&self.pod_dir(sandbox).join(file))
+    }
+
     /// How it last woke in place.
     pub fn wake(&self, sandbox: &SandboxId) -> Result<WakeNote, Error> {
         read_json(&self.wake_path(sandbox))
