@@ -6,6 +6,11 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use jiff::Timestamp;
+pub use wake_on::{Ports, WakeOn};
+
+mod wake_on;
+
 // --- upstream -------------------------------------------------------------------------------------------------------------------------
 /// Name of the Pod that belongs to the Sandbox.
 pub const POD_NAME: &str = "agents.x-k8s.io/pod-name";
@@ -57,6 +62,11 @@ pub const DOZE_AFTER: &str = "torpor.dev/doze-after";
 pub const IDLE_TIMEOUT: &str = "torpor.dev/idle-timeout";
 /// The name that KEP-968 of upstream proposes for the same.
 pub const MAX_IDLE_TIME: &str = "agents.x-k8s.io/max-idle-time";
+/// Which packets wake a sandbox that sleeps: see [`WakeOn`]. Copied to the Pod.
+pub const WAKE_ON: &str = "torpor.dev/wake-on";
+/// A time (RFC 3339) at which the sandbox is awake, as KEP-968 of upstream proposes it: a Sandbox that is suspended is resumed
+/// then, one that sleeps in place is woken. Read on the Sandbox only; copied to the Pod; taken off when it is over.
+pub const NEXT_WAKEUP: &str = "agents.x-k8s.io/next-wakeup";
 /// `"true"` puts the sandbox runtime into the Pod's first container when a Pod is made that starts cold. Also read on a SandboxTemplate, whose Sandboxes get it.
 pub const INJECT_RUNTIME: &str = "torpor.dev/inject-runtime";
 
@@ -82,7 +92,7 @@ pub const REPLACES: &str = "torpor.dev/replaces";
 pub const IMAGE_FINALIZER: &str = "torpor.dev/image";
 
 /// Torpor's annotations that users write.
-pub const USER_SETTINGS: [&str; 11] = [
+pub const USER_SETTINGS: [&str; 12] = [
     SUSPENSION_STRATEGY,
     HIBERNATE,
     ON_RESTORE_FAILURE,
@@ -93,6 +103,7 @@ pub const USER_SETTINGS: [&str; 11] = [
     HIBERNATE_AFTER,
     IDLE_TIMEOUT,
     DOZE_AFTER,
+    WAKE_ON,
     INJECT_RUNTIME,
 ];
 
@@ -106,10 +117,12 @@ pub const CLAIM_SETTINGS: [&str; 4] = [
 ];
 
 /// Torpor's annotations on a Pod: the only ones, all written by the controller.
-pub const ON_POD: [&str; 9] = [
+pub const ON_POD: [&str; 11] = [
     HIBERNATE,
     DOZE_AFTER,
     HIBERNATE_AFTER,
+    WAKE_ON,
+    NEXT_WAKEUP,
     FREEZE,
     RESTORE_IMAGE,
     RESTORE_COPY,
@@ -230,6 +243,13 @@ pub fn hibernate_after<'a>(
     written.map(|(key, value)| SleepAfter::parse(key, value))
 }
 
+/// What the annotation [`WAKE_ON`] says, checked.
+pub fn wake_on<'a>(
+    value: impl Fn(&str) -> Option<&'a String>,
+) -> Option<Result<WakeOn, InvalidAnnotation>> {
+    value(WAKE_ON).map(|value| WakeOn::parse(value))
+}
+
 /// A value that the key does not allow.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("annotation {key}: value {value:?} is not allowed; allowed: {allowed}")]
@@ -253,8 +273,11 @@ pub struct Settings {
     pub resume_on_request: bool,
     pub hibernate_after: Option<SleepAfter>,
     pub doze_after: Option<SleepAfter>,
+    pub next_wakeup: Option<Timestamp>,
+    /// `None` when nobody asked: then every packet wakes.
+    pub wake_on: Option<WakeOn>,
     pub inject_runtime: bool,
-    /// One entry per wrong value, in the order of [`USER_SETTINGS`].
+    /// One entry per wrong value.
     pub problems: Vec<InvalidAnnotation>,
 }
 
@@ -301,6 +324,13 @@ impl Settings {
             |v| SleepAfter::parse(DOZE_AFTER, v),
             &mut problems,
         );
+        let wake_on = checked(value(WAKE_ON), WakeOn::parse, &mut problems);
+        // A time that many Sandboxes have from their template would be over for all but the first.
+        let next_wakeup = checked(
+            own.and_then(|all| all.get(NEXT_WAKEUP)),
+            |v| parse_time(NEXT_WAKEUP, v),
+            &mut problems,
+        );
         let inject_runtime = checked(
             value(INJECT_RUNTIME),
             |v| parse_flag(INJECT_RUNTIME, v),
@@ -316,6 +346,8 @@ impl Settings {
             resume_on_request: resume_on_request.unwrap_or_default(),
             hibernate_after,
             doze_after,
+            wake_on,
+            next_wakeup,
             inject_runtime: inject_runtime.unwrap_or_default(),
             problems,
         }
@@ -389,6 +421,12 @@ pub fn parse_on_crash(value: &str) -> Result<OnCrash, InvalidAnnotation> {
         "LastImage" => Ok(OnCrash::LastImage),
         _ => Err(invalid(ON_CRASH, value, "ColdStart, LastImage")),
     }
+}
+
+/// Parses a time.
+pub fn parse_time(key: &'static str, value: &str) -> Result<Timestamp, InvalidAnnotation> {
+    let allowed = "a time as RFC 3339 has it, such as 2026-06-06T11:58:00Z";
+    value.parse().map_err(|_| invalid(key, value, allowed))
 }
 
 fn parse_name(key: &'static str, value: &str) -> Result<String, InvalidAnnotation> {
@@ -472,6 +510,8 @@ mod tests {
             (RESUME_ON_REQUEST, "1"),
             (HIBERNATE_AFTER, "soon"),
             (DOZE_AFTER, "0"),
+            (WAKE_ON, "http"),
+            (NEXT_WAKEUP, "tomorrow"),
             (INJECT_RUNTIME, "True"),
         ]);
         let settings = Settings::read(Some(&own), None);
@@ -488,6 +528,8 @@ mod tests {
                 r#"annotation torpor.dev/resume-on-request: value "1" is not allowed; allowed: true, false"#,
                 r#"annotation torpor.dev/hibernate-after: value "soon" is not allowed; allowed: off, or a duration from 1s to 8760h, such as 30m or 1h30m"#,
                 r#"annotation torpor.dev/doze-after: value "0" is not allowed; allowed: off, or a duration from 1s to 8760h, such as 30m or 1h30m"#,
+                r#"annotation torpor.dev/wake-on: value "http" is not allowed; allowed: any, none, or some of tcp, udp, icmp, ports=PORTS, such as tcp,ports=80,8000-8099"#,
+                r#"annotation agents.x-k8s.io/next-wakeup: value "tomorrow" is not allowed; allowed: a time as RFC 3339 has it, such as 2026-06-06T11:58:00Z"#,
                 r#"annotation torpor.dev/inject-runtime: value "True" is not allowed; allowed: true, false"#,
             ]
         );

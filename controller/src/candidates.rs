@@ -117,16 +117,19 @@ impl Candidates {
         }
     }
 
-    /// Whether a pool has less than a quarter of its members left to give, so that whoever comes next waits for new ones.
+    /// How much a pool needs new members: it is low when it has less than half of its members left to give, and short when less than a quarter.
     pub fn advance(&self, pool: &SandboxWarmPool) -> Advance {
         let pools = self.lock();
         let free = pools
             .get(&pool.uid().unwrap_or_default())
             .map_or(0, Pool::ready);
         let wanted = usize::try_from(pool.spec.replicas.unwrap_or(1)).unwrap_or_default();
-        match free * 4 < wanted {
-            true => Advance::Low,
-            false => Advance::Calm,
+        if free * 4 < wanted {
+            Advance::Short
+        } else if free * 2 < wanted {
+            Advance::Low
+        } else {
+            Advance::Calm
         }
     }
 

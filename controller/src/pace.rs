@@ -9,13 +9,9 @@ use std::{
 
 use tokio::{sync::Notify, time::Instant};
 
-/// How much room a pool that is running low gets between claims, compared with the rest: whoever comes next waits for it.
-const LOW: usize = 4;
-/// While somebody waits, one write in advance is begun this often, so that none waits for ever.
+/// While somebody waits, one write that is only noted, or is for a pool that has enough, is begun this often, so that none waits for ever.
 const PATIENCE: Duration = Duration::from_millis(50);
-/// Writes for pools that are running low that are under way at once while somebody waits.
-const BESIDE: usize = 1;
-/// The same while somebody has waited a moment ago: whoever comes next finds the apiserver this busy.
+/// Writes in advance that are under way at once while somebody has waited a moment ago: whoever comes next finds the apiserver this busy.
 const BETWEEN: usize = 2;
 /// The same when nobody has waited for [`CALM`].
 const ALONE: usize = 32;
@@ -30,6 +26,19 @@ pub enum Advance {
     Calm,
     /// A pool that is running low.
     Low,
+    /// A pool that is nearly empty: whoever comes next but a few waits for its new members.
+    Short,
+}
+
+impl Advance {
+    /// How many writes in advance may be under way while somebody waits (but for one every [`PATIENCE`]), and while somebody has waited a moment ago.
+    fn room(self) -> (usize, usize) {
+        match self {
+            Advance::Calm => (0, BETWEEN),
+            Advance::Low => (1, 3 * BETWEEN),
+            Advance::Short => (2, 6 * BETWEEN),
+        }
+    }
 }
 
 /// Shared by all that write.
@@ -47,26 +56,24 @@ struct State {
     last: Option<Instant>,
     /// Writes in advance that are under way.
     in_advance: usize,
-    /// When the last of them was begun.
+    /// When the last of those was begun that are not for a pool that is running low.
     begun: Option<Instant>,
 }
 
 impl State {
     /// How many writes in advance may be under way, and when it may be more though nothing happens.
     fn limit(&self, advance: Advance, now: Instant) -> (usize, Option<Instant>) {
-        let times = match advance {
-            Advance::Calm => 1,
-            Advance::Low => LOW,
-        };
+        let (beside, between) = advance.room();
         if self.awaited > 0 {
-            return match (advance, self.begun.map(|begun| begun + PATIENCE)) {
-                (Advance::Low, _) => (BESIDE, None),
-                (Advance::Calm, Some(next)) if next > now => (0, Some(next)),
-                (Advance::Calm, _) => (1, None),
+            let next = self.begun.map(|begun| begun + PATIENCE);
+            return match (advance, next) {
+                (Advance::Calm, Some(next)) if next > now => (beside, Some(next)),
+                (Advance::Calm, _) => (self.in_advance + 1, None),
+                (Advance::Low | Advance::Short, _) => (beside, None),
             };
         }
         match self.last.map(|last| last + CALM) {
-            Some(calm) if calm > now => (BETWEEN * times, Some(calm)),
+            Some(calm) if calm > now => (between, Some(calm)),
             _ => (ALONE, None),
         }
     }
@@ -115,7 +122,9 @@ impl Pace {
                 let (limit, more_at) = state.limit(advance, now);
                 if state.in_advance < limit {
                     state.in_advance += 1;
-                    state.begun = Some(now);
+                    if advance == Advance::Calm {
+                        state.begun = Some(now);
+                    }
                     return Turn(Arc::clone(self));
                 }
                 more_at

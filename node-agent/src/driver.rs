@@ -18,20 +18,19 @@ use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use torpor_api::snapshot::SandboxSnapshot;
-use torpor_core::ids::{Namespace, PodUid};
+use torpor_core::ids::{Namespace, PodUid, SandboxId};
 use torpor_core::pressure::{Candidate, candidate};
 use torpor_core::state::{Desired, Failures, PodPresence, Policy};
 use torpor_core::status::SnapshotState;
 use torpor_core::steps::{Outcome, Plan, Reason};
+use torpor_gvisor::keeper::{self, Request, Rules};
 use torpor_gvisor::record::{PodLock, PodRecord, Probes};
 
-use crate::desired::{
-    answerable_ports, desired, has_finalizer, may_be_pressed, pod_of_snapshot, probes,
-};
+use crate::desired::{desired, has_finalizer, may_be_pressed, pod_of_snapshot, probes, rules};
 use crate::execute::{Context, execute};
 use crate::idle::{self, Watched};
 use crate::metrics::Metrics;
-use crate::node::Node;
+use crate::node::{CALL_LIMIT, Node};
 use crate::observe::observe;
 use crate::pressure::NodePressure;
 use crate::publish::{Publisher, SavedImage};
@@ -199,12 +198,15 @@ impl Driver {
             return Turn::Wait(wait);
         }
         let desired = self.desired(pod_uid, pod.as_deref(), &snapshots);
-        let probes = pod.as_deref().map(probes);
-        let Ok((mut look, idle)) = self.look(desired, probes, remembered.clone()).await else {
+        let probes = pod.as_deref().map(|pod| probes(pod, &desired));
+        let rules = pod.as_deref().map(|pod| rules(pod, &desired));
+        let looked = self.look(desired, probes, rules, remembered.clone()).await;
+        let Ok((mut look, idle, told)) = looked else {
             remembered.save_turn = None;
             return Turn::Wait(RETRY);
         };
         remembered.idle = idle;
+        remembered.told = told;
         shared.pressure.note(pod_uid, look.candidate.take());
         if look.nothing {
             shared.board.forget(pod_uid);
@@ -307,10 +309,21 @@ impl Driver {
         &self,
         desired: Desired,
         probes: Option<Probes>,
+        rules: Option<Rules>,
         remembered: Remembered,
-    ) -> Result<(Look, Option<Watched>), tokio::task::JoinError> {
+    ) -> Result<(Look, Option<Watched>, Option<Told>), tokio::task::JoinError> {
         let shared = self.shared.clone();
-        let look = move || look(&shared, &desired, probes.as_ref(), remembered);
+        let look = move || {
+            let told = tell_rules(
+                &shared.node,
+                &desired.pod_uid,
+                rules.clone(),
+                remembered.told.clone(),
+            );
+            let (mut look, idle) = look(&shared, &desired, probes.as_ref(), remembered);
+            look.rules = rules.unwrap_or_default();
+            (look, idle, told)
+        };
         tokio::task::spawn_blocking(look).await
     }
 
@@ -387,6 +400,35 @@ struct Remembered {
     idle: Option<Watched>,
     /// Its turn to save, or its place in the queue.
     save_turn: Option<Arc<SaveTurn>>,
+    told: Option<Told>,
+}
+
+/// What a sandbox' keeper goes by, as far as this agent has told it.
+type Told = (SandboxId, Rules);
+
+/// A keeper that holds packets for a sleeping Pod is told when the Pod's rules have changed.
+fn tell_rules(
+    node: &Node,
+    pod_uid: &PodUid,
+    rules: Option<Rules>,
+    told: Option<Told>,
+) -> Option<Told> {
+    let (record, rules) = node.sandbox_of(pod_uid).zip(rules)?;
+    let new = (record.sandbox, rules);
+    if told.as_ref() == Some(&new) {
+        return told;
+    }
+    let request = Request::Rules(new.1.clone());
+    match keeper::ask(&node.pause_dir(&new.0), &request, &[], CALL_LIMIT) {
+        Ok(_) => Some(new),
+        // It is not there yet, or no longer.
+        Err(keeper::Error::Gone { .. }) => None,
+        Err(error) => {
+            let error = crate::observe::words(&error);
+            tracing::warn!(%pod_uid, error, "the Pod's keeper goes by its old rules until the sandbox falls asleep again");
+            Some(new)
+        }
+    }
 }
 
 /// What was seen and what follows; holds the sandbox' lock for the steps.
@@ -400,6 +442,7 @@ struct Look {
     nothing: bool,
     /// Whether it could sleep for the node's sake.
     candidate: Option<Candidate>,
+    rules: Rules,
 }
 
 fn look(
@@ -466,6 +509,7 @@ fn look(
         saved,
         nothing,
         candidate: candidate(desired, &observed),
+        rules: Rules::default(),
     };
     (look, idle)
 }
@@ -493,9 +537,8 @@ fn run_in(
     failures: &mut Failures,
 ) {
     let draft = || draft::manifest(&shared.node, look.record.as_ref(), pod);
-    let answerable_ports = pod.map(answerable_ports).unwrap_or_default();
     let context = Context {
-        answerable_ports: &answerable_ports,
+        rules: &look.rules,
         node: &shared.node,
         pod: &look.pod_uid,
         namespace,

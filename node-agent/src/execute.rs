@@ -7,7 +7,7 @@ use torpor_core::ids::{ImageId, Namespace, PodUid};
 use torpor_core::ledger::Memory;
 use torpor_core::steps::{Action, Outcome, Step};
 use torpor_gvisor::control::Control;
-use torpor_gvisor::keeper::{self, Request, Verb};
+use torpor_gvisor::keeper::{self, Request, Rules, Verb};
 use torpor_gvisor::record::{Depth, PodLock, PodRecord, WakeCause, WakeNote};
 use torpor_gvisor::{pause, save};
 use torpor_snapshots::{LedgerFile, ManifestDraft, Partial, Removed, SaveError};
@@ -27,8 +27,8 @@ pub(crate) struct Context<'a> {
     pub(crate) namespace: &'a Namespace,
     /// The sandbox, with its lock; none when the Pod has none.
     pub(crate) sandbox: Option<(&'a PodRecord, &'a PodLock)>,
-    /// TCP ports of the Pod whose probes can be answered for it.
-    pub(crate) answerable_ports: &'a [u16],
+    /// What its keeper goes by while it sleeps.
+    pub(crate) rules: &'a Rules,
     /// What a commit writes into the manifest.
     pub(crate) draft: &'a dyn Fn() -> ManifestDraft,
     /// The image that a checkpoint of this plan wrote and that waits for its commit.
@@ -52,10 +52,12 @@ pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
     {
         return Outcome::Stale;
     }
-    if let Some(entry) = &step.before
-        && let Err(error) = ledger.append(entry)
-    {
-        return failed(error.reason(), &error);
+    let mut seq = state.seq;
+    if let Some(entry) = &step.before {
+        match ledger.append(entry) {
+            Ok(state) => seq = state.seq,
+            Err(error) => return failed(error.reason(), &error),
+        }
     }
     let outcome = act(context, &step.action, &ledger);
     let entry = match (&outcome, &step.action) {
@@ -71,8 +73,9 @@ pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
         }
         _ => None,
     };
+    // Another sandbox of the Pod, made while this one's keeper did not answer, may have written what is true of it.
     if let Some(entry) = entry
-        && let Err(error) = ledger.append(&entry)
+        && let Err(error) = ledger.append_at(seq, &entry)
     {
         return Outcome::Unknown {
             message: words(&error),
@@ -97,8 +100,7 @@ fn act(context: &Context<'_>, action: &Action, ledger: &LedgerFile) -> Outcome {
             let outcome = with_control(context, |control, record| {
                 pause::doze(&node.records, control, &record.sandbox, CALL_LIMIT)
             });
-            let probes = context.answerable_ports.to_vec();
-            tell_keeper(context, &Request::Watch { probes });
+            tell_keeper(context, &Request::Watch(context.rules.clone()));
             outcome
         }
         Action::Reclaim { image } => run_verb(context, Verb::Doze, image),
@@ -201,8 +203,7 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
         Err(error) => return failed(error.reason(), &error),
     };
     // What arrives from now on finds a sandbox whose image does not know of it.
-    let probes = context.answerable_ports.to_vec();
-    tell_keeper(context, &Request::Hold { probes });
+    tell_keeper(context, &Request::Hold(context.rules.clone()));
     let root = context.node.runsc.root();
     match save::checkpoint(root, &record.sandbox, &partial, SAVE_LIMIT) {
         Ok(()) => {

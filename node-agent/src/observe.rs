@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use torpor_core::ids::{ImageId, PodUid};
 use torpor_core::state::{Doze, Failures, ImageObserved, Live, Observed, Record, Restore};
 use torpor_gvisor::control::{self, Control};
-use torpor_gvisor::pause;
+use torpor_gvisor::pause::{self, PauseMark};
 use torpor_gvisor::record::{self, PodRecord, RestoreReport, SandboxState, Session};
 
 use crate::node::{CALL_LIMIT, Node};
@@ -28,7 +28,7 @@ pub(crate) fn observe(
     };
     Observed {
         sandbox: record.map(|record| record.sandbox.clone()),
-        live: record.map_or(Live::None, |record| live(node, record)),
+        live: record.map_or(Live::None, |record| live(node, record, busy)),
         record: hibernated,
         doze: record
             .and_then(|record| node.records.doze(&record.sandbox).ok().flatten())
@@ -50,7 +50,9 @@ pub(crate) fn observe(
         // Whoever asks for it knows: see `crate::driver`.
         save_turn: false,
         sessions: record.map_or(0, |record| sessions(node, record)),
-        awake_since: record.and_then(|record| awake_since(node, record)),
+        awake_since: timestamp(record.and_then(|record| node.records.last_call(&record.sandbox))),
+        woke_at: timestamp(record.and_then(|record| node.records.woke_at(&record.sandbox))),
+        asleep_since: timestamp(record.and_then(|r| node.records.asleep_since(&r.sandbox))),
         failures: failures.clone(),
         busy,
     }
@@ -66,9 +68,8 @@ fn sessions(node: &Node, record: &PodRecord) -> u32 {
     u32::from(runs(Session::Use) || runs(Session::Probe))
 }
 
-/// When somebody other than the agent woke the sandbox.
-fn awake_since(node: &Node, record: &PodRecord) -> Option<jiff::Timestamp> {
-    jiff::Timestamp::try_from(node.records.last_call(&record.sandbox)?).ok()
+fn timestamp(time: Option<std::time::SystemTime>) -> Option<jiff::Timestamp> {
+    jiff::Timestamp::try_from(time?).ok()
 }
 
 /// An error with all its causes.
@@ -83,7 +84,7 @@ pub(crate) fn words(error: &(dyn std::error::Error + 'static)) -> String {
     text
 }
 
-fn live(node: &Node, record: &PodRecord) -> Live {
+fn live(node: &Node, record: &PodRecord, busy: bool) -> Live {
     let sandbox = &record.sandbox;
     let mut control = match Control::connect(node.runsc.root(), sandbox.as_str()) {
         Ok(control) => control,
@@ -96,10 +97,25 @@ fn live(node: &Node, record: &PodRecord) -> Live {
         Ok(_) => return Live::None,
         Err(_) => return Live::Unknown,
     }
-    match pause::is_paused(&node.records, &mut control, sandbox, CALL_LIMIT) {
-        Ok(true) => Live::Paused,
-        Ok(false) => Live::Running,
-        Err(_) => Live::Unknown,
+    let paused = if busy {
+        noted(node.records.pause_mark(sandbox))
+    } else {
+        pause::is_paused(&node.records, &mut control, sandbox, CALL_LIMIT).ok()
+    };
+    match paused {
+        Some(true) => Live::Paused,
+        Some(false) => Live::Running,
+        None => Live::Unknown,
+    }
+}
+
+/// Whether the sandbox is paused, as far as its note says. One who does not hold the lock settles nothing: the pause or
+/// resume that was begun is being done at this moment, and what is found out of it is wrong by the time that it is written.
+fn noted(mark: Result<Option<PauseMark>, record::Error>) -> Option<bool> {
+    match mark {
+        Ok(None) => Some(false),
+        Ok(Some(PauseMark::Paused)) => Some(true),
+        Ok(Some(PauseMark::Changing)) | Err(_) => None,
     }
 }
 
@@ -212,6 +228,13 @@ mod tests {
             image: image(1),
             started: Vec::new(),
         }
+    }
+
+    #[test]
+    fn a_pause_that_somebody_else_is_at_is_not_settled() {
+        assert_eq!(noted(Ok(None)), Some(false));
+        assert_eq!(noted(Ok(Some(PauseMark::Paused))), Some(true));
+        assert_eq!(noted(Ok(Some(PauseMark::Changing))), None);
     }
 
     #[test]

@@ -56,9 +56,12 @@ pub async fn run(case: &Case, plan: &Plan, tell: impl Fn(&str)) -> anyhow::Resul
     let agent_killed = Notify::new();
     let lane = async |number: usize| -> anyhow::Result<()> {
         let mut lane = Lane::begin(case, number, &agent_killed).await?;
-        while in_time()
-            && let Some(number) = left.lock().await.pop_front()
-        {
+        // Taken in a statement of its own: a guard in the loop's head would be held for the whole cycle.
+        let next = async || {
+            let number = left.lock().await.pop_front();
+            number.filter(|_| in_time())
+        };
+        while let Some(number) = next().await {
             let cycle = Cycle::of(plan.seed, number);
             let at = Instant::now();
             let outcome = lane.cycle(&cycle).await;

@@ -8,6 +8,7 @@ pub mod agent;
 pub mod case;
 pub mod chaos;
 pub mod cluster;
+pub mod counted;
 pub mod explain;
 pub mod forward;
 pub mod fullness;

@@ -7,7 +7,7 @@ use k8s_openapi::api::core::v1::{PersistentVolumeClaim, Pod, Service};
 use kube::ResourceExt;
 use serde_json::{Value, json};
 use torpor_api::{
-    Sandbox, SandboxSnapshot, annotations,
+    OperatingMode, Sandbox, SandboxSnapshot, annotations,
     conditions::{self, Draft, Status},
     reasons,
 };
@@ -132,6 +132,7 @@ async fn execute(area: Area, action: &Action, sandbox: &Sandbox, api: &Apiserver
                 failed(doing, e)
             })
         }
+        Action::WakeUp { resume } => wake_up(api, sandbox, *resume, failed).await,
         Action::ForgetPodName => set_pod_name(api, sandbox, None, failed).await,
         Action::RecordPodName(pod) => set_pod_name(api, sandbox, Some(pod), failed).await,
         Action::CreatePod { pod, image } => create_pod(api, ns, pod, image.as_ref(), failed).await,
@@ -281,6 +282,31 @@ async fn set_pod_name(
         patched.map(|sandbox| Fact::Sandbox(Arc::new(sandbox))),
         |e| failed(doing, e),
     )
+}
+
+/// Somebody may have suspended it, or set another time, since it was seen: the patch holds only for the version it was made from.
+async fn wake_up(
+    api: &Apiserver,
+    sandbox: &Sandbox,
+    resume: bool,
+    failed: impl Fn(&str, &calls::Error) -> Failure,
+) -> Outcome {
+    let mut patch = json!({
+        "metadata": {
+            "resourceVersion": sandbox.resource_version(),
+            "annotations": {annotations::NEXT_WAKEUP: null},
+        },
+    });
+    if resume {
+        patch["spec"]["operatingMode"] = json!(OperatingMode::Running);
+    }
+    let (namespace, name) = (sandbox.namespace().unwrap_or_default(), sandbox.name_any());
+    match api.patch::<Sandbox>(&namespace, &name, &patch).await {
+        // With what it is now, the plan is another one.
+        Ok(sandbox) => Outcome::Surprise(Fact::Sandbox(Arc::new(sandbox))),
+        Err(error) if error.answer() == Answer::Conflict => Outcome::Unknown(error),
+        Err(error) => refused(error, |e| failed("failed to wake sandbox up", e)),
+    }
 }
 
 async fn observe_pod(api: &Apiserver, namespace: &str, name: &str) -> Outcome {

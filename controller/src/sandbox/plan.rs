@@ -24,6 +24,7 @@ mod claims;
 mod memory;
 mod pods;
 mod services;
+mod wakeup;
 
 /// Part of the work; a failure skips the rest of its area only, as upstream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,6 +71,10 @@ pub enum Action {
     PatchClaim {
         name: String,
         patch: Value,
+    },
+    /// The time at which the Sandbox was to be awake has come: it is resumed if it is suspended, and the time is forgotten.
+    WakeUp {
+        resume: bool,
     },
     ForgetPodName,
     RecordPodName(String),
@@ -226,14 +231,15 @@ pub fn plan(observed: &Observed, now: Timestamp) -> Plan {
         }
         Expiry::In(wait) => {
             plan.requeue = Some(wait);
-            plan_active(&mut plan, &desired, observed);
+            plan_active(&mut plan, &desired, observed, now);
         }
-        Expiry::Never => plan_active(&mut plan, &desired, observed),
+        Expiry::Never => plan_active(&mut plan, &desired, observed, now),
     }
     plan
 }
 
-fn plan_active(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
+fn plan_active(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, now: Timestamp) {
+    wakeup::plan(plan, desired, now);
     claims::plan(plan, desired, observed);
     pods::plan(plan, desired, observed);
     if plan.several_pods.is_none() {

@@ -594,6 +594,32 @@ async fn a_sandbox_that_went_back_to_its_last_image_says_so() {
 }
 
 #[tokio::test]
+async fn what_wakes_a_sandbox_reaches_the_pod_and_a_wrong_value_is_said() {
+    let world = World::new();
+    let wakes_on =
+        |value: &str| json!({"metadata": {"annotations": {"torpor.dev/wake-on": value}}});
+    let template = json!({"spec": {"podTemplate": wakes_on("ports=443 80, tcp")}});
+    world.ready(torpor_sandbox(template)).await;
+    let on_pod = |world: &World| {
+        let annotations = &world.pod().unwrap()["metadata"]["annotations"];
+        annotations
+            .get("torpor.dev/wake-on")
+            .and_then(|v| v.as_str())
+            .map(str::to_owned)
+    };
+    assert_eq!(on_pod(&world).as_deref(), Some("tcp,ports=80,443"));
+    world.edit_sandbox(&wakes_on("any"));
+    world.settle().await;
+    assert_eq!(on_pod(&world).as_deref(), Some("any"));
+
+    world.edit_sandbox(&wakes_on("http"));
+    world.settle().await;
+    let message = "annotation torpor.dev/wake-on: value \"http\" is not allowed; allowed: any, none, or some of tcp, udp, icmp, ports=PORTS, such as tcp,ports=80,8000-8099";
+    world.assert_says("Hibernated", "False", "InvalidAnnotation", message);
+    assert_eq!(on_pod(&world), None);
+}
+
+#[tokio::test]
 async fn hibernation_in_place_where_the_runtime_cannot_is_said() {
     let world = World::new();
     let ask = json!({"metadata": {"annotations": {"torpor.dev/hibernate": "true"}}});

@@ -23,7 +23,7 @@ var allowed = map[string][]string{
 	"torpor-core":            {},
 	"torpor-snapshots":       {"torpor-core"},
 	"torpor-gvisor":          {"torpor-core", "torpor-snapshots"},
-	"torpor-wake":            {},
+	"torpor-wake":            {"torpor-core"},
 	"torpor-oci":             {"torpor-core", "torpor-snapshots", "torpor-gvisor", "torpor-wake"},
 	"torpor-agent":           {"torpor-api", "torpor-daemon", "torpor-core", "torpor-snapshots", "torpor-gvisor", "torpor-test-monitoring"},
 	"torpor-bench":           {"torpor-api"},

@@ -13,6 +13,7 @@
 //! - [`steps`]: plans, their steps, and what became of a step
 //! - [`status`]: what users are told
 //! - [`planner`]: the decisions
+//! - [`wake_on`]: which packets wake a sandbox
 
 pub mod idle;
 pub mod ids;
@@ -23,6 +24,7 @@ pub mod queue;
 pub mod state;
 pub mod status;
 pub mod steps;
+pub mod wake_on;
 
 pub use ids::{
     ContainerId, ContainerName, ImageId, InvalidId, Namespace, PodUid, SandboxId, SnapshotUid,
@@ -36,3 +38,4 @@ pub use state::{
 };
 pub use status::{ConditionDraft, Phase, SnapshotDraft, SnapshotState, StatusDraft};
 pub use steps::{Action, Fence, Outcome, Plan, Reason, Step, StepKind};
+pub use wake_on::WakeOn;

@@ -12,7 +12,7 @@
 //! | paused | in it | run | resume |
 //! | paused | in it and in an image | sleep | end (a snapshot adopts the image) |
 //! | paused | in it and in an image | run | record, resume |
-//! | none | in an image, keepers wait | run, or the image is to be deleted | wake |
+//! | none | in an image, keepers wait | run, or the image is to be deleted, or a time has come at which it is to be awake | wake |
 //! | none | in an image, no keepers | - | nothing: the containers come back, torpor-oci restores the image |
 //!
 //! Rubbish goes in the same plan: partial images at once (a failed save may have filled the disk), images that nothing refers to
@@ -84,6 +84,9 @@ impl<'a> Planning<'a> {
     fn decide(&mut self) {
         if self.must_only_look() {
             return;
+        }
+        if let Some(at) = self.view.desired.wake_up.filter(|at| *at > self.now) {
+            self.look_at(at);
         }
         match self.view.desired.pod {
             PodPresence::Gone => self.plan_gone(),
@@ -406,9 +409,13 @@ impl<'a> Planning<'a> {
         if self.view.desired.suspending() {
             return false;
         }
-        let rested = observed
-            .awake_since
-            .map(|since| later(since, self.policy.linger));
+        // One that was woken by the clock was woken for somebody.
+        let called = self.view.desired.called_at(self.now);
+        let by_clock = observed
+            .woke_at
+            .filter(|at| called.is_some_and(|called| called <= *at));
+        let rested =
+            (observed.awake_since.max(by_clock)).map(|since| later(since, self.policy.linger));
         let lingers = rested.filter(|until| *until > self.now);
         if let Some(until) = lingers {
             self.look_at(until);

@@ -90,6 +90,8 @@ pub struct Desired {
     pub pressure: Pressure,
     /// When it crashes while it is awake it goes on from its last image, which is kept for that.
     pub keep_last_image: bool,
+    /// A time at which it is to be awake, whatever made it sleep, unless it is frozen or being suspended.
+    pub wake_up: Option<Timestamp>,
     pub snapshots: Vec<SnapshotIntent>,
 }
 
@@ -116,6 +118,11 @@ impl Desired {
             true => Power::Asleep,
             false => self.power,
         }
+    }
+
+    /// When it was last to be awake.
+    pub(crate) fn called_at(&self, now: Timestamp) -> Option<Timestamp> {
+        self.wake_up.filter(|at| *at <= now)
     }
 
     /// Whether a Suspend snapshot of this Pod is wanted.
@@ -233,6 +240,10 @@ pub struct Observed {
     pub idle_known: Result<(), String>,
     /// When somebody outside (an exec, a packet) last woke it, if known: see [`Policy::linger`]. Not when a plan did.
     pub awake_since: Option<Timestamp>,
+    /// When it last woke in place, whoever woke it.
+    pub woke_at: Option<Timestamp>,
+    /// When it fell asleep, if it dozes or hibernates.
+    pub asleep_since: Option<Timestamp>,
     /// What failed lately; see [`Failures::note`].
     pub failures: Failures,
     /// Somebody else holds the sandbox's lock (a keeper that wakes it).
@@ -257,6 +268,8 @@ impl Observed {
             idle_since: None,
             idle_known: Ok(()),
             awake_since: None,
+            woke_at: None,
+            asleep_since: None,
             failures: Failures::default(),
             busy: false,
         }

@@ -6,6 +6,8 @@
 //! pod's links receive meanwhile is dropped before any of them sees it. Who listens at the other end of the link (see
 //! `torpor-wake`) can give it back later; without that, TCP sends it again.
 //!
+//! Who silences the links may be heard all the same, by an address that nobody else knows ([`Sender`]).
+//!
 //! ARP and neighbour discovery go through: whoever has the address at the time answers them.
 
 use std::os::fd::{AsFd, OwnedFd};
@@ -43,16 +45,34 @@ pub struct Hush {
 }
 
 impl Hush {
-    /// Silences the links, loopback aside, of the network namespace at `path`.
-    pub fn begin(path: &Path) -> Result<Self, Error> {
+    /// Silences the links, loopback aside, of the network namespace at `path`, for all but frames of the sender `known`.
+    pub fn begin(path: &Path, known: Option<Sender>) -> Result<Self, Error> {
         within(path, || {
-            let program = bpf::load(Hook::Received, &program())?;
+            let program = bpf::load(Hook::Received, &program(known))?;
             let links = net::link_indexes()?
                 .into_iter()
                 .map(|link| bpf::attach_to_link(Hook::Received, program.as_fd(), link))
                 .collect::<Result<_, _>>()?;
             Ok(Self { _links: links })
         })
+    }
+}
+
+/// An Ethernet address that nobody else has: who silences a link sends from it what is to be heard all the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sender([u8; 6]);
+
+impl Sender {
+    /// A new one, not to be guessed: locally administered, of one station (IEEE 802, the two lowest bits of the first byte).
+    pub fn random() -> Self {
+        use std::hash::{BuildHasher, RandomState};
+        // Its keys are the kernel's random numbers.
+        let [first, b, c, d, e, f, _, _] = RandomState::new().hash_one(()).to_ne_bytes();
+        Self([first & 0xfc | 0x02, b, c, d, e, f])
+    }
+
+    pub fn address(&self) -> [u8; 6] {
+        self.0
     }
 }
 
@@ -64,6 +84,7 @@ mod received {
 
 /// Offsets in a frame, and what is looked for there.
 mod frame {
+    pub(super) const SENDER: i16 = 6;
     pub(super) const ETHER_TYPE: i16 = 12;
     pub(super) const ETHERNET: i32 = 14;
     pub(super) const IPV6_NEXT: i16 = 14 + 6;
@@ -76,47 +97,50 @@ mod frame {
     pub(super) const NEIGHBOUR_LAST: i32 = 137;
 }
 
-fn program() -> Vec<bpf::Instruction> {
+/// Where the program leaves for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Label {
+    Stranger,
+    Pass,
+    Drop,
+}
+
+fn program(known: Option<Sender>) -> Vec<bpf::Instruction> {
     use bpf::Register::{R0, R1, R2, R3, R4, R5};
     use bpf::{add, copy, exit, jump_if, jump_if_greater, jump_if_greater_than, jump_if_less};
-    use bpf::{jump_if_not, load8, load16, load32, set};
+    use bpf::{jump_if_not, jump32_if_not, load8, load16, load32, set};
 
     const DROP: i32 = 1;
     const PASS: i32 = 2;
-    let mut code = vec![
-        load32(R2, R1, received::BEGIN),
-        load32(R3, R1, received::END),
-    ];
-    // Where the program leaves for its two ends, whose places are known last.
-    let (mut passes, mut drops) = (Vec::new(), Vec::new());
-    let leave = |code: &mut Vec<_>, ends: &mut Vec<usize>, jump| {
-        ends.push(code.len());
-        code.push(jump);
-    };
+    let mut code = bpf::Code::new();
+    code.push(load32(R2, R1, received::BEGIN));
+    code.push(load32(R3, R1, received::END));
     code.extend([copy(R4, R2), add(R4, frame::ETHERNET)]);
-    leave(&mut code, &mut drops, jump_if_greater_than(R4, R3));
-    code.push(load16(R5, R2, frame::ETHER_TYPE));
-    let arp = jump_if(R5, i32::from(frame::ARP.to_be()));
-    leave(&mut code, &mut passes, arp);
-    let not_ipv6 = jump_if_not(R5, i32::from(frame::IPV6.to_be()));
-    leave(&mut code, &mut drops, not_ipv6);
-    code.extend([copy(R4, R2), add(R4, i32::from(frame::ICMPV6_TYPE) + 1)]);
-    leave(&mut code, &mut drops, jump_if_greater_than(R4, R3));
-    code.push(load8(R5, R2, frame::IPV6_NEXT));
-    leave(&mut code, &mut drops, jump_if_not(R5, frame::ICMPV6));
-    code.push(load8(R5, R2, frame::ICMPV6_TYPE));
-    let below = jump_if_less(R5, frame::NEIGHBOUR_FIRST);
-    leave(&mut code, &mut drops, below);
-    let above = jump_if_greater(R5, frame::NEIGHBOUR_LAST);
-    leave(&mut code, &mut drops, above);
-    for (ends, verdict) in [(passes, PASS), (drops, DROP)] {
-        let end = code.len();
-        code.extend([set(R0, verdict), exit()]);
-        for at in ends {
-            code[at].jump_to(at, end);
-        }
+    code.jump(jump_if_greater_than(R4, R3), Label::Drop);
+    if let Some(Sender([a, b, c, d, e, f])) = known {
+        code.push(load32(R5, R2, frame::SENDER));
+        let first = i32::from_ne_bytes([a, b, c, d]);
+        code.jump(jump32_if_not(R5, first), Label::Stranger);
+        code.push(load16(R5, R2, frame::SENDER + 4));
+        let last = i32::from(u16::from_ne_bytes([e, f]));
+        code.jump(jump_if(R5, last), Label::Pass);
+        code.label(Label::Stranger);
     }
-    code
+    code.push(load16(R5, R2, frame::ETHER_TYPE));
+    code.jump(jump_if(R5, i32::from(frame::ARP.to_be())), Label::Pass);
+    code.jump(jump_if_not(R5, i32::from(frame::IPV6.to_be())), Label::Drop);
+    code.extend([copy(R4, R2), add(R4, i32::from(frame::ICMPV6_TYPE) + 1)]);
+    code.jump(jump_if_greater_than(R4, R3), Label::Drop);
+    code.push(load8(R5, R2, frame::IPV6_NEXT));
+    code.jump(jump_if_not(R5, frame::ICMPV6), Label::Drop);
+    code.push(load8(R5, R2, frame::ICMPV6_TYPE));
+    code.jump(jump_if_less(R5, frame::NEIGHBOUR_FIRST), Label::Drop);
+    code.jump(jump_if_greater(R5, frame::NEIGHBOUR_LAST), Label::Drop);
+    for (label, verdict) in [(Label::Pass, PASS), (Label::Drop, DROP)] {
+        code.label(label);
+        code.extend([set(R0, verdict), exit()]);
+    }
+    code.finish()
 }
 
 #[cfg(test)]
@@ -147,8 +171,12 @@ mod tests {
             })
             .expect("asked")
         };
-        let hush = Hush::begin(&far.path()).expect("silenced");
-        assert!(matches!(Hush::begin(&far.path()), Err(Error::Already)));
+        let known = Sender([2, 0, 0, 0x7f, 0x80, 0xff]);
+        let hush = Hush::begin(&far.path(), Some(known)).expect("silenced");
+        assert!(matches!(
+            Hush::begin(&far.path(), None),
+            Err(Error::Already)
+        ));
         assert!(!is_answered("10.202.0.2:9") && !is_answered("[fd02::2]:9"));
         // The silence has not kept anybody from learning where the addresses are.
         let neighbours = sh(&format!("ip -n {a} neighbour"));
@@ -158,6 +186,18 @@ mod tests {
                 .any(|line| line.starts_with(address) && line.contains("lladdr"));
             assert!(known, "{address} in {neighbours}");
         }
+        let moves_to = |address: &str| {
+            sh(&format!(
+                "ip -n {a} link set eth0 address {address}; ip -n {b} neigh flush dev eth0"
+            ));
+        };
+        moves_to("02:00:00:7f:80:ff");
+        assert!(
+            is_answered("10.202.0.2:9") && is_answered("[fd02::2]:9"),
+            "a known sender"
+        );
+        moves_to("02:00:00:7f:80:fe");
+        assert!(!is_answered("10.202.0.2:9"), "a stranger");
         drop(hush);
         assert!(is_answered("10.202.0.2:9") && is_answered("[fd02::2]:9"));
     }

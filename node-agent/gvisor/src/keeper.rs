@@ -16,6 +16,7 @@ use nix::sys::time::{TimeVal, TimeValLike};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use torpor_core::ids::ImageId;
+use torpor_core::wake_on::WakeOn;
 
 /// The socket's name in the container's directory.
 pub const SOCKET: &str = "keeper.sock";
@@ -54,10 +55,12 @@ pub enum Request {
     /// The sandbox runs (again): wait for the container's end, and give it what arrived meanwhile.
     Attach,
     /// The pod's memory is about to be written: from now on hold what arrives for it, and wake it when it sleeps and
-    /// somebody wants an answer. The kubelet's probes of these TCP ports are answered for it.
-    Hold { probes: Vec<u16> },
+    /// somebody wants an answer.
+    Hold(Rules),
     /// The sandbox stands still with its memory: as for [`Request::Hold`], and it sleeps from now on.
-    Watch { probes: Vec<u16> },
+    Watch(Rules),
+    /// Other rules for what is held and wakes, if anything is.
+    Rules(Rules),
     /// The sandbox was not put to sleep after all.
     Release,
     /// End with this code.
@@ -70,6 +73,25 @@ pub enum Request {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         image: Option<ImageId>,
     },
+}
+
+/// What a keeper goes by that holds packets for a sleeping pod.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Rules {
+    /// TCP ports at which the kubelet's probes are answered for the pod.
+    pub probes: Vec<u16>,
+    /// Those of them to which the kubelet also makes the request of a hook, once the Pod is being deleted. Then they are not
+    /// probed any more.
+    #[serde(default)]
+    pub hooks: Vec<u16>,
+    /// The sandbox goes on from its image in another Pod. What its containers would do at their end they do not do now: hooks
+    /// are answered as probes are.
+    #[serde(default)]
+    pub suspends: bool,
+    /// Which packets wake it.
+    #[serde(default)]
+    pub wake_on: WakeOn,
 }
 
 /// What a keeper runs for the agent: what must live in the host's namespaces and not in the agent's container.
@@ -201,4 +223,41 @@ pub fn receive(peer: &OwnedFd) -> nix::Result<(Vec<u8>, Vec<OwnedFd>)> {
 fn own(raw: RawFd) -> OwnedFd {
     // SAFETY: the kernel has just made this descriptor for us in recvmsg; nobody else owns it.
     unsafe { OwnedFd::from_raw_fd(raw) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rules_reach_keepers_of_this_and_of_the_next_version() {
+        let rules = Rules {
+            probes: vec![80],
+            hooks: vec![80],
+            suspends: true,
+            wake_on: WakeOn::Only {
+                tcp: true,
+                udp: false,
+                icmp: false,
+                ports: vec![80..=89],
+            },
+        };
+        for request in [
+            Request::Hold(rules.clone()),
+            Request::Watch(Rules::default()),
+            Request::Rules(rules),
+        ] {
+            let said = serde_json::to_string(&request).expect("words");
+            let heard: Request = serde_json::from_str(&said).expect(&said);
+            assert_eq!(heard, request, "{said}");
+        }
+        // As an agent says it that knows of nothing but probes.
+        let heard: Request = serde_json::from_str(r#"{"do":"hold","probes":[80]}"#).expect("heard");
+        let probes = vec![80];
+        let known = Rules {
+            probes,
+            ..Rules::default()
+        };
+        assert_eq!(heard, Request::Hold(known));
+    }
 }

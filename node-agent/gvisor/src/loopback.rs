@@ -71,6 +71,10 @@ mod lookup {
     pub(super) const LOCAL_IP4: i16 = 40;
 }
 
+/// Where the program leaves for its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Pass;
+
 /// Gives TCP over IPv4 from and to 127.0.0.0/8 the socket in the map; everything else, and this too when there is no
 /// socket any more, goes the way it would go without this program.
 fn program(sockets: i32) -> Vec<bpf::Instruction> {
@@ -79,23 +83,20 @@ fn program(sockets: i32) -> Vec<bpf::Instruction> {
 
     const LOOPBACK_NET: i32 = 127;
     const PASS: i32 = 1;
-    // Where the program leaves for its end, whose place is known last.
-    let mut code = vec![bpf::copy(R6, R1)];
-    let mut leave = Vec::new();
+    let mut code = bpf::Code::new();
+    code.push(bpf::copy(R6, R1));
     for (offset, wanted) in [
         (lookup::FAMILY, nix::libc::AF_INET),
         (lookup::PROTOCOL, nix::libc::IPPROTO_TCP),
     ] {
         code.push(load32(R2, R6, offset));
-        leave.push(code.len());
-        code.push(jump_if_not(R2, wanted));
+        code.jump(jump_if_not(R2, wanted), Pass);
     }
     for offset in [lookup::LOCAL_IP4, lookup::REMOTE_IP4] {
         code.push(load32(R2, R6, offset));
         code.push(bpf::from_network_order32(R2));
         code.push(bpf::shift_right(R2, 24));
-        leave.push(code.len());
-        code.push(jump_if_not(R2, LOOPBACK_NET));
+        code.jump(jump_if_not(R2, LOOPBACK_NET), Pass);
     }
     // The key 0, on the stack.
     code.push(bpf::store32(R10, -4, 0));
@@ -103,8 +104,7 @@ fn program(sockets: i32) -> Vec<bpf::Instruction> {
     code.push(bpf::add(R2, -4));
     code.extend(set_map(R1, sockets));
     code.push(call(bpf::Helper::MapLookupElem));
-    leave.push(code.len());
-    code.push(jump_if_zero(R0));
+    code.jump(jump_if_zero(R0), Pass);
     code.push(bpf::copy(R7, R0));
     code.push(bpf::copy(R1, R6));
     code.push(bpf::copy(R2, R7));
@@ -113,13 +113,9 @@ fn program(sockets: i32) -> Vec<bpf::Instruction> {
     code.push(call(bpf::Helper::SkAssign));
     code.push(bpf::copy(R1, R7));
     code.push(call(bpf::Helper::SkRelease));
-    let pass = code.len();
-    code.push(set(R0, PASS));
-    code.push(exit());
-    for at in leave {
-        code[at].jump_to(at, pass);
-    }
-    code
+    code.label(Pass);
+    code.extend([set(R0, PASS), exit()]);
+    code.finish()
 }
 
 #[cfg(test)]

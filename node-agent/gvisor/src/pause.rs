@@ -36,7 +36,8 @@ pub enum Error {
     Forwards(#[from] forward::Error),
 }
 
-/// Whether the sandbox is paused. Settles what a crash left open.
+/// Whether the sandbox is paused. Settles what a crash left open, and so is only for who holds the pod's lock: while somebody
+/// else is at it, [`Records::pause_mark`] is all that there is to read.
 pub fn is_paused(
     records: &Records,
     control: &mut Control,

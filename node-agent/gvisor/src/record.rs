@@ -340,7 +340,7 @@ impl Records {
     }
 
     /// The note of a pause; see [`crate::pause`].
-    pub(crate) fn pause_mark(&self, sandbox: &SandboxId) -> Result<Option<PauseMark>, Error> {
+    pub fn pause_mark(&self, sandbox: &SandboxId) -> Result<Option<PauseMark>, Error> {
         match read_json(&self.pod_dir(sandbox).join("pause.json")) {
             Ok(mark) => Ok(Some(mark)),
             Err(Error::Missing(_)) => Ok(None),
@@ -428,6 +428,16 @@ impl Records {
     /// When the sandbox last woke in place; none if never.
     pub fn woke_at(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
         modified(&self.wake_path(sandbox))
+    }
+
+    /// Since when the sandbox sleeps, if it hibernates or stands still.
+    pub fn asleep_since(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
+        let file = match self.state(sandbox) {
+            Ok(SandboxState::Hibernated { .. }) => "state.json",
+            Ok(SandboxState::Running) if self.is_noted_paused(sandbox) => "pause.json",
+            _ => return None,
+        };
+        modified(&self.pod_dir(sandbox).join(file))
     }
 
     /// How it last woke in place.

@@ -10,6 +10,8 @@
 //! - TCP segments without data that begin or end nothing: acknowledgements follow data that counted, and keepalives of a connection
 //!   on which nothing is said are no use of the sandbox.
 //!
+//! What comes in and may want an answer is noted apart from the rest, so that it can be told whether the pod owes one ([`unanswered`]).
+//!
 //! What the node itself exchanges with a TCP port of the pod is noted by port, because the kubelet's probes are among it: the
 //! address that the node's kernel takes for connections to the pod. Which ports are probed is only known to who asks. Traffic
 //! of others that arrives with that address (a NodePort with masquerading, somebody on the node) and goes to a probed port is
@@ -30,6 +32,8 @@ mod program;
 
 /// Ports are noted as themselves; this is everything else.
 const OTHERS: u32 = 1 << 16;
+/// Added to the key of what comes in and begins a connection or bears data.
+const MAY_WANT_ANSWER: u32 = 1 << 17;
 /// Ports of one pod that its node talks to; beyond them everything counts as others' traffic.
 const MOST_PORTS: u32 = 64;
 
@@ -85,9 +89,11 @@ impl Ages {
 /// Begins to watch the links of the network namespace at `path`, whose addresses are `pod`. Called in the node's own namespace.
 pub fn begin(path: &Path, pod: &[IpAddr]) -> Result<Watch, Error> {
     let node = node_addresses(pod)?;
-    let map = bpf::time_map(MOST_PORTS + 1)?;
-    // The program finds this one always, so that there is a place for what has none.
-    bpf::insert_time(map.as_fd(), OTHERS, 0)?;
+    let map = bpf::time_map(2 * (MOST_PORTS + 1))?;
+    // The programs find these always, so that there is a place for what has none.
+    for key in [OTHERS, OTHERS | MAY_WANT_ANSWER] {
+        bpf::insert_time(map.as_fd(), key, 0)?;
+    }
     let id = bpf::map_id(map.as_fd())?;
     let program = |direction| bpf::load(Hook::Classify, &program::code(direction, node, &map));
     let programs = [
@@ -100,19 +106,50 @@ pub fn begin(path: &Path, pod: &[IpAddr]) -> Result<Watch, Error> {
 
 /// Reads what [`begin`] watches.
 pub fn last(watch: Watch) -> Result<Ages, Error> {
-    let map = bpf::map_by_id(watch.map)?;
-    let now = bpf::now();
     let mut ages = Ages::default();
-    for (key, at) in bpf::times(map.as_fd())? {
-        let age = now.saturating_sub(at).as_millis();
-        let age = u64::try_from(age).unwrap_or(u64::MAX);
-        match u16::try_from(key) {
-            _ if at.is_zero() => {}
-            Ok(port) => drop(ages.node_millis.insert(port, age)),
-            Err(_) => ages.other_millis = Some(age),
-        }
+    for Seen { port, age, .. } in seen(watch)? {
+        let age = u64::try_from(age.as_millis()).unwrap_or(u64::MAX);
+        let noted = match port {
+            Some(port) => ages.node_millis.entry(port).or_insert(age),
+            None => ages.other_millis.get_or_insert(age),
+        };
+        *noted = age.min(*noted);
     }
     Ok(ages)
+}
+
+/// How long ago something came in that the pod may have to answer, if it has said nothing since. What the node says to `probed` ports does not count.
+pub fn unanswered(watch: Watch, probed: &[u16]) -> Result<Option<Duration>, Error> {
+    let mut seen = seen(watch)?;
+    seen.retain(|seen| seen.port.is_none_or(|port| !probed.contains(&port)));
+    let youngest = |may_want_answer| {
+        let of = seen
+            .iter()
+            .filter(|seen| seen.may_want_answer == may_want_answer);
+        of.map(|seen| seen.age).min()
+    };
+    let said = youngest(false);
+    Ok(youngest(true).filter(|asked| said.is_none_or(|said| *asked < said)))
+}
+
+/// One entry of the map.
+struct Seen {
+    /// Of the node's talk with it.
+    port: Option<u16>,
+    may_want_answer: bool,
+    age: Duration,
+}
+
+fn seen(watch: Watch) -> Result<Vec<Seen>, Error> {
+    let map = bpf::map_by_id(watch.map)?;
+    let now = bpf::now();
+    let times = bpf::times(map.as_fd())?.into_iter();
+    let seen = times.filter(|(_, at)| !at.is_zero()).map(|(key, at)| Seen {
+        port: u16::try_from(key & !MAY_WANT_ANSWER).ok(),
+        may_want_answer: key & MAY_WANT_ANSWER != 0,
+        age: now.saturating_sub(at),
+    });
+    Ok(seen.collect())
 }
 
 /// The kubelet's probes come from the address that the kernel chooses for connections to the pod.

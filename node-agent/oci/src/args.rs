@@ -52,6 +52,9 @@ pub(crate) enum Command {
         #[arg(long, short)]
         force: bool,
     },
+    /// Remove a container by force, however long it takes (run by delete --force)
+    #[command(hide = true)]
+    Remove { id: ContainerId },
     /// Run a process in a container; wakes a hibernated one
     Exec(ExecArgs),
     /// Pause the pod's sandbox

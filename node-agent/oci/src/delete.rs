@@ -1,10 +1,12 @@
 //! `delete`: nothing of the container is left afterwards: no process, no cgroup, no socket, no file. Images and ledgers
 //! stay: they belong to the Pod, and the agent removes them when the Pod is gone.
 
+use std::os::unix::process::CommandExt;
 use std::path::Path;
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use torpor_core::ids::ContainerId;
 use torpor_gvisor::cgroup;
 use torpor_gvisor::keeper::{self, Request};
@@ -12,10 +14,32 @@ use torpor_gvisor::record::{ContainerRecord, SandboxState};
 use torpor_gvisor::spec::Role;
 
 use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
-use crate::restore::{end_processes, kill_processes};
+use crate::restore::{self, end_processes, kill_processes};
 
 /// A killed process leaves its cgroup within milliseconds, unless it is stuck in the kernel.
 const CGROUP_EMPTY_LIMIT: Duration = Duration::from_secs(10);
+
+/// containerd removes by force what a dead shim has left, once, and kills whoever needs more than five seconds. A wake or an end
+/// that the shim's death came upon may hold the pod's lock for longer, and so may processes that nobody reaps: the work is
+/// done by a process of its own, which goes on when this one is killed.
+pub(crate) fn delete_surely(id: &ContainerId) -> anyhow::Result<()> {
+    let removed = Command::new("/proc/self/exe")
+        .arg0("torpor-remove")
+        .arg("remove")
+        .arg(id.as_str())
+        .current_dir("/")
+        .process_group(0)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        // Not our own standard error: containerd reads that to its end.
+        .stderr(Stdio::piped())
+        .spawn()
+        .and_then(Child::wait_with_output)
+        .context("cannot start the removal")?;
+    let words = String::from_utf8_lossy(&removed.stderr);
+    ensure!(removed.status.success(), "{}", words.trim());
+    Ok(())
+}
 
 pub(crate) fn delete(node: &Node, id: &ContainerId, force: bool) -> anyhow::Result<()> {
     let record = match node.records.container(id) {
@@ -32,7 +56,12 @@ pub(crate) fn delete(node: &Node, id: &ContainerId, force: bool) -> anyhow::Resu
         kill_processes(node, &processes)?;
     }
     match record.role {
-        Role::Container => delete_container(node, &record)?,
+        Role::Container => {
+            if lock.is_some() {
+                sleep_on(node, &record)?;
+            }
+            delete_container(node, &record)?;
+        }
         Role::Sandbox => delete_sandbox(node, &record)?,
     }
     drop(lock);
@@ -50,6 +79,21 @@ fn is_orphan(record: &ContainerRecord) -> bool {
         .and_then(|rest| rest.split_whitespace().nth(1));
     let line = parent.and_then(|pid| std::fs::read_to_string(format!("/proc/{pid}/cmdline")).ok());
     line.is_some_and(|line| !line.contains(record.sandbox.as_str()))
+}
+
+/// A sandbox that is paused with its memory in an image, and loses a container (its keeper was killed), would go on without that
+/// container's memory. So it sleeps on in the image alone, until the kubelet has brought the container back.
+fn sleep_on(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
+    if !matches!(
+        node.records.state(&record.sandbox),
+        Ok(SandboxState::Running)
+    ) {
+        return Ok(());
+    }
+    match restore::stands_in(node, &record.sandbox)? {
+        Some(image) => restore::deepen(node, &record.sandbox, &image),
+        None => Ok(()),
+    }
 }
 
 fn delete_container(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {

@@ -49,6 +49,34 @@ pub(crate) fn wake(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Answer> {
 /// Resumes the sandbox if it dozes; answers whether it did. The caller holds the lock.
 pub(crate) fn rouse(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<bool> {
     let mut stages = Stages::new();
+    if !resume(node, sandbox, &mut stages)? {
+        return Ok(false);
+    }
+    let pause = node.records.container_dir(&sandbox.clone().into());
+    // A keeper that cannot be told is gone, and with it what it held back.
+    let _ = keeper::ask(&pause, &Request::Release, &[], CALL_LIMIT);
+    stages.over("released");
+    node.records
+        .write_wake(sandbox, &stages.note(cause, Depth::Dozing))?;
+    Ok(true)
+}
+
+/// The same for the keeper itself, which lets through what it held: to start a program for it would take longer than the rest.
+/// Not while somebody else is at work on the sandbox.
+pub(crate) fn rouse_at_once(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
+    let Some(_lock) = node.records.try_lock(sandbox)? else {
+        return Ok(false);
+    };
+    let mut stages = Stages::new();
+    let resumed = resume(node, sandbox, &mut stages)?;
+    if resumed {
+        node.records
+            .write_wake(sandbox, &stages.note(WakeCause::Packet, Depth::Dozing))?;
+    }
+    Ok(resumed)
+}
+
+fn resume(node: &Node, sandbox: &SandboxId, stages: &mut Stages) -> anyhow::Result<bool> {
     let Some(mut control) = dozing(node, sandbox)? else {
         return Ok(false);
     };
@@ -59,12 +87,6 @@ pub(crate) fn rouse(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyho
     }
     stages.over("resumed");
     node.records.note_call(sandbox)?;
-    let pause = node.records.container_dir(&sandbox.clone().into());
-    // A keeper that cannot be told is gone, and with it what it held back.
-    let _ = keeper::ask(&pause, &Request::Release, &[], CALL_LIMIT);
-    stages.over("released");
-    node.records
-        .write_wake(sandbox, &stages.note(cause, Depth::Dozing))?;
     Ok(true)
 }
 

@@ -19,11 +19,12 @@ use nix::sys::socket::{SockFlag, accept4};
 use rustix::termios::Termios;
 use torpor_core::ids::ImageId;
 use torpor_gvisor::control::Control;
-use torpor_gvisor::keeper::{Answer, Request, Verb, receive, send};
+use torpor_gvisor::keeper::{Answer, Request, Rules, Verb, receive, send};
 use torpor_gvisor::record::{ContainerRecord, SandboxState};
 use torpor_wake::sensor::Next;
 
 use crate::args::KeeperArgs;
+use crate::doze;
 use crate::node::Node;
 
 mod children;
@@ -228,9 +229,13 @@ impl Keeper<'_> {
         }
     }
 
-    /// The program takes the pod's lock by itself: whoever has it now is asked to wait by nobody.
+    /// Where more is to be done than to resume it, a program does it, which takes the pod's lock by itself.
     fn follow(&mut self, next: Next) {
         let Next::Wake(cause) = next else { return };
+        // What has failed here is tried again by the program, and fails there.
+        if doze::rouse_at_once(self.node, &self.record.sandbox).is_ok_and(|roused| roused) {
+            return self.release();
+        }
         let spawned = Command::new("/proc/self/exe")
             .arg0("torpor-wake")
             .arg("wake")
@@ -252,17 +257,24 @@ impl Keeper<'_> {
     }
 
     /// A pod that cannot be watched sleeps all the same, and is woken by everything else.
-    fn watch(&mut self, probed_ports: &[u16]) -> Answer {
+    fn watch(&mut self, rules: &Rules) -> Answer {
         let records = &self.node.records;
         let pod = match records.pod(&self.record.sandbox) {
             Ok(pod) => pod,
             Err(error) => return Answer::refused("NoRecord", error.to_string()),
         };
-        if self.watch.is_some() {
+        if let Some(watch) = &mut self.watch {
             // It dozed before it is saved: what waits goes on waiting.
+            let next = watch.set_rules(rules);
+            self.follow(next);
             return Answer::ok(serde_json::Value::Null);
         }
-        match Watch::begin(&pod, probed_ports, self.node.config.kubelet_port) {
+        // Without the times nothing is known of what came before.
+        let seen = records
+            .traffic(&self.record.sandbox)
+            .ok()
+            .and_then(Result::ok);
+        match Watch::begin(&pod, rules, self.node.config.kubelet_port, seen) {
             Ok(watch) => {
                 self.watch = Some(watch);
                 Answer::ok(serde_json::Value::Null)
@@ -394,12 +406,17 @@ impl Keeper<'_> {
                 self.release();
                 answer(&peer, &done, &[]);
             }
-            Request::Hold { probes } => {
-                let answered = self.watch(probes);
+            Request::Hold(rules) => {
+                let answered = self.watch(rules);
                 answer(&peer, &answered, &[]);
             }
-            Request::Watch { probes } => {
-                let answered = self.watch(probes);
+            Request::Rules(rules) => {
+                let next = self.watch.as_mut().map(|watch| watch.set_rules(rules));
+                self.follow(next.unwrap_or(Next::Nothing));
+                answer(&peer, &done, &[]);
+            }
+            Request::Watch(rules) => {
+                let answered = self.watch(rules);
                 answer(&peer, &answered, &[]);
                 let next = self.watch.as_mut().map(Watch::standing);
                 self.follow(next.unwrap_or(Next::Nothing));

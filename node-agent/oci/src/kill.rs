@@ -61,7 +61,7 @@ fn end_keeper(node: &Node, id: &ContainerId, signal: Signal) -> anyhow::Result<(
 /// ran on would make it stale for nothing.
 fn is_saved_and_paused(node: &Node, record: &ContainerRecord) -> anyhow::Result<bool> {
     let dozes = node.records.doze(&record.sandbox)?.is_some();
-    Ok(!dozes && is_paused(node, record)? && restore::is_in_image(node, &record.sandbox)?)
+    Ok(!dozes && restore::stands_in(node, &record.sandbox)?.is_some())
 }
 
 fn is_paused(node: &Node, record: &ContainerRecord) -> anyhow::Result<bool> {

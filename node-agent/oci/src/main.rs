@@ -60,7 +60,9 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Start { id } => start::start(&node, id)?,
         Command::State { id } => println!("{}", state::state(&node, id)?),
         Command::Kill { id, signal, all } => kill::kill(&node, id, signal, *all)?,
-        Command::Delete { id, force } => delete::delete(&node, id, *force)?,
+        Command::Delete { id, force: true } => delete::delete_surely(id)?,
+        Command::Delete { id, force: false } => delete::delete(&node, id, false)?,
+        Command::Remove { id } => delete::delete(&node, id, true)?,
         Command::Exec(args) => exec::exec(&node, args)?,
         Command::Pause { id } => state::pause(&node, id)?,
         Command::Resume { id } => state::resume(&node, id)?,
@@ -112,5 +114,6 @@ fn report(cli: &Cli, level: &str, error: &anyhow::Error) {
         // The words go to stderr in any case.
         let _ = file.and_then(|mut file| writeln!(file, "{line}"));
     }
-    eprintln!("{message}");
+    // Who started this program may have been killed meanwhile, and its pipe with it.
+    let _ = writeln!(std::io::stderr(), "{message}");
 }

@@ -12,12 +12,15 @@ use jiff::Timestamp;
 use torpor_core::ids::{ContainerName, ImageId, SandboxId};
 use torpor_core::ledger::Memory;
 use torpor_core::{Entry, ImageState, LedgerState, RolledBack};
+use torpor_gvisor::control::Control;
 use torpor_gvisor::keeper::{self, Answer, Request};
+use torpor_gvisor::pause;
 use torpor_gvisor::probe;
 use torpor_gvisor::record::{
     ContainerRecord, Depth, PodRecord, RestoreReport, SandboxState, SleepNote, WakeCause,
 };
 use torpor_gvisor::spec::{Role, Spec};
+use torpor_snapshots::ledger_file::Error::Fenced;
 use torpor_snapshots::{Image, LedgerFile, Manifest, Mismatch, SavedName, Store};
 
 use crate::node::{CALL_LIMIT, Node};
@@ -462,19 +465,20 @@ fn wake_recorded(
     ledger: &LedgerFile,
     cause: WakeCause,
 ) -> anyhow::Result<Stages> {
-    ledger.append(&Entry::Waking { image: id.clone() })?;
-    let awake = || Ok(ledger.append(&Entry::Awake).map(drop)?);
-    match sandbox::restore(node, pod, image, parts, cause, awake) {
-        Ok(stages) => Ok(stages),
-        Err(error) => {
-            let reason = "RestoreFailed".to_owned();
-            ledger.append(&Entry::WakeFailed {
-                image: id.clone(),
-                reason,
-            })?;
-            Err(error)
+    let waking = ledger.append(&Entry::Waking { image: id.clone() })?;
+    // Fenced: the kubelet may have made another sandbox of this Pod meanwhile, which says of itself how its restore went.
+    let outcome = |entry| ledger.append_at(waking.seq, &entry);
+    let awake = || Ok(outcome(Entry::Awake).map(drop)?);
+    let restored = sandbox::restore(node, pod, image, parts, cause, awake);
+    if restored.is_err() {
+        let reason = "RestoreFailed".to_owned();
+        let image = id.clone();
+        match outcome(Entry::WakeFailed { image, reason }) {
+            Ok(_) | Err(Fenced { .. }) => {}
+            Err(error) => return Err(error.into()),
         }
     }
+    restored
 }
 
 /// Whether the ledger says that the sandbox' memory lies in an image that is there.
@@ -492,6 +496,29 @@ pub(crate) fn memory_image(node: &Node, sandbox: &SandboxId) -> anyhow::Result<O
         .read()?
         .restorable(held)
         .cloned())
+}
+
+/// The image that is the memory of a sandbox that stands still, for as long as it does. The caller holds the lock.
+pub(crate) fn stands_in(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Option<ImageId>> {
+    let Ok(mut control) = Control::connect(node.runsc.root(), sandbox.as_str()) else {
+        return Ok(None);
+    };
+    if !pause::is_paused(&node.records, &mut control, sandbox, CALL_LIMIT)? {
+        return Ok(None);
+    }
+    memory_image(node, sandbox)
+}
+
+/// From now on the sandbox sleeps in the image alone, until somebody needs it. The caller holds the lock, and knows that it stands
+/// still.
+pub(crate) fn deepen(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow::Result<()> {
+    let pod = node.records.pod(sandbox)?;
+    let asleep = Entry::Asleep {
+        image: image.clone(),
+        by_itself: true,
+    };
+    store(node)?.ledger(&pod.pod_uid)?.append(&asleep)?;
+    end(node, sandbox, image).map(drop)
 }
 
 /// Before a paused sandbox is resumed: from now on no image is its memory.
@@ -560,7 +587,8 @@ pub(crate) fn wake(node: &Node, sandbox: &SandboxId, id: &ImageId) -> anyhow::Re
     let image = store.image(&pod.namespace, id)?;
     let parts = parts_of(node, sandbox, &image)?;
     let ledger = store.ledger(&pod.pod_uid)?;
-    let awake = || Ok(ledger.append(&Entry::Awake).map(drop)?);
+    let waking = ledger.read()?;
+    let awake = || Ok(ledger.append_at(waking.seq, &Entry::Awake).map(drop)?);
     let cause = WakeCause::Asked;
     let stages = sandbox::restore(node, &pod, &image, &parts, cause, awake)?;
     let note = stages.note(cause, Depth::Hibernated);

@@ -29,7 +29,9 @@ pub(crate) fn state(node: &Node, id: &ContainerId) -> anyhow::Result<Value> {
         _ if !lives => "stopped",
         // A doze is nobody's wish, and ends as soon as somebody wants something.
         SandboxState::Running
-            if paused(node, &record.sandbox) && node.records.doze(&record.sandbox)?.is_none() =>
+            // Whoever pauses or resumes it at this moment has the lock; nobody waits for that here.
+            if node.records.is_noted_paused(&record.sandbox)
+                && node.records.doze(&record.sandbox)?.is_none() =>
         {
             "paused"
         }
@@ -93,6 +95,7 @@ pub(crate) fn refuse_frozen(node: &Node, sandbox: &SandboxId) -> anyhow::Result<
     Ok(())
 }
 
+/// The caller holds the lock.
 fn paused(node: &Node, sandbox: &SandboxId) -> bool {
     Control::connect(node.runsc.root(), sandbox.as_str()).is_ok_and(|mut control| {
         pause::is_paused(&node.records, &mut control, sandbox, CALL_LIMIT).unwrap_or(false)

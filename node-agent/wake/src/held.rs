@@ -2,6 +2,8 @@
 
 use std::collections::VecDeque;
 
+use crate::packet::Says;
+
 /// What may wait for one sandbox. A connection that begins is one frame of less than a hundred bytes; what does not fit is
 /// sent again by TCP.
 pub const MOST_FRAMES: usize = 512;
@@ -10,27 +12,30 @@ pub const MOST_BYTES: usize = 512 << 10;
 /// Frames in the order of their arrival, as the tap gave them.
 #[derive(Debug, Default)]
 pub struct Held {
-    frames: VecDeque<Box<[u8]>>,
+    frames: VecDeque<(Option<Says>, Box<[u8]>)>,
     bytes: usize,
 }
 
 impl Held {
-    /// Keeps the frame, unless the same one waits already (a sender that got no answer says it again) or there is no room.
-    pub fn keep(&mut self, frame: &[u8]) {
-        if self.frames.iter().any(|waiting| **waiting == *frame) {
+    /// Keeps the frame, unless one that says the same waits already (a sender that got no answer repeats itself) or there is
+    /// no room. `says`: of a TCP segment, which bears another time whenever it is sent.
+    pub fn keep(&mut self, frame: &[u8], says: Option<Says>) {
+        let mut waiting = self.frames.iter();
+        if waiting.any(|(said, held)| says.is_some() && *said == says || **held == *frame) {
             return;
         }
         if self.frames.len() == MOST_FRAMES || self.bytes + frame.len() > MOST_BYTES {
             return;
         }
         self.bytes += frame.len();
-        self.frames.push_back(frame.into());
+        self.frames.push_back((says, frame.into()));
     }
 
     /// The frames, in order; nothing waits any more.
-    pub fn take(&mut self) -> VecDeque<Box<[u8]>> {
+    pub fn take(&mut self) -> Vec<Box<[u8]>> {
         self.bytes = 0;
-        std::mem::take(&mut self.frames)
+        let frames = std::mem::take(&mut self.frames);
+        frames.into_iter().map(|(_, frame)| frame).collect()
     }
 }
 
@@ -38,6 +43,30 @@ impl Held {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn ends_that_are_repeated_for_hours_take_no_room() {
+        use etherparse::{PacketBuilder, TcpOptionElement};
+        let own = [std::net::IpAddr::from([10, 1, 2, 3])];
+        let mut held = Held::default();
+        for repetition in 0..20 {
+            for port in 0..100 {
+                let mut frame = Vec::new();
+                PacketBuilder::ethernet2([1; 6], [2; 6])
+                    .ipv4([10, 1, 0, 1], [10, 1, 2, 3], 64)
+                    .tcp(port, 80, 7, 512)
+                    .ack(9)
+                    .fin()
+                    .options(&[TcpOptionElement::Timestamp(repetition, 1)])
+                    .expect("room")
+                    .write(&mut frame, &[])
+                    .expect("a frame");
+                let says = crate::packet::segment(&frame, &own).map(|segment| segment.says());
+                held.keep(&frame, says);
+            }
+        }
+        assert_eq!(held.take().len(), 100);
+    }
 
     proptest! {
         #[test]
@@ -48,7 +77,7 @@ mod tests {
             let mut expected: Vec<Vec<u8>> = Vec::new();
             for (value, length) in frames {
                 let frame = vec![value; length];
-                held.keep(&frame);
+                held.keep(&frame, None);
                 let bytes: usize = expected.iter().map(Vec::len).sum();
                 let fits = expected.len() < MOST_FRAMES && bytes + length <= MOST_BYTES;
                 if fits && !expected.contains(&frame) {

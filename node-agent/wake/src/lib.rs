@@ -4,7 +4,9 @@
 //! | module | subject |
 //! |---|---|
 //! | [`packet`] | what a frame means for a sleeping sandbox (pure) |
+//! | [`doubt`] | connections of the kubelet that may be a probe or a hook (pure) |
 //! | [`held`] | the frames that wait, bounded (pure) |
+//! | [`keepalive`] | answering the keepalives of peers whose connections sleep (pure) |
 //! | [`owner`] | whose socket it is that connects: the kubelet's, or somebody else's |
 //! | [`probes`] | answering the kubelet's probes meanwhile |
 //! | [`sensor`] | when to wake, when not to try again yet, what to give back (pure) |
@@ -12,7 +14,9 @@
 //!
 //! What a sleeping pod's kernel would answer by itself is silenced by `torpor-gvisor`'s `hush`.
 
+pub mod doubt;
 pub mod held;
+pub mod keepalive;
 pub mod owner;
 pub mod packet;
 pub mod probes;

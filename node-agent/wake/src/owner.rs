@@ -17,7 +17,7 @@ use netlink_packet_sock_diag::inet::{ExtensionFlags, InetRequest, SocketId, Stat
 use netlink_sys::protocols::NETLINK_SOCK_DIAG;
 use netlink_sys::{Socket, SocketAddr};
 
-use crate::packet::Tcp;
+use crate::packet::Ends;
 
 /// One answer holds hundreds of sockets.
 const DATAGRAM: usize = 64 << 10;
@@ -49,9 +49,9 @@ impl Kubelet {
         }
     }
 
-    /// Whether the connection that begins with this segment is the kubelet's.
-    pub fn owns(&mut self, segment: &Tcp) -> Result<bool, Error> {
-        let Some(socket) = socket_of(segment)? else {
+    /// Whether the connection is the kubelet's.
+    pub fn owns(&mut self, connection: &Ends) -> Result<bool, Error> {
+        let Some(socket) = socket_of(connection)? else {
             return Ok(false);
         };
         if let Some(process) = self.process
@@ -68,17 +68,17 @@ impl Kubelet {
 }
 
 /// The number of the socket at the connection's other end, if that is on this machine.
-fn socket_of(segment: &Tcp) -> Result<Option<u32>, Error> {
+fn socket_of(connection: &Ends) -> Result<Option<u32>, Error> {
     let id = SocketId {
-        source_port: segment.remote_port,
-        destination_port: segment.local_port,
-        source_address: segment.remote,
-        destination_address: segment.local,
+        source_port: connection.remote_port,
+        destination_port: connection.local_port,
+        source_address: connection.remote,
+        destination_address: connection.local,
         interface_id: 0,
         // Any socket with these ends.
         cookie: [0xff; 8],
     };
-    let family = if segment.remote.is_ipv4() {
+    let family = if connection.remote.is_ipv4() {
         AF_INET
     } else {
         AF_INET6
@@ -180,17 +180,16 @@ mod tests {
     use super::*;
     use std::net::{TcpListener, TcpStream};
 
-    fn segment(stream: &TcpStream) -> Tcp {
+    fn ends(stream: &TcpStream) -> Ends {
         let (local, remote) = (
             stream.local_addr().expect("an address"),
             stream.peer_addr().expect("an address"),
         );
-        Tcp {
+        Ends {
             remote: local.ip(),
             remote_port: local.port(),
             local: remote.ip(),
             local_port: remote.port(),
-            begins: true,
         }
     }
 
@@ -200,9 +199,7 @@ mod tests {
             let server = TcpListener::bind(address).expect("listens");
             let stream =
                 TcpStream::connect(server.local_addr().expect("an address")).expect("connects");
-            let inode = socket_of(&segment(&stream))
-                .expect("asked")
-                .expect("is here");
+            let inode = socket_of(&ends(&stream)).expect("asked").expect("is here");
             assert!(has_open(std::process::id(), inode), "{address}");
             let port = server.local_addr().expect("an address").port();
             assert_eq!(
@@ -215,12 +212,11 @@ mod tests {
 
     #[test]
     fn a_connection_of_another_machine_is_nobodys_here() {
-        let elsewhere = Tcp {
+        let elsewhere = Ends {
             remote: IpAddr::from([192, 0, 2, 1]),
             remote_port: 40_000,
             local: IpAddr::from([192, 0, 2, 2]),
             local_port: 80,
-            begins: true,
         };
         assert_eq!(socket_of(&elsewhere).expect("asked"), None);
         assert!(!Kubelet::at(10250).owns(&elsewhere).expect("asked"));
@@ -231,11 +227,11 @@ mod tests {
         let server = TcpListener::bind("127.0.0.1:0").expect("listens");
         let address = server.local_addr().expect("an address");
         let stream = TcpStream::connect(address).expect("connects");
-        let segment = segment(&stream);
+        let ends = ends(&stream);
         // As after a restart of the kubelet, what was found before is not trusted.
         let mut kubelet = Kubelet::at(address.port());
         kubelet.process = Some(1);
-        assert!(kubelet.owns(&segment).expect("asked"));
+        assert!(kubelet.owns(&ends).expect("asked"));
     }
 
     #[test]
@@ -247,6 +243,6 @@ mod tests {
         let nobody = TcpListener::bind("127.0.0.1:0").expect("listens");
         let port = nobody.local_addr().expect("an address").port();
         drop(nobody);
-        assert!(!Kubelet::at(port).owns(&segment(&stream)).expect("asked"));
+        assert!(!Kubelet::at(port).owns(&ends(&stream)).expect("asked"));
     }
 }

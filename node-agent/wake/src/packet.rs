@@ -2,32 +2,80 @@
 
 use std::net::IpAddr;
 
-use etherparse::{Icmpv4Type, Icmpv6Type, LaxNetSlice, LaxSlicedPacket, TransportSlice};
+use etherparse::{
+    Icmpv4Type, Icmpv6Type, IpNumber, LaxNetSlice, LaxSlicedPacket, TcpOptionElement,
+    TransportSlice, ip_number,
+};
+use torpor_core::wake_on::WakeOn;
 
 /// Length of an Ethernet header.
 pub const ETHERNET: usize = 14;
 
-/// The ends of a TCP segment on its way to a pod.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Tcp {
+/// Which connection of a pod a segment belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Ends {
     pub remote: IpAddr,
     pub remote_port: u16,
     pub local: IpAddr,
     pub local_port: u16,
-    /// It is a connection's first.
-    pub begins: bool,
 }
 
-impl Tcp {
-    /// Whether both are of the same connection.
-    pub fn is_of(&self, other: &Self) -> bool {
-        let ends = |s: &Self| (s.remote, s.remote_port, s.local, s.local_port);
-        ends(self) == ends(other)
+/// A TCP segment on its way to a pod (RFC 9293 §3.1).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Segment {
+    pub ends: Ends,
+    pub sequence: u32,
+    pub acknowledgment: u32,
+    pub window: u16,
+    pub syn: bool,
+    pub fin: bool,
+    pub rst: bool,
+    pub ack: bool,
+    /// Bytes of data.
+    pub length: usize,
+    /// TSval and TSecr (RFC 7323), where the connection uses them.
+    pub timestamps: Option<(u32, u32)>,
+    /// It has options that are neither timestamps nor padding.
+    pub other_options: bool,
+}
+
+impl Segment {
+    /// It is a connection's first.
+    pub fn begins(&self) -> bool {
+        self.syn && !self.ack
+    }
+
+    /// Nothing but an acknowledgement, as far as its header tells.
+    pub fn only_acknowledges(&self) -> bool {
+        self.ack && !(self.syn || self.fin || self.rst)
+    }
+
+    /// What it says, but for when and how often: a segment that is sent again says the same.
+    pub fn says(&self) -> Says {
+        let bare = self.only_acknowledges() && self.length == 0;
+        Says {
+            ends: self.ends,
+            sequence: self.sequence,
+            length: self.length,
+            flags: [self.syn, self.fin, self.rst, self.ack],
+            acknowledges: bare.then_some((self.acknowledgment, self.window)),
+        }
     }
 }
 
+/// See [`Segment::says`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Says {
+    ends: Ends,
+    sequence: u32,
+    length: usize,
+    flags: [bool; 4],
+    /// Of one that says nothing else.
+    acknowledges: Option<(u32, u16)>,
+}
+
 /// Reads a TCP segment for one of the pod's addresses.
-pub fn tcp(frame: &[u8], own: &[IpAddr]) -> Option<Tcp> {
+pub fn segment(frame: &[u8], own: &[IpAddr]) -> Option<Segment> {
     let packet = LaxSlicedPacket::from_ethernet(frame).ok()?;
     let (remote, local) = match packet.net.as_ref()? {
         LaxNetSlice::Ipv4(ip) => (
@@ -40,15 +88,37 @@ pub fn tcp(frame: &[u8], own: &[IpAddr]) -> Option<Tcp> {
         ),
         LaxNetSlice::Arp(_) => return None,
     };
-    let Some(TransportSlice::Tcp(segment)) = &packet.transport else {
+    let Some(TransportSlice::Tcp(tcp)) = &packet.transport else {
         return None;
     };
-    own.contains(&local).then(|| Tcp {
-        remote,
-        remote_port: segment.source_port(),
-        local,
-        local_port: segment.destination_port(),
-        begins: segment.syn() && !segment.ack(),
+    if !own.contains(&local) {
+        return None;
+    }
+    let (mut timestamps, mut other_options) = (None, false);
+    for option in tcp.options_iterator() {
+        match option {
+            Ok(TcpOptionElement::Timestamp(value, echo)) => timestamps = Some((value, echo)),
+            Ok(TcpOptionElement::Noop) => {}
+            Ok(_) | Err(_) => other_options = true,
+        }
+    }
+    Some(Segment {
+        ends: Ends {
+            remote,
+            remote_port: tcp.source_port(),
+            local,
+            local_port: tcp.destination_port(),
+        },
+        sequence: tcp.sequence_number(),
+        acknowledgment: tcp.acknowledgment_number(),
+        window: tcp.window_size(),
+        syn: tcp.syn(),
+        fin: tcp.fin(),
+        rst: tcp.rst(),
+        ack: tcp.ack(),
+        length: tcp.payload().len(),
+        timestamps,
+        other_options,
     })
 }
 
@@ -66,8 +136,20 @@ pub enum Meaning {
     NotForPod,
     /// The sandbox must get it, but nobody waits for an answer: an acknowledgement, an end of a connection, an error.
     Quiet,
+    /// Somebody wants something of the program, which is not to be woken for that.
+    Unwanted,
     /// Somebody wants something of the program.
     Wakes(Cause),
+}
+
+impl Meaning {
+    /// What it means for a pod that is woken by some packets only.
+    pub fn for_pod_that_wakes_on(self, wake_on: &WakeOn) -> Self {
+        match self {
+            Self::Wakes(cause) if !cause.is_wanted(wake_on) => Self::Unwanted,
+            other => other,
+        }
+    }
 }
 
 /// What woke a sandbox; the words are those of `torpor.dev/wake-on`.
@@ -84,6 +166,37 @@ pub enum Cause {
     Other {
         protocol: u8,
     },
+    /// What came before anybody looked, whatever it was.
+    Earlier,
+}
+
+impl Cause {
+    /// Whether a pod that is woken by these packets is woken by this.
+    pub fn is_wanted(self, wake_on: &WakeOn) -> bool {
+        let WakeOn::Only {
+            tcp,
+            udp,
+            icmp,
+            ports,
+        } = wake_on
+        else {
+            return true;
+        };
+        let listed = |port| ports.is_empty() || ports.iter().any(|range| range.contains(&port));
+        match self {
+            Self::Tcp { port } => *tcp && listed(port),
+            Self::Udp { port } => *udp && listed(port),
+            Self::Icmp => *icmp,
+            Self::Earlier => *tcp || *udp || *icmp,
+            // A part of a packet tells no port.
+            Self::Other { protocol } => match IpNumber(protocol) {
+                ip_number::TCP => *tcp,
+                ip_number::UDP => *udp,
+                ip_number::ICMP | ip_number::IPV6_ICMP => *icmp,
+                _ => false,
+            },
+        }
+    }
 }
 
 /// Reads an Ethernet frame. `own` are the pod's addresses; a frame that is cut short counts by what can be read.
@@ -147,152 +260,4 @@ fn destination(packet: &LaxSlicedPacket<'_>) -> Option<(IpAddr, u8)> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use etherparse::PacketBuilder;
-    use proptest::prelude::*;
-
-    const POD4: [u8; 4] = [10, 1, 2, 3];
-    const POD6: [u8; 16] = [0xfd, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 3];
-
-    fn own() -> Vec<IpAddr> {
-        vec![IpAddr::from(POD4), IpAddr::from(POD6)]
-    }
-
-    fn to4(address: [u8; 4]) -> etherparse::PacketBuilderStep<etherparse::IpHeaders> {
-        PacketBuilder::ethernet2([1; 6], [2; 6]).ipv4([10, 1, 0, 1], address, 64)
-    }
-
-    fn to6() -> etherparse::PacketBuilderStep<etherparse::IpHeaders> {
-        PacketBuilder::ethernet2([1; 6], [2; 6]).ipv6([1; 16], POD6, 64)
-    }
-
-    macro_rules! frame {
-        ($builder:expr, $payload:expr) => {{
-            let mut bytes = Vec::new();
-            $builder.write(&mut bytes, $payload).expect("a frame");
-            bytes
-        }};
-    }
-
-    const TCP: Meaning = Meaning::Wakes(Cause::Tcp { port: 80 });
-    const UDP: Meaning = Meaning::Wakes(Cause::Udp { port: 53 });
-    const ICMP: Meaning = Meaning::Wakes(Cause::Icmp);
-
-    #[test]
-    fn what_wants_an_answer_wakes_and_what_does_not_is_kept() {
-        let cases: Vec<(&str, Vec<u8>, Meaning)> = vec![
-            (
-                "syn",
-                frame!(to4(POD4).tcp(4000, 80, 1, 512).syn(), &[]),
-                TCP,
-            ),
-            (
-                "data",
-                frame!(to4(POD4).tcp(4000, 80, 1, 512).ack(9), b"hello"),
-                TCP,
-            ),
-            (
-                "last data",
-                frame!(to4(POD4).tcp(4000, 80, 1, 512).ack(9).fin(), b"bye"),
-                TCP,
-            ),
-            (
-                "syn, IPv6",
-                frame!(to6().tcp(4000, 80, 1, 512).syn(), &[]),
-                TCP,
-            ),
-            (
-                "keepalive",
-                frame!(to4(POD4).tcp(4000, 80, 1, 512).ack(9), &[]),
-                Meaning::Quiet,
-            ),
-            (
-                "end",
-                frame!(to4(POD4).tcp(4000, 80, 1, 512).ack(9).fin(), &[]),
-                Meaning::Quiet,
-            ),
-            (
-                "reset",
-                frame!(to4(POD4).tcp(4000, 80, 1, 512).rst(), &[]),
-                Meaning::Quiet,
-            ),
-            ("udp", frame!(to4(POD4).udp(4000, 53), &[]), UDP),
-            ("udp, IPv6", frame!(to6().udp(4000, 53), b"x"), UDP),
-            (
-                "ping",
-                frame!(to4(POD4).icmpv4_echo_request(1, 1), b"x"),
-                ICMP,
-            ),
-            (
-                "ping, IPv6",
-                frame!(to6().icmpv6_echo_request(1, 1), b"x"),
-                ICMP,
-            ),
-            (
-                "pong",
-                frame!(to4(POD4).icmpv4_echo_reply(1, 1), b"x"),
-                Meaning::Quiet,
-            ),
-            (
-                "who has, IPv6",
-                frame!(to6().icmpv6_raw(135, 0, [0; 4]), &[0; 16]),
-                Meaning::NotForPod,
-            ),
-            (
-                "another's",
-                frame!(to4([10, 1, 2, 4]).tcp(4000, 80, 1, 512).syn(), &[]),
-                Meaning::NotForPod,
-            ),
-            (
-                "broadcast",
-                frame!(to4([255; 4]).udp(67, 68), &[]),
-                Meaning::NotForPod,
-            ),
-            (
-                "multicast",
-                frame!(to4([224, 0, 0, 251]).udp(5353, 5353), &[]),
-                Meaning::NotForPod,
-            ),
-        ];
-        for (name, frame, expected) in cases {
-            assert_eq!(meaning(&frame, &own()), expected, "{name}");
-        }
-    }
-
-    #[test]
-    fn an_arp_request_is_the_kernels() {
-        let mut frame = vec![0xff; 6];
-        frame.extend([2; 6]);
-        frame.extend([0x08, 0x06, 0, 1, 8, 0, 6, 4, 0, 1]);
-        frame.extend([0; 20]);
-        assert_eq!(meaning(&frame, &own()), Meaning::NotForPod);
-    }
-
-    #[test]
-    fn a_protocol_that_is_not_known_wakes_by_its_number() {
-        let mut frame = frame!(to4(POD4).udp(1, 2), b"xxxxxxxx");
-        // SCTP, in place of UDP.
-        frame[14 + 9] = 132;
-        assert_eq!(
-            meaning(&frame, &own()),
-            Meaning::Wakes(Cause::Other { protocol: 132 })
-        );
-    }
-
-    proptest! {
-        #[test]
-        fn no_frame_is_too_strange(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
-            meaning(&bytes, &own());
-        }
-
-        /// Whatever follows the addresses: what is for the pod is never taken for somebody else's, and the other way round.
-        #[test]
-        fn only_the_pods_own_addresses_count(rest in proptest::collection::vec(any::<u8>(), 0..64), last in any::<u8>()) {
-            let mut frame = frame!(to4([10, 1, 2, last]).udp(1, 2), &[]);
-            frame.truncate(14 + 20);
-            frame.extend(rest);
-            prop_assert_eq!(meaning(&frame, &own()) == Meaning::NotForPod, last != 3);
-        }
-    }
-}
+mod tests;

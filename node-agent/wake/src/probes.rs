@@ -14,7 +14,7 @@ use smoltcp::phy::{Checksum, Device, DeviceCapabilities, Medium, RxToken, TxToke
 use smoltcp::socket::tcp;
 use smoltcp::wire::{HardwareAddress, IpCidr};
 
-use crate::packet::{ETHERNET, Tcp};
+use crate::packet::{ETHERNET, Ends};
 
 /// The kubelet probes each container a few times a second at most, one connection each.
 const MOST_AT_ONCE: usize = 16;
@@ -28,6 +28,7 @@ const MTU: usize = 1500;
 /// Speaks for one sleeping pod.
 pub struct Responder {
     began: Instant,
+    answers_hooks: bool,
     interface: Interface,
     sockets: SocketSet<'static>,
     wire: Wire,
@@ -44,7 +45,7 @@ impl std::fmt::Debug for Responder {
 
 #[derive(Debug)]
 struct Probe {
-    flow: Tcp,
+    ends: Ends,
     /// The Ethernet header of what goes back.
     header: [u8; ETHERNET],
     socket: SocketHandle,
@@ -68,6 +69,7 @@ impl Responder {
         });
         Self {
             began: now,
+            answers_hooks: false,
             interface,
             sockets: SocketSet::new(Vec::new()),
             wire,
@@ -75,13 +77,19 @@ impl Responder {
         }
     }
 
-    /// Whether the segment belongs to a probe that is being answered.
-    pub fn has(&self, segment: &Tcp) -> bool {
-        self.probes.iter().any(|probe| probe.flow.is_of(segment))
+    /// Whether containers' hooks are answered too. Where they are not, their connections are reset: to say yes would be to say that
+    /// the program has done what it does at its end, and of a failure the kubelet tells.
+    pub fn answer_hooks(&mut self, answers: bool) {
+        self.answers_hooks = answers;
     }
 
-    /// A probe's first segment, in `frame`, is about to be given to [`Responder::hear`]. False when there is no room.
-    pub fn begin(&mut self, segment: &Tcp, frame: &[u8], now: Instant) -> bool {
+    /// Whether the connection is a probe that is being answered.
+    pub fn has(&self, ends: &Ends) -> bool {
+        self.probes.iter().any(|probe| probe.ends == *ends)
+    }
+
+    /// The first segment of a probe, in `frame`, is about to be given to [`Responder::hear`]. False when there is no room.
+    pub fn begin(&mut self, ends: &Ends, frame: &[u8], now: Instant) -> bool {
         let Some(from) = frame.first_chunk::<ETHERNET>() else {
             return false;
         };
@@ -91,11 +99,11 @@ impl Responder {
         let buffer = |size| tcp::SocketBuffer::new(vec![0; size]);
         let mut socket = tcp::Socket::new(buffer(RECEIVE), buffer(SEND));
         // A listener takes one connection; this one takes the segment that follows.
-        if socket.listen(segment.local_port).is_err() {
+        if socket.listen(ends.local_port).is_err() {
             return false;
         }
         self.probes.push(Probe {
-            flow: *segment,
+            ends: *ends,
             header: back(from),
             socket: self.sockets.add(socket),
             received: Vec::new(),
@@ -116,10 +124,10 @@ impl Responder {
     pub fn turn(&mut self, now: Instant) {
         let time = self.time(now);
         self.interface.poll(time, &mut self.wire, &mut self.sockets);
-        let sockets = &mut self.sockets;
+        let (sockets, answers_hooks) = (&mut self.sockets, self.answers_hooks);
         self.probes.retain_mut(|probe| {
             let socket = sockets.get_mut::<tcp::Socket<'_>>(probe.socket);
-            converse(socket, &mut probe.received);
+            converse(socket, &mut probe.received, answers_hooks);
             let over = !socket.is_open() || now >= probe.until;
             if over {
                 sockets.remove(probe.socket);
@@ -146,7 +154,7 @@ impl Responder {
         let probe = self
             .probes
             .iter()
-            .find(|probe| crate::packet::destination_of_ip(&packet) == Some(probe.flow.remote));
+            .find(|probe| crate::packet::destination_of_ip(&packet) == Some(probe.ends.remote));
         // The last segment of a connection comes after it is over: the link is the same for all.
         let header = probe.map_or(self.wire.last_header, |probe| probe.header);
         self.wire.last_header = header;
@@ -169,7 +177,7 @@ impl Responder {
 }
 
 /// Reads what the kubelet says and answers it; ends when it ends.
-fn converse(socket: &mut tcp::Socket<'_>, received: &mut Vec<u8>) {
+fn converse(socket: &mut tcp::Socket<'_>, received: &mut Vec<u8>, answers_hooks: bool) {
     let mut ended = false;
     while socket.can_recv() {
         let room = RECEIVE.saturating_sub(received.len());
@@ -179,6 +187,9 @@ fn converse(socket: &mut tcp::Socket<'_>, received: &mut Vec<u8>) {
             (data.len(), ())
         });
         ended |= read.is_err() || received.len() == RECEIVE;
+    }
+    if !answers_hooks && is_hook(received) {
+        return socket.abort();
     }
     if let Some(bytes) = answer(received) {
         // The buffer is empty and larger than any answer.
@@ -194,6 +205,14 @@ fn converse(socket: &mut tcp::Socket<'_>, received: &mut Vec<u8>) {
 
 fn is_beginning(socket: &tcp::Socket<'_>) -> bool {
     matches!(socket.state(), tcp::State::Listen | tcp::State::SynReceived)
+}
+
+/// Whether it is the request of a container's hook and no probe, by what the kubelet calls itself (pkg/kubelet/lifecycle). The
+/// agent says beforehand which connections these are; one that comes before its word, or after it was lost, ends up here.
+fn is_hook(received: &[u8]) -> bool {
+    let name = b"\nuser-agent: kube-lifecycle/";
+    let mut windows = received.windows(name.len());
+    windows.any(|window| window.eq_ignore_ascii_case(name))
 }
 
 const HTTP2: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";

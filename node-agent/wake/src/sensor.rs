@@ -8,11 +8,10 @@
 //! It is told what happens and says what to do. A thousand packets make one wake; a wake that failed is tried again by a
 //! packet that comes after its waiting time, which TCP's repetitions are.
 
-use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use crate::held::Held;
-use crate::packet::{Cause, Meaning};
+use crate::packet::{Cause, Meaning, Says};
 
 /// The first wait after a wake that failed; it doubles.
 const RETRY_MIN: Duration = Duration::from_secs(1);
@@ -31,6 +30,16 @@ enum Phase {
 pub enum Next {
     Nothing,
     Wake(Cause),
+}
+
+impl Next {
+    /// Both: one wake is enough.
+    pub fn or(self, other: Self) -> Self {
+        match self {
+            Self::Nothing => other,
+            Self::Wake(_) => self,
+        }
+    }
 }
 
 /// The sensor of one sandbox, from the moment its memory is about to be written until it runs again.
@@ -57,19 +66,33 @@ impl Default for Sensor {
 }
 
 impl Sensor {
+    /// Something came before this sensor was there, and the sandbox has not answered it yet.
+    pub fn came_before(&mut self) {
+        self.wanted.get_or_insert(Cause::Earlier);
+    }
+
     /// A frame has arrived.
-    pub fn arrived(&mut self, frame: &[u8], meaning: Meaning, now: Instant) -> Next {
-        if meaning == Meaning::NotForPod {
-            return Next::Nothing;
+    pub fn arrived(
+        &mut self,
+        frame: &[u8],
+        says: Option<Says>,
+        meaning: Meaning,
+        now: Instant,
+    ) -> Next {
+        match meaning {
+            Meaning::NotForPod => return Next::Nothing,
+            // Nothing of it is in the image, and nobody knows for how long it would lie here. It is as if it had been lost on
+            // its way: TCP sends it again. A sandbox that still, or almost, runs gets it.
+            Meaning::Unwanted if self.phase == Phase::Asleep => return Next::Nothing,
+            Meaning::Unwanted | Meaning::Quiet | Meaning::Wakes(_) => self.held.keep(frame, says),
         }
-        self.held.keep(frame);
         // Only what wants an answer starts a try, also the next one after a failure.
         match meaning {
             Meaning::Wakes(cause) => {
                 self.wanted.get_or_insert(cause);
                 self.next(now)
             }
-            Meaning::NotForPod | Meaning::Quiet => Next::Nothing,
+            Meaning::NotForPod | Meaning::Quiet | Meaning::Unwanted => Next::Nothing,
         }
     }
 
@@ -95,7 +118,7 @@ impl Sensor {
     }
 
     /// The sandbox runs: what it is to be given, in order.
-    pub fn release(&mut self) -> VecDeque<Box<[u8]>> {
+    pub fn release(&mut self) -> Vec<Box<[u8]>> {
         let frames = self.held.take();
         *self = Self::default();
         frames
@@ -130,9 +153,9 @@ mod tests {
         let now = Instant::now();
         let mut sensor = Sensor::default();
         assert_eq!(sensor.asleep(now), Next::Nothing);
-        assert_eq!(sensor.arrived(b"1", SYN, now), WAKE);
+        assert_eq!(sensor.arrived(b"1", None, SYN, now), WAKE);
         for n in 0..1000_u32 {
-            let next = sensor.arrived(&n.to_be_bytes(), SYN, now);
+            let next = sensor.arrived(&n.to_be_bytes(), None, SYN, now);
             assert_eq!(next, Next::Nothing);
         }
         assert!(sensor.release().len() > 500);
@@ -142,8 +165,18 @@ mod tests {
     fn a_packet_that_came_while_the_memory_was_written_wakes_at_once() {
         let now = Instant::now();
         let mut sensor = Sensor::default();
-        assert_eq!(sensor.arrived(b"syn", SYN, now), Next::Nothing);
+        assert_eq!(sensor.arrived(b"syn", None, SYN, now), Next::Nothing);
         assert_eq!(sensor.asleep(now), WAKE);
+    }
+
+    #[test]
+    fn what_came_before_and_was_not_answered_wakes_at_once() {
+        let now = Instant::now();
+        let mut sensor = Sensor::default();
+        sensor.came_before();
+        assert_eq!(sensor.asleep(now), Next::Wake(Cause::Earlier));
+        sensor.release();
+        assert_eq!(sensor.asleep(now), Next::Nothing);
     }
 
     #[test]
@@ -151,12 +184,32 @@ mod tests {
         let now = Instant::now();
         let mut sensor = Sensor::default();
         sensor.asleep(now);
-        assert_eq!(sensor.arrived(b"fin", Meaning::Quiet, now), Next::Nothing);
         assert_eq!(
-            sensor.arrived(b"arp", Meaning::NotForPod, now),
+            sensor.arrived(b"fin", None, Meaning::Quiet, now),
+            Next::Nothing
+        );
+        assert_eq!(
+            sensor.arrived(b"arp", None, Meaning::NotForPod, now),
             Next::Nothing
         );
         assert_eq!(sensor.release(), [Box::from(*b"fin")]);
+    }
+
+    #[test]
+    fn what_is_not_to_wake_it_is_lost_while_it_sleeps_and_kept_around_that() {
+        let now = Instant::now();
+        let mut sensor = Sensor::default();
+        let unwanted =
+            |sensor: &mut Sensor, frame: &[u8]| sensor.arrived(frame, None, Meaning::Unwanted, now);
+        assert_eq!(unwanted(&mut sensor, b"saving"), Next::Nothing);
+        assert_eq!(sensor.asleep(now), Next::Nothing);
+        assert_eq!(unwanted(&mut sensor, b"asleep"), Next::Nothing);
+        assert_eq!(sensor.arrived(b"syn", None, SYN, now), WAKE);
+        assert_eq!(unwanted(&mut sensor, b"waking"), Next::Nothing);
+        assert_eq!(
+            sensor.release(),
+            [&b"saving"[..], b"syn", b"waking"].map(Box::from)
+        );
     }
 
     #[test]
@@ -164,16 +217,19 @@ mod tests {
         let begin = Instant::now();
         let mut sensor = Sensor::default();
         sensor.asleep(begin);
-        assert_eq!(sensor.arrived(b"a", SYN, begin), WAKE);
+        assert_eq!(sensor.arrived(b"a", None, SYN, begin), WAKE);
         let mut now = begin;
         for wait in [1, 2, 4, 8, 16, 32, 60, 60] {
             sensor.wake_failed(now);
             let wait = Duration::from_secs(wait);
             let early = now + wait - Duration::from_millis(1);
-            assert_eq!(sensor.arrived(b"a", SYN, early), Next::Nothing);
+            assert_eq!(sensor.arrived(b"a", None, SYN, early), Next::Nothing);
             now += wait;
-            assert_eq!(sensor.arrived(b"x", Meaning::Quiet, now), Next::Nothing);
-            assert_eq!(sensor.arrived(b"a", SYN, now), WAKE);
+            assert_eq!(
+                sensor.arrived(b"x", None, Meaning::Quiet, now),
+                Next::Nothing
+            );
+            assert_eq!(sensor.arrived(b"a", None, SYN, now), WAKE);
         }
         assert_eq!(sensor.release().len(), 2);
     }
@@ -189,7 +245,7 @@ mod tests {
 
     fn event() -> impl Strategy<Value = Event> {
         prop_oneof![
-            4 => (0..300_u16, prop_oneof![Just(SYN), Just(Meaning::Quiet), Just(Meaning::NotForPod)])
+            4 => (0..300_u16, prop_oneof![Just(SYN), Just(Meaning::Quiet), Just(Meaning::Unwanted), Just(Meaning::NotForPod)])
                 .prop_map(|(n, meaning)| Event::Frame(n, meaning)),
             1 => Just(Event::Asleep),
             1 => Just(Event::Failed),
@@ -210,10 +266,11 @@ mod tests {
             for event in events {
                 let next = match event {
                     Event::Frame(n, meaning) => {
-                        if meaning != Meaning::NotForPod && !expected.contains(&n) {
+                        let lost = meaning == Meaning::Unwanted && asleep && !waking;
+                        if meaning != Meaning::NotForPod && !lost && !expected.contains(&n) {
                             expected.push(n);
                         }
-                        sensor.arrived(&n.to_be_bytes(), meaning, now)
+                        sensor.arrived(&n.to_be_bytes(), None, meaning, now)
                     }
                     Event::Asleep => {
                         asleep = true;
@@ -225,7 +282,7 @@ mod tests {
                         Next::Nothing
                     }
                     Event::Released => {
-                        let given: Vec<Box<[u8]>> = sensor.release().into();
+                        let given = sensor.release();
                         let wanted: Vec<Box<[u8]>> = expected.drain(..).map(|n| Box::from(n.to_be_bytes())).collect();
                         prop_assert_eq!(given, wanted);
                         (asleep, waking) = (false, false);

@@ -19,7 +19,7 @@ use super::strike::strike;
 use crate::case::Case;
 use crate::remains::Footprint;
 use crate::sandboxes::{said, sandbox};
-use crate::sleep::restarts;
+use crate::sleep::{is_ready, restarts};
 use crate::wait;
 use crate::witness::address;
 
@@ -159,6 +159,7 @@ impl<'a> Lane<'a> {
         shared.done.take();
         shared.wanted.set(true);
         shared.excuses.set(shared.excuses.get().saturating_sub(1));
+        shared.ready().await?;
         answered(shared, &mut self.client, false).await?;
         note(shared, &mut self.footprints).await?;
         if !cycle.same_connection {
@@ -381,6 +382,14 @@ impl Shared<'_> {
         Ok(self.pod().await?.and_then(|pod| pod.uid()))
     }
 
+    /// Until then nobody has been told that it runs, and a suspension does not wait for its memory.
+    async fn ready(&self) -> Result<(), Trouble> {
+        let ready = async |shared: &Self| Ok(shared.pod().await?.is_some_and(|pod| is_ready(&pod)));
+        self.until(Instant::now(), "is Ready", ready)
+            .await
+            .map(drop)
+    }
+
     async fn ledger_seq(&self) -> Result<u64, Trouble> {
         match self.uid().await? {
             Some(uid) => Ok(self.case.node.ledger_seq(&uid)?),
@@ -502,8 +511,9 @@ impl Shared<'_> {
     /// Whether it found its victim.
     async fn strike(&self, planned: Strike) -> Result<bool, Trouble> {
         let node = &self.case.node;
-        let uid = self.uid().await?.unwrap_or_default();
-        let struck = strike(node, &uid, planned.victim, self.wanted.get())?;
+        // While a suspended sandbox has no Pod, only what is the node's can be killed.
+        let uid = self.uid().await?;
+        let struck = strike(node, uid.as_deref(), planned.victim, self.wanted.get())?;
         if struck.is_some() && planned.victim == Victim::Agent {
             self.agent_killed.notify_one();
         }

@@ -19,24 +19,32 @@ pub struct Struck {
     pub costs_memory: bool,
 }
 
-/// Kills the victim of a Pod; none when it does not run at this moment. `wanted`: somebody has asked for the sandbox since it
+/// Kills the victim of a Pod, or of the node while there is none; none when it does not run at this moment. `wanted`: somebody has asked for the sandbox since it
 /// fell asleep, so that it may be awake.
 pub fn strike(
     node: &Node,
-    uid: &str,
+    uid: Option<&str>,
     victim: Victim,
     wanted: bool,
 ) -> anyhow::Result<Option<Struck>> {
-    let Ok(process) = find(node, uid, victim) else {
-        return Ok(None);
+    let found = match (victim, uid) {
+        (Victim::Agent, _) => Agent::find().map(|agent| agent.process),
+        (Victim::Containerd, _) => node::containerd(),
+        (_, Some(uid)) => of_pod(node, uid, victim),
+        (_, None) => return Ok(None),
     };
-    let before = ledger(node, uid)?;
+    let Ok(process) = found else { return Ok(None) };
+    let read = || uid.map(|uid| ledger(node, uid)).transpose();
+    let before = read()?;
     if process.kill().is_err() {
         // It ended by itself meanwhile.
         return Ok(None);
     }
-    let after = ledger(node, uid)?;
-    let slept = !wanted && before.seq == after.seq && is_in_image(&after.memory);
+    let after = read()?;
+    let stayed = before
+        .zip(after)
+        .filter(|(before, after)| before.seq == after.seq);
+    let slept = !wanted && stayed.is_some_and(|(_, after)| is_in_image(&after.memory));
     Ok(Some(Struck {
         costs_memory: costs_memory(victim, slept),
     }))
@@ -67,10 +75,9 @@ fn costs_memory(victim: Victim, slept: bool) -> bool {
     }
 }
 
-fn find(node: &Node, uid: &str, victim: Victim) -> anyhow::Result<Process> {
+fn of_pod(node: &Node, uid: &str, victim: Victim) -> anyhow::Result<Process> {
     match victim {
-        Victim::Agent => Ok(Agent::find()?.process),
-        Victim::Containerd => node::containerd(),
+        Victim::Agent | Victim::Containerd => anyhow::bail!("{victim:?} is the node's"),
         Victim::Shim => node.shim(uid),
         Victim::PauseKeeper => node.keeper(uid, PAUSE),
         Victim::Keeper => node.keeper(uid, CONTAINER),

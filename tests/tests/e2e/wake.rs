@@ -3,10 +3,13 @@
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use torpor_api::annotations::HIBERNATE;
-use torpor_tests::case::{Case, case, uid};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use torpor_api::annotations::{HIBERNATE, WAKE_ON};
+use torpor_api::conditions::POD_HIBERNATED;
+use torpor_tests::case::{Case, case, condition, uid};
 use torpor_tests::pods::{pod, python, with};
 use torpor_tests::sleep::{is_ready, restarts};
+use torpor_tests::wait;
 use torpor_tests::witness::{self, Connection, State};
 
 /// For falling asleep and waking once.
@@ -91,6 +94,85 @@ async fn connections_are_answered_in_every_moment_of_falling_asleep() -> anyhow:
         for mut connection in connections {
             connection.ask().await?.goes_on_from(&before)?;
         }
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_pod_is_woken_by_the_packets_that_were_named_and_silent_to_all_others()
+-> anyhow::Result<()> {
+    case("wakeon", async |case| {
+        let only = json!({ "metadata": { "annotations": { WAKE_ON: "tcp,ports=8080" } } });
+        let pod = case.start(with(witness_pod(), only)).await?;
+        let before = witness::ask(&pod).await?;
+        let uid = uid(&case.hibernate("p").await?);
+        let asleep = case.node.ledger_seq(&uid)?;
+        let soon = Duration::from_secs(3);
+        // Neither an answer, nor a word that there is none.
+        let datagram = tokio::time::timeout(soon, witness::ask_by_datagram(&pod)).await;
+        anyhow::ensure!(datagram.is_err(), "{datagram:?}");
+        let address = (witness::address(&pod)?, 8081);
+        let stream = tokio::time::timeout(soon, tokio::net::TcpStream::connect(address)).await;
+        anyhow::ensure!(stream.is_err(), "{stream:?}");
+        anyhow::ensure!(case.node.ledger_seq(&uid)? == asleep, "woken");
+        let answer = Connection::open(&pod).await?.ask().await?;
+        answer.goes_on_from(&before)?;
+        // It falls asleep again, and from now on goes by something else.
+        let asleep = |pod: &k8s_openapi::api::core::v1::Pod| {
+            condition(pod, POD_HIBERNATED).0 == "True"
+                && case
+                    .node
+                    .ledger_seq(&uid)
+                    .is_ok_and(|entries| entries > asleep + 2)
+        };
+        case.pod_until("p", "it sleeps again", LIMIT, asleep)
+            .await?;
+        case.annotate("p", WAKE_ON, Some("udp")).await?;
+        wait::until("a datagram wakes it", LIMIT, async || {
+            let asked = tokio::time::timeout(soon, witness::ask_by_datagram(&pod)).await;
+            Ok(asked.map_err(|_| "no answer".to_owned()))
+        })
+        .await??
+        .goes_on_from(&before)
+    })
+    .await
+}
+
+/// Answers each line after three seconds.
+const SLOW: &str = "import socketserver, time
+class Slow(socketserver.StreamRequestHandler):
+    def handle(self):
+        for line in self.rfile:
+            time.sleep(3)
+            self.wfile.write(line)
+class Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+Server(('', 8080), Slow).serve_forever()";
+
+/// Nothing more comes from the one who has asked: the kernel has acknowledged the question.
+#[tokio::test]
+async fn a_question_that_was_not_answered_when_it_fell_asleep_is_answered() -> anyhow::Result<()> {
+    case("question", async |case| {
+        // Not probed: what the node says to a probed port may be a probe.
+        let pod = case
+            .start(pod("p", json!({ "containers": [python("a", SLOW)] })))
+            .await?;
+        let uid = uid(&pod);
+        let awake = case.node.ledger_seq(&uid)?;
+        let address = (witness::address(&pod)?, 8080);
+        let mut stream = wait::until("it listens", LIMIT, async || {
+            let connected = tokio::net::TcpStream::connect(address.clone()).await;
+            Ok(connected.map_err(|error| error.to_string()))
+        })
+        .await?;
+        stream.write_all(b"?\n").await?;
+        case.annotate("p", HIBERNATE, Some("true")).await?;
+        let mut answer = [0; 2];
+        tokio::time::timeout(LIMIT, stream.read_exact(&mut answer)).await??;
+        anyhow::ensure!(&answer == b"?\n", "{answer:?}");
+        let entries = case.node.ledger_seq(&uid)? - awake;
+        anyhow::ensure!(entries >= 5, "{entries} entries: it did not sleep");
         Ok(())
     })
     .await

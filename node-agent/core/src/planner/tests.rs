@@ -35,6 +35,7 @@ fn desired(power: Power) -> Desired {
         sleep: SleepAfter::default(),
         pressure: Pressure::default(),
         keep_last_image: false,
+        wake_up: None,
         snapshots: Vec::new(),
     }
 }
@@ -383,6 +384,77 @@ fn what_fell_asleep_by_itself_sleeps_on_until_it_may_not_and_what_was_asked_to_s
     .concat();
     begun.ledger = Ok(LedgerState::fold(&entries));
     assert_steps(&sleepy(), &begun, &[Wake]);
+}
+
+#[test]
+fn a_sandbox_is_awake_at_the_time_that_was_set_whatever_made_it_sleep() {
+    use StepKind::{Pause, Resume, Wake};
+    let wake_at = |second| Some(at(second));
+    let asleep_since = |second, observed| Observed {
+        asleep_since: Some(at(second)),
+        ..observed
+    };
+    let by_itself = || Observed {
+        ledger: Ok(LedgerState::fold(&asleep_entries(true))),
+        ..hibernated()
+    };
+    let dozes = || dozing(true, observed(Live::Paused, &committed(), &[1]));
+    for (name, desired, sleeping, step) in [
+        ("asked to sleep", desired(Power::Asleep), hibernated(), Wake),
+        ("idle", sleepy(), by_itself(), Wake),
+        ("dozing", dozy(), dozes(), Resume),
+    ] {
+        let at = |wake_up| Desired {
+            wake_up,
+            ..desired.clone()
+        };
+        let sleeping = asleep_since(900, sleeping);
+        assert_steps(&at(wake_at(1000)), &sleeping, &[step]);
+        // It was awake then, or it is not yet to be.
+        for second in [900, 1001] {
+            let plan = planned(&at(wake_at(second)), &sleeping);
+            assert_eq!(kinds(&plan), [], "{name}, to be awake at {second}");
+        }
+        assert_eq!(
+            planned(&at(wake_at(1001)), &sleeping).wake_at,
+            wake_at(1001),
+            "{name}"
+        );
+    }
+    // Then it is in use: asked to sleep, for a moment, and if it falls asleep by itself, for as long as after any use.
+    let asked = Desired {
+        wake_up: wake_at(990),
+        ..desired(Power::Asleep)
+    };
+    let mut woken = observed(Live::Running, &[], &[]);
+    woken.woke_at = Some(at(995));
+    assert_steps(&asked, &woken, &[]);
+    woken.woke_at = Some(at(989));
+    assert_eq!(kinds(&planned(&asked, &woken))[0], Pause);
+    let idle = Desired {
+        wake_up: wake_at(950),
+        ..sleepy()
+    };
+    let since = idle_since(100, observed(Live::Running, &[], &[]));
+    assert_steps(&idle, &since, &[]);
+    assert_eq!(planned(&idle, &since).wake_at, Some(at(1050)));
+}
+
+#[test]
+fn the_clock_wakes_nobody_who_is_frozen_or_being_suspended() {
+    let late = |desired| Desired {
+        wake_up: Some(at(1000)),
+        ..desired
+    };
+    let sleeping = Observed {
+        asleep_since: Some(at(900)),
+        ..hibernated()
+    };
+    assert_steps(&late(desired(Power::Frozen)), &sleeping, &[]);
+    let mut suspending = late(desired(Power::Awake));
+    suspending.snapshots = vec![snapshot("s", SnapshotReason::Suspend)];
+    let plan = planned(&suspending, &sleeping);
+    assert!(!kinds(&plan).contains(&StepKind::Wake), "{:?}", plan.why);
 }
 
 #[test]

@@ -39,12 +39,17 @@ impl<'a> View<'a> {
         let next_image = number.and_then(|n| ImageId::new(desired.pod_uid.clone(), n).ok());
         let held = |image: &ImageId| is_held(observed, image);
         let fresh = ledger.restorable(held).cloned();
+        let called = is_called(desired, observed, now);
         let of_idleness = match desired.target() {
-            Power::Awake => of_idleness(desired, observed, &ledger, now),
-            Power::Asleep | Power::Frozen | Power::Dozing => None,
+            Power::Awake if !called => of_idleness(desired, observed, &ledger, now),
+            Power::Awake | Power::Asleep | Power::Frozen | Power::Dozing => None,
         };
         let by_itself = of_idleness.is_some();
-        let target = of_idleness.unwrap_or_else(|| desired.target());
+        let target = match of_idleness {
+            Some(power) => power,
+            None if called => Power::Awake,
+            None => desired.target(),
+        };
         Self {
             desired,
             observed,
@@ -185,6 +190,19 @@ impl<'a> View<'a> {
     }
 }
 
+/// It sleeps since before the time at which it is to be awake, which has come.
+fn is_called(desired: &Desired, observed: &Observed, now: Timestamp) -> bool {
+    let asked = desired.called_at(now).zip(observed.asleep_since);
+    let sleeps = matches!(desired.power, Power::Awake | Power::Asleep) && !desired.suspending();
+    sleeps && asked.is_some_and(|(at, since)| since < at)
+}
+
+/// Since when nobody has needed it. Whoever set the time at which it is awake needs it then.
+fn idle_since(desired: &Desired, observed: &Observed, now: Timestamp) -> Option<Timestamp> {
+    let since = observed.idle_since?;
+    Some(desired.called_at(now).map_or(since, |at| since.max(at)))
+}
+
 /// What a sandbox that shall run does because nobody needs it; none: it runs.
 fn of_idleness(
     desired: &Desired,
@@ -194,7 +212,7 @@ fn of_idleness(
 ) -> Option<Power> {
     let lives = matches!(observed.live, Live::Running | Live::Paused);
     let is_over = |after: Option<Duration>| {
-        let until = observed.idle_since.zip(after);
+        let until = idle_since(desired, observed, now).zip(after);
         lives && until.is_some_and(|(since, after)| later(since, after) <= now)
     };
     if sleeps_by_itself(desired, observed, ledger) {
@@ -226,7 +244,7 @@ pub(super) fn idle_until(
         .doze
         .into_iter()
         .chain(desired.sleep.hibernate);
-    let since = observed.idle_since?;
+    let since = idle_since(desired, observed, now)?;
     times
         .map(|after| later(since, after))
         .filter(|at| *at > now)

@@ -219,6 +219,8 @@ impl World {
                 .map(|second| Timestamp::from_second(second).unwrap()),
             idle_known: Ok(()),
             awake_since: None,
+            woke_at: None,
+            asleep_since: None,
             failures: failures.clone(),
             busy: false,
         }
@@ -235,6 +237,7 @@ impl World {
                 short_of: None,
             },
             keep_last_image: self.keep_last,
+            wake_up: None,
             snapshots: self.cached.clone(),
         };
         match &self.pressed {

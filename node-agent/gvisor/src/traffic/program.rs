@@ -2,9 +2,9 @@
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
-use super::{NodeAddresses, OTHERS};
+use super::{MAY_WANT_ANSWER, NodeAddresses, OTHERS};
 use crate::bpf::Register::{self, R0, R1, R2, R3, R4, R5, R6, R7, R8, R9, R10};
-use crate::bpf::{self, Helper, Instruction};
+use crate::bpf::{self, Code, Helper, Instruction};
 use crate::net::Direction;
 
 /// Offset in the kernel's `struct __sk_buff`.
@@ -16,6 +16,7 @@ const IPPROTO_TCP: i32 = 6;
 const IPPROTO_ICMPV6: i32 = 58;
 /// FIN, SYN, RST.
 const BEGINS_OR_ENDS: i32 = 0x07;
+const SYN: i32 = 0x02;
 /// Go on with whatever else is attached.
 const TC_ACT_UNSPEC: i32 = -1;
 const BPF_HDR_START_NET: i32 = 1;
@@ -36,75 +37,45 @@ enum Label {
     FarFromNode4,
     FarFromNode6,
     Tcp,
+    Bare,
     Counted,
+    FarFromNode,
+    NoAnswer,
     Others,
     Note,
     New,
     Done,
 }
 
-/// Instructions whose jumps are named.
-#[derive(Debug, Default)]
-struct Code {
-    instructions: Vec<Instruction>,
-    labels: Vec<(Label, usize)>,
-    jumps: Vec<(usize, Label)>,
+/// Copies `length` bytes of the packet, from `offset` in its network header, to the stack.
+fn copy_header(code: &mut Code<Label>, offset: Offset, to: i16, length: i32, if_short: Label) {
+    code.push(bpf::copy(R1, R6));
+    code.push(match offset {
+        Offset::Fixed(offset) => bpf::set(R2, offset),
+        Offset::In(register) => bpf::copy(R2, register),
+    });
+    code.push(bpf::copy(R3, R10));
+    code.push(bpf::add(R3, to.into()));
+    code.push(bpf::set(R4, length));
+    code.push(bpf::set(R5, BPF_HDR_START_NET));
+    code.push(bpf::call(Helper::SkbLoadBytesRelative));
+    code.jump(bpf::jump_if_not(R0, 0), if_short);
 }
 
-impl Code {
-    fn push(&mut self, instruction: Instruction) {
-        self.instructions.push(instruction);
-    }
+/// Stores the time at the key, if the map has it.
+fn note_at_key(code: &mut Code<Label>, map: i32, if_missing: Label) {
+    key_in_map(code, map);
+    code.push(bpf::call(Helper::MapLookupElem));
+    code.jump(bpf::jump_if_zero(R0), if_missing);
+    code.push(bpf::copy(R7, R0));
+    code.push(bpf::call(Helper::KtimeGetNs));
+    code.push(bpf::store64(R7, 0, R0));
+}
 
-    fn jump(&mut self, instruction: Instruction, to: Label) {
-        self.jumps.push((self.instructions.len(), to));
-        self.instructions.push(instruction);
-    }
-
-    fn label(&mut self, label: Label) {
-        self.labels.push((label, self.instructions.len()));
-    }
-
-    fn finish(mut self) -> Vec<Instruction> {
-        for (at, to) in self.jumps {
-            let target = self.labels.iter().find(|(label, _)| *label == to);
-            // A label that is missing is a jump past the end, which the verifier refuses.
-            let target = target.map_or(usize::MAX, |(_, target)| *target);
-            self.instructions[at].jump_to(at, target);
-        }
-        self.instructions
-    }
-
-    /// Copies `length` bytes of the packet, from `offset` in its network header, to the stack.
-    fn copy_header(&mut self, offset: Offset, to: i16, length: i32, if_short: Label) {
-        self.push(bpf::copy(R1, R6));
-        self.push(match offset {
-            Offset::Fixed(offset) => bpf::set(R2, offset),
-            Offset::In(register) => bpf::copy(R2, register),
-        });
-        self.push(bpf::copy(R3, R10));
-        self.push(bpf::add(R3, to.into()));
-        self.push(bpf::set(R4, length));
-        self.push(bpf::set(R5, BPF_HDR_START_NET));
-        self.push(bpf::call(Helper::SkbLoadBytesRelative));
-        self.jump(bpf::jump_if_not(R0, 0), if_short);
-    }
-
-    /// Stores the time at the key, if the map has it.
-    fn note_at_key(&mut self, map: i32, if_missing: Label) {
-        self.key_in_map(map);
-        self.push(bpf::call(Helper::MapLookupElem));
-        self.jump(bpf::jump_if_zero(R0), if_missing);
-        self.push(bpf::copy(R7, R0));
-        self.push(bpf::call(Helper::KtimeGetNs));
-        self.push(bpf::store64(R7, 0, R0));
-    }
-
-    fn key_in_map(&mut self, map: i32) {
-        self.push(bpf::copy(R2, R10));
-        self.push(bpf::add(R2, KEY.into()));
-        self.instructions.extend(bpf::set_map(R1, map));
-    }
+fn key_in_map(code: &mut Code<Label>, map: i32) {
+    code.push(bpf::copy(R2, R10));
+    code.push(bpf::add(R2, KEY.into()));
+    code.extend(bpf::set_map(R1, map));
 }
 
 enum Offset {
@@ -115,7 +86,7 @@ enum Offset {
 /// R6 the packet, R7 the length of the IP header, R8 what is left of the packet's length, R9 whether the node is the other end.
 pub(super) fn code(direction: Direction, node: NodeAddresses, map: &OwnedFd) -> Vec<Instruction> {
     let map = map.as_raw_fd();
-    let mut code = Code::default();
+    let mut code = Code::new();
     code.push(bpf::copy(R6, R1));
     code.push(bpf::load32(R2, R6, SKB_PROTOCOL));
     code.push(bpf::from_network_order16(R2));
@@ -127,30 +98,39 @@ pub(super) fn code(direction: Direction, node: NodeAddresses, map: &OwnedFd) -> 
     tcp(&mut code, direction);
 
     code.label(Label::Others);
-    code.push(bpf::store32(R10, KEY, OTHERS.cast_signed()));
+    code.push(bpf::store32(R10, KEY, others(direction)));
     code.label(Label::Note);
-    code.note_at_key(map, Label::New);
+    note_at_key(&mut code, map, Label::New);
     code.jump(bpf::jump(), Label::Done);
     code.label(Label::New);
     code.push(bpf::call(Helper::KtimeGetNs));
     code.push(bpf::store64(R10, TIME, R0));
-    code.key_in_map(map);
+    key_in_map(&mut code, map);
     code.push(bpf::copy(R3, R10));
     code.push(bpf::add(R3, TIME.into()));
     code.push(bpf::set(R4, 0));
     code.push(bpf::call(Helper::MapUpdateElem));
     code.jump(bpf::jump_if_zero(R0), Label::Done);
     // The map is full.
-    code.push(bpf::store32(R10, KEY, OTHERS.cast_signed()));
-    code.note_at_key(map, Label::Done);
+    code.push(bpf::store32(R10, KEY, others(direction)));
+    note_at_key(&mut code, map, Label::Done);
     code.label(Label::Done);
     code.push(bpf::set(R0, TC_ACT_UNSPEC));
     code.push(bpf::exit());
     code.finish()
 }
 
-fn ipv4(code: &mut Code, direction: Direction, node: NodeAddresses) {
-    code.copy_header(Offset::Fixed(0), IP, 20, Label::Done);
+/// The key of what is no talk of the node with a TCP port. What comes in may want an answer.
+fn others(direction: Direction) -> i32 {
+    let key = match direction {
+        Direction::In => OTHERS | MAY_WANT_ANSWER,
+        Direction::Out => OTHERS,
+    };
+    key.cast_signed()
+}
+
+fn ipv4(code: &mut Code<Label>, direction: Direction, node: NodeAddresses) {
+    copy_header(code, Offset::Fixed(0), IP, 20, Label::Done);
     code.push(bpf::load8(R2, R10, IP + 16));
     // Multicast and broadcast.
     code.jump(bpf::jump_if_at_least(R2, 224), Label::Done);
@@ -185,8 +165,8 @@ fn ipv4(code: &mut Code, direction: Direction, node: NodeAddresses) {
     code.jump(bpf::jump(), Label::Others);
 }
 
-fn ipv6(code: &mut Code, direction: Direction, node: NodeAddresses) {
-    code.copy_header(Offset::Fixed(0), IP, 40, Label::Done);
+fn ipv6(code: &mut Code<Label>, direction: Direction, node: NodeAddresses) {
+    copy_header(code, Offset::Fixed(0), IP, 40, Label::Done);
     code.push(bpf::load8(R2, R10, IP + 24));
     code.jump(bpf::jump_if(R2, 0xff), Label::Done);
     code.push(bpf::load8(R2, R10, IP + 6));
@@ -213,7 +193,7 @@ fn ipv6(code: &mut Code, direction: Direction, node: NodeAddresses) {
     code.jump(bpf::jump_if(R2, IPPROTO_ICMPV6), Label::Icmpv6);
     code.jump(bpf::jump(), Label::Others);
     code.label(Label::Icmpv6);
-    code.copy_header(Offset::Fixed(40), TCP, 1, Label::Others);
+    copy_header(code, Offset::Fixed(40), TCP, 1, Label::Others);
     code.push(bpf::load8(R2, R10, TCP));
     // Listener discovery, routers and neighbours; 143 is listener discovery's second version.
     code.jump(bpf::jump_if(R2, 143), Label::Done);
@@ -222,24 +202,38 @@ fn ipv6(code: &mut Code, direction: Direction, node: NodeAddresses) {
     code.jump(bpf::jump(), Label::Others);
 }
 
-fn tcp(code: &mut Code, direction: Direction) {
+/// From here on R7 says whether it may want an answer.
+fn tcp(code: &mut Code<Label>, direction: Direction) {
     code.label(Label::Tcp);
-    code.copy_header(Offset::In(R7), TCP, 14, Label::Others);
+    copy_header(code, Offset::In(R7), TCP, 14, Label::Others);
+    let comes_in = matches!(direction, Direction::In);
+    code.push(bpf::set(R7, i32::from(comes_in)));
     code.push(bpf::load8(R2, R10, TCP + 13));
+    code.jump(bpf::jump_if_any(R2, SYN), Label::Counted);
+    code.push(bpf::load8(R3, R10, TCP + 12));
+    code.push(bpf::shift_right(R3, 4));
+    code.push(bpf::shift_left(R3, 2));
+    code.push(bpf::subtract(R8, R3));
+    code.jump(bpf::jump_if_zero(R8), Label::Bare);
+    code.jump(bpf::jump(), Label::Counted);
+    code.label(Label::Bare);
+    // An end is something that happens; nobody waits for more than its acknowledgement.
+    code.push(bpf::set(R7, 0));
     code.jump(bpf::jump_if_any(R2, BEGINS_OR_ENDS), Label::Counted);
-    code.push(bpf::load8(R2, R10, TCP + 12));
-    code.push(bpf::shift_right(R2, 4));
-    code.push(bpf::shift_left(R2, 2));
-    code.push(bpf::subtract(R8, R2));
-    code.jump(bpf::jump_if_zero(R8), Label::Done);
+    code.jump(bpf::jump(), Label::Done);
     code.label(Label::Counted);
-    code.jump(bpf::jump_if_zero(R9), Label::Others);
+    code.push(bpf::set(R2, OTHERS.cast_signed()));
+    code.jump(bpf::jump_if_zero(R9), Label::FarFromNode);
     let own_port = match direction {
         Direction::In => TCP + 2,
         Direction::Out => TCP,
     };
     code.push(bpf::load16(R2, R10, own_port));
     code.push(bpf::from_network_order16(R2));
+    code.label(Label::FarFromNode);
+    code.jump(bpf::jump_if_zero(R7), Label::NoAnswer);
+    code.push(bpf::add(R2, MAY_WANT_ANSWER.cast_signed()));
+    code.label(Label::NoAnswer);
     code.push(bpf::store_register32(R10, KEY, R2));
     code.jump(bpf::jump(), Label::Note);
 }

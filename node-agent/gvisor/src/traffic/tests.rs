@@ -180,6 +180,31 @@ fn what_says_nothing_does_not_count() {
 }
 
 #[test]
+fn a_question_is_told_from_its_answer_and_from_the_end_of_a_connection() {
+    let pod = Pod::new();
+    let open = |probed: &[u16]| unanswered(pod.watch, probed).expect("read").is_some();
+    let listener = pod.in_pod(|| std::net::TcpListener::bind((POD, 7000)));
+    let mut near = pod.on_node(|| std::net::TcpStream::connect((POD, 7000)));
+    let (mut far, _) = listener.accept().expect("accepted");
+    assert!(!open(&[]), "nobody has asked anything yet");
+    std::io::Write::write_all(&mut near, b"?").expect("sent");
+    assert!(open(&[]) && open(&[7001]));
+    assert!(!open(&[7000]), "a probe");
+    std::io::Write::write_all(&mut far, b"!").expect("sent");
+    assert!(!open(&[]));
+    drop(near);
+    assert!(!open(&[]), "an end asks nothing");
+    // A datagram, asked by the node and answered by the pod.
+    let there = pod.in_pod(|| UdpSocket::bind((POD, 53)));
+    let asks = pod.on_node(|| UdpSocket::bind((NODE, 0)));
+    asks.send_to(b"?", (POD, 53)).expect("sent");
+    assert!(open(&[]));
+    let from = asks.local_addr().expect("an address");
+    there.send_to(b"!", from).expect("sent");
+    assert!(!open(&[]));
+}
+
+#[test]
 fn more_ports_than_are_noted_count_as_everything_else() {
     let pod = Pod::new();
     pod.forget();

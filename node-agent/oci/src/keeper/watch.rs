@@ -6,58 +6,95 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use torpor_gvisor::hush::Hush;
+use torpor_gvisor::hush::{Hush, Sender};
+use torpor_gvisor::keeper::Rules;
 use torpor_gvisor::net;
 use torpor_gvisor::record::PodRecord;
+use torpor_gvisor::traffic;
+use torpor_wake::doubt::{Doubts, Settled};
+use torpor_wake::keepalive::Keepalives;
 use torpor_wake::owner::Kubelet;
-use torpor_wake::packet::{Tcp, meaning, tcp};
+use torpor_wake::packet::{Cause, Ends, Segment, meaning, segment};
 use torpor_wake::probes::Responder;
 use torpor_wake::sensor::{Next, Sensor};
-use torpor_wake::tap::{Mouth, Tap, ethernet};
+use torpor_wake::tap::{HEADER, Mouth, Tap, ethernet};
 
 /// Between two looks at the requests; a flood does not keep the keeper from answering.
 const FRAMES_A_TURN: usize = 256;
+
+/// As long as a sandbox that was woken runs at least.
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
 pub(super) struct Watch {
     /// What arrives waits, and the pod hears nothing.
     _hush: Hush,
     sensor: Sensor,
+    keepalives: Keepalives,
     links: Vec<Link>,
     own: Vec<IpAddr>,
-    probed_ports: Vec<u16>,
+    rules: Rules,
     kubelet: Kubelet,
     /// The sandbox' processes have ended and its address was put back.
     is_home: bool,
+    /// The sandbox is there and stands still: acknowledgements are passed on to it.
+    stands: bool,
+    /// Frames of this sender are heard in the pod.
+    sender: Sender,
 }
 
 /// One of the pod's links.
 struct Link {
     tap: Tap,
+    voice: Voice,
+}
+
+/// Speaks for the pod on one of its links.
+struct Voice {
     mouth: Mouth,
     probes: Responder,
+    doubts: Doubts,
 }
 
 impl Watch {
-    /// From now on the pod hears nothing, what arrives for it waits, and the kubelet's probes of these ports are answered.
+    /// From now on the pod hears nothing, what arrives for it waits, and the kubelet's probes are answered.
+    /// `seen`: where the times of the pod's packets are.
     pub(super) fn begin(
         pod: &PodRecord,
-        probed_ports: &[u16],
+        rules: &Rules,
         kubelet_port: u16,
+        seen: Option<traffic::Watch>,
     ) -> anyhow::Result<Self> {
         let namespace = pod.network_namespace.as_deref();
         let namespace = namespace.context("the pod has no network namespace of its own")?;
         let own = pod.addresses.ips()?;
         // In this order: what comes in between is lost as on any link. The other way round it would be heard twice.
-        let hush = Hush::begin(namespace)?;
+        let sender = Sender::random();
+        let hush = Hush::begin(namespace, Some(sender))?;
+        let mut sensor = Sensor::default();
+        if owes_answer(seen, rules) {
+            sensor.came_before();
+        }
         Ok(Self {
             _hush: hush,
-            sensor: Sensor::default(),
-            links: links(namespace, &own)?,
+            sensor,
+            keepalives: Keepalives::default(),
+            links: links(namespace, &own, rules)?,
             own,
-            probed_ports: probed_ports.to_vec(),
+            rules: rules.clone(),
             kubelet: Kubelet::at(kubelet_port),
             is_home: false,
+            stands: false,
+            sender,
         })
+    }
+
+    /// From now on other rules apply. What waits for the sandbox goes on waiting.
+    pub(super) fn set_rules(&mut self, rules: &Rules) -> Next {
+        self.rules = rules.clone();
+        for link in &mut self.links {
+            link.voice.probes.answer_hooks(rules.suspends);
+        }
+        self.turn()
     }
 
     pub(super) fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
@@ -69,7 +106,9 @@ impl Watch {
         let now = Instant::now();
         self.links
             .iter_mut()
-            .filter_map(|link| link.probes.turn_again(now))
+            .map(|link| &mut link.voice)
+            .flat_map(|voice| [voice.probes.turn_again(now), voice.doubts.settled_in(now)])
+            .flatten()
             .min()
     }
 
@@ -77,39 +116,107 @@ impl Watch {
     pub(super) fn turn(&mut self) -> Next {
         let now = Instant::now();
         let mut next = Next::Nothing;
-        for link in &mut self.links {
+        let mut links = std::mem::take(&mut self.links);
+        for Link { tap, voice } in &mut links {
+            for settled in voice.doubts.settle(&self.rules.probes, now) {
+                next = next.or(self.settled(voice, settled, now));
+            }
             for _ in 0..FRAMES_A_TURN {
                 // A link that cannot be read any more wakes nobody; the pod is being taken away.
-                let Ok(Some(frame)) = link.tap.receive() else {
+                let Ok(Some(frame)) = tap.receive() else {
                     break;
                 };
-                if let Some(segment) = tcp(ethernet(frame), &self.own)
-                    && (link.probes.has(&segment)
-                        || is_probe(&mut self.kubelet, &self.probed_ports, &segment)
-                            && link.probes.begin(&segment, ethernet(frame), now))
-                {
-                    link.probes.hear(ethernet(frame), now);
-                    continue;
-                }
-                let meaning = meaning(ethernet(frame), &self.own);
-                match self.sensor.arrived(frame, meaning, now) {
-                    Next::Nothing => {}
-                    wake => next = wake,
+                let heard = self.hear(voice, frame, now);
+                next = next.or(heard.next);
+                if let Some(frame) = heard.pass_on {
+                    // What gets lost is said again.
+                    let _ = tap.send(&frame);
                 }
             }
-            link.speak(now);
+            voice.speak(now);
         }
+        self.links = links;
         next
+    }
+
+    fn hear(&mut self, voice: &mut Voice, frame: &[u8], now: Instant) -> Heard {
+        let seen = segment(ethernet(frame), &self.own);
+        if let Some(segment) = &seen
+            && self.is_of_probe(voice, segment, frame, now)
+        {
+            return Next::Nothing.into();
+        }
+        // Its network stack runs while its programs stand still, sends keepalives of its own, and answers those of peers.
+        // An acknowledgement changes nothing there that the image would have to know of.
+        let says_nothing = |seen: &Segment| seen.only_acknowledges() && seen.length == 0;
+        if self.stands && seen.as_ref().is_some_and(says_nothing) {
+            return Heard {
+                next: Next::Nothing,
+                pass_on: sent_by(frame, self.sender),
+            };
+        }
+        let answer = seen.and_then(|segment| self.keepalives.hear(&segment, now));
+        if let Some(answer) = answer.and_then(|answer| answer.frame(ethernet(frame))) {
+            // A keepalive whose answer is lost is repeated.
+            let _ = voice.mouth.send(&answer);
+            return Next::Nothing.into();
+        }
+        self.arrived(frame, seen, now).into()
+    }
+
+    /// Whether the segment belongs to a probe, which has been told of it, or may be a probe's first.
+    fn is_of_probe(
+        &mut self,
+        voice: &mut Voice,
+        segment: &Segment,
+        frame: &[u8],
+        now: Instant,
+    ) -> bool {
+        let ends = &segment.ends;
+        if voice.probes.has(ends) {
+            voice.probes.hear(ethernet(frame), now);
+            return true;
+        }
+        if !is_probe(&mut self.kubelet, &self.rules.probes, segment) {
+            return false;
+        }
+        match self.rules.hooks.contains(&ends.local_port) {
+            true => voice.doubts.add(ends, frame, now),
+            false => voice.probe(ends, frame, now),
+        }
+    }
+
+    fn settled(&mut self, voice: &mut Voice, settled: Settled, now: Instant) -> Next {
+        match settled {
+            Settled::Probe { ends, frame } => {
+                // Where there is no room for it, the kubelet says it again.
+                voice.probe(&ends, &frame, now);
+                Next::Nothing
+            }
+            Settled::Other { frame } => {
+                let seen = segment(ethernet(&frame), &self.own);
+                self.arrived(&frame, seen, now)
+            }
+        }
+    }
+
+    fn arrived(&mut self, frame: &[u8], seen: Option<Segment>, now: Instant) -> Next {
+        let says = seen.map(|segment| segment.says());
+        let meaning = meaning(ethernet(frame), &self.own);
+        let meaning = meaning.for_pod_that_wakes_on(&self.rules.wake_on);
+        self.sensor.arrived(frame, says, meaning, now)
     }
 
     /// The sandbox stands still: its memory is in it, and so is its address.
     pub(super) fn standing(&mut self) -> Next {
+        self.stands = true;
         self.sensor.asleep(Instant::now())
     }
 
     /// The sandbox' processes have ended. Its address is put back, so that others still find the link that it is on.
     pub(super) fn asleep(&mut self, pod: &PodRecord) -> Next {
         self.is_home = true;
+        self.stands = false;
         if let Some(namespace) = &pod.network_namespace
             && let Err(error) = net::put_back(namespace, &pod.addresses)
         {
@@ -134,6 +241,8 @@ impl Watch {
 
     /// The sandbox runs: it hears again, first what has waited for it.
     pub(super) fn release(mut self) {
+        // It answers for itself, also what was not settled.
+        self.rules.probes.clear();
         let _ = self.turn();
         let Self {
             _hush: hush,
@@ -151,7 +260,40 @@ impl Watch {
     }
 }
 
-impl Link {
+/// What follows from a frame.
+struct Heard {
+    next: Next,
+    /// To be heard by the sandbox at once.
+    pass_on: Option<Vec<u8>>,
+}
+
+impl From<Next> for Heard {
+    fn from(next: Next) -> Self {
+        Self {
+            next,
+            pass_on: None,
+        }
+    }
+}
+
+/// The frame, as the tap gave it, from another sender.
+fn sent_by(frame: &[u8], sender: Sender) -> Option<Vec<u8>> {
+    const SENDER: std::ops::Range<usize> = HEADER + 6..HEADER + 12;
+    let mut frame = frame.to_vec();
+    frame.get_mut(SENDER)?.copy_from_slice(&sender.address());
+    Some(frame)
+}
+
+impl Voice {
+    /// Answers a probe from its first frame on, if there is room for another.
+    fn probe(&mut self, ends: &Ends, frame: &[u8], now: Instant) -> bool {
+        let begun = self.probes.begin(ends, ethernet(frame), now);
+        if begun {
+            self.probes.hear(ethernet(frame), now);
+        }
+        begun
+    }
+
     fn speak(&mut self, now: Instant) {
         self.probes.turn(now);
         while let Some(frame) = self.probes.says() {
@@ -161,22 +303,36 @@ impl Link {
     }
 }
 
-/// When the kernel does not say whose it is, it is somebody who wants the sandbox.
-fn is_probe(kubelet: &mut Kubelet, ports: &[u16], segment: &Tcp) -> bool {
-    segment.begins && ports.contains(&segment.local_port) && kubelet.owns(segment).unwrap_or(false)
+/// Whether the sandbox was asked something a moment ago and has not answered. The program may not even have read it: then nobody but the
+/// one who asked knows, and that one waits. Of what came longer ago the answer may take its time.
+fn owes_answer(seen: Option<traffic::Watch>, rules: &Rules) -> bool {
+    let asked = seen.and_then(|watch| traffic::unanswered(watch, &rules.probes).ok()?);
+    asked.is_some_and(|ago| ago < ANSWER_LIMIT) && Cause::Earlier.is_wanted(&rules.wake_on)
 }
 
-fn links(namespace: &Path, own: &[IpAddr]) -> anyhow::Result<Vec<Link>> {
+/// When the kernel does not say whose it is, it is somebody who wants the sandbox.
+fn is_probe(kubelet: &mut Kubelet, ports: &[u16], segment: &Segment) -> bool {
+    segment.begins()
+        && ports.contains(&segment.ends.local_port)
+        && kubelet.owns(&segment.ends).unwrap_or(false)
+}
+
+fn links(namespace: &Path, own: &[IpAddr], rules: &Rules) -> anyhow::Result<Vec<Link>> {
     let pairs = net::pairs(namespace)?;
     ensure!(
         !pairs.is_empty(),
         "the pod's link has no end on the host (only veth pairs have one)"
     );
     let links = pairs.into_iter().map(|pair| {
+        let mut probes = Responder::new(own, Instant::now());
+        probes.answer_hooks(rules.suspends);
         Ok(Link {
             tap: Tap::open(pair.host)?,
-            mouth: net::inside(namespace, || Mouth::open(pair.pod))??,
-            probes: Responder::new(own, Instant::now()),
+            voice: Voice {
+                mouth: net::inside(namespace, || Mouth::open(pair.pod))??,
+                probes,
+                doubts: Doubts::default(),
+            },
         })
     });
     links.collect()

@@ -205,7 +205,7 @@ fn hush(pod: &PodRecord, image: &Image) -> Option<Hush> {
     if image.manifest().image_id.pod() != &pod.pod_uid {
         return None;
     }
-    match Hush::begin(namespace) {
+    match Hush::begin(namespace, None) {
         Ok(hush) => Some(hush),
         // By the pod's keeper, which goes on until the sandbox runs.
         Err(hush::Error::Already) => None,

@@ -69,9 +69,10 @@ impl Kubelet {
                     frame[12..14].copy_from_slice(&[0x86, 0xdd]);
                 }
                 frame.extend(packet);
-                let segment = crate::packet::tcp(&frame, &own()).expect("a segment for the pod");
-                if segment.begins && !self.responder.has(&segment) {
-                    assert!(self.responder.begin(&segment, &frame, self.now));
+                let segment =
+                    crate::packet::segment(&frame, &own()).expect("a segment for the pod");
+                if segment.begins() && !self.responder.has(&segment.ends) {
+                    assert!(self.responder.begin(&segment.ends, &frame, self.now));
                 }
                 self.responder.hear(&frame, self.now);
             }
@@ -125,6 +126,24 @@ fn a_request_is_answered_with_yes_once_it_is_whole() {
     );
 }
 
+#[test]
+fn a_hook_is_not_told_that_the_program_has_done_its_work() {
+    let mut kubelet = Kubelet::connects(POD, NODE);
+    kubelet.say(
+        b"GET /stop HTTP/1.1\r\nHost: 10.1.2.3:8080\r\nUser-Agent: kube-lifecycle/1.36\r\n\r\n",
+    );
+    assert_eq!(kubelet.heard(), b"");
+    assert!(!kubelet.socket().is_open(), "it is told that it has failed");
+}
+
+#[test]
+fn the_hook_of_a_program_that_goes_on_elsewhere_is_answered_for_it() {
+    let mut kubelet = Kubelet::connects(POD, NODE);
+    kubelet.responder.answer_hooks(true);
+    kubelet.say(b"GET /stop HTTP/1.1\r\nUser-Agent: kube-lifecycle/1.36\r\n\r\n");
+    assert!(kubelet.heard().starts_with(b"HTTP/1.1 200 OK\r\n"));
+}
+
 /// A call as the kubelet makes it: preface, settings, headers, one message that ends the stream.
 fn health_check() -> Vec<u8> {
     let mut call = HTTP2.to_vec();
@@ -165,15 +184,14 @@ fn what_is_no_probe_does_not_hold_on_for_ever() {
 fn only_so_many_are_answered_at_once() {
     let now = Instant::now();
     let mut responder = Responder::new(&own(), now);
-    let segment = |port| Tcp {
+    let ends = |port| Ends {
         remote: NODE.parse().expect("address"),
         remote_port: port,
         local: POD.parse().expect("address"),
         local_port: 8080,
-        begins: true,
     };
     let taken = (0..100)
-        .filter(|port| responder.begin(&segment(*port), &HEADER, now))
+        .filter(|port| responder.begin(&ends(*port), &HEADER, now))
         .count();
     assert_eq!(taken, MOST_AT_ONCE);
 }

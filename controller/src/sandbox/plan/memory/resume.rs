@@ -6,7 +6,7 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use torpor_api::{
     SandboxSnapshot,
-    annotations::{self, OnRestoreFailure, SleepAfter},
+    annotations::{self, OnRestoreFailure, SleepAfter, WakeOn},
     conditions::{self, Draft},
     reasons::{hibernated, restored, snapshot as snapshot_reasons},
 };
@@ -238,8 +238,8 @@ fn trace(desired: &Desired<'_>) -> Option<String> {
     crate::trace::carried(desired.sandbox).filter(|carrier| carrier.len() <= LONGEST_CARRIER)
 }
 
-/// When the sandbox falls asleep by itself, and what it starts from when it crashes.
-fn by_itself(desired: &Desired<'_>) -> [(&'static str, Option<String>); 3] {
+/// When the sandbox falls asleep by itself, what wakes it, and what it starts from when it crashes.
+fn by_itself(desired: &Desired<'_>) -> [(&'static str, Option<String>); 5] {
     let settings = &desired.settings;
     let canonical = |after: Option<SleepAfter>| after.map(SleepAfter::canonical);
     [
@@ -251,6 +251,14 @@ fn by_itself(desired: &Desired<'_>) -> [(&'static str, Option<String>); 3] {
         (
             annotations::ON_CRASH,
             settings.on_crash.map(|policy| policy.as_str().to_owned()),
+        ),
+        (
+            annotations::WAKE_ON,
+            settings.wake_on.as_ref().map(WakeOn::canonical),
+        ),
+        (
+            annotations::NEXT_WAKEUP,
+            settings.next_wakeup.as_ref().map(ToString::to_string),
         ),
     ]
 }

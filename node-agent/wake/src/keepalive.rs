@@ -1,0 +1,186 @@
+//! Answering the keepalives of peers, so that their idle connections live as long as the sandbox sleeps.
+//!
+//! A keepalive is an acknowledgement whose sequence number is one less than the next one that its receiver expects, so
+//! that the receiver has to say where it stands (RFC 9293 §3.8.4, RFC 1122 §4.2.3.6); a probe of a closed window looks the
+//! same. What the answer says follows from the keepalive itself: it acknowledges the number after the keepalive's own, and
+//! continues at the number that the keepalive acknowledges. It tells nothing new: whatever the sandbox has not received
+//! stays unacknowledged.
+//!
+//! What does not follow from one segment is whether it *is* a keepalive: an ordinary acknowledgement, late or because of a
+//! larger window, differs from it by its number alone, and the sandbox' numbers are in its image. But nothing makes a peer
+//! repeat an ordinary acknowledgement to somebody who is silent, and a keepalive without an answer is repeated after a
+//! second at the soonest. So a connection's first keepalive is not answered, unless an ordinary acknowledgement came before
+//! it; the second is, and from then on each one at once. Peers give up after several (Linux after 9).
+//!
+//! Not answered, but kept for the sandbox like any acknowledgement: segments with other options (selective acknowledgements
+//! say that data is missing; signatures cannot be made here), and all of a connection on which something else has come.
+//! Keepalives with a byte of rubbish, as some systems send them, are data to who does not know the connection: they wake.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::time::{Duration, Instant};
+
+use etherparse::{PacketBuilder, TcpOptionElement};
+
+use crate::packet::{Ends, Segment};
+
+/// Beyond these the one that was quiet for longest is forgotten, and learnt anew by its next two keepalives.
+const MOST_CONNECTIONS: usize = 1024;
+/// Linux' shortest interval between keepalives is one second. What is repeated sooner is repeated for another reason.
+const REPEATED: Duration = Duration::from_millis(900);
+/// A peer that speaks again sooner does not agree with the answer (or the network has doubled its keepalive): what is known
+/// of it is learnt anew. The shortest time after which it would ask again is a second, too.
+const PROTEST: Duration = Duration::from_millis(500);
+/// What the sandbox has room for is in its image. This is little, also for a connection that multiplies it by 2^7, and not
+/// nothing: who has something to say must say it, so that the sandbox wakes.
+const WINDOW: u16 = 4096;
+const HOPS: u8 = 64;
+
+/// What is known of the connections of one sleeping pod, from what their peers say.
+#[derive(Debug, Default)]
+pub struct Keepalives {
+    connections: HashMap<Ends, Connection>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Connection {
+    /// The last acknowledgement.
+    said: Segment,
+    at: Instant,
+    state: State,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Heard,
+    /// `said` was a keepalive.
+    Asks {
+        answered: Instant,
+    },
+    /// More than acknowledgements has come: the sandbox alone knows what to say.
+    Spoken,
+}
+
+/// An acknowledgement to a peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Answer {
+    to: Segment,
+}
+
+impl Keepalives {
+    /// Takes note of a segment; what to answer, if it is a keepalive.
+    pub fn hear(&mut self, segment: &Segment, now: Instant) -> Option<Answer> {
+        if segment.rst || segment.begins() {
+            // What is not there, or not yet, is not kept alive.
+            self.connections.remove(&segment.ends);
+            return None;
+        }
+        let known = self.connections.get(&segment.ends).copied();
+        let state = next(known.as_ref(), segment, now);
+        // Whether it has been said for long is told by when it was first said.
+        let at = match known {
+            Some(known) if state == State::Heard && repeats(&known.said, segment) => known.at,
+            _ => now,
+        };
+        self.make_room(&segment.ends);
+        let said = *segment;
+        self.connections
+            .insert(segment.ends, Connection { said, at, state });
+        (state == State::Asks { answered: now }).then_some(Answer { to: *segment })
+    }
+
+    fn make_room(&mut self, ends: &Ends) {
+        if self.connections.len() < MOST_CONNECTIONS || self.connections.contains_key(ends) {
+            return;
+        }
+        let quietest = self.connections.iter().min_by_key(|(_, known)| known.at);
+        if let Some(ends) = quietest.map(|(ends, _)| *ends) {
+            self.connections.remove(&ends);
+        }
+    }
+}
+
+fn next(known: Option<&Connection>, segment: &Segment, now: Instant) -> State {
+    let bare = segment.only_acknowledges() && segment.length == 0 && !segment.other_options;
+    let Some(known) = known else {
+        return if bare { State::Heard } else { State::Spoken };
+    };
+    let since = now.saturating_duration_since(known.at);
+    match known.state {
+        State::Spoken => State::Spoken,
+        // By now one with a byte of rubbish is known for what it is: its number was received long ago.
+        State::Asks { answered }
+            if segment.sequence == known.said.sequence
+                && segment.only_acknowledges()
+                && segment.length <= 1
+                && !segment.other_options =>
+        {
+            match now.saturating_duration_since(answered) >= PROTEST {
+                true => State::Asks { answered: now },
+                false => State::Heard,
+            }
+        }
+        _ if !bare => State::Spoken,
+        State::Heard if since >= REPEATED => {
+            let repeated = repeats(&known.said, segment);
+            let follows = segment.sequence == known.said.sequence.wrapping_sub(1);
+            match repeated || follows {
+                true => State::Asks { answered: now },
+                false => State::Heard,
+            }
+        }
+        State::Heard | State::Asks { .. } => State::Heard,
+    }
+}
+
+fn repeats(before: &Segment, now: &Segment) -> bool {
+    before.sequence == now.sequence
+        && before.acknowledgment == now.acknowledgment
+        && before.window == now.window
+}
+
+impl Answer {
+    /// The answer as it goes out of the pod's link; `frame` is the keepalive. None if that is not plain IP over Ethernet.
+    pub fn frame(&self, frame: &[u8]) -> Option<Vec<u8>> {
+        let to: [u8; 6] = frame.get(..6)?.try_into().ok()?;
+        let from: [u8; 6] = frame.get(6..12)?.try_into().ok()?;
+        let asked = &self.to;
+        let ends = &asked.ends;
+        if !matches!(frame.get(12..14)?, [0x08, 0x00] | [0x86, 0xdd]) {
+            return None;
+        }
+        let ethernet = PacketBuilder::ethernet2(to, from);
+        let ip = match (ends.local, ends.remote) {
+            (IpAddr::V4(local), IpAddr::V4(remote)) => {
+                ethernet.ipv4(local.octets(), remote.octets(), HOPS)
+            }
+            (IpAddr::V6(local), IpAddr::V6(remote)) => {
+                ethernet.ipv6(local.octets(), remote.octets(), HOPS)
+            }
+            _ => return None,
+        };
+        let tcp = ip
+            .tcp(
+                ends.local_port,
+                ends.remote_port,
+                asked.acknowledgment,
+                WINDOW,
+            )
+            .ack(asked.sequence.wrapping_add(1));
+        // The peer's clock, and the last time of the sandbox' that it has seen.
+        let stamp = asked.timestamps.map(|(value, echo)| {
+            let stamp = TcpOptionElement::Timestamp(echo, value);
+            [TcpOptionElement::Noop, TcpOptionElement::Noop, stamp]
+        });
+        let tcp = match &stamp {
+            Some(options) => tcp.options(options).ok()?,
+            None => tcp,
+        };
+        let mut bytes = Vec::with_capacity(tcp.size(0));
+        tcp.write(&mut bytes, &[]).ok()?;
+        Some(bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests;

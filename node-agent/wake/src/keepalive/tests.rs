@@ -1,0 +1,330 @@
+use super::*;
+use crate::packet::segment;
+use proptest::prelude::*;
+
+const NODE: [u8; 4] = [10, 1, 0, 1];
+const POD: [u8; 4] = [10, 1, 2, 3];
+const NODE6: [u8; 16] = [0xfd, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1];
+const POD6: [u8; 16] = [0xfd, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 3];
+
+fn ends(remote_port: u16) -> Ends {
+    Ends {
+        remote: NODE.into(),
+        remote_port,
+        local: POD.into(),
+        local_port: 22,
+    }
+}
+
+/// An acknowledgement of everything before 500, with this number.
+fn bare(sequence: u32) -> Segment {
+    Segment {
+        ends: ends(4000),
+        sequence,
+        acknowledgment: 500,
+        window: 512,
+        syn: false,
+        fin: false,
+        rst: false,
+        ack: true,
+        length: 0,
+        timestamps: Some((1, 2)),
+        other_options: false,
+    }
+}
+
+/// Which of the segments are answered, each so many milliseconds after the first.
+fn answered(segments: &[(u64, Segment)]) -> Vec<bool> {
+    let began = Instant::now();
+    let mut keepalives = Keepalives::default();
+    segments
+        .iter()
+        .map(|(millis, segment)| {
+            let at = began + Duration::from_millis(*millis);
+            keepalives.hear(segment, at).is_some()
+        })
+        .collect()
+}
+
+#[test]
+fn a_keepalive_is_answered_once_it_is_known_for_one() {
+    // Again and again, each a keepalive interval after the other.
+    let idle = [(0, bare(99)), (75_000, bare(99)), (7_275_000, bare(99))];
+    assert_eq!(answered(&idle), [false, true, true]);
+    // Linux' shortest interval.
+    let hasty = [(0, bare(99)), (1_000, bare(99)), (2_000, bare(99))];
+    assert_eq!(answered(&hasty), [false, true, true]);
+    // After an ordinary acknowledgement the first one is known already.
+    let after_a_late_one = [(0, bare(100)), (15_000, bare(99))];
+    assert_eq!(answered(&after_a_late_one), [false, true]);
+    // A new window in between changes nothing.
+    let wider = Segment {
+        window: 900,
+        ..bare(100)
+    };
+    let between = [
+        (0, bare(99)),
+        (1_000, bare(99)),
+        (5_000, wider),
+        (9_000, bare(99)),
+    ];
+    assert_eq!(answered(&between), [false, true, false, true]);
+    // Numbers begin anew after the largest.
+    assert_eq!(
+        answered(&[(0, bare(0)), (2_000, bare(u32::MAX))]),
+        [false, true]
+    );
+}
+
+#[test]
+fn what_is_no_keepalive_is_not_answered() {
+    let data = Segment {
+        length: 5,
+        ..bare(100)
+    };
+    let byte = Segment {
+        length: 1,
+        ..bare(99)
+    };
+    let window = |window| Segment {
+        window,
+        ..bare(100)
+    };
+    let fin = Segment {
+        fin: true,
+        ..bare(100)
+    };
+    let sack = Segment {
+        other_options: true,
+        ..bare(99)
+    };
+    for segments in [
+        // Acknowledgements of what was sent just before.
+        vec![
+            (0, bare(99)),
+            (1, bare(99)),
+            (40, bare(99)),
+            (800, bare(99)),
+        ],
+        vec![(0, bare(100)), (5, bare(99))],
+        // A peer that reads slowly.
+        vec![(0, window(1)), (2_000, window(2)), (4_000, window(3))],
+        // A byte may be data.
+        vec![(0, byte), (1_000, byte), (2_000, byte)],
+        vec![(0, bare(99)), (1_000, sack), (2_000, sack)],
+        // Whoever has said something waits for the sandbox.
+        vec![
+            (0, data),
+            (1_000, bare(104)),
+            (2_000, bare(104)),
+            (3_000, bare(103)),
+        ],
+        vec![
+            (0, bare(99)),
+            (1_000, fin),
+            (2_000, bare(99)),
+            (3_000, bare(99)),
+        ],
+    ] {
+        assert!(!answered(&segments).contains(&true), "{segments:?}");
+    }
+}
+
+#[test]
+fn a_byte_of_rubbish_is_known_by_what_came_before_it() {
+    let rubbish = Segment {
+        length: 1,
+        ..bare(99)
+    };
+    let known = [(0, bare(99)), (1_000, bare(99)), (2_000, rubbish)];
+    assert_eq!(answered(&known), [false, true, true]);
+    // The byte that follows is none.
+    let data = Segment {
+        length: 1,
+        ..bare(100)
+    };
+    let spoken = [
+        (0, bare(99)),
+        (1_000, bare(99)),
+        (2_000, data),
+        (3_000, bare(99)),
+    ];
+    assert_eq!(answered(&spoken), [false, true, false, false]);
+}
+
+#[test]
+fn a_peer_that_does_not_agree_is_not_answered_again_at_once() {
+    let protest = [
+        (0, bare(99)),
+        (1_000, bare(99)),
+        (1_001, bare(99)),
+        (1_002, bare(99)),
+    ];
+    assert_eq!(answered(&protest), [false, true, false, false]);
+}
+
+#[test]
+fn a_connection_that_is_over_is_forgotten() {
+    let reset = Segment {
+        rst: true,
+        ..bare(99)
+    };
+    let begun = Segment {
+        syn: true,
+        ack: false,
+        ..bare(99)
+    };
+    for over in [reset, begun] {
+        let segments = [(0, bare(99)), (1_000, over), (2_000, bare(99))];
+        assert_eq!(answered(&segments), [false; 3], "{over:?}");
+    }
+}
+
+#[test]
+fn connections_are_bounded_and_the_quietest_goes() {
+    let now = Instant::now();
+    let mut keepalives = Keepalives::default();
+    for n in 0..=MOST_CONNECTIONS {
+        let port = u16::try_from(n).expect("a port");
+        let segment = Segment {
+            ends: ends(port),
+            ..bare(99)
+        };
+        keepalives.hear(
+            &segment,
+            now + Duration::from_millis(n.try_into().expect("few")),
+        );
+    }
+    assert_eq!(keepalives.connections.len(), MOST_CONNECTIONS);
+    assert!(!keepalives.connections.contains_key(&ends(0)));
+}
+
+macro_rules! frame {
+    ($ip:expr, $options:expr) => {{
+        let mut bytes = Vec::new();
+        $ip.tcp(4000, 22, 99, 512)
+            .ack(500)
+            .options($options)
+            .expect("room")
+            .write(&mut bytes, &[])
+            .expect("a frame");
+        bytes
+    }};
+}
+
+#[test]
+fn the_answer_says_what_the_keepalive_asks_for() {
+    let to = || PacketBuilder::ethernet2([2, 0, 0, 0, 0, 1], [2, 0, 0, 0, 0, 3]);
+    let stamp = [
+        TcpOptionElement::Noop,
+        TcpOptionElement::Noop,
+        TcpOptionElement::Timestamp(70, 60),
+    ];
+    let frames = [
+        frame!(to().ipv4(NODE, POD, 64), &stamp),
+        frame!(to().ipv6(NODE6, POD6, 64), &stamp),
+        frame!(to().ipv4(NODE, POD, 64), &[]),
+    ];
+    for (frame, stamped) in frames.iter().zip([true, true, false]) {
+        let own = [IpAddr::from(POD), IpAddr::from(POD6)];
+        let heard = segment(frame, &own).expect("a segment");
+        let answer = Answer { to: heard }.frame(frame).expect("an answer");
+        assert_eq!(answer[..6], frame[6..12]);
+        assert_eq!(answer[6..12], frame[..6]);
+        let read = segment(&answer, &[heard.ends.remote]).expect("a segment for the peer");
+        let back = Ends {
+            remote: heard.ends.local,
+            remote_port: 22,
+            local: heard.ends.remote,
+            local_port: 4000,
+        };
+        let expected = Segment {
+            ends: back,
+            sequence: 500,
+            acknowledgment: 100,
+            window: WINDOW,
+            timestamps: stamped.then_some((60, 70)),
+            ..heard
+        };
+        assert_eq!(read, expected);
+    }
+    // A frame with a VLAN's tag came over no link that we answer on.
+    let mut tagged = frames[0].clone();
+    tagged.splice(12..12, [0x81, 0x00, 0, 5]);
+    let heard = segment(&frames[0], &[POD.into()]).expect("a segment");
+    assert_eq!(Answer { to: heard }.frame(&tagged), None);
+}
+
+/// What a peer may do while nobody but the keeper answers it.
+#[derive(Debug, Clone, Copy)]
+enum Event {
+    /// It sends so many bytes, which arrive or not.
+    Sends(u32, bool),
+    /// It says that it has room for so much.
+    Room(u16),
+    /// It has had no answer for long: all that it has sent was acknowledged.
+    Keepalive,
+    /// It has something to say and was told that there is no room for it.
+    ProbesWindow,
+    Later(u64),
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    prop_oneof![
+        1 => (1..2000_u32, any::<bool>()).prop_map(|(bytes, arrives)| Event::Sends(bytes, arrives)),
+        2 => any::<u16>().prop_map(Event::Room),
+        4 => Just(Event::Keepalive),
+        1 => Just(Event::ProbesWindow),
+        4 => (0..5_000_u64).prop_map(Event::Later),
+    ]
+}
+
+proptest! {
+    /// A peer as RFC 9293 has it is never told that something has arrived which is not in the sandbox' image, and never
+    /// twice within a moment.
+    #[test]
+    fn nothing_is_acknowledged_that_the_sandbox_does_not_have(
+        received in any::<u32>(),
+        in_flight in 0..3_u32,
+        events in proptest::collection::vec(event(), 0..60),
+    ) {
+        let mut keepalives = Keepalives::default();
+        let mut now = Instant::now();
+        // What the peer has sent and what of it was acknowledged; what it said last of its room.
+        let acknowledged = received;
+        let mut sent = received.wrapping_add(in_flight);
+        let mut room = 0;
+        let mut last_answer: Option<Instant> = None;
+        for event in events {
+            let segment = match event {
+                Event::Later(millis) => {
+                    now += Duration::from_millis(millis);
+                    continue;
+                }
+                Event::Sends(bytes, arrives) => {
+                    let segment = Segment { length: bytes as usize, window: room, ..bare(sent) };
+                    sent = sent.wrapping_add(bytes);
+                    if !arrives {
+                        continue;
+                    }
+                    segment
+                }
+                // Room that has not changed is not told.
+                Event::Room(new) if new == room => continue,
+                Event::Room(new) => {
+                    room = new;
+                    Segment { window: room, ..bare(sent) }
+                }
+                Event::Keepalive if sent != acknowledged => continue,
+                Event::Keepalive => Segment { window: room, ..bare(sent.wrapping_sub(1)) },
+                Event::ProbesWindow => Segment { window: room, ..bare(acknowledged.wrapping_sub(1)) },
+            };
+            if let Some(answer) = keepalives.hear(&segment, now) {
+                let told = answer.to.sequence.wrapping_add(1);
+                prop_assert!(received.wrapping_sub(told) < u32::MAX / 2, "{told} of {received}");
+                prop_assert!(last_answer.is_none_or(|at| now - at >= PROTEST));
+                last_answer = Some(now);
+            }
+        }
+    }
+}

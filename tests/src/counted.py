@@ -1,0 +1,87 @@
+"""Sends counted bytes on each of its connections and checks those that it gets, both at once.
+
+Connections come in on port 8090. Environment: BLOCKS to send on each, of BYTES each, one every PACE seconds; DIAL as many connections to HOST:PORT. On
+port 8091 each connection gets, at once, a line of JSON: what became of the others.
+"""
+
+import json
+import os
+import socketserver
+import socket
+import threading
+import time
+
+BLOCKS = int(os.environ["BLOCKS"])
+BYTES = int(os.environ["BYTES"])
+PACE = float(os.environ["PACE"])
+
+fates = {}
+names = iter(range(1 << 30))
+
+
+def block(number):
+    """The block of this number: its number, again and again."""
+    return number.to_bytes(8, "big") * (BYTES // 8)
+
+
+def send(connection, fate):
+    try:
+        for number in range(BLOCKS):
+            connection.sendall(block(number))
+            time.sleep(PACE)
+        connection.shutdown(socket.SHUT_WR)
+        fate["sent"] = "whole"
+    except OSError as error:
+        fate["sent"] = type(error).__name__
+
+
+def receive(connection, fate):
+    received = bytearray()
+    number = 0
+    try:
+        while data := connection.recv(1 << 16):
+            received += data
+            while len(received) >= BYTES:
+                if received[:BYTES] != block(number):
+                    fate["received"] = f"block {number} is wrong"
+                    return
+                del received[:BYTES]
+                number += 1
+        fate["received"] = "whole" if (number, len(received)) == (BLOCKS, 0) else f"{number} blocks"
+    except OSError as error:
+        fate["received"] = type(error).__name__
+
+
+def exchange(connection):
+    fate = {"sent": None, "received": None}
+    fates[f"{next(names)}"] = fate
+    sender = threading.Thread(target=send, args=(connection, fate))
+    sender.start()
+    receive(connection, fate)
+    sender.join()
+
+
+class Exchange(socketserver.BaseRequestHandler):
+    def handle(self):
+        exchange(self.request)
+
+
+class Report(socketserver.BaseRequestHandler):
+    def handle(self):
+        self.request.sendall(json.dumps(list(fates.values())).encode() + b"\n")
+
+
+class Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 256
+
+
+def dial():
+    exchange(socket.create_connection((os.environ["HOST"], int(os.environ["PORT"]))))
+
+
+threading.Thread(target=Server(("", 8091), Report).serve_forever, daemon=True).start()
+for _ in range(int(os.environ["DIAL"])):
+    threading.Thread(target=dial, daemon=True).start()
+Server(("", 8090), Exchange).serve_forever()

@@ -1,0 +1,278 @@
+//! Established TCP connections of a Pod that hibernates in place: nothing on them is lost or comes twice, whoever made them.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use futures::future::try_join_all;
+use k8s_openapi::api::core::v1::Pod;
+use serde_json::json;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use torpor_api::annotations::{DOZE_AFTER, HIBERNATE};
+use torpor_api::conditions::POD_HIBERNATED;
+use torpor_api::reasons::hibernated::DOZING;
+use torpor_tests::case::{Case, case, condition, uid};
+use torpor_tests::counted::{Fate, Plan, accept, fates, listen, open};
+use torpor_tests::pods::{pod, python, with};
+use torpor_tests::sandboxes::sandbox;
+use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
+use torpor_tests::swap::Swap;
+use torpor_tests::wait;
+use torpor_tests::witness::{self, Connection};
+
+/// After the wake the program has to read what has waited for it.
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// A Pod that is asked to sleep while everybody speaks falls asleep, is woken by what arrives, and again after ten seconds, until all has been said.
+async fn exchange_while_it_falls_asleep(
+    case: &Case,
+    plan: Plan,
+    inward: usize,
+    outward: usize,
+    sleeps: u64,
+) -> anyhow::Result<()> {
+    let (listener, port) = listen().await?;
+    let container = plan.container(outward, port);
+    let pod = case
+        .start(pod("p", json!({ "containers": [container] })))
+        .await?;
+    let mut streams = accept(&listener, outward).await?;
+    streams.extend(try_join_all((0..inward).map(|_| open(&pod))).await?);
+    let before = case.node.ledger_seq(&uid(&pod))?;
+    case.annotate("p", HIBERNATE, Some("true")).await?;
+    try_join_all(streams.into_iter().map(|stream| plan.exchange(stream))).await?;
+    // Begun, committed, asleep, waking, awake: five entries each, and in the end it may sleep once more.
+    let entries = case.node.ledger_seq(&uid(&pod))? - before;
+    ensure!(
+        entries >= 5 * sleeps,
+        "{entries} entries: it has not slept {sleeps} times"
+    );
+    wait::until("the program has had all", LIMIT, async || {
+        let fates = fates(&pod).await?;
+        let whole = fates.len() == inward + outward && fates.iter().all(|fate| fate.is_whole());
+        wait::holds(whole, || format!("{fates:?}"))
+    })
+    .await?;
+    ensure!(
+        restarts(&case.pods().get("p").await?) == 0,
+        "a container was restarted"
+    );
+    Ok(())
+}
+
+#[tokio::test]
+async fn bytes_in_flight_both_ways_are_neither_lost_nor_repeated() -> anyhow::Result<()> {
+    case("flight", async |case| {
+        // More than the keeper holds, in each instant of a save and of a wake.
+        let plan = Plan {
+            blocks: 1500,
+            bytes: 32 << 10,
+            pace: Duration::from_millis(20),
+        };
+        exchange_while_it_falls_asleep(case, plan, 2, 2, 2).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_hundred_connections_in_both_directions_survive() -> anyhow::Result<()> {
+    case("hundred", async |case| {
+        let plan = Plan {
+            blocks: 100,
+            bytes: 1 << 10,
+            pace: Duration::from_millis(300),
+        };
+        exchange_while_it_falls_asleep(case, plan, 50, 50, 2).await
+    })
+    .await
+}
+
+fn witness_pod() -> serde_json::Value {
+    pod("p", json!({ "containers": [witness::container(5, &[])] }))
+}
+
+/// Fails as soon as something has woken the Pod.
+async fn sleeps_for(case: &Case, uid: &str, time: Duration) -> anyhow::Result<()> {
+    let asleep = case.node.ledger_seq(uid)?;
+    let end = Instant::now() + time;
+    while Instant::now() < end {
+        ensure!(
+            case.node.ledger_seq(uid)? == asleep,
+            "something has woken it"
+        );
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    Ok(())
+}
+
+/// Gives the connection up after three seconds without an answer.
+fn keep_alive(stream: &TcpStream) -> rustix::io::Result<()> {
+    use rustix::net::sockopt;
+    let second = Duration::from_secs(1);
+    sockopt::set_socket_keepalive(stream, true)?;
+    sockopt::set_tcp_keepidle(stream, second)?;
+    sockopt::set_tcp_keepintvl(stream, second)?;
+    sockopt::set_tcp_keepcnt(stream, 3)
+}
+
+#[tokio::test]
+async fn keepalives_are_answered_while_it_sleeps_and_wake_nobody() -> anyhow::Result<()> {
+    case("keepalive", async |case| {
+        let pod = case.start(witness_pod()).await?;
+        witness::ask(&pod).await?;
+        let address = (witness::address(&pod)?, witness::PORT);
+        let stream = TcpStream::connect(address).await?;
+        keep_alive(&stream)?;
+        let mut connection = Connection::over(stream);
+        let before = connection.ask().await?;
+        let uid = uid(&case.hibernate("p").await?);
+        // Many times as long as a peer that got no answer would wait.
+        sleeps_for(case, &uid, Duration::from_secs(15)).await?;
+        connection.ask().await?.goes_on_from(&before)?;
+        // The sandbox itself answers the next ones as before.
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        connection.ask().await?.goes_on_from(&before)
+    })
+    .await
+}
+
+/// Gives its peers up after three seconds without an answer to its own keepalives.
+const KEEPING: &str = "import socket, socketserver
+class Echo(socketserver.BaseRequestHandler):
+    def handle(self):
+        for option, value in [(socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3)]:
+            self.request.setsockopt(socket.IPPROTO_TCP, option, value)
+        self.request.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        while (data := self.request.recv(100)): self.request.sendall(data)
+class Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+Server(('', 8080), Echo).serve_forever()";
+
+async fn echo(stream: &mut TcpStream) -> anyhow::Result<()> {
+    let mut answer = [0];
+    stream.write_all(b"x").await?;
+    let read = tokio::time::timeout(LIMIT, stream.read_exact(&mut answer)).await;
+    read.context("no answer in time")??;
+    Ok(())
+}
+
+/// A dozing sandbox' network stack is awake: it goes on asking its peers whether they are there, and hears what they say to that.
+#[tokio::test]
+async fn both_sides_keepalives_are_answered_while_it_dozes() -> anyhow::Result<()> {
+    let _swap = Swap::on()?;
+    case("dozealive", async |case| {
+        let doze = json!({ "metadata": { "annotations": { DOZE_AFTER: "6s" } } });
+        let spec = json!({ "containers": [python("a", KEEPING)] });
+        let pod = case.start(with(pod("p", spec), doze)).await?;
+        let address = (witness::address(&pod)?, witness::PORT);
+        let mut stream = wait::until("it listens", LIMIT, async || {
+            let connected = TcpStream::connect(address.clone()).await;
+            Ok(connected.map_err(|error| error.to_string()))
+        })
+        .await?;
+        keep_alive(&stream)?;
+        echo(&mut stream).await?;
+        let dozes = |pod: &Pod| condition(pod, POD_HIBERNATED).1 == DOZING;
+        let pod = case.pod_until("p", "it dozes", SLEEP_LIMIT, dozes).await?;
+        let asleep = case.node.ledger_seq(&uid(&pod))?;
+        tokio::time::sleep(Duration::from_secs(15)).await;
+        ensure!(
+            dozes(&case.pods().get("p").await?),
+            "something has woken it"
+        );
+        echo(&mut stream).await?;
+        ensure!(
+            case.node.ledger_seq(&uid(&pod))? > asleep,
+            "it did not doze"
+        );
+        Ok(())
+    })
+    .await
+}
+
+/// A connection that its peer ends while the Pod sleeps, in order or at once.
+#[tokio::test]
+async fn a_peer_that_goes_while_it_sleeps_is_gone_when_it_wakes() -> anyhow::Result<()> {
+    case("gone", async |case| {
+        // It says something and has more to say, so that nobody has ended anything.
+        let plan = Plan {
+            blocks: 2,
+            bytes: 8,
+            pace: Duration::from_secs(1000),
+        };
+        let (listener, port) = listen().await?;
+        let container = plan.container(1, port);
+        let pod = case
+            .start(pod("p", json!({ "containers": [container] })))
+            .await?;
+        let mut streams = accept(&listener, 1).await?;
+        streams.push(open(&pod).await?);
+        streams.push(open(&pod).await?);
+        for stream in &mut streams {
+            // Whoever goes with something unread resets its connection.
+            let mut block = [0; 8];
+            tokio::time::timeout(LIMIT, stream.read_exact(&mut block)).await??;
+        }
+        let uid = uid(&case.hibernate("p").await?);
+        if let Some(reset) = streams.pop() {
+            reset.set_zero_linger()?;
+        }
+        drop(streams);
+        sleeps_for(case, &uid, Duration::from_secs(5)).await?;
+        // Asking wakes it.
+        wait::until(
+            "the program sees that its peers are gone",
+            LIMIT,
+            async || {
+                let mut ends: Vec<_> = fates(&pod)
+                    .await?
+                    .into_iter()
+                    .map(|fate| fate.received)
+                    .collect();
+                ends.sort();
+                let expected = ["0 blocks", "0 blocks", "ConnectionResetError"];
+                let seen = ends.iter().flatten().eq(expected);
+                wait::holds(seen, || format!("{ends:?}"))
+            },
+        )
+        .await
+    })
+    .await
+}
+
+/// In a new Pod the sandbox has another address: its connections cannot go on, and its program must hear of it.
+#[tokio::test]
+async fn connections_of_an_address_that_is_gone_end_for_the_program() -> anyhow::Result<()> {
+    case("address", async |case| {
+        // Both halves of each connection are at work for longer than this test lasts.
+        let plan = Plan {
+            blocks: 100_000,
+            bytes: 8,
+            pace: Duration::from_millis(100),
+        };
+        let (listener, port) = listen().await?;
+        let containers = json!({ "containers": [plan.container(1, port)] });
+        case.create(sandbox("s", containers)).await?;
+        let pod = case.sandbox_ready("s").await?;
+        let mut streams = accept(&listener, 1).await?;
+        streams.push(open(&pod).await?);
+        let went_on =
+            |fates: &[Fate]| fates.len() == 2 && fates.iter().all(|fate| fate.sent.is_none());
+        let before = fates(&pod).await?;
+        ensure!(went_on(&before), "{before:?}");
+        case.suspend("s").await?;
+        let pod = case.resume("s").await?;
+        wait::until(
+            "the program hears that its connections are over",
+            LIMIT,
+            async || {
+                let fates = fates(&pod).await?;
+                let over = |fate: &Fate| fate.sent.is_some() && fate.received.is_some();
+                let all = fates.len() == 2 && fates.iter().all(over);
+                wait::holds(all, || format!("{fates:?}"))
+            },
+        )
+        .await
+    })
+    .await
+}

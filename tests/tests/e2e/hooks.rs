@@ -1,0 +1,134 @@
+//! Hooks that a container has for its end: run by the sandbox also when it sleeps as its Pod is deleted.
+
+use std::time::Duration;
+
+use anyhow::Context;
+use serde_json::{Value, json};
+use tokio::io::AsyncReadExt;
+use tokio::net::TcpListener;
+use torpor_tests::case::{Case, case};
+use torpor_tests::counted::listen;
+use torpor_tests::pods::{pod, python, with};
+use torpor_tests::sandboxes::sandbox;
+
+/// A wake and the hook, on a busy machine.
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// Serves HTTP on port 8080, and tells HOST:PORT what it holds in its memory when it is asked for /stop.
+const SERVER: &str = "import http.server, os, socket
+secret = os.urandom(8).hex()
+print(secret, flush=True)
+def tell():
+    with socket.create_connection((os.environ['HOST'], int(os.environ['PORT']))) as there:
+        there.sendall(secret.encode())
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == '/stop': tell()
+        self.send_response(200)
+        self.send_header('Content-Length', '0')
+        self.end_headers()
+http.server.ThreadingHTTPServer(('', 8080), Handler).serve_forever()";
+
+/// The program, which is probed at the port at which it takes its hook.
+fn server(name: &str, hook: Value, port: u16) -> Value {
+    let host = json!({ "fieldRef": { "fieldPath": "status.hostIP" } });
+    let get = json!({ "httpGet": { "path": "/", "port": 8080 }, "periodSeconds": 1 });
+    with(
+        python(name, SERVER),
+        json!({
+            "env": [
+                { "name": "PORT", "value": port.to_string() },
+                { "name": "HOST", "valueFrom": host },
+            ],
+            "readinessProbe": get,
+            "livenessProbe": get,
+            "lifecycle": { "preStop": hook },
+        }),
+    )
+}
+
+fn by_http() -> Value {
+    json!({ "httpGet": { "path": "/stop", "port": 8080 } })
+}
+
+fn by_command() -> Value {
+    let ask = "import urllib.request; urllib.request.urlopen('http://localhost:8080/stop')";
+    json!({ "exec": { "command": ["python3", "-c", ask] } })
+}
+
+/// Puts a Pod with the hook to sleep; what it holds in its memory.
+async fn sleeping(case: &Case, hook: Value, port: u16) -> anyhow::Result<String> {
+    let containers = json!({ "containers": [server("a", hook, port)] });
+    let grace = json!({ "spec": { "terminationGracePeriodSeconds": 25 } });
+    case.start(with(pod("p", containers), grace)).await?;
+    let secret = case.kubectl.ok(&["logs", "p"]).await?;
+    case.hibernate("p").await?;
+    Ok(secret.trim().to_owned())
+}
+
+/// What a hook tells.
+async fn told(listener: &TcpListener) -> anyhow::Result<String> {
+    let told = async {
+        let (mut stream, _) = listener.accept().await?;
+        let mut said = String::new();
+        stream.read_to_string(&mut said).await?;
+        anyhow::Ok(said)
+    };
+    let told = tokio::time::timeout(LIMIT, told).await;
+    told.context("the hook has not been run")?
+}
+
+#[tokio::test]
+async fn the_http_hook_of_a_pod_that_is_deleted_asleep_is_run_by_its_program() -> anyhow::Result<()>
+{
+    case("httphook", async |case| {
+        let (listener, port) = listen().await?;
+        let secret = sleeping(case, by_http(), port).await?;
+        case.delete_pod_at_once("p").await?;
+        anyhow::ensure!(told(&listener).await? == secret, "another life");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn the_command_hook_of_a_pod_that_is_deleted_asleep_is_run_in_it() -> anyhow::Result<()> {
+    case("exechook", async |case| {
+        let (listener, port) = listen().await?;
+        let secret = sleeping(case, by_command(), port).await?;
+        case.delete_pod_at_once("p").await?;
+        anyhow::ensure!(told(&listener).await? == secret, "another life");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn the_hooks_of_a_sandbox_that_is_suspended_are_not_run_because_it_goes_on()
+-> anyhow::Result<()> {
+    for (name, hook) in [("httpsuspend", by_http()), ("execsuspend", by_command())] {
+        case(name, async |case| {
+            let (listener, port) = listen().await?;
+            let containers = json!({ "containers": [server("a", hook, port)] });
+            let grace = json!({ "terminationGracePeriodSeconds": 25 });
+            case.create(sandbox("s", with(containers, grace))).await?;
+            case.sandbox_ready("s").await?;
+            let before = case.kubectl.ok(&["logs", "s"]).await?;
+            case.suspend("s").await?;
+            let pod = case.resume("s").await?;
+            // From its memory, which nobody was told.
+            let get = format!("http://{}:8080/stop", torpor_tests::witness::address(&pod)?);
+            let ask = format!("import urllib.request; urllib.request.urlopen('{get}')");
+            let command = ["python3", "-c", &ask];
+            let asked = case.kubectl.exec("s", "a", &command);
+            let (told, asked) = tokio::join!(told(&listener), asked);
+            asked?.ok()?;
+            anyhow::ensure!(told? == before.trim(), "another life");
+            let no_more = tokio::time::timeout(Duration::from_secs(1), listener.accept()).await;
+            anyhow::ensure!(no_more.is_err(), "the hook was run, too");
+            Ok(())
+        })
+        .await?;
+    }
+    Ok(())
+}
