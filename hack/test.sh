@@ -150,8 +150,7 @@ by_helm() {
 
 end_to_end() {
 	# The tests run the plugin as kubectl finds it. Built as a check builds it: nobody measures it here.
-	TORPOR_PLUGIN=$(mktemp -d)
-	export TORPOR_PLUGIN
+	export TORPOR_PLUGIN=${CARGO_TARGET_DIR:-$REPO_ROOT/target}/plugin
 	PROFILE=dev hack/plugin "$TORPOR_PLUGIN"
 	cargo test --locked -p torpor-tests --test e2e -- --test-threads="${E2E_THREADS:-4}"
 }

@@ -77,6 +77,8 @@ pub const FREEZE: &str = "torpor.dev/freeze";
 pub const RESTORE_IMAGE: &str = "torpor.dev/restore-image";
 /// `"true"` beside [`RESTORE_IMAGE`]: the user named the image, so that a used one is accepted.
 pub const RESTORE_COPY: &str = "torpor.dev/restore-copy";
+/// The Sandbox' [`TRACE_CONTEXT`], which upstream keeps off Pods: the agent's spans belong to that trace.
+pub const POD_TRACE_CONTEXT: &str = "torpor.dev/trace-context";
 
 // --- what the controller writes on a Sandbox --------------------------------------------------------------------------------------------
 /// On the Sandbox of a claim: comma lists of the labels and annotations of its pod template that came from the claim.
@@ -115,7 +117,7 @@ pub const CLAIM_SETTINGS: [&str; 4] = [
 ];
 
 /// Torpor's annotations on a Pod: the only ones, all written by the controller.
-pub const ON_POD: [&str; 10] = [
+pub const ON_POD: [&str; 11] = [
     HIBERNATE,
     DOZE_AFTER,
     HIBERNATE_AFTER,
@@ -126,6 +128,7 @@ pub const ON_POD: [&str; 10] = [
     RESTORE_COPY,
     ON_RESTORE_FAILURE,
     ON_CRASH,
+    POD_TRACE_CONTEXT,
 ];
 
 /// What `operatingMode: Suspended` does to the Pod.

@@ -15,10 +15,10 @@ use torpor_controller::{
     context::Context,
     flags::{self, Flags, Ignored},
     lease::{Candidate, Ended, Timing},
-    run, serve,
-    trace::{self, Exporter},
+    run, serve, trace,
     transport::{Rate, Requests, TransportLayer},
 };
+use torpor_daemon::spans::Exporter;
 
 /// File in which a Pod finds its own namespace.
 const OWN_NAMESPACE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace";
@@ -51,14 +51,17 @@ fn main() -> ExitCode {
 
 #[tokio::main]
 async fn work(flags: &Flags, ignored: &[Ignored]) -> anyhow::Result<Ended> {
-    let exporter = flags.enable_tracing.then(Exporter::start).transpose();
+    let exporter = flags
+        .enable_tracing
+        .then(|| Exporter::start(trace::SERVICE))
+        .transpose();
     // A process that cannot begin says why in its log, too.
     let spans = exporter.as_ref().ok().and_then(Option::as_ref);
     torpor_daemon::log::start_with_spans(
         flags.log_format(),
         &flags.zap_log_level,
         format!("{}=off", trace::TARGET).parse()?,
-        spans.map(Exporter::layer),
+        spans.map(|exporter| exporter.layer(trace::TARGET)),
     );
     for Ignored { name, why } in ignored {
         tracing::info!(flag = name, why, "taken, and means nothing here");

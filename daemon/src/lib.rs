@@ -1,5 +1,6 @@
-//! What the daemons have in common: command lines as Go programs take them, logs, and small HTTP servers.
+//! What the daemons have in common: command lines as Go programs take them, logs, exported spans, and small HTTP servers.
 
 pub mod go_flags;
 pub mod log;
 pub mod serve;
+pub mod spans;

@@ -36,6 +36,7 @@ use crate::pressure::NodePressure;
 use crate::publish::{Publisher, SavedImage};
 use crate::sandboxes::Board;
 use crate::saves::{SaveTurn, Saves};
+use crate::spans::Spans;
 
 mod draft;
 
@@ -55,6 +56,7 @@ pub(crate) struct Shared {
     pub(crate) board: Arc<Board>,
     pub(crate) saves: Arc<Saves>,
     pub(crate) pressure: Arc<NodePressure>,
+    pub(crate) spans: Arc<Spans>,
 }
 
 /// Starts tasks and wakes them.
@@ -188,6 +190,7 @@ impl Driver {
         }
         let shared = &self.shared;
         let pod = pod_of(shared, pod_uid);
+        shared.spans.note(pod_uid, pod.as_deref());
         let snapshots = self.snapshots_of(pod_uid);
         if let Err(wait) = self.adopt(&snapshots, pod.as_deref()).await {
             // Others do not wait for what the API does not take.
@@ -547,7 +550,9 @@ fn run_in(
         let began = std::time::Instant::now();
         let outcome = execute(&context, step);
         let took = began.elapsed();
-        shared.metrics.stepped(step.action.kind(), &outcome, took);
+        let kind = step.action.kind();
+        shared.metrics.stepped(kind, &outcome, took);
+        shared.spans.stepped(&look.pod_uid, kind, &outcome, took);
         log(&look.pod_uid, step, &outcome, took);
         failures.note(&step.action, &outcome, Timestamp::now());
         if !matches!(outcome, Outcome::Done | Outcome::Already) {

@@ -20,9 +20,9 @@ use torpor_gvisor::traffic::Ages;
 use crate::node::{CALL_LIMIT, Node};
 use crate::observe::words;
 
-/// The emptyDir in which a program may leave a file of the name [`BUSY_FILE`]: while it is there, the sandbox is in use.
+/// The emptyDir in which a program may leave one of these files: while it is there, the sandbox is in use. The second is the sandbox runtime's, for calls of `PUT /v1/busy` (runtime/src/busy.rs).
 const BUSY_VOLUME: &str = "torpor";
-const BUSY_FILE: &str = "busy";
+const BUSY_FILES: [&str; 2] = ["busy", "busy-call"];
 /// A file that is there is opened at once; a FIFO in its place would be waited for in vain.
 const BUSY_LIMIT: Duration = Duration::from_secs(1);
 
@@ -127,13 +127,19 @@ impl Sandbox<'_> {
         if !volumes.any(|volume| volume.name == BUSY_VOLUME) {
             return Ok(false);
         }
-        let path = format!("{PAUSE_VOLUMES}/{BUSY_VOLUME}/{BUSY_FILE}");
-        match control.has_file(&path, BUSY_LIMIT) {
-            Ok(found) => Ok(found),
-            // Something is there that cannot be read as a file: the program has put it there.
-            Err(control::Error::Refused { .. } | control::Error::NoAnswer { .. }) => Ok(true),
-            Err(error) => Err(words(&error)),
+        for file in BUSY_FILES {
+            let path = format!("{PAUSE_VOLUMES}/{BUSY_VOLUME}/{file}");
+            match control.has_file(&path, BUSY_LIMIT) {
+                Ok(false) => {}
+                Ok(true) => return Ok(true),
+                // Something is there that cannot be read as a file: the program has put it there.
+                Err(control::Error::Refused { .. } | control::Error::NoAnswer { .. }) => {
+                    return Ok(true);
+                }
+                Err(error) => return Err(words(&error)),
+            }
         }
+        Ok(false)
     }
 }
 

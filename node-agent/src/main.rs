@@ -17,6 +17,7 @@ mod sandbox_node;
 mod sandboxes;
 mod saves;
 mod server;
+mod spans;
 
 use std::process::ExitCode;
 

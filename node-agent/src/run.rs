@@ -25,6 +25,7 @@ use tokio_util::sync::CancellationToken;
 use torpor_api::snapshot::SandboxSnapshot;
 use torpor_core::ids::PodUid;
 use torpor_core::state::Policy;
+use torpor_daemon::spans::Exporter;
 use torpor_gvisor::config::{Config, FILE_NAME};
 
 use crate::args::RunArgs;
@@ -36,6 +37,7 @@ use crate::pressure::{self, NodePressure};
 use crate::publish::Publisher;
 use crate::sandboxes::{Board, Sandboxes};
 use crate::saves::Saves;
+use crate::spans::{self, Spans};
 use crate::{sandbox_node, server};
 
 /// How often every Pod is looked at in any case: what the node's disk says comes with no event.
@@ -51,6 +53,11 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
             "runsc could not be probed: nothing will be hibernated on this node"
         );
     }
+    let exporter = args
+        .enable_tracing
+        .then(|| Exporter::start(spans::SERVICE))
+        .transpose()?;
+    let spans = Arc::new(Spans::new(exporter.as_ref().map(Exporter::tracer)));
     let client = Client::try_default()
         .await
         .context("cannot reach the apiserver")?;
@@ -81,7 +88,7 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
             handler: args.runtime_handler.clone(),
             pressure: node_pressure.clone(),
         },
-        Sandboxes::new(metrics.clone(), board.clone()),
+        Sandboxes::new(metrics.clone(), board.clone(), spans.clone()),
         metrics.clone(),
         stop.clone(),
     );
@@ -101,6 +108,7 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
         board,
         saves,
         pressure: node_pressure,
+        spans,
     };
     let driver = watch(client, &args.node_name, shared, &stop, &mut tasks).await?;
     let pressed = pressure::watch(for_watch, driver.clone(), for_metrics, stop.clone());
@@ -116,6 +124,10 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
     driver.stopped().await;
     while let Some(task) = tasks.join_next().await {
         task??;
+    }
+    if let Some(exporter) = exporter {
+        // It waits for its own thread.
+        tokio::task::spawn_blocking(move || exporter.end()).await?;
     }
     ended
 }

@@ -16,6 +16,7 @@ use torpor_snapshots::Listed;
 
 use crate::metrics::Metrics;
 use crate::node::Node;
+use crate::spans::Spans;
 
 /// The planner's latest reasons, by Pod: the drivers' tasks write, the report reads.
 #[derive(Debug, Default)]
@@ -85,15 +86,17 @@ pub(crate) struct Sandboxes {
     counts: bool,
     metrics: Arc<Metrics>,
     board: Arc<Board>,
+    spans: Arc<Spans>,
 }
 
 impl Sandboxes {
-    pub(crate) fn new(metrics: Arc<Metrics>, board: Arc<Board>) -> Self {
+    pub(crate) fn new(metrics: Arc<Metrics>, board: Arc<Board>, spans: Arc<Spans>) -> Self {
         Self {
             known: HashMap::new(),
             counts: false,
             metrics,
             board,
+            spans,
         }
     }
 
@@ -142,6 +145,7 @@ impl Sandboxes {
             if self.counts {
                 let stages = stages(&note);
                 self.metrics.woke(&note, whole(&note), &stages);
+                self.spans.woke(pod, &note, at, &stages);
             }
             known.wake = Some(Noted { at, note });
         }

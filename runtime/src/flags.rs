@@ -34,6 +34,9 @@ pub struct Flags {
     /// The same for sandboxd's APIs; without it /workspace if that is a directory, else --root
     #[arg(long)]
     pub root_dir: Option<PathBuf>,
+    /// Where the Pod's emptyDir `torpor` is mounted, in which a call marks the sandbox as busy
+    #[arg(long, env = "SANDBOX_BUSY_DIR", default_value = "/run/torpor")]
+    pub busy_dir: PathBuf,
     /// Variables whose names begin so are told to clients of the REST API
     #[arg(long, default_value = "SANDBOX_")]
     pub metadata_env_prefix: String,

@@ -6,10 +6,12 @@
 //!                     │          ├──► upload, files ──► path (pure), root
 //!                     │          └──► refusal      what a client is told (pure)
 //!                     └──► sandboxd::{rest, grpc}
+//!                                    └──► busy   whether the sandbox may fall asleep
 //! ```
 //! Around a user's program (`sandbox-runtime run -- program…`) it is the container's first process: program passes signals on and ends the container as the program ended.
 //! Paths are resolved by [`root`] only, below one directory. Commands are confined by the sandbox, not by this process: who may call it may run anything.
 
+pub mod busy;
 pub mod command_line;
 pub mod execute;
 pub mod files;

@@ -17,6 +17,7 @@ use rustix::process::Signal;
 use tokio::signal::unix::{SignalKind, signal};
 use torpor_daemon::{go_flags::BindAddress, serve};
 use torpor_runtime::{
+    busy::Mark,
     execute,
     flags::{Action, Flags},
     install,
@@ -114,6 +115,7 @@ struct Serving {
     server: Server,
     stopping: Arc<AtomicBool>,
     processes: Arc<Processes>,
+    busy: Arc<Mark>,
 }
 
 impl Serving {
@@ -130,7 +132,11 @@ impl Serving {
         let legacy = legacy(flags, root, children);
         let legacy = Http1::new(legacy, flags.read_header_timeout);
         listen(&server, "legacy", flags.legacy_bind_address, legacy).await?;
-        let rest = rest(flags, &workspace, &stopping);
+        let busy = Mark::new(flags.busy_dir.clone());
+        let keeper = Arc::clone(&busy);
+        // Until the process ends.
+        tokio::spawn(async move { keeper.keep().await });
+        let rest = rest(flags, &workspace, &stopping, &busy);
         let rest = Http1::new(rest, flags.read_header_timeout);
         listen(&server, "rest", flags.rest_bind_address, rest).await?;
         let grpc = grpc(flags, workspace, Arc::clone(children), &processes)?;
@@ -139,12 +145,14 @@ impl Serving {
             server,
             stopping,
             processes,
+            busy,
         })
     }
 
     /// In upstream's order: who asks is told, commands end and with them their calls, then connections do.
     async fn end(&self, limit: Duration) {
         self.stopping.store(true, Ordering::Relaxed);
+        self.busy.clear();
         let begun = Instant::now();
         self.processes.end(COMMANDS_GRACE.min(limit)).await;
         self.server
@@ -200,7 +208,7 @@ fn legacy(flags: &Flags, root: Arc<Root>, children: &Arc<Children>) -> Legacy {
     }
 }
 
-fn rest(flags: &Flags, root: &Arc<Root>, stopping: &Arc<AtomicBool>) -> Rest {
+fn rest(flags: &Flags, root: &Arc<Root>, stopping: &Arc<AtomicBool>, busy: &Arc<Mark>) -> Rest {
     // What is no text is nobody's configuration.
     let variables = std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
@@ -210,6 +218,7 @@ fn rest(flags: &Flags, root: &Arc<Root>, stopping: &Arc<AtomicBool>) -> Rest {
         environment: metadata::visible(variables, &flags.metadata_env_prefix),
         started: Instant::now(),
         stopping: Arc::clone(stopping),
+        busy: Arc::clone(busy),
     }
 }
 

@@ -1,98 +1,27 @@
 //! Spans of passes reach a collector over OTLP, and the trace goes from a claim's annotation to its Sandbox and back to the collector.
 
-use std::{
-    collections::BTreeMap,
-    net::SocketAddr,
-    sync::{Arc, Mutex},
-    time::Duration,
-};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-use hyper_util::{
-    rt::{TokioExecutor, TokioIo},
-    server::conn::auto,
-    service::TowerToHyperService,
-};
 use opentelemetry_otlp::{SpanExporter, WithExportConfig};
-use opentelemetry_proto::tonic::{
-    collector::trace::v1::{
-        ExportTraceServiceRequest, ExportTraceServiceResponse,
-        trace_service_server::{TraceService, TraceServiceServer},
-    },
-    trace::v1::{Span, status::StatusCode},
-};
+use opentelemetry_proto::tonic::trace::v1::status::StatusCode;
 use serde_json::{Value, json};
-use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use torpor_controller::{
     run,
-    trace::{self, Exporter},
+    trace::{self, SERVICE, TARGET},
 };
+use torpor_daemon::spans::Exporter;
+use torpor_test_monitoring::collector::{Collector, hex};
 use tracing_subscriber::{layer::SubscriberExt, registry, util::SubscriberInitExt};
 
 use crate::{
     apiserver::{Apiserver, Fault, FaultAnswer},
     cluster::{Cluster, ready_at},
-    objects::NS,
+    objects::{NS, sandbox, torpor_sandbox},
+    world::World,
 };
 
 const ANNOTATION: &str = "opentelemetry.io/trace-context";
-
-/// A collector of OTLP over gRPC on this machine.
-#[derive(Clone, Default)]
-struct Collector(Arc<Mutex<Vec<(String, Span)>>>);
-
-#[tonic::async_trait]
-impl TraceService for Collector {
-    async fn export(
-        &self,
-        request: tonic::Request<ExportTraceServiceRequest>,
-    ) -> Result<tonic::Response<ExportTraceServiceResponse>, tonic::Status> {
-        let mut received = self.0.lock().unwrap();
-        for of in request.into_inner().resource_spans {
-            let attributes = of.resource.unwrap_or_default().attributes;
-            let service = attributes.iter().find(|pair| pair.key == "service.name");
-            let service = format!("{:?}", service.and_then(|pair| pair.value.clone()));
-            let spans = of.scope_spans.into_iter().flat_map(|scope| scope.spans);
-            received.extend(spans.map(|span| (service.clone(), span)));
-        }
-        Ok(tonic::Response::new(ExportTraceServiceResponse::default()))
-    }
-}
-
-impl Collector {
-    async fn start(&self) -> SocketAddr {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
-        let service = TowerToHyperService::new(TraceServiceServer::new(self.clone()));
-        tokio::spawn(async move {
-            loop {
-                let (stream, _) = listener.accept().await.unwrap();
-                let service = service.clone();
-                tokio::spawn(async move {
-                    let server = auto::Builder::new(TokioExecutor::new());
-                    // Ends with the exporter.
-                    let _ = server.serve_connection(TokioIo::new(stream), service).await;
-                });
-            }
-        });
-        address
-    }
-
-    fn spans(&self) -> Vec<Span> {
-        let received = self.0.lock().unwrap();
-        received.iter().map(|(_, span)| span.clone()).collect()
-    }
-
-    fn named(&self, name: &str) -> Vec<Span> {
-        let mut spans = self.spans();
-        spans.retain(|span| span.name == name);
-        spans
-    }
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
 
 /// Trace and span that a carrier names.
 fn named_by(carrier: &Value) -> (String, String) {
@@ -107,12 +36,12 @@ async fn traced(cluster: &Cluster, what: &str, done: impl Fn(&Apiserver) -> bool
     let collector = Collector::default();
     let exporter = SpanExporter::builder()
         .with_tonic()
-        .with_endpoint(format!("http://{}", collector.start().await))
+        .with_endpoint(format!("http://{}", collector.start().await.unwrap()))
         .with_timeout(Duration::from_secs(20))
         .build()
         .unwrap();
-    let exporter = Exporter::to(exporter);
-    let _guard = registry().with(exporter.layer()).set_default();
+    let exporter = Exporter::to(exporter, SERVICE);
+    let _guard = registry().with(exporter.layer(TARGET)).set_default();
     let stop = CancellationToken::new();
     let work = tokio::spawn(run::run(Arc::clone(&cluster.context), stop.clone()));
     cluster.api.until(what, done).await;
@@ -161,7 +90,11 @@ async fn a_clients_trace_goes_over_its_claim_to_the_sandbox_and_to_the_collector
     assert_eq!(sandbox["metadata"]["annotations"][ANNOTATION], carrier);
     for name in ["ReconcileSandboxClaim", "ReconcileSandbox"] {
         let spans = collector.named(name);
-        assert!(!spans.is_empty(), "no {name} in {:#?}", collector.spans());
+        assert!(
+            !spans.is_empty(),
+            "no {name} in {:#?}",
+            collector.received()
+        );
         for span in spans {
             assert_eq!(hex(&span.trace_id), "4bf92f3577b34da6a3ce929d0e0e4736");
             assert_eq!(hex(&span.parent_span_id), "00f067aa0ba902b7");
@@ -178,7 +111,7 @@ async fn a_clients_trace_goes_over_its_claim_to_the_sandbox_and_to_the_collector
                 .any(|pass| pass.span_id == step.parent_span_id)
         );
     }
-    let received = collector.0.lock().unwrap();
+    let received = collector.received();
     assert!(
         received
             .iter()
@@ -246,4 +179,31 @@ async fn without_an_exporter_nothing_is_written_of_a_trace() {
         assert!(object["metadata"]["annotations"][ANNOTATION].is_null());
     }
     assert!(trace::carrier().is_none());
+}
+
+#[tokio::test]
+async fn a_pod_of_a_runtime_class_is_told_of_its_sandboxs_trace_and_no_other_is() {
+    let carrier = r#"{"traceparent":"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}"#;
+    let traced = |carrier: &str| json!({"metadata": {"annotations": {ANNOTATION: carrier}}});
+    let told = |world: &World| {
+        let pod = world.pod().expect("there is a Pod");
+        assert_eq!(pod["metadata"]["annotations"].get(ANNOTATION), None);
+        pod["metadata"]["annotations"]["torpor.dev/trace-context"].clone()
+    };
+    let world = World::new();
+    world.ready(torpor_sandbox(traced(carrier))).await;
+    assert_eq!(told(&world), carrier);
+    // As when a claim takes it.
+    let another = carrier.replace("4bf9", "5bf9");
+    world.edit_sandbox(&traced(&another));
+    world.settle().await;
+    assert_eq!(told(&world), json!(another));
+    // Who wrote this was no propagator.
+    world.edit_sandbox(&traced(&"x".repeat(3000)));
+    world.settle().await;
+    assert_eq!(told(&world), Value::Null);
+
+    let plain = World::new();
+    plain.ready(sandbox(traced(carrier))).await;
+    assert_eq!(told(&plain), Value::Null);
 }

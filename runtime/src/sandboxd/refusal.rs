@@ -6,6 +6,7 @@ use rustix::io::Errno;
 use serde_json::json;
 
 use crate::{
+    busy,
     refusal::{Body, Refused, answer},
     root,
 };
@@ -38,6 +39,9 @@ pub enum Refusal {
     TooLarge,
     #[error("the request's body did not come in time")]
     Slow,
+    /// The sandbox cannot be marked as busy.
+    #[error(transparent)]
+    NotMarked(#[from] busy::Error),
 }
 
 impl Refusal {
@@ -52,6 +56,7 @@ impl Refusal {
             Self::Internal(_) => "INTERNAL",
             Self::TooLarge => "RESOURCE_EXHAUSTED",
             Self::Slow => "DEADLINE_EXCEEDED",
+            Self::NotMarked(_) => "FAILED_PRECONDITION",
             Self::NoRoute | Self::Method(_) => return None,
         })
     }
@@ -69,6 +74,7 @@ impl Refused for Refusal {
             Self::Method(_) => StatusCode::METHOD_NOT_ALLOWED,
             Self::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
             Self::Slow => StatusCode::REQUEST_TIMEOUT,
+            Self::NotMarked(_) => StatusCode::NOT_IMPLEMENTED,
         }
     }
 

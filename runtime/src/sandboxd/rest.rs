@@ -1,4 +1,4 @@
-//! Files over HTTP/1: the calls of upstream's `filesystem.yaml`.
+//! Files over HTTP/1: the calls of upstream's `filesystem.yaml`. And `/v1/busy`, which is Torpor's.
 
 use std::{
     borrow::Cow,
@@ -7,7 +7,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::{Instant, SystemTime},
+    time::{Duration, Instant, SystemTime},
 };
 
 use bytes::Bytes;
@@ -20,7 +20,10 @@ use multer::{Constraints, Multipart, SizeLimit};
 use serde_json::{Value, json};
 use tokio::{fs::File, io::AsyncWriteExt as _};
 
+use torpor_daemon::go_flags::duration;
+
 use crate::{
+    busy::{self, Mark},
     files::{self, Segment, blocking},
     path,
     refusal::{Body, answer},
@@ -46,6 +49,7 @@ pub struct Rest {
     pub started: Instant,
     /// Set when the end begins.
     pub stopping: Arc<AtomicBool>,
+    pub busy: Arc<Mark>,
 }
 
 /// A call.
@@ -56,6 +60,12 @@ enum Route {
     Delete(String),
     Health,
     Metadata,
+    /// For how long the sandbox is busy.
+    Busy,
+    /// It is.
+    SetBusy,
+    /// It is not.
+    ClearBusy,
 }
 
 /// Finds the call. A path is decoded once, with the slashes in it.
@@ -67,6 +77,14 @@ fn route(method: &Method, path: &str) -> Result<Route, Refusal> {
             Method::PUT => Ok(Route::Put(path)),
             Method::DELETE => Ok(Route::Delete(path)),
             _ if reads => Ok(Route::Get(path)),
+            _ => Err(Refusal::Method("DELETE, GET, HEAD, PUT")),
+        };
+    }
+    if path == "/v1/busy" {
+        return match *method {
+            Method::PUT => Ok(Route::SetBusy),
+            Method::DELETE => Ok(Route::ClearBusy),
+            _ if reads => Ok(Route::Busy),
             _ => Err(Refusal::Method("DELETE, GET, HEAD, PUT")),
         };
     }
@@ -112,6 +130,28 @@ fn truth(text: Option<&str>) -> Result<bool, Refusal> {
     }
 }
 
+/// For how long: `for=90s`, as Go writes durations.
+fn busy_for(text: Option<&str>) -> Result<Duration, Refusal> {
+    let Some(text) = text else {
+        return Ok(busy::DEFAULT);
+    };
+    let allowed = Duration::from_secs(1)..=busy::LONGEST;
+    let time = duration(text).ok().filter(|time| allowed.contains(time));
+    time.ok_or_else(|| {
+        Refusal::Invalid(format!(
+            "for {text:?} must be a duration from 1s to 24h, such as 90s"
+        ))
+    })
+}
+
+fn busy(left: Option<Duration>) -> Response<Body> {
+    let told = json!({
+        "busy": left.is_some(),
+        "seconds_left": left.map_or(0.0, |left| left.as_secs_f64()),
+    });
+    answer(StatusCode::OK, &told)
+}
+
 impl Calls for Rest {
     type Refusal = Refusal;
 
@@ -133,6 +173,22 @@ impl Calls for Rest {
                 let uptime = self.started.elapsed().as_secs();
                 let health = json!({"status": "ok", "uptime_seconds": uptime});
                 Ok(answer(StatusCode::OK, &health))
+            }
+            Route::Busy => Ok(busy(self.busy.left())),
+            Route::SetBusy => {
+                let time = busy_for(query("for").as_deref())?;
+                let mark = Arc::clone(&self.busy);
+                let left = blocking(&self.root, move |_| Ok(mark.set(time))).await??;
+                Ok(busy(Some(left)))
+            }
+            Route::ClearBusy => {
+                let mark = Arc::clone(&self.busy);
+                let cleared = move |_: &Root| {
+                    mark.clear();
+                    Ok(())
+                };
+                blocking(&self.root, cleared).await?;
+                Ok(empty(StatusCode::NO_CONTENT))
             }
             Route::Metadata => Ok(answer(StatusCode::OK, &json!({"env": self.environment}))),
         }
@@ -448,6 +504,32 @@ mod tests {
         #[case] expected: Result<Route, Refusal>,
     ) {
         assert_eq!(route(&method, path), expected);
+    }
+
+    #[rstest]
+    #[case("PUT", Ok(Route::SetBusy))]
+    #[case("DELETE", Ok(Route::ClearBusy))]
+    #[case("HEAD", Ok(Route::Busy))]
+    #[case("POST", Err(Refusal::Method("DELETE, GET, HEAD, PUT")))]
+    fn to_be_busy_is_set_asked_and_cleared(
+        #[case] method: Method,
+        #[case] expected: Result<Route, Refusal>,
+    ) {
+        assert_eq!(route(&method, "/v1/busy"), expected);
+    }
+
+    #[rstest]
+    #[case(None, Some(60))]
+    #[case(Some("90s"), Some(90))]
+    #[case(Some("24h"), Some(86_400))]
+    #[case(Some("24h1s"), None)]
+    #[case(Some("0"), None)]
+    #[case(Some("500ms"), None)]
+    #[case(Some("-5s"), None)]
+    #[case(Some("60"), None)]
+    #[case(Some("for ever"), None)]
+    fn nobody_is_busy_for_ever(#[case] text: Option<&str>, #[case] seconds: Option<u64>) {
+        assert_eq!(busy_for(text).ok().map(|time| time.as_secs()), seconds);
     }
 
     #[rstest]

@@ -359,3 +359,22 @@ fn it_says_that_it_is_well_and_what_it_was_told() {
     let values = names.map(|name| told["env"].get(name).cloned());
     assert_eq!(values, [Some(json!("one")), None, None]);
 }
+
+/// That it keeps a sandbox awake, and for how long, shows the end-to-end test.
+#[test]
+fn a_call_to_be_busy_says_what_is_missing_where_no_volume_is_mounted() {
+    let runtime = Runtime::start(&["--busy-dir=."]);
+    let told = plain(&runtime, "GET /v1/busy").json();
+    assert_eq!(told, json!({"busy": false, "seconds_left": 0.0}));
+    let answer = plain(&runtime, "PUT /v1/busy?for=5s");
+    assert_eq!(answer.status, 501);
+    let told = answer.json();
+    assert_eq!(told["code"], "FAILED_PRECONDITION");
+    let message = told["message"].as_str().unwrap();
+    assert!(message.contains("emptyDir of the name torpor"), "{message}");
+    assert_eq!(
+        refused(&runtime, "PUT /v1/busy?for=48h", b""),
+        (400, "INVALID_ARGUMENT".into())
+    );
+    assert_eq!(plain(&runtime, "DELETE /v1/busy").status, 204);
+}

@@ -2,6 +2,8 @@
 //!
 //! Expressions are parsed as Prometheus parses them; a metric or label that no program has is an error, and so is an expression that is none.
 
+pub mod collector;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 

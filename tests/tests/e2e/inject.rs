@@ -1,10 +1,14 @@
 //! `torpor.dev/inject-runtime`: the container stays the user's own, and has the runtime in it.
 
+use std::time::{Duration, Instant};
+
 use k8s_openapi::api::core::v1::{ContainerStateTerminated, Pod};
 use serde_json::{Value, json};
-use torpor_tests::case::case;
+use torpor_api::annotations::HIBERNATE_AFTER;
+use torpor_api::conditions::POD_HIBERNATED;
+use torpor_tests::case::{case, condition};
 use torpor_tests::forward::Forward;
-use torpor_tests::pods::{shell, with};
+use torpor_tests::pods::{mounts, python, shell, with};
 use torpor_tests::sandboxes::{LIMIT, sandbox};
 use torpor_tests::sleep::restarts;
 
@@ -127,6 +131,42 @@ async fn what_cannot_be_injected_is_told_on_the_sandbox() -> anyhow::Result<()> 
             "{message}"
         );
         assert_eq!(case.pods().get_opt("s").await?, None);
+        Ok(())
+    })
+    .await
+}
+
+/// Says for how long it is busy, and does nothing that anybody could see.
+const BUSY: &str = "import time, urllib.request as r
+r.urlopen(r.Request('http://127.0.0.1:8080/v1/busy?for=25s', method='PUT')).read()
+while True: time.sleep(1000)";
+
+#[tokio::test]
+async fn a_call_to_be_busy_keeps_an_idle_sandbox_awake_until_its_time_is_over() -> anyhow::Result<()>
+{
+    case("busycall", async |case| {
+        let mounted = json!({ "volumeMounts": mounts(&[("torpor", "/run/torpor")]) });
+        let spec = json!({
+            "containers": [with(python("a", BUSY), mounted)],
+            "volumes": [{ "name": "torpor", "emptyDir": {} }],
+        });
+        let sleepy = json!({ "metadata": { "annotations": { HIBERNATE_AFTER: "5s" } } });
+        case.create(with(injected(spec), sleepy)).await?;
+        case.sandbox_ready("s").await?;
+        let began = Instant::now();
+        // Three times as long as it takes without the call.
+        while began.elapsed() < Duration::from_secs(20) {
+            let pod = case.pods().get("s").await?;
+            let told = condition(&pod, POD_HIBERNATED);
+            anyhow::ensure!(
+                told.0 != "True",
+                "asleep after {:?}: {told:?}",
+                began.elapsed()
+            );
+            tokio::time::sleep(Duration::from_millis(500)).await;
+        }
+        case.asleep("s").await?;
+        assert_eq!(case.kubectl.sh("s", "a", "ls /run/torpor").await?, "");
         Ok(())
     })
     .await

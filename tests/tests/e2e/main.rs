@@ -1,6 +1,7 @@
 //! End-to-end tests: on a real cluster, with a real kubelet, containerd and gVisor.
 //!
 //! `cargo test -p torpor-tests --test e2e -- --test-threads=4`, as root on the node of the cluster that KUBECONFIG names.
+//! TORPOR_PLUGIN names the folder that hack/plugin put the kubectl plugin into; without it kubectl finds it in PATH.
 //! TORPOR_DEV=hack/cluster adds the logs of a development cluster's programs to the explanation of a failure.
 
 mod badinput;

@@ -49,7 +49,7 @@ async fn the_plugin_puts_a_sandbox_to_sleep_and_wakes_it_and_tells_what_it_did()
         );
         assert_eq!(case.node.sandbox_processes(&uid(&pod))?, []);
         let asleep = told(case, "what its sleep gained", |view| {
-            view["imageBytes"].is_number()
+            view["imageBytes"].is_number() && view["memoryAsleepBytes"].is_number()
         })
         .await?;
         assert_eq!(asleep["state"], "Hibernated");
@@ -152,7 +152,9 @@ async fn the_plugin_tells_of_a_doze_and_what_ends_it() -> anyhow::Result<()> {
         case.create(with(sandbox("s", idle), annotations)).await?;
         case.sandbox_ready("s").await?;
         let dozing = told(case, "it dozes, and what that gained", |view| {
-            view["state"] == "Dozing" && view["imageBytes"].is_number()
+            view["state"] == "Dozing"
+                && view["imageBytes"].is_number()
+                && view["memoryAsleepBytes"].is_number()
         })
         .await?;
         assert!(

@@ -10,6 +10,7 @@ use torpor_api::{
     conditions::{self, Draft},
     reasons::{hibernated, restored, snapshot as snapshot_reasons},
 };
+use torpor_daemon::spans::LONGEST_CARRIER;
 
 use super::{
     super::{Action, Area, ImageUse, Plan, Shown, SnapshotFence, delete_pod},
@@ -194,6 +195,7 @@ fn create_pod(
             .into_iter()
             .filter_map(|(key, after)| Some((key, after?))),
     );
+    wishes.extend(trace(desired).map(|carrier| (annotations::POD_TRACE_CONTEXT, carrier)));
     let (memory, image) = start.unzip();
     let pod = runtime_image(desired, observed, memory.as_ref())
         .and_then(|runtime| pod_spec::pod(desired.sandbox, &wishes, memory.as_ref(), runtime));
@@ -228,6 +230,12 @@ fn after_cold_start(desired: &Desired<'_>, observed: &Observed) -> Shown {
         ),
         None => Shown::Remove,
     }
+}
+
+/// The trace that the agent's spans belong to. It is told on Pods that an agent may do something with: all others are as upstream's.
+fn trace(desired: &Desired<'_>) -> Option<String> {
+    pod_spec::runtime_class_name(&desired.sandbox.spec.pod_template.spec)?;
+    crate::trace::carried(desired.sandbox).filter(|carrier| carrier.len() <= LONGEST_CARRIER)
 }
 
 /// When the sandbox falls asleep by itself, what wakes it, and what it starts from when it crashes.
@@ -268,6 +276,7 @@ pub(in crate::sandbox::plan) fn wishes_for_pod(
             desired.settings.hibernate.then(|| "true".to_owned()),
         ),
         (annotations::FREEZE, None),
+        (annotations::POD_TRACE_CONTEXT, trace(desired)),
     ];
     wishes.extend(by_itself(desired));
     // While a restore is under way the annotation tells which policy it was begun with.

@@ -1,0 +1,135 @@
+//! Spans, exported by OTLP over gRPC to where the variables of OpenTelemetry say, and the W3C carrier by which a trace goes from one program to the next.
+
+use std::collections::HashMap;
+
+use opentelemetry::{
+    Context,
+    propagation::TextMapPropagator as _,
+    trace::{TraceContextExt as _, TracerProvider as _},
+};
+use opentelemetry_otlp::ExporterBuildError;
+use opentelemetry_sdk::{
+    Resource,
+    propagation::TraceContextPropagator,
+    trace::{SdkTracer, SdkTracerProvider},
+};
+use tracing_subscriber::{Layer, Registry, filter::filter_fn};
+
+/// More bytes than any carrier that a propagator writes; what is longer is not read.
+pub const LONGEST_CARRIER: usize = 2048;
+
+/// Spans cannot be exported.
+#[derive(Debug, thiserror::Error)]
+#[error("--enable-tracing: no exporter of spans; look at the variables OTEL_EXPORTER_OTLP_*")]
+pub struct StartError(#[from] ExporterBuildError);
+
+/// Exports spans in the background: who ends a span waits for nobody, and spans that nobody takes are dropped.
+#[derive(Debug)]
+pub struct Exporter {
+    provider: SdkTracerProvider,
+    service: &'static str,
+}
+
+impl Exporter {
+    /// Exports to where the variables `OTEL_EXPORTER_OTLP_*` say, `http://localhost:4317` without them. Needs a tokio runtime.
+    pub fn start(service: &'static str) -> Result<Self, StartError> {
+        let exporter = opentelemetry_otlp::SpanExporter::builder()
+            .with_tonic()
+            .build()?;
+        Ok(Self::to(exporter, service))
+    }
+
+    /// Exports by `exporter`, as spans of `service`.
+    pub fn to(exporter: opentelemetry_otlp::SpanExporter, service: &'static str) -> Self {
+        let origin = Resource::builder().with_service_name(service).build();
+        let provider = SdkTracerProvider::builder()
+            .with_batch_exporter(exporter)
+            .with_resource(origin);
+        Self {
+            provider: provider.build(),
+            service,
+        }
+    }
+
+    /// Takes in the spans of one target; a part of the process' subscriber.
+    pub fn layer(&self, target: &'static str) -> Box<dyn Layer<Registry> + Send + Sync> {
+        tracing_opentelemetry::layer()
+            .with_tracer(self.tracer())
+            .with_filter(filter_fn(move |of| of.is_span() && of.target() == target))
+            .boxed()
+    }
+
+    /// For spans that began and ended before anybody tells of them.
+    pub fn tracer(&self) -> SdkTracer {
+        self.provider.tracer(self.service)
+    }
+
+    /// Sends what is left; blocks. What cannot be sent is lost, which the log says.
+    pub fn end(self) {
+        if let Err(error) = self.provider.shutdown() {
+            tracing::warn!(%error, "not all spans were exported");
+        }
+    }
+}
+
+/// The carrier of the trace that a context belongs to; none where nothing is exported.
+pub fn carrier(context: &Context) -> Option<String> {
+    if !context.span().span_context().is_valid() {
+        return None;
+    }
+    let mut carrier = HashMap::new();
+    TraceContextPropagator::new().inject_context(context, &mut carrier);
+    // Empty, and Go's propagator leaves it out.
+    carrier.retain(|_, value: &mut String| !value.is_empty());
+    serde_json::to_string(&carrier).ok()
+}
+
+/// What a carrier says, a JSON object as W3C's propagator fills it. Anybody may have written it: what is no carrier is none.
+pub fn context_in(carrier: &str) -> Option<Context> {
+    if carrier.len() > LONGEST_CARRIER {
+        return None;
+    }
+    let carrier: HashMap<String, String> = serde_json::from_str(carrier).ok()?;
+    let context = TraceContextPropagator::new().extract(&carrier);
+    let known = context.span().span_context().is_valid();
+    known.then_some(context)
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case(
+        r#"{"traceparent":"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}"#,
+        true
+    )]
+    #[case(r#"{"traceparent":"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01","tracestate":"a=b"}"#, true)]
+    #[case(r#"{"traceparent":"00-no-trace-01"}"#, false)]
+    #[case(
+        r#"{"traceparent":"00-00000000000000000000000000000000-0000000000000000-01"}"#,
+        false
+    )]
+    #[case(r#"{"traceparent":5}"#, false)]
+    #[case("{}", false)]
+    #[case("", false)]
+    #[case("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", false)]
+    fn only_a_carrier_is_read_and_it_is_written_as_it_was(#[case] text: &str, #[case] read: bool) {
+        let context = context_in(text);
+        assert_eq!(context.is_some(), read);
+        if let Some(context) = context {
+            assert_eq!(context_in(&carrier(&context).unwrap()).is_some(), read);
+        }
+    }
+
+    #[test]
+    fn a_carrier_that_is_too_long_is_not_read() {
+        let long = format!(
+            r#"{{"traceparent":"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01","x":"{}"}}"#,
+            "x".repeat(LONGEST_CARRIER)
+        );
+        assert!(context_in(&long).is_none());
+    }
+}
