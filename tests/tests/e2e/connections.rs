@@ -23,6 +23,14 @@ use torpor_tests::witness::{self, Connection};
 /// After the wake the program has to read what has waited for it.
 const LIMIT: Duration = Duration::from_secs(20);
 
+/// Whoever has said all and only listens wakes nobody.
+async fn ask_now_and_then(pod: &Pod) -> anyhow::Result<()> {
+    loop {
+        fates(pod).await?;
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+}
+
 /// A Pod that is asked to sleep while everybody speaks falls asleep, is woken by what arrives, and again after ten seconds, until all has been said.
 async fn exchange_while_it_falls_asleep(
     case: &Case,
@@ -40,7 +48,11 @@ async fn exchange_while_it_falls_asleep(
     streams.extend(try_join_all((0..inward).map(|_| open(&pod))).await?);
     let before = case.node.ledger_seq(&uid(&pod))?;
     case.annotate("p", HIBERNATE, Some("true")).await?;
-    try_join_all(streams.into_iter().map(|stream| plan.exchange(stream))).await?;
+    let exchanges = try_join_all(streams.into_iter().map(|stream| plan.exchange(stream)));
+    tokio::select! {
+        done = exchanges => drop(done?),
+        asked = ask_now_and_then(&pod) => asked?,
+    }
     // Begun, committed, asleep, waking, awake: five entries each, and in the end it may sleep once more.
     let entries = case.node.ledger_seq(&uid(&pod))? - before;
     ensure!(
