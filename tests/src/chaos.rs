@@ -29,7 +29,7 @@ pub mod strike;
 pub mod tally;
 
 use lane::Lane;
-use schedule::Cycle;
+use schedule::{Cycle, Strike, Victim};
 use tally::Tally;
 
 /// A run.
@@ -43,6 +43,17 @@ pub struct Plan {
     pub lanes: usize,
     /// No cycle begins later.
     pub time: Option<Duration>,
+    /// Who is never killed. What the others do stays what the seed says.
+    pub spared: Vec<Victim>,
+}
+
+impl Plan {
+    fn cycle(&self, number: u64) -> Cycle {
+        let mut cycle = Cycle::of(self.seed, number);
+        let is_spared = |strike: &Strike| self.spared.contains(&strike.victim);
+        cycle.strikes.retain(|strike| !is_spared(strike));
+        cycle
+    }
 }
 
 /// Runs the plan's cycles, `lanes` at a time, and tells of each when it is over. An error is one of the test itself: what
@@ -62,7 +73,7 @@ pub async fn run(case: &Case, plan: &Plan, tell: impl Fn(&str)) -> anyhow::Resul
             number.filter(|_| in_time())
         };
         while let Some(number) = next().await {
-            let cycle = Cycle::of(plan.seed, number);
+            let cycle = plan.cycle(number);
             let at = Instant::now();
             let outcome = lane.cycle(&cycle).await;
             let took = at.elapsed();
@@ -105,5 +116,37 @@ async fn keep_agent(case: &Case, killed: &Notify) -> anyhow::Result<()> {
     loop {
         killed.notified().await;
         Agent::replace(&case.kubectl).await?;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_is_spared_changes_nothing_else() {
+        let (seed, from, cycles, lanes, time) = (3, 0, 500, 1, None);
+        let spared = vec![Victim::Containerd];
+        let plan = Plan {
+            seed,
+            from,
+            cycles,
+            lanes,
+            time,
+            spared,
+        };
+        let mut left_out = 0;
+        for number in 0..cycles {
+            let (all, mut some) = (Cycle::of(seed, number), plan.cycle(number));
+            let others = all
+                .strikes
+                .iter()
+                .filter(|s| s.victim != Victim::Containerd);
+            assert!(some.strikes.iter().eq(others), "{all}");
+            left_out += all.strikes.len() - some.strikes.len();
+            some.strikes.clone_from(&all.strikes);
+            assert_eq!(some, all);
+        }
+        assert!(left_out > 0);
     }
 }

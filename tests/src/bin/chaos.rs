@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use clap::Parser;
 use torpor_tests::case::alone_within;
+use torpor_tests::chaos::schedule::Victim;
 use torpor_tests::chaos::{self, Plan};
 
 /// Kills agent, keepers, shims, containerd and gVisor at random points while sandboxes go to sleep and wake under load, and
@@ -28,6 +29,9 @@ struct Args {
     /// No cycle begins after this many seconds
     #[arg(long)]
     seconds: Option<u64>,
+    /// Who is never killed; may be given more than once
+    #[arg(long)]
+    spare: Vec<Victim>,
     /// Where progress goes line by line, with the cluster's words after a failure
     #[arg(long, default_value = "/tmp/torpor-chaos.log")]
     log: PathBuf,
@@ -42,6 +46,7 @@ async fn main() -> anyhow::Result<()> {
         cycles: args.cycles,
         lanes: args.lanes,
         time: args.seconds.map(Duration::from_secs),
+        spared: args.spare,
     };
     let Plan {
         seed,

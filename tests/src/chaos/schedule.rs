@@ -34,7 +34,7 @@ pub enum Moment {
 }
 
 /// What is killed, with SIGKILL.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, clap::ValueEnum)]
 pub enum Victim {
     Agent,
     Containerd,
