@@ -184,9 +184,9 @@ say("exec, awake", base_exec, base_exec)
 
 memory = sum(pod.memory() for pod in smalls) / len(smalls)
 dozing, dozing_large, dozing_exec, hibernated, hibernated_large, hibernated_exec = [], [], [], [], [], []
-for round in range(rounds):
+for turn in range(rounds):
     asleep("torpor.dev/doze-after=1s", Pod.dozes)
-    if round == 0:
+    if turn == 0:
         left = sum(pod.memory() for pod in smalls) / len(smalls)
         cpu, seconds = sum(pod.cpu() for pod in smalls), 20
         time.sleep(seconds)

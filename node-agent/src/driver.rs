@@ -200,13 +200,14 @@ impl Driver {
         let desired = self.desired(pod_uid, pod.as_deref(), &snapshots);
         let probes = pod.as_deref().map(|pod| probes(pod, &desired));
         let rules = pod.as_deref().map(|pod| rules(pod, &desired));
-        let looked = self.look(desired, probes, rules, remembered.clone()).await;
-        let Ok((mut look, idle, told)) = looked else {
+        let kubelet = Kubelet { probes, rules };
+        let looked = self.look(desired, kubelet, remembered.clone()).await;
+        let Ok((mut look, idle)) = looked else {
             remembered.save_turn = None;
             return Turn::Wait(RETRY);
         };
         remembered.idle = idle;
-        remembered.told = told;
+        remembered.told = look.told.take();
         shared.pressure.note(pod_uid, look.candidate.take());
         if look.nothing {
             shared.board.forget(pod_uid);
@@ -308,22 +309,11 @@ impl Driver {
     async fn look(
         &self,
         desired: Desired,
-        probes: Option<Probes>,
-        rules: Option<Rules>,
+        kubelet: Kubelet,
         remembered: Remembered,
-    ) -> Result<(Look, Option<Watched>, Option<Told>), tokio::task::JoinError> {
+    ) -> Result<(Look, Option<Watched>), tokio::task::JoinError> {
         let shared = self.shared.clone();
-        let look = move || {
-            let told = tell_rules(
-                &shared.node,
-                &desired.pod_uid,
-                rules.clone(),
-                remembered.told.clone(),
-            );
-            let (mut look, idle) = look(&shared, &desired, probes.as_ref(), remembered);
-            look.rules = rules.unwrap_or_default();
-            (look, idle, told)
-        };
+        let look = move || look(&shared, &desired, kubelet, remembered);
         tokio::task::spawn_blocking(look).await
     }
 
@@ -403,18 +393,18 @@ struct Remembered {
     told: Option<Told>,
 }
 
+/// What the kubelet does with the Pod, if the API has it: what it probes, and what follows for who speaks for the Pod.
+struct Kubelet {
+    probes: Option<Probes>,
+    rules: Option<Rules>,
+}
+
 /// What a sandbox' keeper goes by, as far as this agent has told it.
 type Told = (SandboxId, Rules);
 
 /// A keeper that holds packets for a sleeping Pod is told when the Pod's rules have changed.
-fn tell_rules(
-    node: &Node,
-    pod_uid: &PodUid,
-    rules: Option<Rules>,
-    told: Option<Told>,
-) -> Option<Told> {
-    let (record, rules) = node.sandbox_of(pod_uid).zip(rules)?;
-    let new = (record.sandbox, rules);
+fn tell_rules(node: &Node, pod: &PodRecord, rules: &Rules, told: Option<Told>) -> Option<Told> {
+    let new = (pod.sandbox.clone(), rules.clone());
     if told.as_ref() == Some(&new) {
         return told;
     }
@@ -425,7 +415,7 @@ fn tell_rules(
         Err(keeper::Error::Gone { .. }) => None,
         Err(error) => {
             let error = crate::observe::words(&error);
-            tracing::warn!(%pod_uid, error, "the Pod's keeper goes by its old rules until the sandbox falls asleep again");
+            tracing::warn!(pod_uid = %pod.pod_uid, error, "the Pod's keeper goes by its old rules until the sandbox falls asleep again");
             Some(new)
         }
     }
@@ -442,19 +432,26 @@ struct Look {
     nothing: bool,
     /// Whether it could sleep for the node's sake.
     candidate: Option<Candidate>,
+    /// What its keeper goes by, and has been told.
     rules: Rules,
+    told: Option<Told>,
 }
 
 fn look(
     shared: &Shared,
     desired: &Desired,
-    probes: Option<&Probes>,
+    kubelet: Kubelet,
     remembered: Remembered,
 ) -> (Look, Option<Watched>) {
     let node = &shared.node;
     let now = Timestamp::now();
     let pod_uid = desired.pod_uid.clone();
     let record = node.sandbox_of(&pod_uid);
+    let Kubelet { probes, rules } = kubelet;
+    let told = record
+        .as_ref()
+        .zip(rules.as_ref())
+        .and_then(|(record, rules)| tell_rules(node, record, rules, remembered.told));
     let lock = record
         .as_ref()
         .and_then(|record| node.records.try_lock(&record.sandbox).ok().flatten());
@@ -464,7 +461,7 @@ fn look(
     observed.save_turn = remembered.save_turn.is_some_and(|turn| turn.has_come());
     let idle = match record.as_ref().zip(lock.as_ref()) {
         Some((record, lock)) => {
-            if let Some(probes) = probes
+            if let Some(probes) = &probes
                 && let Err(error) = node.records.write_probes(&record.sandbox, probes)
             {
                 tracing::warn!(%pod_uid, error = crate::observe::words(&error), "the Pod's probes are not noted");
@@ -473,7 +470,7 @@ fn look(
                 node,
                 record,
                 lock,
-                probes,
+                probes: probes.as_ref(),
             };
             idle::watch(&sandbox, desired, &mut observed, remembered.idle, now)
         }
@@ -509,7 +506,8 @@ fn look(
         saved,
         nothing,
         candidate: candidate(desired, &observed),
-        rules: Rules::default(),
+        rules: rules.unwrap_or_default(),
+        told,
     };
     (look, idle)
 }

@@ -15,8 +15,8 @@ use crate::witness;
 /// Where it exchanges, and where it tells what became of that.
 pub const PORT: u16 = 8090;
 const REPORT: u16 = 8091;
-/// A connection that is silent for so long is as good as lost.
-const SILENCE: Duration = Duration::from_secs(30);
+/// A connection that is silent for so long is as good as lost: longer than a save and a wake on a busy machine.
+const SILENCE: Duration = Duration::from_secs(60);
 
 /// What is said in each direction of each connection.
 #[derive(Debug, Clone, Copy)]

@@ -23,13 +23,13 @@ use jiff::Timestamp;
 
 use crate::ids::ImageId;
 use crate::ledger::{Entry, Memory};
-use crate::queue::Urgency;
 use crate::state::{
     Desired, Doze, Failure, Live, Observed, PodPresence, Policy, Power, Restore, later,
 };
 use crate::steps::{Action, Fence, Plan, Reason, Step};
 
 mod rubbish;
+mod save;
 mod status;
 mod view;
 
@@ -355,148 +355,6 @@ impl<'a> Planning<'a> {
             };
             self.upkeep(Action::Record, Some(asleep), None);
         }
-    }
-
-    /// Whether a save begins now. If not, `why` and `wake_at` say what is waited for.
-    fn may_save(&mut self) -> bool {
-        let view = self.view;
-        let for_snapshot = view.needing_image().next().is_some();
-        let for_sleep = view.sleeps();
-        if !for_snapshot && !for_sleep {
-            return false;
-        }
-        if !view.is_present() {
-            self.why.push(Reason::PodTerminating);
-            return false;
-        }
-        if view.observed.capable.is_err() {
-            self.why.push(Reason::NotCapable);
-            return false;
-        }
-        if view.next_image.is_none() {
-            self.why.push(Reason::NumbersExhausted);
-            return false;
-        }
-        if for_snapshot {
-            self.why.push(Reason::SnapshotWanted);
-        }
-        let in_use = for_sleep && self.in_use();
-        (for_snapshot || !in_use) && self.may_try_save_steps() && self.has_turn()
-    }
-
-    /// Whether it is its turn to do what costs processors and disk.
-    fn has_turn(&mut self) -> bool {
-        let view = self.view;
-        if view.observed.save_turn {
-            return true;
-        }
-        let urgency = match view.by_itself && view.needing_image().next().is_none() {
-            true => Urgency::ByItself,
-            false => Urgency::Asked,
-        };
-        self.why.push(Reason::AwaitingTurn { urgency });
-        false
-    }
-
-    fn awaits_turn(&self) -> bool {
-        let awaits = |reason: &Reason| matches!(reason, Reason::AwaitingTurn { .. });
-        self.why.iter().any(awaits)
-    }
-
-    /// Somebody works in the sandbox, or did a moment ago. Suspend does not wait for that: the Pod is going to be deleted.
-    fn in_use(&mut self) -> bool {
-        let observed = self.view.observed;
-        if self.view.desired.suspending() {
-            return false;
-        }
-        // One that was woken by the clock was woken for somebody.
-        let called = self.view.desired.called_at(self.now);
-        let by_clock = observed
-            .woke_at
-            .filter(|at| called.is_some_and(|called| called <= *at));
-        let rested =
-            (observed.awake_since.max(by_clock)).map(|since| later(since, self.policy.linger));
-        let lingers = rested.filter(|until| *until > self.now);
-        if let Some(until) = lingers {
-            self.look_at(until);
-        }
-        let in_use = observed.sessions > 0 || lingers.is_some();
-        if in_use {
-            self.why.push(Reason::InUse);
-        }
-        in_use
-    }
-
-    /// Checkpoint and what follows it. The sandbox is paused when the first of these steps begins.
-    fn push_save(&mut self) {
-        let view = self.view;
-        let Some(image) = view.next_image.clone() else {
-            return;
-        };
-        let snapshots = view.needing_image().map(|s| s.uid.clone()).collect();
-        let saving = Entry::Saving {
-            image: image.clone(),
-            snapshots,
-        };
-        self.step(
-            Action::Checkpoint {
-                image: image.clone(),
-            },
-            Some(saving),
-            None,
-        );
-        let committed = Entry::Committed {
-            image: image.clone(),
-        };
-        self.step(
-            Action::Commit {
-                image: image.clone(),
-            },
-            None,
-            Some(committed),
-        );
-        match view.target {
-            Power::Asleep if !self.why.contains(&Reason::InUse) => {
-                self.push_sleep_wanted();
-                self.push_end(&image);
-            }
-            // What comes next is a plan of its own.
-            Power::Dozing if view.observed.live == Live::Paused => self.why.push(Reason::Dozing),
-            Power::Frozen => {}
-            Power::Asleep | Power::Dozing | Power::Awake => {
-                self.step(Action::Resume, Some(Entry::Awake), None)
-            }
-        }
-    }
-
-    fn push_end(&mut self, image: &ImageId) {
-        let known = matches!(self.view.ledger.memory, Memory::Asleep { .. });
-        let asleep = (!known).then(|| Entry::Asleep {
-            image: image.clone(),
-            by_itself: self.view.by_itself,
-        });
-        self.step(
-            Action::End {
-                image: image.clone(),
-            },
-            asleep,
-            None,
-        );
-    }
-
-    /// Snapshots that want an image take the one that holds the sandbox's memory.
-    fn adopt(&mut self, image: &ImageId) {
-        let snapshots: std::collections::BTreeSet<_> =
-            self.view.needing_image().map(|s| s.uid.clone()).collect();
-        if snapshots.is_empty() || !self.may_try_upkeep() {
-            return;
-        }
-        self.why.push(Reason::ImageAdopted);
-        let adopted = Entry::Adopted {
-            image: image.clone(),
-            snapshots,
-        };
-        self.step(Action::Record, Some(adopted), None);
     }
 
     fn may_try_save_steps(&mut self) -> bool {

@@ -12,9 +12,7 @@ use jiff::Timestamp;
 use torpor_core::ids::{ContainerName, ImageId, SandboxId};
 use torpor_core::ledger::Memory;
 use torpor_core::{Entry, ImageState, LedgerState, RolledBack};
-use torpor_gvisor::control::Control;
 use torpor_gvisor::keeper::{self, Answer, Request};
-use torpor_gvisor::pause;
 use torpor_gvisor::probe;
 use torpor_gvisor::record::{
     ContainerRecord, Depth, PodRecord, RestoreReport, SandboxState, SleepNote, WakeCause,
@@ -26,8 +24,10 @@ use torpor_snapshots::{Image, LedgerFile, Manifest, Mismatch, SavedName, Store};
 use crate::node::{CALL_LIMIT, Node};
 use crate::stages::Stages;
 
+mod memory;
 mod sandbox;
 
+pub(crate) use memory::{about_to_run, deepen, memory_image, stands_in};
 pub(crate) use sandbox::{end_processes, kill_processes};
 
 /// Annotations of the Pod, set by the controller.
@@ -479,55 +479,6 @@ fn wake_recorded(
         }
     }
     restored
-}
-
-/// Whether the ledger says that the sandbox' memory lies in an image that is there.
-pub(crate) fn is_in_image(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
-    Ok(memory_image(node, sandbox)?.is_some())
-}
-
-/// The image that the sandbox' memory lies in, by the ledger, if it is there.
-pub(crate) fn memory_image(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Option<ImageId>> {
-    let pod = node.records.pod(sandbox)?;
-    let store = store(node)?;
-    let held = |image: &ImageId| store.image(&pod.namespace, image).is_ok();
-    Ok(store
-        .ledger(&pod.pod_uid)?
-        .read()?
-        .restorable(held)
-        .cloned())
-}
-
-/// The image that is the memory of a sandbox that stands still, for as long as it does. The caller holds the lock.
-pub(crate) fn stands_in(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Option<ImageId>> {
-    let Ok(mut control) = Control::connect(node.runsc.root(), sandbox.as_str()) else {
-        return Ok(None);
-    };
-    if !pause::is_paused(&node.records, &mut control, sandbox, CALL_LIMIT)? {
-        return Ok(None);
-    }
-    memory_image(node, sandbox)
-}
-
-/// From now on the sandbox sleeps in the image alone, until somebody needs it. The caller holds the lock, and knows that it stands
-/// still.
-pub(crate) fn deepen(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow::Result<()> {
-    let pod = node.records.pod(sandbox)?;
-    let asleep = Entry::Asleep {
-        image: image.clone(),
-        by_itself: true,
-    };
-    store(node)?.ledger(&pod.pod_uid)?.append(&asleep)?;
-    end(node, sandbox, image).map(drop)
-}
-
-/// Before a paused sandbox is resumed: from now on no image is its memory.
-pub(crate) fn about_to_run(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
-    if is_in_image(node, sandbox)? {
-        let pod = node.records.pod(sandbox)?;
-        store(node)?.ledger(&pod.pod_uid)?.append(&Entry::Awake)?;
-    }
-    Ok(())
 }
 
 /// Wakes a hibernated sandbox for an exec, a signal or a packet: the agent is not needed. The caller holds the lock.

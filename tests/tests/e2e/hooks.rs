@@ -32,7 +32,7 @@ http.server.ThreadingHTTPServer(('', 8080), Handler).serve_forever()";
 /// The program, which is probed at the port at which it takes its hook.
 fn server(name: &str, hook: Value, port: u16) -> Value {
     let host = json!({ "fieldRef": { "fieldPath": "status.hostIP" } });
-    let get = json!({ "httpGet": { "path": "/", "port": 8080 }, "periodSeconds": 1 });
+    let get = json!({ "httpGet": { "path": "/", "port": 8080 }, "periodSeconds": 1, "timeoutSeconds": 5 });
     with(
         python(name, SERVER),
         json!({
@@ -41,7 +41,6 @@ fn server(name: &str, hook: Value, port: u16) -> Value {
                 { "name": "HOST", "valueFrom": host },
             ],
             "readinessProbe": get,
-            "livenessProbe": get,
             "lifecycle": { "preStop": hook },
         }),
     )

@@ -6,7 +6,6 @@
 
 mod badinput;
 mod capacity;
-mod chaos;
 mod claims;
 mod clock;
 mod connections;

@@ -172,7 +172,8 @@ async fn a_question_that_was_not_answered_when_it_fell_asleep_is_answered() -> a
         tokio::time::timeout(LIMIT, stream.read_exact(&mut answer)).await??;
         anyhow::ensure!(&answer == b"?\n", "{answer:?}");
         let entries = case.node.ledger_seq(&uid)? - awake;
-        anyhow::ensure!(entries >= 5, "{entries} entries: it did not sleep");
+        // Begun, committed, asleep, waking; that it is awake is noted a moment after it runs.
+        anyhow::ensure!(entries >= 4, "{entries} entries: it did not sleep");
         Ok(())
     })
     .await

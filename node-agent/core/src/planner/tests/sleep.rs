@@ -1,0 +1,227 @@
+//! Sleep that nobody asks for, and what ends it.
+
+use super::*;
+
+#[test]
+fn an_idle_sandbox_falls_asleep_by_itself_when_its_time_has_come() {
+    use StepKind::*;
+    let running = |since| idle_since(since, observed(Live::Running, &[], &[]));
+    let plan = planned(&sleepy(), &running(900));
+    assert_eq!(kinds(&plan), [Pause, Checkpoint, Commit, End]);
+    assert_eq!(
+        plan.steps[3].before,
+        Some(Entry::Asleep {
+            image: image(1),
+            by_itself: true
+        })
+    );
+    let early = planned(&sleepy(), &running(901));
+    assert_eq!((kinds(&early), early.wake_at), (vec![], Some(at(1001))));
+    // Nobody asked for it, or it is not known since when it is idle.
+    assert_steps(&desired(Power::Awake), &running(0), &[]);
+    assert_steps(&sleepy(), &observed(Live::Running, &[], &[]), &[]);
+    // Somebody works in it since the last look.
+    let mut used = running(0);
+    used.sessions = 1;
+    assert_steps(&sleepy(), &used, &[]);
+    let mut going = sleepy();
+    going.pod = PodPresence::Terminating;
+    assert_steps(&going, &running(0), &[]);
+}
+
+#[test]
+fn a_sandbox_dozes_in_three_plans_so_that_whoever_needs_it_comes_between() {
+    use StepKind::*;
+    let idle = |observed| idle_since(990, observed);
+    let running = idle(observed(Live::Running, &[], &[]));
+    assert_steps(&dozy(), &running, &[Doze]);
+    let noted = dozing(false, idle(observed(Live::Paused, &[], &[])));
+    assert_steps(&dozy(), &noted, &[Checkpoint, Commit]);
+    let saved = dozing(false, idle(observed(Live::Paused, &committed(), &[1])));
+    let plan = planned(&dozy(), &saved);
+    assert_eq!(plan.steps[0].action, Action::Reclaim { image: image(1) });
+    let reclaimed = dozing(true, saved);
+    let plan = planned(&dozy(), &reclaimed);
+    assert_eq!((kinds(&plan), plan.wake_at), (vec![], Some(at(1090))));
+    assert_eq!(plan.status.phase, Phase::Dozing { image: image(1) });
+    assert_eq!(plan.status.hibernated.unwrap().reason, "Dozing");
+    // Deeper: the image is there already.
+    let deeper = idle_since(900, reclaimed.clone());
+    assert_steps(&dozy(), &deeper, &[End]);
+    // An agent that was started again does not know since when it is idle, and lets it doze.
+    let forgotten = Observed {
+        idle_since: None,
+        ..reclaimed.clone()
+    };
+    assert_steps(&dozy(), &forgotten, &[]);
+    // It may not doze any more, or shall stand still, or sleep.
+    let woken = planned(&desired(Power::Awake), &reclaimed);
+    assert_eq!(kinds(&woken), [Resume]);
+    assert_eq!(
+        woken.steps[0].before,
+        Some(Entry::Awake),
+        "its image is stale before it runs"
+    );
+    assert_steps(&desired(Power::Frozen), &reclaimed, &[Pause]);
+    assert_steps(&desired(Power::Asleep), &reclaimed, &[End]);
+}
+
+#[test]
+fn a_doze_that_cannot_be_saved_ends_and_one_without_swap_does_not_begin() {
+    use StepKind::*;
+    let mut noted = idle_since(0, dozing(false, observed(Live::Paused, &[], &[])));
+    save_failure(&mut noted, 999);
+    let mut only_doze = dozy();
+    only_doze.sleep.hibernate = None;
+    assert_steps(&only_doze, &noted, &[Resume]);
+    let mut running = idle_since(0, observed(Live::Running, &[], &[]));
+    running.can_doze = Err("no swap".into());
+    let plan = planned(&only_doze, &running);
+    assert_eq!(kinds(&plan), []);
+    let told = plan.status.hibernated.unwrap().message;
+    assert_eq!(told, "The sandbox is awake and does not doze: no swap");
+    // Where it cannot doze it hibernates when its time has come.
+    assert_steps(&dozy(), &running, &[Pause, Checkpoint, Commit, End]);
+}
+
+#[test]
+fn what_fell_asleep_by_itself_sleeps_on_until_it_may_not_and_what_was_asked_to_sleep_is_woken() {
+    use StepKind::*;
+    let asleep = |by_itself| Observed {
+        ledger: Ok(LedgerState::fold(&asleep_entries(by_itself))),
+        ..hibernated()
+    };
+    assert_steps(&sleepy(), &asleep(true), &[]);
+    assert_steps(&sleepy(), &asleep(false), &[Wake]);
+    assert_steps(&desired(Power::Awake), &asleep(true), &[Wake]);
+    let told = planned(&sleepy(), &asleep(true)).status.hibernated.unwrap();
+    assert_eq!(
+        told.message,
+        "The sandbox was idle and sleeps in image pod-a.1 until it is needed."
+    );
+    // Who asks now for what it did before by itself, and then no longer, wakes it.
+    let asked = Desired {
+        power: Power::Asleep,
+        ..sleepy()
+    };
+    let plan = planned(&asked, &asleep(true));
+    assert_eq!(kinds(&plan), [Record]);
+    assert_eq!(plan.steps[0].before, asleep_entries(false).pop());
+    assert_steps(&asked, &asleep(false), &[]);
+    // A wake that somebody began is brought to its end.
+    let mut begun = asleep(true);
+    let entries = [
+        asleep_entries(true),
+        vec![Entry::Waking { image: image(1) }],
+    ]
+    .concat();
+    begun.ledger = Ok(LedgerState::fold(&entries));
+    assert_steps(&sleepy(), &begun, &[Wake]);
+}
+
+#[test]
+fn a_sandbox_is_awake_at_the_time_that_was_set_whatever_made_it_sleep() {
+    use StepKind::{Pause, Resume, Wake};
+    let wake_at = |second| Some(at(second));
+    let asleep_since = |second, observed| Observed {
+        asleep_since: Some(at(second)),
+        ..observed
+    };
+    let by_itself = || Observed {
+        ledger: Ok(LedgerState::fold(&asleep_entries(true))),
+        ..hibernated()
+    };
+    let dozes = || dozing(true, observed(Live::Paused, &committed(), &[1]));
+    for (name, desired, sleeping, step) in [
+        ("asked to sleep", desired(Power::Asleep), hibernated(), Wake),
+        ("idle", sleepy(), by_itself(), Wake),
+        ("dozing", dozy(), dozes(), Resume),
+    ] {
+        let at = |wake_up| Desired {
+            wake_up,
+            ..desired.clone()
+        };
+        let sleeping = asleep_since(900, sleeping);
+        assert_steps(&at(wake_at(1000)), &sleeping, &[step]);
+        // It was awake then, or it is not yet to be.
+        for second in [900, 1001] {
+            let plan = planned(&at(wake_at(second)), &sleeping);
+            assert_eq!(kinds(&plan), [], "{name}, to be awake at {second}");
+        }
+        assert_eq!(
+            planned(&at(wake_at(1001)), &sleeping).wake_at,
+            wake_at(1001),
+            "{name}"
+        );
+    }
+    // Then it is in use: asked to sleep, for a moment, and if it falls asleep by itself, for as long as after any use.
+    let asked = Desired {
+        wake_up: wake_at(990),
+        ..desired(Power::Asleep)
+    };
+    let mut woken = observed(Live::Running, &[], &[]);
+    woken.woke_at = Some(at(995));
+    assert_steps(&asked, &woken, &[]);
+    woken.woke_at = Some(at(989));
+    assert_eq!(kinds(&planned(&asked, &woken))[0], Pause);
+    let idle = Desired {
+        wake_up: wake_at(950),
+        ..sleepy()
+    };
+    let since = idle_since(100, observed(Live::Running, &[], &[]));
+    assert_steps(&idle, &since, &[]);
+    assert_eq!(planned(&idle, &since).wake_at, Some(at(1050)));
+}
+
+#[test]
+fn the_clock_wakes_nobody_who_is_frozen_or_being_suspended() {
+    let late = |desired| Desired {
+        wake_up: Some(at(1000)),
+        ..desired
+    };
+    let sleeping = Observed {
+        asleep_since: Some(at(900)),
+        ..hibernated()
+    };
+    assert_steps(&late(desired(Power::Frozen)), &sleeping, &[]);
+    let mut suspending = late(desired(Power::Awake));
+    suspending.snapshots = vec![snapshot("s", SnapshotReason::Suspend)];
+    let plan = planned(&suspending, &sleeping);
+    assert!(!kinds(&plan).contains(&StepKind::Wake), "{:?}", plan.why);
+}
+
+#[test]
+fn a_sandbox_that_cannot_be_saved_is_left_running_and_told_of_and_seldom_tried_again() {
+    let mut running = idle_since(0, observed(Live::Running, &[], &[]));
+    save_failure(&mut running, 999);
+    let plan = planned(&sleepy(), &running);
+    assert_eq!((kinds(&plan), plan.wake_at), (vec![], Some(at(1299))));
+    let told = plan.status.hibernated.unwrap();
+    assert_eq!(told.reason, "SaveFailed");
+    assert!(told.message.contains("DiskFull"), "{}", told.message);
+    assert!(
+        told.message.contains("from 1970-01-01T00:21:39Z"),
+        "{}",
+        told.message
+    );
+    // Also while it is not idle: whoever wonders why it never sleeps is told.
+    running.idle_since = Some(at(1000));
+    let told = planned(&sleepy(), &running).status.hibernated.unwrap();
+    assert_eq!(told.reason, "SaveFailed");
+}
+
+#[test]
+fn whoever_cannot_see_packets_does_not_fall_asleep_and_says_so() {
+    let mut running = observed(Live::Running, &[], &[]);
+    running.idle_known = Err("no BPF".into());
+    let told = planned(&sleepy(), &running).status.hibernated.unwrap();
+    assert_eq!(told.reason, "Awake");
+    assert!(
+        told.message.ends_with("is not known: no BPF"),
+        "{}",
+        told.message
+    );
+    running.capable = Err("no runsc".into());
+    let told = planned(&sleepy(), &running).status.hibernated.unwrap();
+    assert_eq!(told.reason, "RuntimeNotCapable");
+}

@@ -1,0 +1,122 @@
+//! Snapshots: taken, committed, deleted.
+
+use super::*;
+
+#[test]
+fn a_manual_snapshot_leaves_the_sandbox_as_it_was() {
+    use StepKind::*;
+    let with = |power| {
+        let mut desired = desired(power);
+        desired
+            .snapshots
+            .push(snapshot("s-1", SnapshotReason::Manual));
+        desired
+    };
+    let running = observed(Live::Running, &[], &[]);
+    assert_steps(
+        &with(Power::Awake),
+        &running,
+        &[Pause, Checkpoint, Commit, Resume],
+    );
+    let frozen = observed(Live::Paused, &[], &[]);
+    assert_steps(&with(Power::Frozen), &frozen, &[Checkpoint, Commit]);
+    let plan = planned(&with(Power::Asleep), &hibernated());
+    let adopted = Entry::Adopted {
+        image: image(1),
+        snapshots: [SnapshotUid::new("s-1").unwrap()].into(),
+    };
+    assert_eq!(kinds(&plan), [Record]);
+    assert_eq!(plan.steps[0].before, Some(adopted));
+}
+
+#[test]
+fn a_suspend_snapshot_is_committed_only_once_the_sandbox_sleeps_in_it() {
+    let mut suspend = desired(Power::Awake);
+    suspend
+        .snapshots
+        .push(snapshot("s-1", SnapshotReason::Suspend));
+    let uid = suspend.snapshots[0].uid.clone();
+    let mut entries = vec![Entry::Saving {
+        image: image(1),
+        snapshots: [uid].into(),
+    }];
+    entries.push(Entry::Committed { image: image(1) });
+    let paused = observed(Live::Paused, &entries, &[1]);
+    let plan = planned(&suspend, &paused);
+    assert_eq!(
+        (kinds(&plan), &plan.status.snapshots[0].state),
+        (vec![StepKind::End], &SnapshotState::Saving)
+    );
+    entries.push(Entry::Asleep {
+        image: image(1),
+        by_itself: false,
+    });
+    let asleep = observed(Live::None, &entries, &[1]);
+    let expected = SnapshotState::Committed {
+        image: image(1),
+        consumed_by: None,
+        stale: false,
+    };
+    assert_eq!(
+        planned(&suspend, &asleep).status.snapshots[0].state,
+        expected
+    );
+    // Woken by somebody before the Pod was deleted: the image is old, there must be a new one.
+    entries.extend([Entry::Waking { image: image(1) }, Entry::Awake]);
+    suspend.snapshots[0].image = Some(image(1));
+    let plan = planned(&suspend, &observed(Live::Running, &entries, &[1]));
+    assert_eq!(plan.steps[1].action, Action::Checkpoint { image: image(2) });
+    assert_eq!(plan.status.snapshots[0].state, SnapshotState::Saving);
+}
+
+#[test]
+fn a_deleted_snapshot_wakes_its_sandbox_before_its_image_goes() {
+    let mut desired = desired(Power::Awake);
+    desired
+        .snapshots
+        .push(snapshot("s-1", SnapshotReason::Suspend));
+    desired.snapshots[0].wish = SnapshotWish::Delete;
+    desired.snapshots[0].image = Some(image(1));
+    let plan = planned(&desired, &hibernated());
+    assert_eq!(kinds(&plan), [StepKind::Wake]);
+    assert_eq!(plan.status.snapshots[0].state, SnapshotState::Releasing);
+    let awake = [
+        asleep(),
+        vec![Entry::Waking { image: image(1) }, Entry::Awake],
+    ]
+    .concat();
+    assert_steps(
+        &desired,
+        &observed(Live::Running, &awake, &[1]),
+        &[StepKind::DiscardImage],
+    );
+    let gone = planned(&desired, &observed(Live::Running, &awake, &[]));
+    assert_eq!(gone.status.snapshots[0].state, SnapshotState::Released);
+    // While sleep is what is wanted the bytes stay, as the sandbox's own; the snapshot may go.
+    desired.power = Power::Asleep;
+    let plan = planned(&desired, &hibernated());
+    assert_eq!(
+        (kinds(&plan), &plan.status.snapshots[0].state),
+        (vec![], &SnapshotState::Released)
+    );
+}
+
+#[test]
+fn of_a_pod_that_is_gone_only_what_snapshots_refer_to_stays() {
+    use StepKind::*;
+    let mut desired = desired(Power::Awake);
+    desired.pod = PodPresence::Gone;
+    let left = observed(Live::None, &asleep(), &[1, 2]);
+    assert_steps(
+        &desired,
+        &left,
+        &[DiscardImage, DiscardImage, DiscardLedger],
+    );
+    desired
+        .snapshots
+        .push(snapshot("s-1", SnapshotReason::Manual));
+    desired.snapshots[0].image = Some(image(2));
+    assert_steps(&desired, &left, &[DiscardImage]);
+    // Not while its sandbox is still being ended.
+    assert_steps(&desired, &observed(Live::Running, &asleep(), &[1]), &[]);
+}
