@@ -264,27 +264,6 @@ async fn a_pod_that_dies_while_it_dozes_comes_back_with_its_memory_and_one_that_
     .await
 }
 
-/// Only the container is brought back by the kubelet, into a sandbox that stands still and has lost it.
-#[tokio::test]
-async fn memory_survives_the_death_of_a_keeper_of_a_dozing_pod() -> anyhow::Result<()> {
-    let _swap = Swap::on()?;
-    case("dozekeeper", async |case| {
-        let spec = json!({ "containers": [shell("a", "date +%s%N >/mem; sleep 1000000")] });
-        case.start(sleepy(DOZE_AFTER, spec)).await?;
-        let kept = case.kubectl.sh("p", "a", "cat /mem").await?;
-        let pod = dozes(case, 12 * MIB).await?;
-        case.node.keeper(&uid(&pod), "a")?.kill()?;
-        wait::until("the container is back", START_LIMIT, async || {
-            let pod = case.pods().get("p").await?;
-            wait::holds(restarts(&pod) > 0, || "not yet".to_owned())
-        })
-        .await?;
-        assert_eq!(case.kubectl.sh("p", "a", "cat /mem").await?, kept);
-        Ok(())
-    })
-    .await
-}
-
 #[tokio::test]
 async fn a_doze_becomes_hibernation_when_it_lasts() -> anyhow::Result<()> {
     let _swap = Swap::on()?;
