@@ -270,8 +270,12 @@ async fn connections_of_an_address_that_is_gone_end_for_the_program() -> anyhow:
         streams.push(open(&pod).await?);
         let went_on =
             |fates: &[Fate]| fates.len() == 2 && fates.iter().all(|fate| fate.sent.is_none());
-        let before = fates(&pod).await?;
-        ensure!(went_on(&before), "{before:?}");
+        // The program hears of a connection a moment after its client does.
+        wait::until("both connections are at work", LIMIT, async || {
+            let fates = fates(&pod).await?;
+            wait::holds(went_on(&fates), || format!("{fates:?}"))
+        })
+        .await?;
         case.suspend("s").await?;
         let pod = case.resume("s").await?;
         wait::until(

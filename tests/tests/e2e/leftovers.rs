@@ -100,29 +100,6 @@ async fn the_kubelet_recovers_a_pod_whose_shim_was_killed() -> anyhow::Result<()
     killed("killshim", async |case, uid| case.node.shim(uid)?.kill()).await
 }
 
-/// As by a wake that was under way: containerd gives the removal five seconds, and does not ask again.
-#[tokio::test]
-async fn a_removal_that_containerd_does_not_wait_for_is_done_all_the_same() -> anyhow::Result<()> {
-    case("slowremoval", async |case| {
-        let pod = case.start(two_containers()).await?;
-        let uid = uid(&pod);
-        let mut footprint = Footprint::take(&case.node, &case.namespace, &uid)?;
-        let lock = case
-            .node
-            .records
-            .lock(&case.node.sandbox_of(&uid)?.sandbox)?;
-        case.node.shim(&uid)?.kill()?;
-        // Another sandbox is made only when the old one's removal was given up.
-        let back = |pod: &Pod| restarts(pod) > 0 && is_ready(pod);
-        case.pod_until("p", "the kubelet brought it back", RECOVERY_LIMIT, back)
-            .await?;
-        drop(lock);
-        footprint.add(&case.node)?;
-        nothing_is_left(case, &footprint).await
-    })
-    .await
-}
-
 #[tokio::test]
 async fn the_kubelet_recovers_a_pod_whose_keeper_was_killed() -> anyhow::Result<()> {
     killed("killkeeper", async |case, uid| {
