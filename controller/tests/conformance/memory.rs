@@ -459,29 +459,22 @@ async fn idle_times_reach_the_pod_in_one_spelling_and_wrong_ones_are_said() {
     let template =
         json!({"spec": {"podTemplate": annotated(json!({"torpor.dev/doze-after": "1m"}))}});
     world.ready(torpor_sandbox(template)).await;
-    let on_pod = |world: &World, key: &str| {
-        let annotations = &world.pod().unwrap()["metadata"]["annotations"];
-        annotations
-            .get(key)
-            .and_then(|v| v.as_str())
-            .map(str::to_owned)
-    };
     let (doze, hibernate) = ("torpor.dev/doze-after", "torpor.dev/hibernate-after");
-    assert_eq!(on_pod(&world, doze).as_deref(), Some("60s"));
-    assert_eq!(on_pod(&world, hibernate), None);
+    assert_eq!(world.pod_annotation(doze).as_deref(), Some("60s"));
+    assert_eq!(world.pod_annotation(hibernate), None);
 
     world.edit_sandbox(&annotated(
         json!({"agents.x-k8s.io/max-idle-time": "1h30m", "torpor.dev/doze-after": "off"}),
     ));
     world.settle().await;
-    assert_eq!(on_pod(&world, hibernate).as_deref(), Some("5400s"));
-    assert_eq!(on_pod(&world, doze).as_deref(), Some("off"));
+    assert_eq!(world.pod_annotation(hibernate).as_deref(), Some("5400s"));
+    assert_eq!(world.pod_annotation(doze).as_deref(), Some("off"));
 
     world.edit_sandbox(&annotated(json!({"agents.x-k8s.io/max-idle-time": "soon"})));
     world.settle().await;
     let message = "annotation agents.x-k8s.io/max-idle-time: value \"soon\" is not allowed; allowed: off, or a duration from 1s to 8760h, such as 30m or 1h30m";
     world.assert_says("Hibernated", "False", "InvalidAnnotation", message);
-    assert_eq!(on_pod(&world, hibernate), None);
+    assert_eq!(world.pod_annotation(hibernate), None);
     assert_eq!(world.events(), ["InvalidAnnotation"]);
 }
 
@@ -563,18 +556,13 @@ async fn a_wish_for_the_last_image_reaches_the_pod() {
     let annotated =
         |value: &str| json!({"metadata": {"annotations": {"torpor.dev/on-crash": value}}});
     world.ready(torpor_sandbox(annotated("LastImage"))).await;
-    let on_pod = |world: &World| {
-        let pod = world.pod().unwrap();
-        pod["metadata"]["annotations"]
-            .get("torpor.dev/on-crash")
-            .cloned()
-    };
-    assert_eq!(on_pod(&world), Some(json!("LastImage")));
+    let on_crash = "torpor.dev/on-crash";
+    assert_eq!(world.pod_annotation(on_crash).as_deref(), Some("LastImage"));
     world.edit_sandbox(&annotated("lastImage"));
     world.settle().await;
     let message = "annotation torpor.dev/on-crash: value \"lastImage\" is not allowed; allowed: ColdStart, LastImage";
     world.assert_says("Hibernated", "False", "InvalidAnnotation", message);
-    assert_eq!(on_pod(&world), None);
+    assert_eq!(world.pod_annotation(on_crash), None);
 }
 
 #[tokio::test]
@@ -600,23 +588,20 @@ async fn what_wakes_a_sandbox_reaches_the_pod_and_a_wrong_value_is_said() {
         |value: &str| json!({"metadata": {"annotations": {"torpor.dev/wake-on": value}}});
     let template = json!({"spec": {"podTemplate": wakes_on("ports=443 80, tcp")}});
     world.ready(torpor_sandbox(template)).await;
-    let on_pod = |world: &World| {
-        let annotations = &world.pod().unwrap()["metadata"]["annotations"];
-        annotations
-            .get("torpor.dev/wake-on")
-            .and_then(|v| v.as_str())
-            .map(str::to_owned)
-    };
-    assert_eq!(on_pod(&world).as_deref(), Some("tcp,ports=80,443"));
+    let wake_on = "torpor.dev/wake-on";
+    assert_eq!(
+        world.pod_annotation(wake_on).as_deref(),
+        Some("tcp,ports=80,443")
+    );
     world.edit_sandbox(&wakes_on("any"));
     world.settle().await;
-    assert_eq!(on_pod(&world).as_deref(), Some("any"));
+    assert_eq!(world.pod_annotation(wake_on).as_deref(), Some("any"));
 
     world.edit_sandbox(&wakes_on("http"));
     world.settle().await;
     let message = "annotation torpor.dev/wake-on: value \"http\" is not allowed; allowed: any, none, or some of tcp, udp, icmp, ports=PORTS, such as tcp,ports=80,8000-8099";
     world.assert_says("Hibernated", "False", "InvalidAnnotation", message);
-    assert_eq!(on_pod(&world), None);
+    assert_eq!(world.pod_annotation(wake_on), None);
 }
 
 #[tokio::test]

@@ -58,6 +58,12 @@ impl World {
         self.api.get("pods", NS, "s")
     }
 
+    pub(crate) fn pod_annotation(&self, key: &str) -> Option<String> {
+        let pod = self.pod().expect("the Pod exists");
+        let value = pod["metadata"]["annotations"].get(key)?;
+        Some(value.as_str().expect("a string").to_owned())
+    }
+
     pub(crate) fn pod_uid(&self) -> String {
         self.pod().expect("the Pod exists")["metadata"]["uid"]
             .as_str()

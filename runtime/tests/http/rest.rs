@@ -9,7 +9,9 @@ use std::{
 use rstest::rstest;
 use serde_json::{Value, json};
 
-use crate::world::{Answer, Runtime, answer, form_end, form_head, form_kind, open, until};
+use crate::world::{
+    Answer, Runtime, answer, form_end, form_head, form_kind, open, send_chunked, until,
+};
 
 /// Sends a request and reads the answer.
 fn call(runtime: &Runtime, line: &str, headers: &str, body: &[u8]) -> Answer {
@@ -309,9 +311,7 @@ fn what_is_too_large_is_refused_whether_it_says_so_or_not() {
             runtime.rest,
             &format!("{head}\r\nTransfer-Encoding: chunked"),
         );
-        write!(stream, "\r\n{:x}\r\n", body.len()).unwrap();
-        stream.write_all(&body).unwrap();
-        stream.write_all(b"\r\n0\r\n\r\n").unwrap();
+        send_chunked(&mut stream, &body);
         assert_eq!(answer(&mut stream).status, 413);
     }
     assert_eq!(fs::read_dir(runtime.file("")).unwrap().count(), 0);

@@ -9,7 +9,7 @@ use std::{
 use rstest::rstest;
 use serde_json::json;
 
-use crate::world::{Runtime, answer, form_end, form_head, form_kind, until};
+use crate::world::{Runtime, answer, form_end, form_head, form_kind, send_chunked, until};
 
 /// Many times what the process may have in memory.
 const LARGE: usize = 256 << 20;
@@ -146,9 +146,7 @@ fn an_upload_that_is_too_large_is_refused_whether_it_says_so_or_not() {
     let head = format!("POST /upload HTTP/1.1\r\nContent-Type: {}", form_kind());
     let mut stream = runtime.open(&format!("{head}\r\nTransfer-Encoding: chunked"));
     let body = [form_head("file", "a"), vec![0; 2000], form_end()].concat();
-    write!(stream, "\r\n{:x}\r\n", body.len()).unwrap();
-    stream.write_all(&body).unwrap();
-    stream.write_all(b"\r\n0\r\n\r\n").unwrap();
+    send_chunked(&mut stream, &body);
     assert_eq!(answer(&mut stream).status, 413);
     assert_eq!(fs::read_dir(runtime.file("")).unwrap().count(), 0);
 }

@@ -166,6 +166,13 @@ impl Answer {
     }
 }
 
+/// Sends a whole body as one chunk; the head must have said `Transfer-Encoding: chunked`.
+pub(crate) fn send_chunked(stream: &mut TcpStream, body: &[u8]) {
+    write!(stream, "\r\n{:x}\r\n", body.len()).unwrap();
+    stream.write_all(body).unwrap();
+    stream.write_all(b"\r\n0\r\n\r\n").unwrap();
+}
+
 pub(crate) fn form_kind() -> String {
     format!("multipart/form-data; boundary={BOUNDARY}")
 }
