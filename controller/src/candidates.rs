@@ -4,15 +4,21 @@
 //! counts as being on a node of its own. A member is offered to one claim at a time; the apiserver has the last word through the fence of the write.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
 };
 
 use jiff::Timestamp;
 use kube::{Resource, ResourceExt};
+use tokio::time::Instant;
 use torpor_api::{Sandbox, SandboxWarmPool, conditions, extensions, labels};
 
 use crate::{cache::Change, pace::Advance};
+
+/// A pool that has less left than went in this time is low, and short when it has less than went in half of it: about twice what a member takes from its creation until it is Ready
+/// on a busy apiserver.
+const SUPPLY: Duration = Duration::from_secs(4);
 
 /// How far a member has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -49,6 +55,8 @@ pub struct Candidates(Arc<Mutex<HashMap<String, Pool>>>);
 struct Pool {
     members: HashMap<String, Member>,
     free: BTreeMap<Stage, BTreeMap<String, BTreeSet<(Timestamp, String)>>>,
+    /// When members went, within [`SUPPLY`].
+    went: VecDeque<Instant>,
 }
 
 #[derive(Debug)]
@@ -117,19 +125,14 @@ impl Candidates {
         }
     }
 
-    /// How much a pool needs new members: it is low when it has less than half of its members left to give, and short when less than a quarter.
+    /// How much a pool needs new members. It is low when it has less than half of them left to give, and less than went in the last four seconds; short with half of that, or with none at all.
+    /// So a large pool that lasts is not filled up beside those who wait.
     pub fn advance(&self, pool: &SandboxWarmPool) -> Advance {
-        let pools = self.lock();
-        let free = pools
-            .get(&pool.uid().unwrap_or_default())
-            .map_or(0, Pool::ready);
         let wanted = usize::try_from(pool.spec.replicas.unwrap_or(1)).unwrap_or_default();
-        if free * 4 < wanted {
-            Advance::Short
-        } else if free * 2 < wanted {
-            Advance::Low
-        } else {
-            Advance::Calm
+        let mut pools = self.lock();
+        match pools.get_mut(&pool.uid().unwrap_or_default()) {
+            Some(pool) => pool.advance(wanted, Instant::now()),
+            None => Pool::default().advance(wanted, Instant::now()),
         }
     }
 
@@ -184,7 +187,31 @@ impl Pool {
         member.taken = true;
         let (entry, sandbox) = (member.entry.clone(), Arc::clone(&member.sandbox));
         self.occupy(&entry);
+        let now = Instant::now();
+        self.forget(now);
+        self.went.push_back(now);
         Some(sandbox)
+    }
+
+    fn forget(&mut self, now: Instant) {
+        while self.went.front().is_some_and(|at| *at + SUPPLY < now) {
+            self.went.pop_front();
+        }
+    }
+
+    fn advance(&mut self, wanted: usize, now: Instant) -> Advance {
+        self.forget(now);
+        let free = self.ready();
+        let recently = self.went.partition_point(|at| *at + SUPPLY / 2 < now);
+        let low = self.went.len().min(wanted / 2);
+        let short = (self.went.len() - recently).min(wanted / 4);
+        if free < short || (free == 0 && wanted > 0) {
+            Advance::Short
+        } else if free < low {
+            Advance::Low
+        } else {
+            Advance::Calm
+        }
     }
 
     fn give_back(&mut self, name: &str) {
@@ -192,6 +219,7 @@ impl Pool {
             return;
         };
         member.taken = false;
+        self.went.pop_back();
         let entry = member.entry.clone();
         self.free(&entry);
     }

@@ -41,8 +41,8 @@ pub struct Flags {
     /// How many Sandboxes are reconciled at once.
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..))]
     pub sandbox_concurrent_workers: u16,
-    /// How many SandboxClaims are reconciled at once.
-    #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u16).range(1..))]
+    /// How many SandboxClaims are reconciled at once: more finish later, because the apiserver serves all that are under way at the same time.
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..))]
     pub sandbox_claim_concurrent_workers: u16,
     /// How many SandboxWarmPools are reconciled at once.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]

@@ -9,9 +9,11 @@ use std::{
 
 use tokio::{sync::Notify, time::Instant};
 
-/// While somebody waits, one write that is only noted, or is for a pool that has enough, is begun this often, so that none waits for ever.
-const PATIENCE: Duration = Duration::from_millis(50);
-/// Writes in advance that are under way at once while somebody has waited a moment ago: whoever comes next finds the apiserver this busy.
+/// While somebody waits, one write in advance is begun this often, so that none waits for ever; four times as often for a pool that is running low, eight times for one that is nearly empty.
+const PATIENCE: Duration = Duration::from_millis(200);
+/// How long nobody must have waited before it counts as a pause: where claims come one after the other, the next is expected sooner.
+const PAUSE: Duration = Duration::from_millis(30);
+/// Writes in advance that are under way at once in a pause: whoever comes next finds the apiserver this busy.
 const BETWEEN: usize = 2;
 /// The same when nobody has waited for [`CALM`].
 const ALONE: usize = 32;
@@ -31,12 +33,29 @@ pub enum Advance {
 }
 
 impl Advance {
-    /// How many writes in advance may be under way while somebody waits (but for one every [`PATIENCE`]), and while somebody has waited a moment ago.
-    fn room(self) -> (usize, usize) {
+    /// How many writes in advance may be under way in a pause.
+    fn room(self) -> usize {
         match self {
-            Advance::Calm => (0, BETWEEN),
-            Advance::Low => (1, 3 * BETWEEN),
-            Advance::Short => (2, 6 * BETWEEN),
+            Advance::Calm => BETWEEN,
+            Advance::Low => 3 * BETWEEN,
+            Advance::Short => 6 * BETWEEN,
+        }
+    }
+
+    /// How long nobody must have waited for a pause. Whoever comes next waits for what a pool lacks.
+    fn pause(self) -> Duration {
+        match self {
+            Advance::Calm => PAUSE,
+            Advance::Low | Advance::Short => Duration::ZERO,
+        }
+    }
+
+    /// How long the last that was begun is ago before one more is begun though somebody waits.
+    fn patience(self) -> Duration {
+        match self {
+            Advance::Calm => PATIENCE,
+            Advance::Low => PATIENCE / 4,
+            Advance::Short => PATIENCE / 8,
         }
     }
 }
@@ -56,25 +75,25 @@ struct State {
     last: Option<Instant>,
     /// Writes in advance that are under way.
     in_advance: usize,
-    /// When the last of those was begun that are not for a pool that is running low.
+    /// When the last of those was begun.
     begun: Option<Instant>,
 }
 
 impl State {
     /// How many writes in advance may be under way, and when it may be more though nothing happens.
     fn limit(&self, advance: Advance, now: Instant) -> (usize, Option<Instant>) {
-        let (beside, between) = advance.room();
-        if self.awaited > 0 {
-            let next = self.begun.map(|begun| begun + PATIENCE);
-            return match (advance, next) {
-                (Advance::Calm, Some(next)) if next > now => (beside, Some(next)),
-                (Advance::Calm, _) => (self.in_advance + 1, None),
-                (Advance::Low | Advance::Short, _) => (beside, None),
-            };
-        }
-        match self.last.map(|last| last + CALM) {
-            Some(calm) if calm > now => (between, Some(calm)),
-            _ => (ALONE, None),
+        let pause = match (self.awaited, self.last) {
+            (0, None) => return (ALONE, None),
+            (0, Some(last)) if last + CALM <= now => return (ALONE, None),
+            (0, Some(last)) if last + advance.pause() <= now => {
+                return (advance.room(), Some(last + CALM));
+            }
+            (0, Some(last)) => Some(last + advance.pause()),
+            _ => None,
+        };
+        match self.begun.map(|begun| begun + advance.patience()) {
+            Some(next) if next > now => (0, Some(pause.map_or(next, |pause| pause.min(next)))),
+            _ => (self.in_advance + 1, None),
         }
     }
 }
@@ -122,9 +141,7 @@ impl Pace {
                 let (limit, more_at) = state.limit(advance, now);
                 if state.in_advance < limit {
                     state.in_advance += 1;
-                    if advance == Advance::Calm {
-                        state.begun = Some(now);
-                    }
+                    state.begun = Some(now);
                     return Turn(Arc::clone(self));
                 }
                 more_at
@@ -158,12 +175,13 @@ mod tests {
         assert_eq!(free(&pace).len(), ALONE);
         let awaited = pace.awaited();
         assert!(free(&pace).is_empty());
-        let low = pace.turn(Advance::Low).now_or_never();
-        assert!(low.is_some(), "a pool that runs low has room all the same");
-        drop((low, awaited));
-        let held = free(&pace);
-        assert_eq!(held.len(), BETWEEN);
+        assert!(pace.turn(Advance::Short).now_or_never().is_none());
+        drop(awaited);
+        assert!(free(&pace).is_empty(), "the next is expected");
         assert!(pace.turn(Advance::Low).now_or_never().is_some());
+        let first = tokio::time::timeout(PAUSE * 20, pace.turn(Advance::Calm));
+        let _first = first.await.unwrap();
+        assert_eq!(free(&pace).len(), BETWEEN - 1);
     }
 
     #[tokio::test]
@@ -172,9 +190,11 @@ mod tests {
         drop(free(&pace));
         let _awaited = pace.awaited();
         assert!(pace.turn(Advance::Calm).now_or_never().is_none());
-        let _turn = tokio::time::timeout(PATIENCE * 20, pace.turn(Advance::Calm))
-            .await
-            .unwrap();
+        for advance in [Advance::Calm, Advance::Short] {
+            let _turn = tokio::time::timeout(PATIENCE * 20, pace.turn(advance))
+                .await
+                .unwrap();
+        }
     }
 
     #[test]
@@ -185,8 +205,25 @@ mod tests {
             ..State::default()
         };
         let limit = |at| state.limit(Advance::Calm, at);
-        assert_eq!(limit(now), (BETWEEN, Some(now + CALM)));
+        assert_eq!(limit(now), (1, None), "nothing was begun lately");
+        assert_eq!(limit(now + PAUSE), (BETWEEN, Some(now + CALM)));
         assert_eq!(limit(now + CALM), (ALONE, None));
+        let busy = State {
+            begun: Some(now),
+            ..state
+        };
+        assert_eq!(busy.limit(Advance::Calm, now), (0, Some(now + PAUSE)));
+        assert_eq!(
+            busy.limit(Advance::Low, now).0,
+            Advance::Low.room(),
+            "whoever comes next waits for it"
+        );
+        let waits = State { awaited: 1, ..busy };
+        assert_eq!(
+            waits.limit(Advance::Short, now),
+            (0, Some(now + PATIENCE / 8))
+        );
+        assert_eq!(waits.limit(Advance::Short, now + PATIENCE / 8), (1, None));
     }
 
     #[tokio::test]
@@ -212,8 +249,10 @@ mod tests {
     async fn whoever_waits_for_a_turn_gets_it_when_it_is_calm_again() {
         let pace = Arc::new(Pace::default());
         drop(pace.awaited());
-        let held = free(&pace);
-        assert_eq!(held.len(), BETWEEN);
+        let _held = (
+            pace.turn(Advance::Calm).await,
+            pace.turn(Advance::Calm).await,
+        );
         let next = tokio::time::timeout(CALM * 3, pace.turn(Advance::Calm)).await;
         next.unwrap();
     }

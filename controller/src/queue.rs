@@ -1,11 +1,11 @@
 //! Names of objects that wait for a pass. A name waits at most once, one pass at a time is under way per object, and namespaces take turns, so that one that asks for
 //! thousands of sandboxes at once does not make the others wait.
 //!
-//! There are two lanes. What somebody waits for is taken before what is made in advance, and only so many passes of the latter are under way at once: the refill of pools leaves
-//! the apiserver to those who claim.
+//! There are three lanes. What somebody waits for is taken before what is made in advance, and that before what only follows from a claim. Of the latter two only so many passes are under way at
+//! once: they wait for their turns to write, and would keep the workers from those who claim.
 
 use std::{
-    collections::{BTreeSet, HashMap, HashSet, VecDeque},
+    collections::{BTreeSet, HashMap, VecDeque},
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
@@ -16,14 +16,26 @@ use tokio::{
 
 use crate::cache::Key;
 
-/// How many passes over what is made in advance are under way at once.
-const ADVANCE_AT_ONCE: usize = 16;
-
-/// Whether somebody waits for an object.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Whether somebody waits for an object. What comes first is taken first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Lane {
     Awaited,
     InAdvance,
+    /// It was handed to a claim, and only its Pod is still to be told.
+    Following,
+}
+
+impl Lane {
+    const ALL: [Self; 3] = [Self::Awaited, Self::InAdvance, Self::Following];
+
+    /// How many passes are under way at once.
+    fn limit(self) -> usize {
+        match self {
+            Self::Awaited => usize::MAX,
+            Self::InAdvance => 16,
+            Self::Following => 4,
+        }
+    }
 }
 
 /// Names that wait, that wait for a time, and that are being worked on. Bounded by the number of objects, because each is in it once.
@@ -35,12 +47,12 @@ pub struct Queue {
 
 #[derive(Debug, Default)]
 struct Content {
-    awaited: Waiting,
-    in_advance: Waiting,
-    known: HashSet<Key>,
+    /// What waits in each lane.
+    lanes: [Waiting; Lane::ALL.len()],
+    known: HashMap<Key, Lane>,
     working: HashMap<Key, Lane>,
-    /// How many of those that are being worked on are made in advance.
-    advancing: usize,
+    /// How many of each lane are being worked on.
+    under_way: [usize; Lane::ALL.len()],
     /// Asked for again while it was being worked on.
     again: HashMap<Key, Lane>,
     timed: BTreeSet<(Instant, Key)>,
@@ -74,7 +86,7 @@ impl Queue {
     pub fn add_after(&self, key: Key, delay: Duration) {
         let at = Instant::now() + delay;
         let mut content = self.lock();
-        if content.known.contains(&key) || content.due.get(&key).is_some_and(|due| *due <= at) {
+        if content.known.contains_key(&key) || content.due.get(&key).is_some_and(|due| *due <= at) {
             return;
         }
         content.forget_time(&key);
@@ -112,8 +124,8 @@ impl Queue {
     /// The pass has ended.
     pub fn done(&self, key: &Key) {
         let mut content = self.lock();
-        if content.working.remove(key) == Some(Lane::InAdvance) {
-            content.advancing -= 1;
+        if let Some(lane) = content.working.remove(key) {
+            content.under_way[lane as usize] -= 1;
         }
         if let Some(lane) = content.again.remove(key) {
             content.push(lane, key.clone());
@@ -146,37 +158,36 @@ impl Content {
     fn push(&mut self, lane: Lane, key: Key) {
         if self.working.contains_key(&key) {
             let again = self.again.entry(key).or_insert(lane);
-            if lane == Lane::Awaited {
-                *again = lane;
-            }
+            *again = lane.min(*again);
             return;
         }
-        if !self.known.insert(key.clone()) {
+        if let Some(before) = self.known.get(&key).copied() {
             // Waited for by now: it goes over to the other lane.
-            if lane == Lane::InAdvance || !self.in_advance.remove(&key) {
+            if lane >= before {
                 return;
             }
+            self.lanes[before as usize].remove(&key);
         }
-        match lane {
-            Lane::Awaited => self.awaited.push(key),
-            Lane::InAdvance => self.in_advance.push(key),
-        }
+        self.known.insert(key.clone(), lane);
+        self.lanes[lane as usize].push(key);
+    }
+
+    /// The first lane that has something, and room for one more.
+    fn lane(&self) -> Option<Lane> {
+        Lane::ALL.into_iter().find(|lane| {
+            let number = *lane as usize;
+            !self.lanes[number].turns.is_empty() && self.under_way[number] < lane.limit()
+        })
     }
 
     fn has_more(&self) -> bool {
-        let room = self.advancing < ADVANCE_AT_ONCE;
-        !self.awaited.turns.is_empty() || (room && !self.in_advance.turns.is_empty())
+        self.lane().is_some()
     }
 
     fn pop(&mut self) -> Option<Key> {
-        let (lane, key) = match self.awaited.pop() {
-            Some(key) => (Lane::Awaited, key),
-            None if self.advancing < ADVANCE_AT_ONCE => (Lane::InAdvance, self.in_advance.pop()?),
-            None => return None,
-        };
-        if lane == Lane::InAdvance {
-            self.advancing += 1;
-        }
+        let lane = self.lane()?;
+        let key = self.lanes[lane as usize].pop()?;
+        self.under_way[lane as usize] += 1;
         self.known.remove(&key);
         self.working.insert(key.clone(), lane);
         Some(key)
@@ -221,26 +232,23 @@ impl Waiting {
         Some((namespace, name))
     }
 
-    /// Whether the name waited here.
-    fn remove(&mut self, (namespace, name): &Key) -> bool {
+    fn remove(&mut self, (namespace, name): &Key) {
         let Some(names) = self.names.get_mut(namespace) else {
-            return false;
+            return;
         };
-        let Some(at) = names.iter().position(|waiting| waiting == name) else {
-            return false;
-        };
-        names.remove(at);
+        names.retain(|waiting| waiting != name);
         if names.is_empty() {
             self.names.remove(namespace);
             self.turns.retain(|turn| turn != namespace);
         }
-        true
     }
 }
 
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
+
+    use rstest::rstest;
 
     use super::*;
 
@@ -317,19 +325,34 @@ mod tests {
         assert_eq!(queue.depth(), 0);
     }
 
+    #[rstest]
     #[tokio::test]
-    async fn only_so_many_passes_in_advance_are_under_way() {
+    async fn only_so_many_passes_that_nobody_waits_for_are_under_way(
+        #[values(Lane::InAdvance, Lane::Following)] lane: Lane,
+    ) {
         let queue = Queue::default();
-        for name in 0..=ADVANCE_AT_ONCE {
-            queue.add_in(Lane::InAdvance, key("ns", &name.to_string()));
+        for name in 0..=lane.limit() {
+            queue.add_in(lane, key("ns", &name.to_string()));
         }
-        names(&queue, ADVANCE_AT_ONCE).await;
-        let last = key("ns", &ADVANCE_AT_ONCE.to_string());
+        names(&queue, lane.limit()).await;
+        let last = key("ns", &lane.limit().to_string());
         assert!(queue.lock().pop().is_none(), "there is no room");
         queue.add(key("ns", "awaited"));
         assert_eq!(names(&queue, 1).await, ["ns/awaited"]);
         queue.done(&key("ns", "0"));
         assert_eq!(queue.next().await, last);
+    }
+
+    #[tokio::test]
+    async fn what_follows_comes_last_and_keeps_nobody_from_a_worker() {
+        let queue = Queue::default();
+        for name in 0..10 {
+            queue.add_in(Lane::Following, key("a", &name.to_string()));
+        }
+        names(&queue, Lane::Following.limit()).await;
+        queue.add_in(Lane::InAdvance, key("b", "1"));
+        queue.add(key("a", "9"));
+        assert_eq!(names(&queue, 2).await, ["a/9", "b/1"]);
     }
 
     #[tokio::test]

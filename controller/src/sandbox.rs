@@ -13,6 +13,7 @@ use crate::{
     context::Context,
     events,
     pace::{Advance, Awaited},
+    queue::Lane,
     watches,
 };
 
@@ -111,25 +112,34 @@ async fn pass(sandbox: Arc<Sandbox>, context: &Context) -> Result<Option<Duratio
     Ok(requeue)
 }
 
-/// Whose calls wait for whose: nobody waits for a member of a pool, nor for the labels of a Pod whose Sandbox has just been handed to a claim. Somebody waits for a Sandbox that is
-/// not Ready.
-fn turn(sandbox: &Sandbox, context: &Context) -> (Apiserver, Option<Awaited>) {
-    let pod_follows = || {
-        let namespace = sandbox.namespace().unwrap_or_default();
-        let pod = dereference::pod_name(sandbox);
-        let pod = context.caches.pods.get(&namespace, &pod);
-        pod.is_some_and(|pod| pod.labels().contains_key(labels::WARM_POOL_SANDBOX))
-    };
+/// Whether somebody waits for a pass over the Sandbox: nobody does for a member of a pool, nor for the labels of a Pod whose Sandbox has just been handed to a claim.
+pub fn lane(sandbox: &Sandbox, context: &Context) -> Lane {
     if candidates::pool_of(sandbox).is_some() {
-        let advance = watches::extensions::pool_of_member(context, sandbox)
-            .map_or(Advance::Calm, |pool| context.candidates.advance(&pool));
-        return (context.api.in_advance(advance), None);
+        return Lane::InAdvance;
     }
-    if pod_follows() {
-        return (context.api.in_advance(Advance::Calm), None);
+    let namespace = sandbox.namespace().unwrap_or_default();
+    let pod = dereference::pod_name(sandbox);
+    let pod = context.caches.pods.get(&namespace, &pod);
+    match pod.is_some_and(|pod| pod.labels().contains_key(labels::WARM_POOL_SANDBOX)) {
+        true => Lane::Following,
+        false => Lane::Awaited,
     }
-    let ready = status::is_ready(sandbox.status.as_ref());
-    (context.api.clone(), (!ready).then(|| context.api.awaited()))
+}
+
+/// Whose calls wait for whose. Somebody waits for a Sandbox that is not Ready.
+fn turn(sandbox: &Sandbox, context: &Context) -> (Apiserver, Option<Awaited>) {
+    match lane(sandbox, context) {
+        Lane::InAdvance => {
+            let advance = watches::extensions::pool_of_member(context, sandbox)
+                .map_or(Advance::Calm, |pool| context.candidates.advance(&pool));
+            (context.api.in_advance(advance), None)
+        }
+        Lane::Following => (context.api.in_advance(Advance::Calm), None),
+        Lane::Awaited => {
+            let ready = status::is_ready(sandbox.status.as_ref());
+            (context.api.clone(), (!ready).then(|| context.api.awaited()))
+        }
+    }
 }
 
 /// Plans and applies until a plan went through as planned.

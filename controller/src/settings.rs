@@ -57,7 +57,7 @@ impl Default for Settings {
             sandbox_events: true,
             cache_label_selectors: false,
             sandbox_workers: 100,
-            claim_workers: 50,
+            claim_workers: 8,
             pool_workers: 1,
             template_workers: 1,
             runtime_image: None,

@@ -27,6 +27,7 @@ use crate::{
     cache::{Cache, Change, Key, key_of},
     context::Context,
     queue::{Lane, Queue},
+    sandbox,
 };
 
 pub mod extensions;
@@ -175,7 +176,8 @@ pub fn sandbox_changed(context: &Context, change: &Change<Sandbox>) {
             context.queues.snapshots.add(key_of(&*snapshot));
         }
     }
-    context.queues.sandboxes.add_in(lane_of(sandbox), key);
+    let lane = sandbox::lane(sandbox, context);
+    context.queues.sandboxes.add_in(lane, key);
     if context.settings.extensions {
         extensions::sandbox_changed(context, change);
     }
@@ -196,18 +198,10 @@ pub fn pod_written(context: &Context, mut pod: Pod) {
     context.caches.pods.assume(pod);
 }
 
-/// Nobody waits for an unclaimed member of a pool.
-fn lane_of(sandbox: &Sandbox) -> Lane {
-    match crate::candidates::pool_of(sandbox) {
-        Some(_) => Lane::InAdvance,
-        None => Lane::Awaited,
-    }
-}
-
 /// Asks for a pass over a Sandbox because something of its own has changed.
 fn wake_sandbox(context: &Context, key: Key) {
     let found = context.caches.sandboxes.get(&key.0, &key.1);
-    let lane = found.map_or(Lane::Awaited, |sandbox| lane_of(&sandbox));
+    let lane = found.map_or(Lane::Awaited, |found| sandbox::lane(&found, context));
     context.queues.sandboxes.add_in(lane, key);
 }
 

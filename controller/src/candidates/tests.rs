@@ -120,6 +120,40 @@ fn members_without_an_address_are_on_their_way() {
     assert!(matches!(candidates.take("u-other"), Offer::Nothing));
 }
 
+/// Ready members `free`, and how many went how many milliseconds ago.
+#[rstest]
+#[case::nobody_asks(400, 1000, &[], Advance::Calm)]
+#[case::a_large_pool_lasts(301, 1050, &[(300, 3900)], Advance::Calm)]
+#[case::it_lasts_no_longer(299, 1050, &[(300, 3900)], Advance::Low)]
+#[case::more_than_half_is_left(51, 100, &[(90, 3000)], Advance::Calm)]
+#[case::less_than_half(49, 100, &[(90, 3000)], Advance::Low)]
+#[case::less_than_went_in_two_seconds(19, 100, &[(20, 3900), (20, 1900)], Advance::Short)]
+#[case::a_quarter_is_enough_for_a_moment(26, 100, &[(60, 1000)], Advance::Low)]
+#[case::it_is_forgotten(10, 100, &[(90, 4100)], Advance::Calm)]
+#[case::empty(0, 100, &[], Advance::Short)]
+#[case::nothing_is_wanted(0, 0, &[], Advance::Calm)]
+fn a_pool_is_low_by_what_went_lately(
+    #[case] free: usize,
+    #[case] wanted: usize,
+    #[case] went: &[(usize, u64)],
+    #[case] expected: Advance,
+) {
+    let now = Instant::now() + Duration::from_secs(60);
+    let mut pool = Pool::default();
+    for n in 0..free {
+        pool.free(&Entry {
+            stage: Stage::Ready,
+            node: "n1".to_owned(),
+            age: (Timestamp::UNIX_EPOCH, n.to_string()),
+        });
+    }
+    for (number, ago) in went {
+        let at = now - Duration::from_millis(*ago);
+        pool.went.extend(std::iter::repeat_n(at, *number));
+    }
+    assert_eq!(pool.advance(wanted, now), expected);
+}
+
 #[rstest]
 #[case::no_pool_label(json!({"metadata": {"labels": {"agents.x-k8s.io/warm-pool-sandbox": null}}}), false)]
 #[case::no_template_label(json!({"metadata": {"labels": {"agents.x-k8s.io/sandbox-template-ref-hash": null}}}), false)]

@@ -7,7 +7,7 @@ fn read(arguments: &[&str]) -> Result<(Flags, Vec<Ignored>), clap::Error> {
 }
 
 #[test]
-fn defaults_are_upstreams() {
+fn defaults_are_upstreams_but_for_the_claims_workers() {
     let (flags, ignored) = read(&[]).unwrap();
     assert_eq!(flags.cluster_domain, "cluster.local");
     assert_eq!(flags.metrics_bind_address, ":8080".parse().unwrap());
@@ -24,7 +24,7 @@ fn defaults_are_upstreams() {
         template_workers,
         ..
     } = settings;
-    assert_eq!((claim_workers, pool_workers, template_workers), (50, 1, 1));
+    assert_eq!((claim_workers, pool_workers, template_workers), (8, 1, 1));
 }
 
 #[test]
