@@ -6,6 +6,7 @@
 //! not, a look at its header; large segments are one packet here.
 //!
 //! What does not count:
+//! - what is for another link: a bridge sends to all of its ports what is for one that it does not know (any more);
 //! - what is not IP (ARP), multicast, IGMP, neighbour and listener discovery: it comes and goes without anybody's wish;
 //! - TCP segments without data that begin or end nothing: acknowledgements follow data that counted, and keepalives of a connection
 //!   on which nothing is said are no use of the sandbox.

@@ -7,8 +7,11 @@ use crate::bpf::Register::{self, R0, R1, R2, R3, R4, R5, R6, R7, R8, R9, R10};
 use crate::bpf::{self, Code, Helper, Instruction};
 use crate::net::Direction;
 
-/// Offset in the kernel's `struct __sk_buff`.
+// Offsets in the kernel's `struct __sk_buff`.
+const SKB_PKT_TYPE: i16 = 4;
 const SKB_PROTOCOL: i16 = 16;
+/// Of linux/if_packet.h: to this link's own address.
+const PACKET_HOST: i32 = 0;
 const ETH_P_IP: i32 = 0x0800;
 const ETH_P_IPV6: i32 = 0x86dd;
 const IPPROTO_IGMP: i32 = 2;
@@ -88,6 +91,11 @@ pub(super) fn code(direction: Direction, node: NodeAddresses, map: &OwnedFd) -> 
     let map = map.as_raw_fd();
     let mut code = Code::new();
     code.push(bpf::copy(R6, R1));
+    if matches!(direction, Direction::In) {
+        // A bridge that does not know where somebody else is tells everybody.
+        code.push(bpf::load32(R2, R6, SKB_PKT_TYPE));
+        code.jump(bpf::jump_if_not(R2, PACKET_HOST), Label::Done);
+    }
     code.push(bpf::load32(R2, R6, SKB_PROTOCOL));
     code.push(bpf::from_network_order16(R2));
     code.jump(bpf::jump_if(R2, ETH_P_IPV6), Label::Ipv6);

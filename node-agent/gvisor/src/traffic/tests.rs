@@ -215,3 +215,24 @@ fn more_ports_than_are_noted_count_as_everything_else() {
     pod.on_node(|| knock(NODE, POD, 8999));
     assert!(pod.ages().other_millis.is_some());
 }
+
+#[test]
+fn what_a_bridge_tells_everybody_is_for_one() {
+    let pod = Pod::new();
+    let near = pod.near.name();
+    sh(&format!(
+        "ip -n {near} neigh replace 10.203.0.9 lladdr 02:00:00:00:00:09 dev eth0
+         ip -n {near} neigh replace {POD} lladdr 02:00:00:00:00:09 dev eth0"
+    ));
+    let say =
+        |to: &'static str| pod.on_node(move || UdpSocket::bind((NODE, 0))?.send_to(b"x", (to, 53)));
+    pod.forget();
+    say("10.203.0.9");
+    // Its address alone does not make it the pod's either: another link has it.
+    say(POD);
+    assert_eq!(pod.ages(), Ages::default());
+    assert_eq!(unanswered(pod.watch, &[]).expect("read"), None);
+    sh(&format!("ip -n {near} neigh del {POD} dev eth0"));
+    say(POD);
+    assert!(pod.ages().other_millis.is_some());
+}
