@@ -120,6 +120,10 @@ impl Sandboxes {
             let mut report = self.describe(pod);
             if let Some(image) = asleep_in {
                 report.image_bytes = sizes.get(&image).map(|size| signed(*size));
+                let since = node.records.asleep_since(&pod.sandbox);
+                report.asleep_since = since
+                    .and_then(|since| Timestamp::try_from(since).ok())
+                    .map(Time);
                 held = held.saturating_add(report.memory_asleep_bytes.unwrap_or(0));
             }
             reports.push(report);
@@ -165,6 +169,7 @@ impl Sandboxes {
         let sleep = known.and_then(|known| known.sleep.as_ref());
         let wake = known.and_then(|known| known.wake.as_ref());
         SandboxReport {
+            asleep_since: None,
             image_bytes: None,
             last_wake: wake.and_then(last_wake),
             memory_asleep_bytes: sleep.map(|noted| signed(noted.note.bytes_after)),

@@ -15,7 +15,7 @@ use nix::sys::socket::{
 use nix::sys::time::{TimeVal, TimeValLike};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use torpor_core::ids::ImageId;
+use torpor_core::ids::{ContainerId, ImageId};
 use torpor_core::wake_on::WakeOn;
 
 /// The socket's name in the container's directory.
@@ -65,6 +65,8 @@ pub enum Request {
     Release,
     /// End with this code.
     Exit { code: u8 },
+    /// To the pause container's keeper, with a pidfd of that container's keeper beside it: when that one is gone, see to what is left.
+    Mind { container: ContainerId },
     /// Run torpor-oci on the host, as a child of the pod's shim; its answer is the answer. The pod's lock comes beside
     /// the message, and the program holds it to its end, whatever becomes of who asked.
     Run {

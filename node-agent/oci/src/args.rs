@@ -88,6 +88,9 @@ pub(crate) enum Command {
     /// End the processes of a sandbox whose image is committed, and print a JSON answer (run by a keeper; standard input holds the pod's lock)
     #[command(hide = true)]
     End { sandbox: SandboxId, image: ImageId },
+    /// See to a container whose keeper is gone: nobody would learn of its program's end (run by the pause container's keeper)
+    #[command(hide = true)]
+    Bereave { id: ContainerId },
     /// Say when the pod's links last carried a packet, as a JSON answer (run by a keeper; standard input holds the pod's lock)
     #[command(hide = true)]
     Traffic { sandbox: SandboxId },

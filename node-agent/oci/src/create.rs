@@ -10,6 +10,7 @@ use anyhow::{Context, bail};
 use nix::sys::socket::{
     AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket,
 };
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use torpor_core::ids::{Namespace, PodUid, SandboxId};
 use torpor_gvisor::keeper::{self, Request};
 use torpor_gvisor::loopback::{self, Loopback};
@@ -68,6 +69,9 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Option<an
     let console_socket = args.console_socket.as_deref();
     record.keeper_pid = start_keeper(node, &record, &dir, console_socket, loopback)?;
     node.records.write_container(&record)?;
+    if role == Role::Container {
+        mind(node, &record);
+    }
     if let Some(console) = console {
         keeper::ask(&dir, &Request::Console, &[console.as_fd()], CALL_LIMIT)?;
     }
@@ -76,6 +80,24 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Option<an
             .with_context(|| format!("cannot write {}", path.display()))?;
     }
     Ok(warning)
+}
+
+/// The pause container's keeper sees to a container whose own is killed. Where it cannot (an old kernel, a keeper of an older version), nobody does, and the container's end is seen with that of the pod.
+fn mind(node: &Node, record: &ContainerRecord) {
+    let pid = i32::try_from(record.keeper_pid)
+        .ok()
+        .and_then(Pid::from_raw);
+    let Some(Ok(end)) = pid.map(|pid| pidfd_open(pid, PidfdFlags::empty())) else {
+        return;
+    };
+    let pause = node.records.container_dir(&record.sandbox.clone().into());
+    let container = record.id.clone();
+    let _ = keeper::ask(
+        &pause,
+        &Request::Mind { container },
+        &[end.as_fd()],
+        CALL_LIMIT,
+    );
 }
 
 /// A pod whose loopback cannot be taken (an old kernel, BPF locked down) starts all the same: it has no port-forward.

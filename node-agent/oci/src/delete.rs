@@ -57,8 +57,9 @@ pub(crate) fn delete(node: &Node, id: &ContainerId, force: bool) -> anyhow::Resu
     }
     match record.role {
         Role::Container => {
-            if lock.is_some() {
-                sleep_on(node, &record)?;
+            let state = node.records.state(&record.sandbox);
+            if lock.is_some() && matches!(state, Ok(SandboxState::Running)) {
+                restore::sleep_on(node, &record.sandbox)?;
             }
             delete_container(node, &record)?;
         }
@@ -79,21 +80,6 @@ fn is_orphan(record: &ContainerRecord) -> bool {
         .and_then(|rest| rest.split_whitespace().nth(1));
     let line = parent.and_then(|pid| std::fs::read_to_string(format!("/proc/{pid}/cmdline")).ok());
     line.is_some_and(|line| !line.contains(record.sandbox.as_str()))
-}
-
-/// A sandbox that is paused with its memory in an image, and loses a container (its keeper was killed), would go on without that
-/// container's memory. So it sleeps on in the image alone, until the kubelet has brought the container back.
-fn sleep_on(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
-    if !matches!(
-        node.records.state(&record.sandbox),
-        Ok(SandboxState::Running)
-    ) {
-        return Ok(());
-    }
-    match restore::stands_in(node, &record.sandbox)? {
-        Some(image) => restore::deepen(node, &record.sandbox, &image),
-        None => Ok(()),
-    }
 }
 
 fn delete_container(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {

@@ -17,7 +17,7 @@ use anyhow::Context;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{SockFlag, accept4};
 use rustix::termios::Termios;
-use torpor_core::ids::ImageId;
+use torpor_core::ids::{ContainerId, ImageId};
 use torpor_gvisor::control::Control;
 use torpor_gvisor::keeper::{Answer, Request, Rules, Verb, receive, send};
 use torpor_gvisor::record::{ContainerRecord, SandboxState};
@@ -29,12 +29,14 @@ use crate::node::Node;
 
 mod children;
 mod loopback;
+mod others;
 mod relay;
 mod text;
 mod watch;
 
 use children::{Children, Purpose};
 use loopback::{Arrival, Loopback, MOST_FORWARDS};
+use others::Others;
 use relay::Relay;
 use watch::Watch;
 
@@ -59,6 +61,8 @@ struct Keeper<'a> {
     /// Of the terminal that went to sleep.
     terminal_mode: Option<Termios>,
     children: Children,
+    /// The pause container's keeper minds those of the other containers.
+    others: Others,
     /// The pause container's keeper has it, unless the kernel has no way to it.
     loopback: Option<Loopback>,
     /// While the pod's sandbox is saved, sleeps and wakes.
@@ -81,6 +85,7 @@ pub(crate) fn run(node: &Node, args: &KeeperArgs) -> anyhow::Result<ExitCode> {
         relay: None,
         terminal_mode: None,
         children: Children::default(),
+        others: Others::default(),
         loopback,
         watch: None,
         stirred: true,
@@ -114,6 +119,9 @@ impl Keeper<'_> {
         let ready = self.poll()?;
         self.stirred = true;
         let ended = self.children.reap();
+        for container in self.others.gone() {
+            self.bereave(&container);
+        }
         if let Some(watch) = &mut self.watch {
             let next = watch.turn();
             self.follow(next);
@@ -165,6 +173,7 @@ impl Keeper<'_> {
             fds.extend(watch.fds().map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
         }
         fds.extend(self.children.interests());
+        fds.extend(self.others.interests());
         let quiet = match poll(&mut fds, patience) {
             Ok(happened) => happened == 0,
             Err(nix::Error::EINTR) => false,
@@ -429,12 +438,37 @@ impl Keeper<'_> {
                 answer(&peer, &done, &[]);
                 return Handled::Exit(*code);
             }
+            Request::Mind { container } => match files.pop_front() {
+                Some(end) => {
+                    self.others.add(container.clone(), end);
+                    answer(&peer, &done, &[]);
+                }
+                None => {
+                    let missing = "no pidfd of the keeper".into();
+                    answer(&peer, &Answer::refused("BadRequest", missing), &[]);
+                }
+            },
             Request::Run { verb, image } => match files.pop_front() {
                 Some(lock) => self.run(*verb, image.as_ref(), lock, peer),
                 None => answer(&peer, &Answer::refused("BadRequest", "no lock".into()), &[]),
             },
         }
         Handled::Answered
+    }
+
+    /// A program does it, because it may have to wait for the pod's lock. One that cannot be started is not missed: the end of the pod ends the container too.
+    fn bereave(&mut self, container: &ContainerId) {
+        let spawned = Command::new("/proc/self/exe")
+            .arg0("torpor-bereave")
+            .arg("bereave")
+            .arg(container.as_str())
+            .current_dir("/")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn();
+        if let Ok(child) = spawned {
+            self.children.add(Purpose::Verb, child);
+        }
     }
 
     fn attach(&self) -> Result<Control, torpor_gvisor::control::Error> {

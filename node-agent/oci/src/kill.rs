@@ -23,6 +23,8 @@ pub(crate) fn kill(node: &Node, id: &ContainerId, signal: &str, all: bool) -> an
     let _lock = node.records.lock(&record.sandbox)?;
     let state = node.records.state(&record.sandbox)?;
     match state {
+        // The shim sends this to what is left of a container that has ended.
+        SandboxState::Running if keeper_is_gone(node, id) => end_orphaned(node, &record),
         SandboxState::Hibernated { .. } | SandboxState::Restoring { .. } if ends(signal) => {
             end_keeper(node, id, signal)
         }
@@ -45,6 +47,43 @@ pub(crate) fn kill(node: &Node, id: &ContainerId, signal: &str, all: bool) -> an
             deliver(node, &record, signal, all)
         }
     }
+}
+
+/// The container's keeper is gone, and with it who tells of its end: containerd takes the container for ended, and waits for its output, which the program still holds.
+pub(crate) fn bereave(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
+    // It ended as containers do, and was removed.
+    let Ok(record) = node.container(id) else {
+        return Ok(());
+    };
+    let _lock = node.records.lock(&record.sandbox)?;
+    let there = node.container(id).is_ok();
+    match node.records.state(&record.sandbox)? {
+        SandboxState::Running if there => end_orphaned(node, &record),
+        _ => Ok(()),
+    }
+}
+
+/// A sandbox that sleeps does so without the container, and one that runs loses it. The caller holds the lock.
+fn end_orphaned(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
+    if restore::sleep_on(node, &record.sandbox)? {
+        return Ok(());
+    }
+    let connected = Control::connect(node.runsc.root(), record.sandbox.as_str());
+    let ended = connected.and_then(|mut control| {
+        let (all, kill) = (SignalScope::All, Signal::SIGKILL as i32);
+        control.signal(record.id.as_str(), 0, kill, all, CALL_LIMIT)
+    });
+    match ended {
+        // Mostly it has ended already: that is why its keeper did.
+        Ok(()) | Err(control::Error::NotRunning { .. } | control::Error::Refused { .. }) => Ok(()),
+        Err(error) => Err(error).context("cannot end the container's program"),
+    }
+}
+
+fn keeper_is_gone(node: &Node, id: &ContainerId) -> bool {
+    let dir = node.records.container_dir(id);
+    let asked = keeper::ask(&dir, &Request::Stdio, &[], CALL_LIMIT);
+    matches!(asked, Err(keeper::Error::Gone { .. }))
 }
 
 /// Ends a container whose program does not run: `delete` removes the rest.
@@ -89,6 +128,10 @@ fn deliver(node: &Node, record: &ContainerRecord, signal: Signal, all: bool) -> 
         });
     match sent {
         Ok(()) => Ok(()),
+        // Its keeper sees that too, unless the sandbox died before it listened.
+        Err(control::Error::NotRunning { .. }) if ends(signal) => {
+            end_keeper(node, &record.id, Signal::SIGKILL)
+        }
         Err(control::Error::NotRunning { .. }) => bail!(FINISHED),
         Err(control::Error::Refused { message, .. })
             if message.contains("no such process") || message.contains("not found") =>

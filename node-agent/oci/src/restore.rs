@@ -27,7 +27,7 @@ use crate::stages::Stages;
 mod memory;
 mod sandbox;
 
-pub(crate) use memory::{about_to_run, deepen, memory_image, stands_in};
+pub(crate) use memory::{about_to_run, memory_image, sleep_on, stands_in};
 pub(crate) use sandbox::{end_processes, kill_processes};
 
 /// Annotations of the Pod, set by the controller.

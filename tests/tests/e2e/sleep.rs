@@ -265,6 +265,28 @@ async fn a_pod_that_dies_while_it_dozes_comes_back_with_its_memory_and_one_that_
 }
 
 #[tokio::test]
+async fn memory_survives_the_death_of_a_keeper_of_a_dozing_pod() -> anyhow::Result<()> {
+    let _swap = Swap::on()?;
+    case("dozekeeper", async |case| {
+        let spec = json!({ "containers": [shell("a", "cat /proc/sys/kernel/random/uuid >/mem; sleep 1000000")] });
+        case.start(sleepy(DOZE_AFTER, spec)).await?;
+        let kept = case.kubectl.sh("p", "a", "cat /mem").await?;
+        let uid = uid(&dozes(case, 12 * MIB).await?);
+        case.node.keeper(&uid, "a")?.kill()?;
+        let restarted = |pod: &Pod| restarts(pod) > 0;
+        case.pod_until("p", "the kubelet noticed", START_LIMIT, restarted)
+            .await?;
+        wait::until("it goes on with its memory", START_LIMIT, async || {
+            let found = case.kubectl.sh("p", "a", "cat /mem").await;
+            anyhow::ensure!(found.as_ref().map_or(true, |found| *found == kept), "{found:?}, not {kept}");
+            wait::holds(found.is_ok(), || format!("{found:?}"))
+        })
+        .await
+    })
+    .await
+}
+
+#[tokio::test]
 async fn a_doze_becomes_hibernation_when_it_lasts() -> anyhow::Result<()> {
     let _swap = Swap::on()?;
     case("deeper", async |case| {

@@ -31,16 +31,19 @@ pub(crate) fn stands_in(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Opti
     memory_image(node, sandbox)
 }
 
-/// From now on the sandbox sleeps in the image alone, until somebody needs it. The caller holds the lock, and knows that it stands
-/// still.
-pub(crate) fn deepen(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow::Result<()> {
+/// A sandbox that stands still with its memory in an image, and loses a container, sleeps on in the image alone until the kubelet has brought the container back: if it went on, it would be without that
+/// container's memory. Answers whether it does. The caller holds the lock.
+pub(crate) fn sleep_on(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
+    let Some(image) = stands_in(node, sandbox)? else {
+        return Ok(false);
+    };
     let pod = node.records.pod(sandbox)?;
     let asleep = Entry::Asleep {
         image: image.clone(),
         by_itself: true,
     };
     store(node)?.ledger(&pod.pod_uid)?.append(&asleep)?;
-    end(node, sandbox, image).map(drop)
+    end(node, sandbox, &image).map(|_| true)
 }
 
 /// Before a paused sandbox is resumed: from now on no image is its memory.

@@ -1,0 +1,88 @@
+//! What all Pods of a node stand on is killed: the agent, containerd.
+
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod;
+use serde_json::json;
+use torpor_tests::agent::Agent;
+use torpor_tests::case::{case_alone, uid};
+use torpor_tests::node::containerd;
+use torpor_tests::pods::with;
+use torpor_tests::remains::Footprint;
+use torpor_tests::sleep::{is_ready, restarts};
+use torpor_tests::wait;
+
+use crate::leftovers::{RECOVERY_LIMIT, nothing_is_left, two_containers};
+
+#[tokio::test]
+async fn a_killed_agent_comes_back_and_harms_no_pod() -> anyhow::Result<()> {
+    case_alone("killagent", async |case| {
+        let pod = case.start(two_containers()).await?;
+        let footprint = Footprint::take(&case.node, &case.namespace, &uid(&pod))?;
+        Agent::find()?.kill_and_replace(&case.kubectl).await?;
+        case.hibernate("p").await?;
+        let agent = Agent::find()?.kill_and_replace(&case.kubectl).await?;
+        let pod = case.wake("p").await?;
+        assert_eq!(restarts(&pod), 0);
+        assert!(agent.process.lives(), "the agent that woke it runs on");
+        nothing_is_left(case, &footprint).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_killed_containerd_comes_back_to_running_and_sleeping_pods() -> anyhow::Result<()> {
+    case_alone("killctrd", async |case| {
+        let awake = case.start(two_containers()).await?;
+        let sleeper = with(
+            two_containers(),
+            json!({ "metadata": { "name": "sleeper" } }),
+        );
+        let sleeper = case.start(sleeper).await?;
+        case.hibernate("sleeper").await?;
+        let footprint = Footprint::take(&case.node, &case.namespace, &uid(&awake))?;
+        let of_sleeper = Footprint::take(&case.node, &case.namespace, &uid(&sleeper))?;
+        let before: u64 = case.kubectl.sh("p", "a", "cat /n").await?.parse()?;
+        containerd()?.kill()?;
+        wait::until("containerd answers again", RECOVERY_LIMIT, async || {
+            let asked = case.kubectl.exec("p", "a", &["cat", "/n"]).await?;
+            wait::holds(asked.code == 0, || asked.err.clone())
+        })
+        .await?;
+        let now: u64 = case.kubectl.sh("p", "a", "cat /n").await?.parse()?;
+        assert!(now >= before, "{before} → {now}");
+        assert_eq!(restarts(&case.wake("sleeper").await?), 0);
+        assert_eq!(restarts(&case.ready("p").await?), 0);
+        case.delete_pod("sleeper", Duration::from_secs(30)).await?;
+        nothing_is_left(case, &footprint).await?;
+        assert_eq!(of_sleeper.of_sandbox(&case.node), Vec::<String>::new());
+        Ok(())
+    })
+    .await
+}
+
+/// The shim's end of the output of a container whose keeper is gone is what containerd waits for when it comes up.
+#[tokio::test]
+async fn containerd_comes_back_right_after_a_keeper_was_killed() -> anyhow::Result<()> {
+    case_alone("keeperctrd", async |case| {
+        let pod = case.start(two_containers()).await?;
+        let footprint = Footprint::take(&case.node, &case.namespace, &uid(&pod))?;
+        case.node.keeper(&uid(&pod), "a")?.kill()?;
+        containerd()?.kill()?;
+        wait::until("containerd answers again", RECOVERY_LIMIT, async || {
+            let asked = case.kubectl.exec("p", "b", &["cat", "/n"]).await?;
+            wait::holds(asked.code == 0, || asked.err.clone())
+        })
+        .await?;
+        let restarted = |pod: &Pod| restarts(pod) > 0 && is_ready(pod);
+        case.pod_until(
+            "p",
+            "the container is there again",
+            RECOVERY_LIMIT,
+            restarted,
+        )
+        .await?;
+        nothing_is_left(case, &footprint).await
+    })
+    .await
+}
