@@ -94,6 +94,9 @@ pub const MAX_REPORTED: usize = 1024;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct SandboxReport {
+    /// Since when it sleeps in place, if it does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub asleep_since: Option<Time>,
     /// Bytes of the image that the sandbox sleeps in.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image_bytes: Option<i64>,

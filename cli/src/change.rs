@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use futures::future::join_all;
+use jiff::Timestamp;
 use kube::api::{Api, Patch, PatchParams};
 use kube::runtime::{WatchStreamExt, watcher};
 use serde_json::json;
@@ -53,10 +54,12 @@ async fn change_one(
         namespace: cluster.namespace.clone(),
         name: name.to_owned(),
     })?;
-    let patch = goal.patch(&before).map_err(|message| Error::Refused {
-        name: name.to_owned(),
-        message,
-    })?;
+    let patch = goal
+        .patch(&before, Timestamp::now())
+        .map_err(|message| Error::Refused {
+            name: name.to_owned(),
+            message,
+        })?;
     let began = Instant::now();
     ask(&api, &before, patch).await?;
     if limit.is_zero() {

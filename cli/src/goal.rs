@@ -1,8 +1,9 @@
 //! How far a Sandbox is on its way to what was asked of it. Pure.
 
+use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use serde_json::{Value, json};
-use torpor_api::annotations::{self, HIBERNATE, Settings};
+use torpor_api::annotations::{self, HIBERNATE, NEXT_WAKEUP, Settings};
 use torpor_api::conditions::{self, HIBERNATED, READY, RESTORED, SUSPENDED};
 use torpor_api::reasons::{hibernated, restored};
 use torpor_api::{OperatingMode, Sandbox};
@@ -41,7 +42,7 @@ impl Goal {
     }
 
     /// The merge patch that asks for it; `Err`: why it makes no sense for this Sandbox.
-    pub fn patch(self, sandbox: &Sandbox) -> Result<Value, String> {
+    pub fn patch(self, sandbox: &Sandbox, now: Timestamp) -> Result<Value, String> {
         let suspended = sandbox.spec.operating_mode == OperatingMode::Suspended;
         match self {
             Self::Hibernate if suspended => {
@@ -51,10 +52,10 @@ impl Goal {
                 Err("it is suspended: `kubectl torpor resume` makes it run again".to_owned())
             }
             Self::Hibernate => Ok(json!({"metadata": {"annotations": {HIBERNATE: "true"}}})),
-            Self::Wake if sleeps_by_itself(sandbox) => Err(
-                "nobody asked it to sleep: it was idle, and wakes by whatever needs it: a packet to its Pod, or `kubectl exec`"
-                    .to_owned(),
-            ),
+            // There is no wish to take back: it is to be awake at this time, and may fall asleep again as after any use.
+            Self::Wake if sleeps_by_itself(sandbox) => {
+                Ok(json!({"metadata": {"annotations": {NEXT_WAKEUP: now.to_string()}}}))
+            }
             Self::Wake => {
                 // A wish in the pod template holds until the Sandbox itself says otherwise.
                 let template = sandbox.spec.pod_template.annotations();
@@ -294,7 +295,7 @@ mod tests {
     fn waking_overrules_the_pod_template() {
         let mut asleep = sandbox("Running", &[]);
         assert_eq!(
-            Goal::Wake.patch(&asleep),
+            Goal::Wake.patch(&asleep, Timestamp::UNIX_EPOCH),
             Ok(json!({"metadata": {"annotations": {HIBERNATE: null}}}))
         );
         asleep.spec.pod_template.metadata = serde_json::from_value(json!({
@@ -302,7 +303,7 @@ mod tests {
         }))
         .unwrap();
         assert_eq!(
-            Goal::Wake.patch(&asleep),
+            Goal::Wake.patch(&asleep, Timestamp::UNIX_EPOCH),
             Ok(json!({"metadata": {"annotations": {HIBERNATE: "false"}}}))
         );
     }
@@ -310,20 +311,30 @@ mod tests {
     #[rstest]
     #[case(("Hibernated", "True", "Hibernated"))]
     #[case(("Hibernated", "False", "Dozing"))]
-    fn one_that_fell_asleep_by_itself_is_woken_by_who_needs_it(
-        #[case] condition: (&str, &str, &str),
-    ) {
+    fn one_that_fell_asleep_by_itself_is_to_be_awake_now(#[case] condition: (&str, &str, &str)) {
         let mut idle = sandbox("Running", &[condition]);
-        assert!(Goal::Wake.patch(&idle).unwrap_err().contains("exec"));
+        let at = |text: &str| text.parse().unwrap();
+        assert_eq!(
+            Goal::Wake.patch(&idle, at("2026-01-01T12:00:00.2Z")),
+            Ok(json!({"metadata": {"annotations": {NEXT_WAKEUP: "2026-01-01T12:00:00.2Z"}}}))
+        );
         idle.metadata.annotations = Some([(HIBERNATE.to_owned(), "true".to_owned())].into());
-        Goal::Wake.patch(&idle).unwrap();
+        let patch = Goal::Wake.patch(&idle, Timestamp::UNIX_EPOCH).unwrap();
+        assert_eq!(patch["metadata"]["annotations"].get(NEXT_WAKEUP), None);
     }
 
     #[test]
     fn a_suspended_sandbox_is_resumed_and_not_woken() {
         let suspended = sandbox("Suspended", &[]);
-        assert!(Goal::Wake.patch(&suspended).unwrap_err().contains("resume"));
-        Goal::Hibernate.patch(&suspended).unwrap_err();
+        assert!(
+            Goal::Wake
+                .patch(&suspended, Timestamp::UNIX_EPOCH)
+                .unwrap_err()
+                .contains("resume")
+        );
+        Goal::Hibernate
+            .patch(&suspended, Timestamp::UNIX_EPOCH)
+            .unwrap_err();
     }
 
     #[test]

@@ -168,7 +168,12 @@ pub fn view(
     // While there is a Pod, it has the memory, or its node reports the image.
     let image = image_of(sandbox, snapshots).filter(|_| pod.is_none());
     let image = image.and_then(|snapshot| snapshot.status.as_ref());
-    let since = decided_by.map(|condition| condition.last_transition_time.0);
+    // From awake to a doze the condition stays False, and with it its time: since when it dozes, its node says.
+    let told = report.and_then(|report| report.asleep_since.as_ref());
+    let since = match state {
+        State::Dozing => told.map(|since| since.0),
+        _ => decided_by.map(|condition| condition.last_transition_time.0),
+    };
     let node = pod
         .and_then(|pod| pod.spec.as_ref()?.node_name.clone())
         .or_else(|| image.and_then(|image| image.node_name.clone()));

@@ -387,8 +387,9 @@ mod tests {
         let mut world = world();
         heard_of_just_now(&mut world);
         let status = world.nodes[0].status.as_mut().unwrap();
-        status.sandboxes[0].reasons =
-            serde_json::from_value(json!([{"reason": "Dozing"}])).unwrap();
+        let report = &mut status.sandboxes[0];
+        report.reasons = serde_json::from_value(json!([{"reason": "Dozing"}])).unwrap();
+        report.asleep_since = serde_json::from_value(json!("2026-11-21T11:50:00Z")).unwrap();
         status.runtimes = serde_json::from_value(json!([{
             "handler": "torpor", "capabilities": {"hibernate": true, "restore": true, "doze": true},
         }]))

@@ -163,11 +163,24 @@ async fn the_plugin_tells_of_a_doze_and_what_ends_it() -> anyhow::Result<()> {
         );
         let why = case.torpor_says(&["why", "s"]).await?;
         assert!(why.contains("to doze after 3s without use"), "{why}");
-        failed(&case.torpor(&["wake", "s"]).await?, 1, "kubectl exec")?;
         assert_eq!(case.kubectl.sh("s", "a", "cat /mem").await?, "kept");
         let woken = told(case, "what ended it", |view| view["lastWake"].is_object()).await?;
         assert_eq!(woken["lastWake"]["cause"], "Called", "{woken}");
         assert_eq!(woken["lastWake"]["from"], "Dozing", "{woken}");
+
+        told(case, "it dozes again", |view| {
+            view["asleepSince"].is_string()
+        })
+        .await?;
+        let said = case.torpor_says(&["wake", "s"]).await?;
+        assert!(
+            said.starts_with("sandbox.agents.x-k8s.io/s awake ("),
+            "{said}"
+        );
+        told(case, "the agent woke it", |view| {
+            view["lastWake"]["cause"] == "Asked"
+        })
+        .await?;
         Ok(())
     })
     .await
