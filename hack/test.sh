@@ -152,7 +152,8 @@ end_to_end() {
 	# The tests run the plugin as kubectl finds it. Built as a check builds it: nobody measures it here.
 	export TORPOR_PLUGIN=${CARGO_TARGET_DIR:-$REPO_ROOT/target}/plugin
 	PROFILE=dev hack/plugin "$TORPOR_PLUGIN"
-	cargo test --locked -p torpor-tests --test e2e -- --test-threads="${E2E_THREADS:-4}"
+	cargo test --locked -p torpor-tests --test e2e -- --skip alone:: --test-threads="${E2E_THREADS:-6}"
+	cargo test --locked -p torpor-tests --test e2e -- alone:: --test-threads=1
 }
 
 # Kills the whole cluster and starts it again, so nothing else runs beside it.

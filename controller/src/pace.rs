@@ -9,7 +9,7 @@ use std::{
 
 use tokio::{sync::Notify, time::Instant};
 
-/// While somebody waits, one write in advance is begun this often, so that none waits for ever; four times as often for a pool that is running low, eight times for one that is nearly empty.
+/// While somebody waits, one write in advance is begun this often, so that none waits for ever; four times as often for the labels of a claimed Pod and for a pool that is running low, eight times for one that is nearly empty.
 const PATIENCE: Duration = Duration::from_millis(200);
 /// How long nobody must have waited before it counts as a pause: where claims come one after the other, the next is expected sooner.
 const PAUSE: Duration = Duration::from_millis(30);
@@ -26,6 +26,8 @@ pub enum Advance {
     /// A pool that has enough, or something that is only noted.
     #[default]
     Calm,
+    /// A Pod that is to be told whose it is: nobody waits, but labels decide who may talk to it.
+    Soon,
     /// A pool that is running low.
     Low,
     /// A pool that is nearly empty: whoever comes next but a few waits for its new members.
@@ -36,7 +38,7 @@ impl Advance {
     /// How many writes in advance may be under way in a pause.
     fn room(self) -> usize {
         match self {
-            Advance::Calm => BETWEEN,
+            Advance::Calm | Advance::Soon => BETWEEN,
             Advance::Low => 3 * BETWEEN,
             Advance::Short => 6 * BETWEEN,
         }
@@ -45,7 +47,7 @@ impl Advance {
     /// How long nobody must have waited for a pause. Whoever comes next waits for what a pool lacks.
     fn pause(self) -> Duration {
         match self {
-            Advance::Calm => PAUSE,
+            Advance::Calm | Advance::Soon => PAUSE,
             Advance::Low | Advance::Short => Duration::ZERO,
         }
     }
@@ -54,7 +56,7 @@ impl Advance {
     fn patience(self) -> Duration {
         match self {
             Advance::Calm => PATIENCE,
-            Advance::Low => PATIENCE / 4,
+            Advance::Soon | Advance::Low => PATIENCE / 4,
             Advance::Short => PATIENCE / 8,
         }
     }

@@ -134,7 +134,7 @@ fn turn(sandbox: &Sandbox, context: &Context) -> (Apiserver, Option<Awaited>) {
                 .map_or(Advance::Calm, |pool| context.candidates.advance(&pool));
             (context.api.in_advance(advance), None)
         }
-        Lane::Following => (context.api.in_advance(Advance::Calm), None),
+        Lane::Following => (context.api.in_advance(Advance::Soon), None),
         Lane::Awaited => {
             let ready = status::is_ready(sandbox.status.as_ref());
             (context.api.clone(), (!ready).then(|| context.api.awaited()))

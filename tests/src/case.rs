@@ -211,13 +211,11 @@ impl Case {
         limit: Duration,
         predicate: impl Fn(&Pod) -> bool,
     ) -> anyhow::Result<Pod> {
-        let pods = self.pods();
-        wait::until(&format!("Pod {pod}: {words}"), limit, async || {
-            Ok(match pods.get_opt(pod).await? {
-                Some(pod) if predicate(&pod) => Ok(pod),
-                Some(pod) => Err(summary(&pod)),
-                None => Err("there is no such Pod".to_owned()),
-            })
+        let words = format!("Pod {pod}: {words}");
+        wait::object(self.pods(), pod, &words, limit, |found| match found {
+            Some(pod) if predicate(&pod) => Ok(pod),
+            Some(pod) => Err(summary(&pod)),
+            None => Err("there is no such Pod".to_owned()),
         })
         .await
     }
@@ -235,11 +233,9 @@ impl Case {
     pub async fn delete_pod(&self, pod: &str, limit: Duration) -> anyhow::Result<()> {
         let pods = self.pods();
         pods.delete(pod, &DeleteParams::default()).await?;
-        wait::until(&format!("the end of Pod {pod}"), limit, async || {
-            let left = pods.get_opt(pod).await?;
-            wait::holds(left.is_none(), || {
-                left.as_ref().map_or_else(String::new, summary)
-            })
+        let words = format!("the end of Pod {pod}");
+        wait::object(pods, pod, &words, limit, |left| {
+            left.map_or(Ok(()), |left| Err(summary(&left)))
         })
         .await
     }

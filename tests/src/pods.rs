@@ -25,6 +25,14 @@ pub fn with(mut base: Value, over: Value) -> Value {
     base
 }
 
+/// The object with one annotation more.
+pub fn annotated(object: Value, key: &str, value: &str) -> Value {
+    with(
+        object,
+        json!({ "metadata": { "annotations": { key: value } } }),
+    )
+}
+
 fn merge(base: &mut Value, over: Value) {
     match (base, over) {
         (Value::Object(base), Value::Object(over)) => {

@@ -64,14 +64,14 @@ impl Case {
         reason: &str,
     ) -> anyhow::Result<Sandbox> {
         let words = format!("Sandbox {sandbox}: {kind}={status}/{reason}");
-        wait::until(&words, LIMIT, async || {
-            let found = self.sandboxes().get(sandbox).await?;
+        wait::object(self.sandboxes(), sandbox, &words, LIMIT, |found| {
+            let found = found.ok_or("there is no such Sandbox")?;
             let (has_status, has_reason, _) = said(&found, kind);
-            Ok(if (has_status, has_reason) == (status, reason) {
+            if (has_status, has_reason) == (status, reason) {
                 Ok(found)
             } else {
                 Err(format!("{:?}", conditions(&found)))
-            })
+            }
         })
         .await
     }

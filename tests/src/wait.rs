@@ -1,9 +1,16 @@
-//! Waiting for conditions: polled, bounded, and with words for what did not come.
+//! Waiting for conditions: bounded, and with words for what did not come. Objects of the API are watched, everything else is looked at again and again.
 
+use std::fmt::Debug;
+use std::pin::pin;
 use std::time::{Duration, Instant};
 
-/// Between two looks. The apiserver of a development cluster answers in a few milliseconds.
-const PAUSE: Duration = Duration::from_millis(100);
+use futures::StreamExt;
+use kube::runtime::{WatchStreamExt, watcher};
+use kube::{Api, Resource};
+use serde::de::DeserializeOwned;
+
+/// Between two looks.
+const PAUSE: Duration = Duration::from_millis(150);
 
 /// What a condition says of itself: it holds, with a value, or not yet, with the reason.
 pub type Look<T> = anyhow::Result<Result<T, String>>;
@@ -26,6 +33,35 @@ pub async fn until<T>(
         );
         tokio::time::sleep(PAUSE).await;
     }
+}
+
+/// Follows one object until `look` has found what it looks for in it; `None` is its absence.
+pub async fn object<K, T>(
+    api: Api<K>,
+    name: &str,
+    words: &str,
+    limit: Duration,
+    mut look: impl FnMut(Option<K>) -> Result<T, String>,
+) -> anyhow::Result<T>
+where
+    K: Resource<DynamicType: Default> + Clone + DeserializeOwned + Debug + Send + 'static,
+{
+    let mut last = "nothing was heard of it".to_owned();
+    let seen = async {
+        let mut changes = pin!(watcher::watch_object(api, name).default_backoff());
+        while let Some(change) = changes.next().await {
+            match change.map(&mut look) {
+                Ok(Ok(found)) => return Some(found),
+                Ok(Err(why)) => last = why,
+                // The watch is begun again.
+                Err(error) => last = error.to_string(),
+            }
+        }
+        None
+    };
+    let seen = tokio::time::timeout(limit, Box::pin(seen)).await;
+    let seen = seen.ok().flatten();
+    seen.ok_or_else(|| anyhow::anyhow!("not seen within {limit:?}: {words} (last: {last})"))
 }
 
 /// The look of a condition that is only true or false.

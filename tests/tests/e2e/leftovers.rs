@@ -4,18 +4,17 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
-use torpor_tests::agent::Agent;
-use torpor_tests::case::{Case, START_LIMIT, case, case_alone, uid};
-use torpor_tests::node::{PAUSE, containerd};
+use torpor_tests::case::{Case, START_LIMIT, case, uid};
+use torpor_tests::node::PAUSE;
 use torpor_tests::pods::{COUNT, mounts, pod, shell, with};
 use torpor_tests::remains::Footprint;
 use torpor_tests::sleep::{is_ready, restarts};
 use torpor_tests::wait;
 
 /// The kubelet looks at its Pods every second or two; a crash costs it a backoff of ten.
-const RECOVERY_LIMIT: Duration = Duration::from_secs(60);
+pub(crate) const RECOVERY_LIMIT: Duration = Duration::from_secs(60);
 
-fn two_containers() -> Value {
+pub(crate) fn two_containers() -> Value {
     let volumes = json!({ "volumeMounts": mounts(&[("disk", "/disk"), ("memory", "/memory")]) });
     pod(
         "p",
@@ -29,7 +28,7 @@ fn two_containers() -> Value {
     )
 }
 
-async fn nothing_is_left(case: &Case, footprint: &Footprint) -> anyhow::Result<()> {
+pub(crate) async fn nothing_is_left(case: &Case, footprint: &Footprint) -> anyhow::Result<()> {
     case.delete_pod("p", Duration::from_secs(30)).await?;
     wait::until(
         "nothing of the Pod is left on the node",
@@ -127,51 +126,4 @@ async fn the_kubelet_recovers_a_pod_whose_sentry_was_killed() -> anyhow::Result<
 #[tokio::test]
 async fn the_kubelet_recovers_a_pod_whose_gofer_was_killed() -> anyhow::Result<()> {
     killed("killgofer", async |case, uid| case.node.gofer(uid)?.kill()).await
-}
-
-#[tokio::test]
-async fn a_killed_agent_comes_back_and_harms_no_pod() -> anyhow::Result<()> {
-    case_alone("killagent", async |case| {
-        let pod = case.start(two_containers()).await?;
-        let footprint = Footprint::take(&case.node, &case.namespace, &uid(&pod))?;
-        Agent::find()?.kill_and_replace(&case.kubectl).await?;
-        case.hibernate("p").await?;
-        let agent = Agent::find()?.kill_and_replace(&case.kubectl).await?;
-        let pod = case.wake("p").await?;
-        assert_eq!(restarts(&pod), 0);
-        assert!(agent.process.lives(), "the agent that woke it runs on");
-        nothing_is_left(case, &footprint).await
-    })
-    .await
-}
-
-#[tokio::test]
-async fn a_killed_containerd_comes_back_to_running_and_sleeping_pods() -> anyhow::Result<()> {
-    case_alone("killctrd", async |case| {
-        let awake = case.start(two_containers()).await?;
-        let sleeper = with(
-            two_containers(),
-            json!({ "metadata": { "name": "sleeper" } }),
-        );
-        let sleeper = case.start(sleeper).await?;
-        case.hibernate("sleeper").await?;
-        let footprint = Footprint::take(&case.node, &case.namespace, &uid(&awake))?;
-        let of_sleeper = Footprint::take(&case.node, &case.namespace, &uid(&sleeper))?;
-        let before: u64 = case.kubectl.sh("p", "a", "cat /n").await?.parse()?;
-        containerd()?.kill()?;
-        wait::until("containerd answers again", RECOVERY_LIMIT, async || {
-            let asked = case.kubectl.exec("p", "a", &["cat", "/n"]).await?;
-            wait::holds(asked.code == 0, || asked.err.clone())
-        })
-        .await?;
-        let now: u64 = case.kubectl.sh("p", "a", "cat /n").await?.parse()?;
-        assert!(now >= before, "{before} → {now}");
-        assert_eq!(restarts(&case.wake("sleeper").await?), 0);
-        assert_eq!(restarts(&case.ready("p").await?), 0);
-        case.delete_pod("sleeper", Duration::from_secs(30)).await?;
-        nothing_is_left(case, &footprint).await?;
-        assert_eq!(of_sleeper.of_sandbox(&case.node), Vec::<String>::new());
-        Ok(())
-    })
-    .await
 }

@@ -4,18 +4,17 @@
 //! TORPOR_PLUGIN names the folder that hack/plugin put the kubectl plugin into; without it kubectl finds it in PATH.
 //! TORPOR_DEV=hack/cluster adds the logs of a development cluster's programs to the explanation of a failure.
 
+mod alone;
 mod badinput;
-mod capacity;
 mod claims;
 mod clock;
 mod connections;
-mod crash;
-mod drain;
 mod hibernate;
 mod hooks;
 mod inject;
 mod leftovers;
 mod oci;
+mod oncrash;
 mod plugin;
 mod resources;
 mod router;

@@ -5,26 +5,19 @@ use std::time::{Duration, Instant};
 use k8s_openapi::api::core::v1::Event;
 use kube::Api;
 use kube::api::ListParams;
-use serde_json::{Value, json};
-use torpor_api::annotations::{HIBERNATE, HIBERNATE_AFTER, ON_CRASH};
-use torpor_api::conditions::{self, POD_HIBERNATED, POD_RESTORED};
+use serde_json::json;
+use torpor_api::annotations::{HIBERNATE, HIBERNATE_AFTER};
+use torpor_api::conditions::{self, POD_HIBERNATED};
 use torpor_api::node::SandboxNode;
-use torpor_api::reasons::{event, plan, restored};
+use torpor_api::reasons::{event, plan};
 use torpor_gvisor::record::{SandboxState, WakeCause};
 use torpor_gvisor::turns::{Turn, Turns};
 use torpor_tests::agent::Agent;
-use torpor_tests::case::{Case, START_LIMIT, case, case_alone, condition, uid};
-use torpor_tests::pods::{COUNT, pod, shell_pod, with};
+use torpor_tests::case::{Case, case_alone, condition, uid};
+use torpor_tests::pods::{COUNT, annotated, pod, shell_pod};
 use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
 use torpor_tests::wait;
 use torpor_tests::witness::{self, Connection};
-
-fn annotated(pod: Value, key: &str, value: &str) -> Value {
-    with(
-        pod,
-        json!({ "metadata": { "annotations": { key: value } } }),
-    )
-}
 
 /// What idle programs do.
 const IDLE: &str = "sleep 1000000";
@@ -181,89 +174,6 @@ async fn a_node_that_is_short_of_memory_puts_idle_sandboxes_to_sleep_that_may_an
         assert_eq!(case.kubectl.sh("p0", "a", "echo here").await?, "here");
         assert_eq!(restarts(&pod), 0);
         Ok(())
-    })
-    .await
-}
-
-/// What the program wrote when it began lies in the sandbox' own files: only an image brings it back.
-const BEGINNING: &str = "cat /proc/sys/kernel/random/uuid >/begun; sleep 1000000";
-
-/// Sleeps once, wakes, does something, and dies.
-async fn crash_awake(case: &Case, pod: &str) -> anyhow::Result<String> {
-    let begun = case.kubectl.sh(pod, "a", "cat /begun").await?;
-    case.hibernate(pod).await?;
-    let awake = case.wake(pod).await?;
-    case.kubectl.sh(pod, "a", "touch /later").await?;
-    case.node.sentry(&uid(&awake))?.kill()?;
-    Ok(begun)
-}
-
-/// What the sandbox that came after it has.
-async fn found_after(
-    case: &Case,
-    pod: &str,
-    is_right: impl Fn(&str) -> bool,
-) -> anyhow::Result<()> {
-    wait::until("another sandbox", START_LIMIT, async || {
-        let found = case
-            .kubectl
-            .sh(pod, "a", "cat /begun; ls /later || true")
-            .await;
-        wait::holds(found.as_ref().is_ok_and(|found| is_right(found)), || {
-            format!("{found:?}")
-        })
-    })
-    .await
-}
-
-#[tokio::test]
-async fn a_sandbox_that_crashes_awake_goes_back_to_its_last_image_only_if_its_user_wishes_that()
--> anyhow::Result<()> {
-    case("oncrash", async |case| {
-        let pod = |name| shell_pod(name, BEGINNING);
-        case.create(annotated(pod("back"), ON_CRASH, "LastImage"))
-            .await?;
-        case.create(pod("anew")).await?;
-        for name in ["back", "anew"] {
-            case.ready(name).await?;
-        }
-        let begun = crash_awake(case, "anew").await?;
-        found_after(case, "anew", |found| !found.contains(&begun)).await?;
-        let anew = case.pods().get("anew").await?;
-        assert_eq!(condition(&anew, POD_RESTORED).1, "");
-        // What it did after the image is lost, as its user was told.
-        let begun = crash_awake(case, "back").await?;
-        found_after(case, "back", |found| found == begun).await?;
-        let told = |pod: &k8s_openapi::api::core::v1::Pod| {
-            let (status, reason, message) = condition(pod, POD_RESTORED);
-            status == "True" && reason == restored::ROLLED_BACK && message.contains(" s before")
-        };
-        let back = case
-            .pod_until("back", "it says that it went back", SLEEP_LIMIT, told)
-            .await?;
-        // It can again.
-        let images = case.node.images_of(&case.namespace, &uid(&back));
-        assert_eq!(images.len(), 1, "{images:?}");
-        case.node.sentry(&uid(&back))?.kill()?;
-        found_after(case, "back", |found| found == begun).await
-    })
-    .await
-}
-
-#[tokio::test]
-async fn what_is_wanted_for_a_crash_no_more_is_removed() -> anyhow::Result<()> {
-    case("oncrashoff", async |case| {
-        case.start(annotated(shell_pod("p", IDLE), ON_CRASH, "LastImage"))
-            .await?;
-        case.hibernate("p").await?;
-        let uid = uid(&case.wake("p").await?);
-        let images = || case.node.images_of(&case.namespace, &uid);
-        assert_eq!(images().len(), 1);
-        case.annotate("p", ON_CRASH, None).await?;
-        wait::until("the image goes", SLEEP_LIMIT, async || {
-            wait::holds(images().is_empty(), || format!("{:?}", images()))
-        })
-        .await
     })
     .await
 }

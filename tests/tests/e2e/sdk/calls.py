@@ -59,6 +59,17 @@ def commands_and_files(sandbox):
     assert int(files.read("n")) > 0
 
 
+def pod_has_label(client, name, key, value):
+    """The Pod is told a moment after its claim is Ready, as upstream."""
+    deadline = time.monotonic() + LIMIT
+    while True:
+        pod = client.k8s_helper.core_v1_api.read_namespaced_pod(name, NAMESPACE)
+        if pod.metadata.labels.get(key) == value:
+            return
+        assert time.monotonic() < deadline, pod.metadata.labels
+        time.sleep(0.1)
+
+
 def a_life(client, way):
     """Claim, use, look up, list, delete."""
     sandbox = client.create_sandbox(
@@ -69,8 +80,7 @@ def a_life(client, way):
     assert sandbox.status()[0] == "SandboxReady", sandbox.status()
     assert sandbox.sandbox_id.startswith("w-"), sandbox.sandbox_id
     assert sandbox.get_pod_ip() and sandbox.get_sandbox_name_hash()
-    pod = client.k8s_helper.core_v1_api.read_namespaced_pod(sandbox.get_pod_name(), NAMESPACE)
-    assert pod.metadata.labels["sandbox.users.io/way"] == way, pod.metadata.labels
+    pod_has_label(client, sandbox.get_pod_name(), "sandbox.users.io/way", way)
     commands_and_files(sandbox)
 
     assert client.list_active_sandboxes() == [(NAMESPACE, claim)]
