@@ -13,9 +13,14 @@ cd "$REPO_ROOT"
 cluster=$REPO_ROOT/hack/cluster
 foreign_cluster=${KUBECONFIG:-}
 cluster_started=
+unit_tests=
 
 finish() {
 	local status=$?
+	if [ -n "$unit_tests" ]; then
+		kill -- "-$unit_tests" 2>/dev/null || true
+		rm -f "$unit_log"
+	fi
 	if [ "$status" != 0 ] && [ -n "$cluster_started" ]; then
 		explain >&2 || true
 	fi
@@ -76,6 +81,24 @@ go_checks() {
 unit_tests() {
 	cargo test --locked --workspace --exclude torpor-tests
 	cargo test --locked -p torpor-tests --lib
+}
+
+# begin_unit_tests: beside the installation, which mostly waits. Not beside what compares the machine with what it was before: they make network namespaces.
+# Their words come when they are waited for.
+begin_unit_tests() {
+	unit_log=$(mktemp)
+	set -m
+	(unit_tests) >"$unit_log" 2>&1 &
+	unit_tests=$!
+	set +m
+}
+end_unit_tests() {
+	local status=0
+	wait "$unit_tests" || status=$?
+	unit_tests=
+	cat "$unit_log"
+	rm -f "$unit_log"
+	return "$status"
 }
 
 definitions_current() {
@@ -152,7 +175,7 @@ end_to_end() {
 	# The tests run the plugin as kubectl finds it. Built as a check builds it: nobody measures it here.
 	export TORPOR_PLUGIN=${CARGO_TARGET_DIR:-$REPO_ROOT/target}/plugin
 	PROFILE=dev hack/plugin "$TORPOR_PLUGIN"
-	cargo test --locked -p torpor-tests --test e2e -- --skip alone:: --test-threads="${E2E_THREADS:-6}"
+	cargo test --locked -p torpor-tests --test e2e -- --skip alone:: --test-threads="${E2E_THREADS:-8}"
 	cargo test --locked -p torpor-tests --test e2e -- alone:: --test-threads=1
 }
 
@@ -166,10 +189,13 @@ step "cargo fmt" cargo fmt --all --check
 step "layers" hack/check-layers
 step "development cluster: format, vet, tests" go_checks
 step "clippy" cargo clippy --locked --workspace --all-targets -- -D warnings
-step "unit tests" unit_tests
 step "definitions up to date" definitions_current
-[ -z "${SKIP_E2E:-}" ] || exit 0
+if [ -n "${SKIP_E2E:-}" ]; then
+	step "unit tests" unit_tests
+	exit 0
+fi
 if [ -n "$foreign_cluster" ]; then
+	step "unit tests" unit_tests
 	say "the end-to-end tests use the cluster of KUBECONFIG=$foreign_cluster"
 	step "end-to-end tests" end_to_end
 	exit 0
@@ -183,17 +209,20 @@ else
 fi
 step "upstream's Python SDK" hack/python-sdk
 step "cluster up" cluster_up
+begin_unit_tests
 KUBECONFIG=$("$cluster" kubeconfig)
 TORPOR_DEV=$cluster
 export KUBECONFIG TORPOR_DEV
 if [ -n "${KEEP:-}" ] && [ -e /opt/torpor/bin ]; then
 	step "install Torpor" "$cluster" install-torpor
+	step "the rest of the unit tests" end_unit_tests
 	step "end-to-end tests" end_to_end
 	step "reboot of the node" reboot
 	exit 0
 fi
 step "install by Helm, and take it off" by_helm
 step "install Torpor" install
+step "the rest of the unit tests" end_unit_tests
 step "end-to-end tests" end_to_end
 step "reboot of the node" reboot
 step "install Torpor again" install_again
