@@ -83,8 +83,8 @@ unit_tests() {
 	cargo test --locked -p torpor-tests --lib
 }
 
-# begin_unit_tests: beside the installation, which mostly waits. Not beside what compares the machine with what it was before: they make network namespaces.
-# Their words come when they are waited for.
+# begin_unit_tests: beside the end-to-end tests that run one after the other, which leave the machine idle. Not beside what compares the
+# machine with what it was before: they make network namespaces. Their words come when they are waited for.
 begin_unit_tests() {
 	unit_log=$(mktemp)
 	set -m
@@ -176,7 +176,18 @@ end_to_end() {
 	export TORPOR_PLUGIN=${CARGO_TARGET_DIR:-$REPO_ROOT/target}/plugin
 	PROFILE=dev hack/plugin "$TORPOR_PLUGIN"
 	cargo test --locked -p torpor-tests --test e2e -- --skip alone:: --test-threads="${E2E_THREADS:-8}"
+}
+
+# Those that disturb the whole node, one after the other.
+end_to_end_alone() {
 	cargo test --locked -p torpor-tests --test e2e -- alone:: --test-threads=1
+}
+
+all_end_to_end() {
+	step "end-to-end tests" end_to_end
+	begin_unit_tests
+	step "end-to-end tests that disturb the node" end_to_end_alone
+	step "the rest of the unit tests" end_unit_tests
 }
 
 # Kills the whole cluster and starts it again, so nothing else runs beside it.
@@ -198,6 +209,7 @@ if [ -n "$foreign_cluster" ]; then
 	step "unit tests" unit_tests
 	say "the end-to-end tests use the cluster of KUBECONFIG=$foreign_cluster"
 	step "end-to-end tests" end_to_end
+	step "end-to-end tests that disturb the node" end_to_end_alone
 	exit 0
 fi
 step "Helm chart" "$cluster" check-chart
@@ -209,21 +221,18 @@ else
 fi
 step "upstream's Python SDK" hack/python-sdk
 step "cluster up" cluster_up
-begin_unit_tests
 KUBECONFIG=$("$cluster" kubeconfig)
 TORPOR_DEV=$cluster
 export KUBECONFIG TORPOR_DEV
 if [ -n "${KEEP:-}" ] && [ -e /opt/torpor/bin ]; then
 	step "install Torpor" "$cluster" install-torpor
-	step "the rest of the unit tests" end_unit_tests
-	step "end-to-end tests" end_to_end
+	all_end_to_end
 	step "reboot of the node" reboot
 	exit 0
 fi
 step "install by Helm, and take it off" by_helm
 step "install Torpor" install
-step "the rest of the unit tests" end_unit_tests
-step "end-to-end tests" end_to_end
+all_end_to_end
 step "reboot of the node" reboot
 step "install Torpor again" install_again
 [ -n "${KEEP:-}" ] || step "take Torpor off" uninstall
