@@ -10,7 +10,7 @@
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::Duration;
 
 use anyhow::Context;
@@ -245,14 +245,7 @@ impl Keeper<'_> {
         if doze::rouse_at_once(self.node, &self.record.sandbox).is_ok_and(|roused| roused) {
             return self.release();
         }
-        let spawned = Command::new("/proc/self/exe")
-            .arg0("torpor-wake")
-            .arg("wake")
-            .arg(self.record.sandbox.as_str())
-            .current_dir("/")
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .spawn();
+        let spawned = spawn("torpor-wake", "wake", self.record.sandbox.as_str());
         match (spawned, &mut self.watch) {
             (Ok(child), _) => self.children.add(Purpose::Rouse, child),
             (Err(error), Some(watch)) => {
@@ -458,15 +451,7 @@ impl Keeper<'_> {
 
     /// A program does it, because it may have to wait for the pod's lock. One that cannot be started is not missed: the end of the pod ends the container too.
     fn bereave(&mut self, container: &ContainerId) {
-        let spawned = Command::new("/proc/self/exe")
-            .arg0("torpor-bereave")
-            .arg("bereave")
-            .arg(container.as_str())
-            .current_dir("/")
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .spawn();
-        if let Ok(child) = spawned {
+        if let Ok(child) = spawn("torpor-bereave", "bereave", container.as_str()) {
             self.children.add(Purpose::Verb, child);
         }
     }
@@ -497,6 +482,18 @@ impl Keeper<'_> {
             }
         }
     }
+}
+
+/// Runs this program with one of the verbs that nobody waits for an answer of.
+fn spawn(name: &str, verb: &str, id: &str) -> std::io::Result<Child> {
+    Command::new("/proc/self/exe")
+        .arg0(name)
+        .arg(verb)
+        .arg(id)
+        .current_dir("/")
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .spawn()
 }
 
 struct Ready {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::json;
 use torpor_tests::agent::Agent;
-use torpor_tests::case::{case_alone, uid};
+use torpor_tests::case::{Case, case_alone, uid};
 use torpor_tests::node::containerd;
 use torpor_tests::pods::with;
 use torpor_tests::remains::Footprint;
@@ -13,6 +13,15 @@ use torpor_tests::sleep::{is_ready, restarts};
 use torpor_tests::wait;
 
 use crate::leftovers::{RECOVERY_LIMIT, nothing_is_left, two_containers};
+
+/// An exec goes through again.
+async fn containerd_answers(case: &Case, container: &str) -> anyhow::Result<()> {
+    wait::until("containerd answers again", RECOVERY_LIMIT, async || {
+        let asked = case.kubectl.exec("p", container, &["cat", "/n"]).await?;
+        wait::holds(asked.code == 0, || asked.err.clone())
+    })
+    .await
+}
 
 #[tokio::test]
 async fn a_killed_agent_comes_back_and_harms_no_pod() -> anyhow::Result<()> {
@@ -44,11 +53,7 @@ async fn a_killed_containerd_comes_back_to_running_and_sleeping_pods() -> anyhow
         let of_sleeper = Footprint::take(&case.node, &case.namespace, &uid(&sleeper))?;
         let before: u64 = case.kubectl.sh("p", "a", "cat /n").await?.parse()?;
         containerd()?.kill()?;
-        wait::until("containerd answers again", RECOVERY_LIMIT, async || {
-            let asked = case.kubectl.exec("p", "a", &["cat", "/n"]).await?;
-            wait::holds(asked.code == 0, || asked.err.clone())
-        })
-        .await?;
+        containerd_answers(case, "a").await?;
         let now: u64 = case.kubectl.sh("p", "a", "cat /n").await?.parse()?;
         assert!(now >= before, "{before} → {now}");
         assert_eq!(restarts(&case.wake("sleeper").await?), 0);
@@ -69,11 +74,7 @@ async fn containerd_comes_back_right_after_a_keeper_was_killed() -> anyhow::Resu
         let footprint = Footprint::take(&case.node, &case.namespace, &uid(&pod))?;
         case.node.keeper(&uid(&pod), "a")?.kill()?;
         containerd()?.kill()?;
-        wait::until("containerd answers again", RECOVERY_LIMIT, async || {
-            let asked = case.kubectl.exec("p", "b", &["cat", "/n"]).await?;
-            wait::holds(asked.code == 0, || asked.err.clone())
-        })
-        .await?;
+        containerd_answers(case, "b").await?;
         let restarted = |pod: &Pod| restarts(pod) > 0 && is_ready(pod);
         case.pod_until(
             "p",
