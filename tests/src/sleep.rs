@@ -46,6 +46,15 @@ impl Case {
         let asleep = |pod: &Pod| condition(pod, POD_HIBERNATED).0 == "True";
         self.pod_until(pod, "it sleeps", SLEEP_LIMIT, asleep).await
     }
+
+    /// The node has no image of the Pod, whole or half-made.
+    pub async fn no_image_left(&self, uid: &str) -> anyhow::Result<()> {
+        wait::until("the Pod's images go", SLEEP_LIMIT, async || {
+            let left = self.node.images_of(&self.namespace, uid);
+            wait::holds(left.is_empty(), || format!("{left:?}"))
+        })
+        .await
+    }
 }
 
 /// Whether all containers of the Pod are ready.

@@ -85,10 +85,7 @@ async fn what_is_wanted_for_a_crash_no_more_is_removed() -> anyhow::Result<()> {
         let images = || case.node.images_of(&case.namespace, &uid);
         assert_eq!(images().len(), 1);
         case.annotate("p", ON_CRASH, None).await?;
-        wait::until("the image goes", SLEEP_LIMIT, async || {
-            wait::holds(images().is_empty(), || format!("{:?}", images()))
-        })
-        .await
+        case.no_image_left(&uid).await
     })
     .await
 }

@@ -225,12 +225,7 @@ async fn an_upgrade_of_the_agent_under_load_loses_nothing() -> anyhow::Result<()
             assert_eq!(restarts(&awake), 0, "{name} was restarted");
             let now = case.counted(name).await?;
             anyhow::ensure!(now >= before, "{name}: {before} → {now}");
-            let uid = uid(&awake);
-            wait::until("nothing half-made is left", SLEEP_LIMIT, async || {
-                let left = case.node.images_of(&case.namespace, &uid);
-                wait::holds(left.is_empty(), || format!("{left:?}"))
-            })
-            .await?;
+            case.no_image_left(&uid(&awake)).await?;
         }
         Ok(())
     })

@@ -6,8 +6,7 @@ use torpor_api::annotations::HIBERNATE;
 use torpor_tests::agent::Agent;
 use torpor_tests::case::{case_alone, uid};
 use torpor_tests::pods::{COUNT, shell_pod};
-use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
-use torpor_tests::wait;
+use torpor_tests::sleep::restarts;
 
 const PODS: [&str; 4] = ["p0", "p1", "p2", "p3"];
 /// A save of a small sandbox takes about 100 ms, a wake about 200: with the Pods' different starts these delays fall into
@@ -45,12 +44,7 @@ async fn nothing_is_lost_when_the_agent_is_killed_at_any_moment() -> anyhow::Res
         for name in PODS {
             let awake = case.wake(name).await?;
             anyhow::ensure!(restarts(&awake) == 0, "{name} was restarted");
-            let uid = uid(&awake);
-            wait::until("nothing half-made is left", SLEEP_LIMIT, async || {
-                let left = case.node.images_of(&case.namespace, &uid);
-                wait::holds(left.is_empty(), || format!("{left:?}"))
-            })
-            .await?;
+            case.no_image_left(&uid(&awake)).await?;
         }
         Ok(())
     })
