@@ -40,9 +40,11 @@ pub(crate) fn kill(node: &Node, id: &ContainerId, signal: &str, all: bool) -> an
             // A paused container handles no signal, and who ends one wants it to run its handlers.
             if !doze::rouse(node, &record.sandbox, WakeCause::Called)? && is_paused(node, &record)?
             {
-                restore::about_to_run(node, &record.sandbox)?;
                 let mut control = Control::connect(node.runsc.root(), record.sandbox.as_str())?;
-                pause::resume(&node.records, &mut control, &record.sandbox, CALL_LIMIT)?;
+                let about_to_run = restore::about_to_run(node, &record.sandbox)?;
+                let resumed =
+                    pause::resume(&node.records, &mut control, &record.sandbox, CALL_LIMIT);
+                about_to_run.settle(resumed)?;
             }
             deliver(node, &record, signal, all)
         }
