@@ -118,7 +118,19 @@ fn is_paused(node: &Node, record: &ContainerRecord) -> anyhow::Result<bool> {
     )?)
 }
 
+/// Sends the signal, and has the keeper wait for the container's end if it does not yet: containerd dies now and then between a container's creation and its start, in which nobody has
+/// told the keeper of a program. For one that has none the wait ends at once.
 fn deliver(node: &Node, record: &ContainerRecord, signal: Signal, all: bool) -> anyhow::Result<()> {
+    let sent = send(node, record, signal, all);
+    if ends(signal) {
+        let dir = node.records.container_dir(&record.id);
+        // One that is gone has seen the end.
+        let _ = keeper::ask(&dir, &Request::Attach, &[], CALL_LIMIT);
+    }
+    sent
+}
+
+fn send(node: &Node, record: &ContainerRecord, signal: Signal, all: bool) -> anyhow::Result<()> {
     let scope = if all {
         SignalScope::All
     } else {
@@ -140,6 +152,8 @@ fn deliver(node: &Node, record: &ContainerRecord, signal: Signal, all: bool) -> 
         {
             bail!(FINISHED)
         }
+        // It has not been started, or has nothing that could be signalled: `delete` takes it out of the sandbox, in which others may run.
+        Err(control::Error::Refused { .. }) if ends(signal) => end_keeper(node, &record.id, signal),
         // A sandbox that does not answer is ended as a whole: the kubelet has decided that it must go.
         Err(_) if signal == Signal::SIGKILL => {
             let pod = node.records.pod(&record.sandbox)?;
