@@ -11,7 +11,7 @@ use torpor_gvisor::pause;
 use torpor_gvisor::record::{ContainerRecord, SandboxState, WakeCause};
 
 use crate::doze;
-use crate::node::{CALL_LIMIT, Node};
+use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
 use crate::restore;
 
 /// The shim knows by these words that there is nothing left to kill.
@@ -26,6 +26,9 @@ pub(crate) fn kill(node: &Node, id: &ContainerId, signal: &str, all: bool) -> an
         // The shim sends this to what is left of a container that has ended.
         SandboxState::Running if keeper_is_gone(node, id) => end_orphaned(node, &record),
         SandboxState::Hibernated { .. } | SandboxState::Restoring { .. } if ends(signal) => {
+            // A restore that was cut off leaves processes, and they hold the container's output, for whose end containerd waits.
+            let pod = node.records.pod(&record.sandbox)?;
+            restore::kill_processes(node, &pod.cgroup)?;
             end_keeper(node, id, signal)
         }
         SandboxState::Hibernated { .. } => {
@@ -152,8 +155,13 @@ fn send(node: &Node, record: &ContainerRecord, signal: Signal, all: bool) -> any
         {
             bail!(FINISHED)
         }
-        // It has not been started, or has nothing that could be signalled: `delete` takes it out of the sandbox, in which others may run.
-        Err(control::Error::Refused { .. }) if ends(signal) => end_keeper(node, &record.id, signal),
+        // It has not been started, or has nothing that could be signalled. It is taken out of the sandbox, in which others may run: a start that was cut off may have got as far as
+        // the container's output, for whose end containerd waits.
+        Err(control::Error::Refused { .. }) if ends(signal) => {
+            let runsc = node.runsc_of(&record.sandbox);
+            runsc.delete(record.id.as_str(), COMMAND_LIMIT)?;
+            end_keeper(node, &record.id, signal)
+        }
         // A sandbox that does not answer is ended as a whole: the kubelet has decided that it must go.
         Err(_) if signal == Signal::SIGKILL => {
             let pod = node.records.pod(&record.sandbox)?;
