@@ -103,7 +103,8 @@ fn act(context: &Context<'_>, action: &Action, ledger: &LedgerFile) -> Outcome {
             tell_keeper(context, &Request::Watch(context.rules.clone()));
             outcome
         }
-        Action::Reclaim { image } => run_verb(context, Verb::Doze, image),
+        Action::Reclaim { image: Some(image) } => run_verb(context, Verb::Doze, image),
+        Action::Reclaim { image: None } => without_image(),
         Action::Resume => resume(context),
         Action::Checkpoint { image } => checkpoint(context, image),
         Action::Commit { image } => commit(context, image),
@@ -163,6 +164,14 @@ fn failed(reason: &str, error: &(dyn std::error::Error + 'static)) -> Outcome {
     Outcome::Failed {
         reason: reason.to_owned(),
         message: words(error),
+    }
+}
+
+/// A gVisor sandbox whose memory is pushed out is in an image too: nothing is done without.
+fn without_image() -> Outcome {
+    Outcome::Failed {
+        reason: "NoImage".to_owned(),
+        message: "there is no image of the sandbox".to_owned(),
     }
 }
 
