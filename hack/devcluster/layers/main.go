@@ -22,6 +22,7 @@ var allowed = map[string][]string{
 	"torpor-runtime":         {"torpor-daemon"},
 	"torpor-core":            {},
 	"torpor-cgroup":          {},
+	"torpor-kata":            {"torpor-core", "torpor-cgroup"},
 	"torpor-snapshots":       {"torpor-core"},
 	"torpor-gvisor":          {"torpor-core", "torpor-cgroup", "torpor-snapshots"},
 	"torpor-wake":            {"torpor-core"},
