@@ -29,7 +29,7 @@ use torpor_gvisor::record::{PodLock, PodRecord, Probes};
 use crate::desired::{desired, has_finalizer, may_be_pressed, pod_of_snapshot, probes, rules};
 use crate::execute::{Context, execute};
 use crate::idle::{self, Watched};
-use crate::kata::{self, Kata};
+use crate::kata::{Held, Kata};
 use crate::metrics::Metrics;
 use crate::node::{CALL_LIMIT, Node};
 use crate::observe::observe;
@@ -40,6 +40,7 @@ use crate::saves::{SaveTurn, Saves};
 use crate::spans::Spans;
 
 mod draft;
+mod of_kata;
 
 /// How often a task looks although nobody said that something changed.
 const LOOK: Duration = Duration::from_secs(5);
@@ -324,7 +325,7 @@ impl Driver {
     ) -> Result<(Look, Option<Watched>), tokio::task::JoinError> {
         let shared = self.shared.clone();
         let look =
-            move || match look_at_kata(&shared, pod.as_deref(), &desired, &kubelet, &remembered) {
+            move || match of_kata::look(&shared, pod.as_deref(), &desired, &kubelet, &remembered) {
                 Some(looked) => looked,
                 None => look(&shared, &desired, kubelet, remembered),
             };
@@ -450,48 +451,7 @@ struct Look {
     rules: Rules,
     told: Option<Told>,
     /// The sandbox, if Kata runs it: then there is neither record nor lock.
-    kata: Option<kata::Held>,
-}
-
-/// The same for a Pod that Kata runs; none for any other.
-fn look_at_kata(
-    shared: &Shared,
-    pod: Option<&Pod>,
-    desired: &Desired,
-    kubelet: &Kubelet,
-    remembered: &Remembered,
-) -> Option<(Look, Option<Watched>)> {
-    let kata = shared.kata.as_ref()?;
-    let pod = pod.filter(|pod| kata::may_be_ours(pod))?;
-    let pod_uid = desired.pod_uid.clone();
-    if shared.node.sandbox_of(&pod_uid).is_some() {
-        return None;
-    }
-    let now = Timestamp::now();
-    let wish = kata::Wish {
-        pod,
-        desired,
-        rules: kubelet.rules.as_ref()?,
-        probes: kubelet.probes.as_ref()?,
-    };
-    let looked = kata.look(&wish, &remembered.failures, remembered.idle.clone(), now)?;
-    let mut observed = looked.observed;
-    let turn = remembered.save_turn.as_ref();
-    observed.save_turn = turn.is_some_and(|turn| turn.has_come());
-    let look = Look {
-        pod_uid,
-        plan: torpor_core::plan(desired, &observed, &shared.policy, now),
-        record: None,
-        lock: None,
-        namespace: pod.namespace().and_then(|name| Namespace::new(name).ok()),
-        saved: Vec::new(),
-        nothing: false,
-        candidate: candidate(desired, &observed),
-        rules: Rules::default(),
-        told: None,
-        kata: looked.held,
-    };
-    Some((look, looked.idle))
+    kata: Option<Held>,
 }
 
 fn look(

@@ -363,8 +363,9 @@ impl Held {
         }
         match step.action {
             Action::Doze => self.doze(&step.action),
+            // From now on nobody but who froze it lets it run.
             Action::Pause => {
-                self.known.doze = None;
+                (self.known.doze, self.known.asleep_since) = (None, None);
                 self.known.disarm();
                 self.kata.driver.act(&self.sandbox, &step.action)
             }
@@ -419,6 +420,7 @@ impl Held {
 
     fn resume(&mut self, action: &Action) -> Outcome {
         let dozed = self.known.doze.take().is_some();
+        self.known.asleep_since = None;
         self.known.disarm();
         let began = Instant::now();
         let outcome = self.kata.driver.act(&self.sandbox, action);

@@ -103,7 +103,11 @@ async fn goes_through(case: &Case) -> anyhow::Result<()> {
         .and_then(|status| status.pod_ip.clone())
         .unwrap_or_default();
     let node = pod.spec.and_then(|spec| spec.node_name).unwrap_or_default();
-    let mut stream = TcpStream::connect((address.as_str(), 8080)).await?;
+    let mut stream = wait::until("the program listens", ANSWER_LIMIT, async || {
+        let connected = TcpStream::connect((address.as_str(), 8080)).await;
+        Ok(connected.map_err(|error| error.to_string()))
+    })
+    .await?;
     assert_eq!(asked(&mut stream).await?, 1);
     let told = says(case, DOZING).await?;
     assert!(told.contains("There is no image of it"), "{told}");
