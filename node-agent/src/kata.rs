@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
@@ -20,13 +20,14 @@ use torpor_core::ids::{PodUid, SandboxId};
 use torpor_core::state::{Desired, Doze, Failures, Live, Observed, Power};
 use torpor_core::steps::{Action, Outcome, Step};
 use torpor_gvisor::keeper::Rules;
-use torpor_gvisor::record::{Depth, Probes, WakeCause};
+use torpor_gvisor::record::{Depth, Probes, SleepNote, WakeCause, WakeNote};
 use torpor_kata::containerd::Containerd;
 use torpor_kata::driver::{Driver, Seen};
 use torpor_kata::sandbox::Sandbox;
 
 use crate::args::KataArgs;
 use crate::idle::Watched;
+use crate::metrics::Metrics;
 use crate::node::CALL_LIMIT;
 use crate::observe::{can_doze, words};
 
@@ -38,7 +39,7 @@ use ear::{Ear, Place};
 /// Why there is no hibernation (Kata 4.1: docs/Limitations.md; its shims refuse Checkpoint).
 const NO_IMAGES: &str = "Kata has no snapshot of a running sandbox";
 /// A packet that came so short before the sandbox was paused may not have been answered.
-const ANSWER: std::time::Duration = std::time::Duration::from_secs(1);
+const ANSWER: Duration = Duration::from_secs(1);
 
 /// What this agent knows of one sandbox; locked while somebody is at work on it.
 #[derive(Debug, Default)]
@@ -70,6 +71,7 @@ pub(crate) struct Kata {
     handlers: Vec<String>,
     kubelet_port: u16,
     runtime: Handle,
+    metrics: Arc<Metrics>,
     pods: Mutex<HashMap<PodUid, Arc<Entry>>>,
     /// Pods whose task is to look, because a packet has woken them.
     poke: tokio::sync::mpsc::UnboundedSender<PodUid>,
@@ -104,6 +106,7 @@ impl Kata {
     pub(crate) fn new(
         args: &KataArgs,
         kubelet_port: u16,
+        metrics: Arc<Metrics>,
     ) -> anyhow::Result<Option<(Arc<Self>, tokio::sync::mpsc::UnboundedReceiver<PodUid>)>> {
         if args.kata_handlers.is_empty() {
             return Ok(None);
@@ -119,6 +122,7 @@ impl Kata {
             handlers: args.kata_handlers.clone(),
             kubelet_port,
             runtime,
+            metrics,
             pods: Mutex::default(),
             poke,
         };
@@ -296,7 +300,7 @@ impl Kata {
         let kata = self.clone();
         let resumed = tokio::task::spawn_blocking(move || kata.driver.resume(&sandbox)).await;
         match resumed {
-            Ok(Ok(_)) => known.woke(cause, began.elapsed()),
+            Ok(Ok(_)) => self.woke(&mut known, cause, began.elapsed()),
             Ok(Err(error)) => {
                 tracing::error!(%pod, error = words(&error), "the sandbox is wanted and could not be resumed; it is tried again");
             }
@@ -305,6 +309,21 @@ impl Kata {
         drop(known);
         // Nobody listens any more only when the agent ends.
         let _ = self.poke.send(pod);
+    }
+
+    fn woke(&self, known: &mut Known, cause: WakeCause, took: Duration) {
+        let now = Timestamp::now();
+        known.asleep_since = None;
+        known.woke_at = Some(now);
+        let micros = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
+        let note = WakeNote {
+            cause,
+            from: Depth::Dozing,
+            stages_end_micros: [("resumed".to_owned(), micros)].into(),
+        };
+        self.metrics
+            .woke(&note, took, &[("resumed".to_owned(), took)]);
+        known.report.woke(now, &note, took);
     }
 
     /// Resumes what dozes: from now on nobody hears who wants it.
@@ -342,15 +361,6 @@ impl Kata {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-impl Known {
-    fn woke(&mut self, cause: WakeCause, took: std::time::Duration) {
-        let now = Timestamp::now();
-        self.asleep_since = None;
-        self.woke_at = Some(now);
-        self.report.woke(now, cause, Depth::Dozing, took);
-    }
 }
 
 impl Held {
@@ -413,7 +423,11 @@ impl Held {
         let after = working_set();
         if matches!(outcome, Outcome::Done | Outcome::Already) {
             self.known.doze = Some(Doze { reclaimed: true });
-            self.known.report.slept(before, after);
+            if let (Some(before), Some(after)) = (before, after) {
+                let note = SleepNote::new(before, after, None);
+                self.kata.metrics.fell_asleep(note);
+                self.known.report.slept(note);
+            }
         }
         outcome
     }
@@ -425,7 +439,9 @@ impl Held {
         let began = Instant::now();
         let outcome = self.kata.driver.act(&self.sandbox, action);
         if dozed && outcome == Outcome::Done {
-            self.known.woke(WakeCause::Asked, began.elapsed());
+            self.kata
+                .clone()
+                .woke(&mut self.known, WakeCause::Asked, began.elapsed());
         }
         outcome
     }

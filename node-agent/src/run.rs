@@ -81,7 +81,8 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
     let at_once = args.saves_at_once.unwrap_or_else(default_saves);
     let saves = Saves::new(at_once, &args.paths.state_dir, metrics.clone());
     let node_pressure = Arc::new(NodePressure::new(&args.pressure));
-    let kata = Kata::new(&args.kata, node.kubelet_port).context("cannot drive Kata")?;
+    let kata =
+        Kata::new(&args.kata, node.kubelet_port, metrics.clone()).context("cannot drive Kata")?;
     let report = sandbox_node::report(
         client.clone(),
         args.node_name.clone(),

@@ -8,7 +8,7 @@ use torpor_api::node::{
     LastWake, MAX_REPORTED, NodeRuntime, RuntimeCapabilities, RuntimeKind, SandboxNodeStatus,
     SandboxReport,
 };
-use torpor_gvisor::record::{Depth, WakeCause};
+use torpor_gvisor::record::{SleepNote, WakeNote};
 
 use super::{Kata, NO_IMAGES};
 use crate::observe::can_doze;
@@ -17,21 +17,20 @@ use crate::sandboxes::{Sandboxes, signed};
 /// How it last slept and woke.
 #[derive(Debug, Default)]
 pub(super) struct Noted {
-    before: Option<u64>,
-    after: Option<u64>,
+    sleep: Option<SleepNote>,
     wake: Option<LastWake>,
 }
 
 impl Noted {
-    pub(super) fn slept(&mut self, before: Option<u64>, after: Option<u64>) {
-        (self.before, self.after) = (before, after);
+    pub(super) fn slept(&mut self, note: SleepNote) {
+        self.sleep = Some(note);
     }
 
-    pub(super) fn woke(&mut self, at: Timestamp, cause: WakeCause, from: Depth, took: Duration) {
+    pub(super) fn woke(&mut self, at: Timestamp, note: &WakeNote, took: Duration) {
         self.wake = Some(LastWake {
             at: Time(at),
-            cause: format!("{cause:?}"),
-            from: format!("{from:?}"),
+            cause: format!("{:?}", note.cause),
+            from: format!("{:?}", note.from),
             duration_micros: i64::try_from(took.as_micros()).unwrap_or(i64::MAX),
         });
     }
@@ -72,13 +71,14 @@ impl Kata {
                 (Some(_), Some(_)) => counts.dozing += 1,
                 (Some(_), None) => counts.running += 1,
             }
+            let sleep = known.report.sleep.as_ref();
             if status.sandboxes.len() < MAX_REPORTED {
                 status.sandboxes.push(SandboxReport {
                     asleep_since: known.doze.and(known.asleep_since).map(Time),
                     image_bytes: None,
                     last_wake: known.report.wake.clone(),
-                    memory_asleep_bytes: known.report.after.map(signed),
-                    memory_awake_bytes: known.report.before.map(signed),
+                    memory_asleep_bytes: sleep.map(|note| signed(note.bytes_after)),
+                    memory_awake_bytes: sleep.map(|note| signed(note.bytes_before)),
                     namespace: entry.namespace.clone(),
                     pod_name: entry.name.clone(),
                     pod_uid: pod.to_string(),
