@@ -193,6 +193,7 @@ pub struct RuntimeCapabilities {
 pub enum RuntimeKind {
     #[serde(rename = "gVisor")]
     GVisor,
+    Kata,
     #[default]
     Other,
 }
@@ -249,7 +250,7 @@ impl SandboxNode {
 }
 
 fn runtime_kind_schema(_: &mut SchemaGenerator) -> Schema {
-    json_schema!({"type": "string", "enum": ["gVisor", "Other"]})
+    json_schema!({"type": "string", "enum": ["gVisor", "Kata", "Other"]})
 }
 
 fn runtimes_schema(generator: &mut SchemaGenerator) -> Schema {

@@ -7,6 +7,7 @@ use kube::ResourceExt;
 use serde::Serialize;
 use torpor_api::annotations::{self, HIBERNATE, Settings, SleepAfter};
 use torpor_api::conditions::{self, HIBERNATED, READY, RESTORED, SUSPENDED};
+use torpor_api::node::RuntimeKind;
 use torpor_api::{OperatingMode, Sandbox, SandboxNode, SandboxSnapshot};
 
 use crate::output::Shown;
@@ -259,7 +260,12 @@ fn node_point(
         return Some(point("AgentSilent", text, "kubectl torpor doctor"));
     }
     let dozes = settings.doze_after.and_then(SleepAfter::duration).is_some();
-    let (unable, what) = status.runtimes.iter().find_map(|runtime| {
+    // Of Kata it is said by the Pods that it runs.
+    let mut own = status
+        .runtimes
+        .iter()
+        .filter(|runtime| runtime.kind != RuntimeKind::Kata);
+    let (unable, what) = own.find_map(|runtime| {
         let able = runtime.capabilities;
         match (able.hibernate, able.doze) {
             (false, _) => Some((runtime, "hibernate")),
@@ -408,9 +414,21 @@ mod tests {
         let status = world.nodes[0].status.as_mut().unwrap();
         status.runtimes[0].capabilities.doze = false;
         status.runtimes[0].message = "cannot doze: this node has no swap".to_owned();
-        let explained = explained(&world, "sleeper");
-        let node = explained.points.iter().find(|point| point.about == "node");
+        let unable = explained(&world, "sleeper");
+        let node = unable.points.iter().find(|point| point.about == "node");
         assert!(node.unwrap().text.contains("cannot doze"), "{node:?}");
+        // What Kata cannot on the same node is not this sandbox' matter.
+        let status = world.nodes[0].status.as_mut().unwrap();
+        status.runtimes = serde_json::from_value(json!([
+            { "handler": "kata-qemu", "kind": "Kata", "capabilities": {"freeze": true, "doze": true} },
+            { "handler": "torpor", "capabilities": {"hibernate": true, "restore": true, "doze": true} },
+        ]))
+        .unwrap();
+        let able = explained(&world, "sleeper");
+        assert!(
+            able.points.iter().all(|point| point.about != "node"),
+            "{able:?}"
+        );
     }
 
     #[test]

@@ -97,6 +97,22 @@ pub(crate) struct RunArgs {
     pub(crate) saves_at_once: Option<usize>,
     #[command(flatten)]
     pub(crate) pressure: PressureArgs,
+    #[command(flatten)]
+    pub(crate) kata: KataArgs,
+}
+
+/// What is needed for sandboxes that Kata runs. Without a handler the agent has nothing to do with them, and connects to no containerd.
+#[derive(Debug, Clone, clap::Args)]
+pub(crate) struct KataArgs {
+    /// containerd's runtime handlers that are Kata's, such as kata-qemu: their sandboxes may doze. Their runtime_type is to be io.containerd.<handler>.v2
+    #[arg(long, value_delimiter = ',', value_parser = handler, env = "TORPOR_KATA_HANDLERS")]
+    pub(crate) kata_handlers: Vec<String>,
+    /// containerd's socket
+    #[arg(long, default_value = "/run/containerd/containerd.sock", value_parser = absolute, env = "TORPOR_KATA_CONTAINERD_SOCKET")]
+    pub(crate) kata_containerd_socket: PathBuf,
+    /// Where the host's cgroups are mounted
+    #[arg(long, default_value = "/sys/fs/cgroup", value_parser = absolute, env = "TORPOR_KATA_CGROUP_ROOT")]
+    pub(crate) kata_cgroup_root: PathBuf,
 }
 
 /// When the sandboxes that have been idle longest sleep before their time.

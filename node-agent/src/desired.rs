@@ -195,7 +195,7 @@ fn containers(pod: &Pod) -> impl Iterator<Item = &Container> {
 }
 
 /// Each probe of the Pod, with its container.
-fn each_probe(pod: &Pod) -> impl Iterator<Item = (&Container, &Probe)> {
+pub(crate) fn each_probe(pod: &Pod) -> impl Iterator<Item = (&Container, &Probe)> {
     containers(pod).flat_map(|container| {
         let probes = [
             &container.startup_probe,

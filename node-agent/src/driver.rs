@@ -29,6 +29,7 @@ use torpor_gvisor::record::{PodLock, PodRecord, Probes};
 use crate::desired::{desired, has_finalizer, may_be_pressed, pod_of_snapshot, probes, rules};
 use crate::execute::{Context, execute};
 use crate::idle::{self, Watched};
+use crate::kata::{Held, Kata};
 use crate::metrics::Metrics;
 use crate::node::{CALL_LIMIT, Node};
 use crate::observe::observe;
@@ -39,6 +40,7 @@ use crate::saves::{SaveTurn, Saves};
 use crate::spans::Spans;
 
 mod draft;
+mod of_kata;
 
 /// How often a task looks although nobody said that something changed.
 const LOOK: Duration = Duration::from_secs(5);
@@ -57,6 +59,8 @@ pub(crate) struct Shared {
     pub(crate) saves: Arc<Saves>,
     pub(crate) pressure: Arc<NodePressure>,
     pub(crate) spans: Arc<Spans>,
+    /// The sandboxes that Kata runs, where the agent has to do with them.
+    pub(crate) kata: Option<Arc<Kata>>,
 }
 
 /// Starts tasks and wakes them.
@@ -201,7 +205,9 @@ impl Driver {
         let probes = pod.as_deref().map(|pod| probes(pod, &desired));
         let rules = pod.as_deref().map(|pod| rules(pod, &desired));
         let kubelet = Kubelet { probes, rules };
-        let looked = self.look(desired, kubelet, remembered.clone()).await;
+        let looked = self
+            .look(pod.clone(), desired, kubelet, remembered.clone())
+            .await;
         let Ok((mut look, idle)) = looked else {
             remembered.save_turn = None;
             return Turn::Wait(RETRY);
@@ -211,6 +217,9 @@ impl Driver {
         shared.pressure.note(pod_uid, look.candidate.take());
         if look.nothing {
             shared.board.forget(pod_uid);
+            if let Some(kata) = &shared.kata {
+                kata.forget(pod_uid);
+            }
             return Turn::Nothing;
         }
         shared.board.note(pod_uid, &look.plan.why);
@@ -219,6 +228,7 @@ impl Driver {
         if look.plan.steps.is_empty() {
             // Whoever needs the sandbox while it waits for its turn may have it.
             look.lock = None;
+            look.kata = None;
         }
         self.shared.metrics.planned();
         self.tell_of_pressure(pod.as_deref(), &look.plan).await;
@@ -308,12 +318,17 @@ impl Driver {
 
     async fn look(
         &self,
+        pod: Option<Arc<Pod>>,
         desired: Desired,
         kubelet: Kubelet,
         remembered: Remembered,
     ) -> Result<(Look, Option<Watched>), tokio::task::JoinError> {
         let shared = self.shared.clone();
-        let look = move || look(&shared, &desired, kubelet, remembered);
+        let look =
+            move || match of_kata::look(&shared, pod.as_deref(), &desired, &kubelet, &remembered) {
+                Some(looked) => looked,
+                None => look(&shared, &desired, kubelet, remembered),
+            };
         tokio::task::spawn_blocking(look).await
     }
 
@@ -348,11 +363,11 @@ impl Driver {
     }
 
     /// Runs the plan's steps until one does not succeed, on a thread that may block.
-    async fn act(&self, look: Look, pod: Option<Arc<Pod>>, failures: &mut Failures) {
+    async fn act(&self, mut look: Look, pod: Option<Arc<Pod>>, failures: &mut Failures) {
         let shared = self.shared.clone();
         let mut noted = failures.clone();
         let done = tokio::task::spawn_blocking(move || {
-            run_steps(&shared, &look, pod.as_deref(), &mut noted);
+            run_steps(&shared, &mut look, pod.as_deref(), &mut noted);
             noted
         });
         match done.await {
@@ -435,6 +450,8 @@ struct Look {
     /// What its keeper goes by, and has been told.
     rules: Rules,
     told: Option<Told>,
+    /// The sandbox, if Kata runs it: then there is neither record nor lock.
+    kata: Option<Held>,
 }
 
 fn look(
@@ -508,19 +525,20 @@ fn look(
         candidate: candidate(desired, &observed),
         rules: rules.unwrap_or_default(),
         told,
+        kata: None,
     };
     (look, idle)
 }
 
-fn run_steps(shared: &Shared, look: &Look, pod: Option<&Pod>, failures: &mut Failures) {
-    let Some(namespace) = &look.namespace else {
+fn run_steps(shared: &Shared, look: &mut Look, pod: Option<&Pod>, failures: &mut Failures) {
+    let Some(namespace) = look.namespace.clone() else {
         // A ledger alone is removed with no image to name a namespace by.
         return remove_ledger_alone(shared, look, failures);
     };
-    run_in(shared, look, namespace, pod, failures);
+    run_in(shared, look, &namespace, pod, failures);
 }
 
-fn remove_ledger_alone(shared: &Shared, look: &Look, failures: &mut Failures) {
+fn remove_ledger_alone(shared: &Shared, look: &mut Look, failures: &mut Failures) {
     match Namespace::new("none") {
         Ok(namespace) => run_in(shared, look, &namespace, None, failures),
         Err(error) => tracing::error!(%error, "a constant name is not a name"),
@@ -529,11 +547,13 @@ fn remove_ledger_alone(shared: &Shared, look: &Look, failures: &mut Failures) {
 
 fn run_in(
     shared: &Shared,
-    look: &Look,
+    look: &mut Look,
     namespace: &Namespace,
     pod: Option<&Pod>,
     failures: &mut Failures,
 ) {
+    let mut kata = look.kata.take();
+    let look = &*look;
     let draft = || draft::manifest(&shared.node, look.record.as_ref(), pod);
     let context = Context {
         rules: &look.rules,
@@ -546,7 +566,10 @@ fn run_in(
     };
     for step in &look.plan.steps {
         let began = std::time::Instant::now();
-        let outcome = execute(&context, step);
+        let outcome = match &mut kata {
+            Some(held) => held.act(step),
+            None => execute(&context, step),
+        };
         let took = began.elapsed();
         let kind = step.action.kind();
         shared.metrics.stepped(kind, &outcome, took);

@@ -119,7 +119,8 @@ fn act(
             tell_keeper(context, &Request::Watch(context.rules.clone()));
             outcome
         }
-        Action::Reclaim { image } => run_verb(context, Verb::Doze, image),
+        Action::Reclaim { image: Some(image) } => run_verb(context, Verb::Doze, image),
+        Action::Reclaim { image: None } => without_image(),
         Action::Resume => match left.filter(|_| is_broken(context)) {
             Some(image) => sleep_on(context, ledger, image),
             None => resume(context),
@@ -210,6 +211,14 @@ fn failed(reason: &str, error: &(dyn std::error::Error + 'static)) -> Outcome {
     Outcome::Failed {
         reason: reason.to_owned(),
         message: words(error),
+    }
+}
+
+/// A gVisor sandbox whose memory is pushed out is in an image too: nothing is done without.
+fn without_image() -> Outcome {
+    Outcome::Failed {
+        reason: "NoImage".to_owned(),
+        message: "there is no image of the sandbox".to_owned(),
     }
 }
 

@@ -33,6 +33,40 @@ pub(crate) struct Watched {
     watch: IdleWatch,
 }
 
+impl Watched {
+    /// What is known of this sandbox; of another one nothing is.
+    pub(crate) fn of(known: Option<Self>, sandbox: &SandboxId, now: Timestamp) -> Self {
+        known
+            .filter(|known| known.sandbox == *sandbox)
+            .unwrap_or_else(|| Self {
+                sandbox: sandbox.clone(),
+                watch: IdleWatch::new(now),
+            })
+    }
+
+    pub(crate) fn look(&mut self, look: &Look) {
+        self.watch.look(look);
+    }
+
+    /// Takes note of a use at that time.
+    pub(crate) fn used(&mut self, at: Timestamp) {
+        self.watch.inquired(&Inquiry {
+            at,
+            last_packet: Some(at),
+            busy: false,
+        });
+    }
+
+    pub(crate) fn since(&self) -> Timestamp {
+        self.watch.since()
+    }
+
+    /// Whether it was in use at that time, or nobody has watched it before.
+    pub(crate) fn is_of(&self, at: Timestamp) -> bool {
+        self.since() >= at
+    }
+}
+
 /// A sandbox whose lock is held.
 pub(crate) struct Sandbox<'a> {
     pub(crate) node: &'a Node,
@@ -54,12 +88,7 @@ pub(crate) fn watch(
     let for_the_node = desired.pressure.may.then_some(Duration::MAX);
     let after = desired.sleep.first().or(for_the_node)?;
     let id = &sandbox.record.sandbox;
-    let mut watched = known
-        .filter(|known| known.sandbox == *id)
-        .unwrap_or_else(|| Watched {
-            sandbox: id.clone(),
-            watch: IdleWatch::new(now),
-        });
+    let mut watched = Watched::of(known, id, now);
     let looked = match observed.live {
         Live::Running => sandbox.look(&mut watched.watch, after, now),
         // Nothing goes on in it.

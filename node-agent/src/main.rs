@@ -7,6 +7,7 @@ mod driver;
 mod execute;
 mod idle;
 mod install;
+mod kata;
 mod metrics;
 mod node;
 mod observe;

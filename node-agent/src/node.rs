@@ -26,6 +26,8 @@ pub(crate) struct Node {
     pub(crate) records: Records,
     pub(crate) store: Store,
     pub(crate) ability: Result<Ability, String>,
+    /// The port of the kubelet's API.
+    pub(crate) kubelet_port: u16,
 }
 
 impl Node {
@@ -35,6 +37,7 @@ impl Node {
             ability: probe(&config, &runsc),
             records: Records::new(&config),
             store: Store::open(&config.store_dir)?,
+            kubelet_port: config.kubelet_port,
             runsc,
         })
     }

@@ -48,6 +48,7 @@ pub(crate) fn observe(
             .map_err(|error| words(&error)),
         images: images(node, pod),
         capable: capable(node),
+        dozes_unsaved: false,
         restore: restore(state.as_ref(), node.records.report(pod)),
         // Whoever holds the lock finds it out: see `crate::idle`.
         idle_since: None,

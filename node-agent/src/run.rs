@@ -31,6 +31,7 @@ use torpor_gvisor::config::{Config, FILE_NAME};
 use crate::args::RunArgs;
 use crate::desired::pod_of_snapshot;
 use crate::driver::{Driver, Shared};
+use crate::kata::Kata;
 use crate::metrics::Metrics;
 use crate::node::Node;
 use crate::pressure::{self, NodePressure};
@@ -80,6 +81,8 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
     let at_once = args.saves_at_once.unwrap_or_else(default_saves);
     let saves = Saves::new(at_once, &args.paths.state_dir, metrics.clone());
     let node_pressure = Arc::new(NodePressure::new(&args.pressure));
+    let kata =
+        Kata::new(&args.kata, node.kubelet_port, metrics.clone()).context("cannot drive Kata")?;
     let report = sandbox_node::report(
         client.clone(),
         args.node_name.clone(),
@@ -87,6 +90,7 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
             node: node.clone(),
             handler: args.runtime_handler.clone(),
             pressure: node_pressure.clone(),
+            kata: kata.as_ref().map(|(kata, _)| kata.clone()),
         },
         Sandboxes::new(metrics.clone(), board.clone(), spans.clone()),
         metrics.clone(),
@@ -97,6 +101,8 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
         Ok(())
     });
     let publisher = Publisher::new(client.clone(), args.node_name.clone());
+    let (kata, woken) = kata.unzip();
+    let for_end = kata.clone();
     let (for_watch, for_metrics) = (node_pressure.clone(), metrics.clone());
     let shared = |pods, snapshots| Shared {
         node,
@@ -109,8 +115,18 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
         saves,
         pressure: node_pressure,
         spans,
+        kata,
     };
     let driver = watch(client, &args.node_name, shared, &stop, &mut tasks).await?;
+    if let Some(mut woken) = woken {
+        let driver = driver.clone();
+        // It ends with the driver, whose Kata holds the other end.
+        tokio::spawn(async move {
+            while let Some(pod) = woken.recv().await {
+                driver.poke_if_kept(&pod);
+            }
+        });
+    }
     let pressed = pressure::watch(for_watch, driver.clone(), for_metrics, stop.clone());
     tasks.spawn(async move {
         pressed.await;
@@ -122,6 +138,9 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
     let ended = until_told(&driver, &mut tasks).await;
     stop.cancel();
     driver.stopped().await;
+    if let Some(kata) = &for_end {
+        kata.end().await;
+    }
     while let Some(task) = tasks.join_next().await {
         task??;
     }

@@ -20,6 +20,7 @@ use torpor_gvisor::control::Control;
 use torpor_gvisor::record::SandboxState;
 use torpor_snapshots::Listed;
 
+use crate::kata::Kata;
 use crate::metrics::Metrics;
 use crate::node::Node;
 use crate::observe::can_doze;
@@ -38,6 +39,7 @@ pub(crate) struct Subject {
     /// containerd's runtime handler that is Torpor's.
     pub(crate) handler: String,
     pub(crate) pressure: Arc<NodePressure>,
+    pub(crate) kata: Option<Arc<Kata>>,
 }
 
 /// Reports until told to stop.
@@ -53,6 +55,7 @@ pub(crate) async fn report(
         node,
         handler,
         pressure,
+        kata,
     } = subject;
     let sandboxes = Arc::new(Mutex::new(sandboxes));
     let api: Api<SandboxNode> = Api::all(client);
@@ -61,9 +64,14 @@ pub(crate) async fn report(
         let counted = {
             let (node, handler, sandboxes) = (node.clone(), handler.clone(), sandboxes.clone());
             let short = pressure.short();
+            let kata = kata.clone();
             tokio::task::spawn_blocking(move || {
                 let mut sandboxes = sandboxes.lock().unwrap_or_else(PoisonError::into_inner);
-                status(&node, &handler, &mut sandboxes, &short)
+                let mut status = status(&node, &handler, &mut sandboxes, &short);
+                if let Some(kata) = kata {
+                    kata.tell(&mut status, &sandboxes);
+                }
+                status
             })
             .await
         };

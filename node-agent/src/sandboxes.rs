@@ -139,6 +139,11 @@ impl Sandboxes {
         reports
     }
 
+    /// The planner's reasons about a Pod.
+    pub(crate) fn reasons(&self, pod: &PodUid) -> Vec<PlanReason> {
+        self.board.of(pod)
+    }
+
     /// Reads the notes that were written since the last look.
     fn look(&mut self, node: &Node, pod: &PodRecord) {
         let known = self.known.entry(pod.sandbox.clone()).or_default();

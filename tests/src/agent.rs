@@ -109,6 +109,27 @@ impl Agent {
         done
     }
 
+    /// Runs the body while the DaemonSet is patched: a strategic merge patch, in YAML or JSON.
+    pub async fn with_patch(
+        kubectl: &Kubectl,
+        patch: &str,
+        body: impl AsyncFnOnce() -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
+        daemon_set(
+            kubectl,
+            &["patch"],
+            &["--patch".to_owned(), patch.to_owned()],
+        )
+        .await?;
+        let done = match rolled_out(kubectl).await {
+            Ok(()) => body().await,
+            Err(error) => Err(error),
+        };
+        daemon_set(kubectl, &["rollout", "undo"], &[]).await?;
+        rolled_out(kubectl).await?;
+        done
+    }
+
     /// The end of its log, when it runs by hand and logs to a file.
     pub fn log_file(&self) -> Option<PathBuf> {
         let path = std::fs::read_link(format!("/proc/{}/fd/2", self.process.pid)).ok()?;

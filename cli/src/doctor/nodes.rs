@@ -6,6 +6,7 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{ContainerStatus, Node, Pod};
 use kube::ResourceExt;
 use torpor_api::conditions::{self, READY};
+use torpor_api::node::RuntimeKind;
 use torpor_api::{SandboxNode, install};
 
 use super::Finding;
@@ -188,7 +189,8 @@ fn of_report(node: &SandboxNode, largest: i64, now: Timestamp) -> Vec<Finding> {
     }
     for runtime in &status.runtimes {
         let able = runtime.capabilities;
-        if able.hibernate && able.restore {
+        // Kata cannot, and no remedy helps: its Pods say so themselves.
+        if able.hibernate && able.restore || runtime.kind == RuntimeKind::Kata {
             continue;
         }
         let missing = if able.hibernate {

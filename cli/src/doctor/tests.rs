@@ -289,6 +289,17 @@ fn a_node_that_cannot_is_told_why(#[case] place: &str, #[case] value: Value, #[c
     assert!(found.text.contains(text), "{}", found.text);
 }
 
+#[test]
+fn that_kata_makes_no_images_is_no_problem_of_the_node() {
+    let mut report = sandbox_node("node-0");
+    let runtimes = report.pointer_mut("/status/runtimes").unwrap();
+    let kata = json!({"handler": "kata-qemu", "kind": "Kata", "capabilities": {"doze": true, "freeze": true}});
+    runtimes.as_array_mut().unwrap().push(kata);
+    let mut facts = healthy();
+    facts.sandbox_nodes = Ok(vec![read(report)]);
+    assert_eq!(all(&facts), all(&healthy()));
+}
+
 #[rstest]
 #[case("5.4.0-100-generic", "containerd://1.7.0", Some(Severity::Warning))]
 #[case("5.10.0", "containerd://1.7.0", None)]

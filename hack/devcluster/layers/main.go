@@ -21,15 +21,17 @@ var allowed = map[string][]string{
 	"torpor-router":          {"torpor-api", "torpor-daemon", "torpor-test-apiserver", "torpor-test-monitoring"},
 	"torpor-runtime":         {"torpor-daemon"},
 	"torpor-core":            {},
+	"torpor-cgroup":          {},
+	"torpor-kata":            {"torpor-core", "torpor-cgroup"},
 	"torpor-snapshots":       {"torpor-core"},
-	"torpor-gvisor":          {"torpor-core", "torpor-snapshots"},
+	"torpor-gvisor":          {"torpor-core", "torpor-cgroup", "torpor-snapshots"},
 	"torpor-wake":            {"torpor-core"},
-	"torpor-oci":             {"torpor-core", "torpor-snapshots", "torpor-gvisor", "torpor-wake"},
-	"torpor-agent":           {"torpor-api", "torpor-daemon", "torpor-core", "torpor-snapshots", "torpor-gvisor", "torpor-test-monitoring"},
+	"torpor-oci":             {"torpor-core", "torpor-cgroup", "torpor-snapshots", "torpor-gvisor", "torpor-wake"},
+	"torpor-agent":           {"torpor-api", "torpor-daemon", "torpor-core", "torpor-snapshots", "torpor-gvisor", "torpor-kata", "torpor-wake", "torpor-test-monitoring"},
 	"torpor-bench":           {"torpor-api"},
 	"torpor-test-apiserver":  {},
 	"torpor-test-monitoring": {},
-	"torpor-tests":           {"torpor-api", "torpor-controller", "torpor-core", "torpor-snapshots", "torpor-gvisor"},
+	"torpor-tests":           {"torpor-api", "torpor-controller", "torpor-core", "torpor-snapshots", "torpor-gvisor", "torpor-kata"},
 }
 
 // impure are crates that reach outside the process. The planner (torpor-core) decides from values only.

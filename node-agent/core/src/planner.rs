@@ -12,6 +12,8 @@
 //! | paused | in it | run | resume |
 //! | paused | in it and in an image | sleep | end (a snapshot adopts the image) |
 //! | paused | in it and in an image | run | record, resume |
+//! | running | in it, and the runtime makes no images | sleep, or it has been idle for long enough | doze; then reclaim, in a plan of its own |
+//! | paused | in it, and the runtime makes no images | run, or the Pod is being deleted | resume |
 //! | none | in an image, keepers wait | run, or the image is to be deleted, or a time has come at which it is to be awake | wake |
 //! | none | in an image, no keepers | - | nothing: the containers come back, torpor-oci restores the image |
 //!
@@ -136,7 +138,13 @@ impl<'a> Planning<'a> {
             return;
         }
         self.look_when_idle();
-        if self.may_save() {
+        if view.dozes_unsaved() {
+            if self.may_doze_unsaved() {
+                self.step(Action::Doze, None, None);
+            }
+        } else if view.shallow {
+            self.why.push(Reason::NotCapable);
+        } else if self.may_save() {
             if view.target == Power::Dozing && view.needing_image().next().is_none() {
                 self.push_sleep_wanted();
                 self.step(Action::Doze, None, None);
@@ -234,7 +242,7 @@ impl<'a> Planning<'a> {
         let next = match self.view.observed.doze {
             None => Action::Doze,
             Some(Doze { reclaimed: false }) => Action::Reclaim {
-                image: image.clone(),
+                image: Some(image.clone()),
             },
             Some(Doze { reclaimed: true }) => return,
         };
@@ -262,6 +270,9 @@ impl<'a> Planning<'a> {
     }
 
     fn plan_paused_unsaved(&mut self, frozen: bool) {
+        if self.view.dozes_unsaved() {
+            return self.plan_dozing_unsaved();
+        }
         if matches!(self.view.ledger.memory, Memory::Saving { .. }) {
             self.why.push(Reason::SaveUnfinished);
         }
@@ -275,6 +286,37 @@ impl<'a> Planning<'a> {
             self.why.push(Reason::Dozing);
         } else {
             // No image can be mistaken for its memory, so nothing needs to be recorded: this works on a full disk.
+            self.upkeep(Action::Resume, None, None);
+        }
+    }
+
+    /// Paused, and its memory is nowhere else. A doze that was not begun to its end is taken up, or ended.
+    fn plan_dozing_unsaved(&mut self) {
+        let settled = match self.view.observed.doze {
+            _ if !self.view.is_present() => {
+                self.why.push(Reason::PodTerminating);
+                false
+            }
+            Some(doze) => {
+                self.why.push(Reason::Dozing);
+                if self.view.asks_for_image() {
+                    self.why.push(Reason::NotCapable);
+                }
+                self.look_when_idle();
+                if !doze.reclaimed && self.has_turn() && self.may_try_save_steps() {
+                    self.step(Action::Reclaim { image: None }, None, None);
+                }
+                true
+            }
+            None => {
+                let again = self.may_doze_unsaved();
+                if again {
+                    self.step(Action::Doze, None, None);
+                }
+                again
+            }
+        };
+        if !settled {
             self.upkeep(Action::Resume, None, None);
         }
     }

@@ -124,18 +124,20 @@ pub struct Candidate {
 /// Whether this one could, by what its task has seen.
 pub fn candidate(desired: &Desired, observed: &Observed) -> Option<Candidate> {
     let asked_for_nothing = desired.pod == PodPresence::Present && desired.target() == Power::Awake;
-    let able = observed.capable.is_ok()
+    let unsaved = observed.dozes_unsaved && observed.capable.is_err();
+    let able = (observed.capable.is_ok() || unsaved && observed.can_doze.is_ok())
         && observed.ledger.is_ok()
         && observed.idle_known.is_ok()
         && observed.sessions == 0
         && !observed.busy;
     let dozes = observed.live == Live::Paused && observed.doze.is_some_and(|doze| doze.reclaimed);
-    let fits = desired.pressure.may && asked_for_nothing && able;
+    // One that dozes as deep as its runtime goes has given what it has.
+    let fits = desired.pressure.may && asked_for_nothing && able && !(unsaved && dozes);
     (fits && (dozes || observed.live == Live::Running)).then_some(Candidate {
         pod: desired.pod_uid.clone(),
         idle_since: observed.idle_since?,
         dozes,
-        may_doze: desired.sleep.doze.is_some() && observed.can_doze.is_ok(),
+        may_doze: (desired.sleep.doze.is_some() || unsaved) && observed.can_doze.is_ok(),
     })
 }
 

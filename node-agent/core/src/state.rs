@@ -33,7 +33,8 @@ pub enum Power {
     Asleep,
     /// Paused, memory where it is. A sandbox that sleeps already is left asleep: that is at least as still.
     Frozen,
-    /// Paused, memory in an image, and pushed out of main memory. Nobody asks for it: an idle sandbox does it by itself.
+    /// Paused, memory in an image, and pushed out of main memory. Nobody asks for it: an idle sandbox does it by itself. Of a runtime
+    /// that makes no images (see [`Observed::dozes_unsaved`]) it is as deep as sleep goes, and there is no image.
     Dozing,
 }
 
@@ -233,6 +234,8 @@ pub struct Observed {
     pub images: Vec<ImageObserved>,
     /// `Err`: the runtime cannot save, in words.
     pub capable: Result<(), String>,
+    /// The runtime cannot save, and its sandboxes doze without an image: what ends one that dozes ends its memory.
+    pub dozes_unsaved: bool,
     pub restore: Restore,
     /// It is its turn to save: see [`crate::queue`].
     pub save_turn: bool,
@@ -268,6 +271,7 @@ impl Observed {
             ledger: Ok(LedgerState::default()),
             images: Vec::new(),
             capable: Ok(()),
+            dozes_unsaved: false,
             restore: Restore::NotAsked,
             save_turn: true,
             sessions: 0,

@@ -16,9 +16,9 @@ pub enum Phase {
     Paused,
     /// Stands still while its memory is being kept, or is about to be resumed.
     Saving,
-    /// Paused, its memory in an image and pushed out, or about to be.
+    /// Paused, its memory in an image and pushed out, or about to be. Without an image: the runtime makes none.
     Dozing {
-        image: ImageId,
+        image: Option<ImageId>,
     },
     Hibernated {
         image: ImageId,

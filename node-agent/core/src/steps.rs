@@ -47,8 +47,9 @@ pub enum Action {
     Pause,
     /// The same, with a note that it is for idleness: whoever needs it resumes it. One that is paused gets the note.
     Doze,
-    /// Push the memory of a dozing sandbox, which is in `image` too, out of main memory, and note that.
-    Reclaim { image: ImageId },
+    /// Push the memory of a dozing sandbox, which is in `image` too, out of main memory, and note that. Without one: of a runtime
+    /// that makes none.
+    Reclaim { image: Option<ImageId> },
     /// Let it run on.
     Resume,
     /// Read the paused sandbox's memory into a fresh partial image; the sandbox stays paused.

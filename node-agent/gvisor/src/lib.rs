@@ -13,13 +13,11 @@
 //! | [`record`] | what is known of a pod on this node, under `/run/torpor` |
 //! | [`loopback`] | connections to the loopback of the pod's network namespace |
 //! | [`net`] | the pod's addresses and routes: read once, put back before each wake |
-//! | [`cgroup`] | the pod's cgroups, v1 and v2 |
 //! | [`exec`] | an OCI process in gVisor's words |
 //! | [`expedite`] | short RCU grace periods while a sandbox wakes |
 //! | [`forward`] | who forwards a connection into a sandbox, and how a save ends it |
 //! | [`hush`] | what a waking pod receives before it can answer is dropped |
 //! | [`keeper`] | talking to a keeper over its socket |
-//! | [`reclaim`] | pushing the memory of a paused sandbox into swap |
 //! | [`probe`] | what this node's runsc can do; its fingerprint |
 //! | [`pause`] | pausing exactly once |
 //! | [`traffic`] | when a pod last sent or received a packet |
@@ -27,7 +25,6 @@
 //! | [`turns`] | how many sandboxes are restored at once |
 
 mod bpf;
-pub mod cgroup;
 pub mod config;
 pub mod control;
 pub mod exec;
@@ -39,7 +36,6 @@ pub mod loopback;
 pub mod net;
 pub mod pause;
 pub mod probe;
-pub mod reclaim;
 pub mod record;
 pub mod runsc;
 pub mod save;

@@ -36,11 +36,11 @@ use torpor_core::RolledBack;
 use torpor_core::ids::{ContainerId, ImageId, Namespace, PodUid, SandboxId};
 use torpor_snapshots::Digest;
 
-use crate::cgroup::Quota;
 use crate::config::Config;
 use crate::net::Addresses;
 use crate::pause::PauseMark;
 use crate::spec::{Role, SandboxVolume};
+use torpor_cgroup::Quota;
 
 mod notes;
 

@@ -19,7 +19,7 @@ const MAX_RECORD: u64 = 16 << 20;
 const PRINTED_OUTPUT: u64 = 256 << 10;
 
 /// Flags that shape a sandbox. An image is restored only by a runsc with the same ones: they are in its fingerprint.
-/// `--ignore-cgroups`: cgroups are ours (see [`crate::cgroup`]). `--allow-connected-on-save`: established TCP survives a
+/// `--ignore-cgroups`: cgroups are ours (see `torpor-cgroup`). `--allow-connected-on-save`: established TCP survives a
 /// save that leaves the sandbox running.
 pub const SANDBOX_FLAGS: [&str; 3] = [
     "--ignore-cgroups",

@@ -11,6 +11,7 @@ use nix::sys::socket::{
     AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket,
 };
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use torpor_cgroup as cgroup;
 use torpor_core::ids::{Namespace, PodUid, SandboxId};
 use torpor_gvisor::keeper::{self, Request};
 use torpor_gvisor::loopback::{self, Loopback};
@@ -19,7 +20,7 @@ use torpor_gvisor::spec::{
     CRI_SANDBOX_NAME, CRI_SANDBOX_NAMESPACE, CRI_SANDBOX_UID, Role, SandboxVolume, Spec, digest,
     rewrite, sandbox_volumes,
 };
-use torpor_gvisor::{cgroup, net, traffic};
+use torpor_gvisor::{net, traffic};
 
 use crate::args::CreateArgs;
 use crate::console::{Terminal, create_with_console, hand_over};

@@ -7,8 +7,8 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
+use torpor_cgroup as cgroup;
 use torpor_core::ids::ContainerId;
-use torpor_gvisor::cgroup;
 use torpor_gvisor::keeper::{self, Request};
 use torpor_gvisor::record::{ContainerRecord, SandboxState};
 use torpor_gvisor::spec::Role;

@@ -1,11 +1,11 @@
 //! Dozing: a sandbox that is paused because it was idle, with its memory in an image and in swap. Whoever needs it resumes it.
 
 use anyhow::{bail, ensure};
+use torpor_cgroup::reclaim::{self, Whose};
 use torpor_core::ids::{ImageId, SandboxId};
 use torpor_gvisor::control::Control;
 use torpor_gvisor::keeper::{self, Answer, Request};
 use torpor_gvisor::pause;
-use torpor_gvisor::reclaim;
 use torpor_gvisor::record::{Depth, DozeNote, SandboxState, SleepNote, WakeCause};
 
 use crate::exec::awake;
@@ -26,10 +26,11 @@ pub(crate) fn doze(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow:
     let pod = node.records.pod(sandbox)?;
     let working_set = || node.cgroups.working_set(pod.cgroup.parent()?);
     let before = working_set();
-    let reclaimed = reclaim::reclaim(&node.cgroups, &pod.cgroup).map_err(|error| Refusal {
-        reason: error.reason(),
-        message: format!("{:#}", anyhow::Error::new(error)),
-    })?;
+    let reclaimed =
+        reclaim::reclaim(&node.cgroups, &pod.cgroup, Whose::Ours).map_err(|error| Refusal {
+            reason: error.reason(),
+            message: format!("{:#}", anyhow::Error::new(error)),
+        })?;
     let note = DozeNote { reclaimed: true };
     node.records.write_doze(sandbox, Some(note))?;
     if let (Some(before), Some(after)) = (before, working_set()) {

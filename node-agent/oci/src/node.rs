@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use anyhow::Context;
 use serde_json::Value;
+use torpor_cgroup::Hierarchies;
 use torpor_core::ids::{ContainerId, SandboxId};
-use torpor_gvisor::cgroup::Hierarchies;
 use torpor_gvisor::config::Config;
 use torpor_gvisor::record::{ContainerRecord, Records};
 use torpor_gvisor::runsc::Runsc;

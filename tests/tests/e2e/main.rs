@@ -12,6 +12,7 @@ mod connections;
 mod hibernate;
 mod hooks;
 mod inject;
+mod kata;
 mod leftovers;
 mod oci;
 mod oncrash;

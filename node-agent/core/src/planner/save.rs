@@ -43,6 +43,22 @@ impl Planning<'_> {
         (for_snapshot || !in_use) && self.may_try_save_steps() && self.has_turn()
     }
 
+    /// Whether a doze without an image begins now, with the reasons for it.
+    pub(super) fn may_doze_unsaved(&mut self) -> bool {
+        if !self.view.is_present() {
+            self.why.push(Reason::PodTerminating);
+            return false;
+        }
+        if self.view.asks_for_image() {
+            self.why.push(Reason::NotCapable);
+        }
+        if self.in_use() || !self.may_try_save_steps() || !self.has_turn() {
+            return false;
+        }
+        self.push_sleep_wanted();
+        true
+    }
+
     /// Whether it is its turn to do what costs processors and disk.
     pub(super) fn has_turn(&mut self) -> bool {
         let view = self.view;

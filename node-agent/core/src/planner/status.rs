@@ -77,9 +77,12 @@ impl Telling<'_> {
             _ if self.saves() => Phase::Saving,
             Live::Running => Phase::Running,
             Live::Paused if view.target == Power::Frozen => Phase::Paused,
+            Live::Paused if view.dozes_unsaved() && observed.doze.is_some() => {
+                Phase::Dozing { image: None }
+            }
             Live::Paused if view.target == Power::Dozing => match &view.fresh {
                 Some(image) => Phase::Dozing {
-                    image: image.clone(),
+                    image: Some(image.clone()),
                 },
                 None => Phase::Saving,
             },
@@ -133,7 +136,8 @@ impl Telling<'_> {
 
     fn hibernated(&self) -> Option<ConditionDraft> {
         let (view, observed) = (self.view, self.view.observed);
-        let asked = view.target != Power::Awake || view.desired.sleep.first().is_some();
+        let asked =
+            view.target != Power::Awake || view.shallow || view.desired.sleep.first().is_some();
         let known = view.ledger.seq > 0 || view.corrupt.is_some();
         if view.desired.pod == PodPresence::Gone || !(asked || known) {
             return None;
@@ -157,12 +161,7 @@ impl Telling<'_> {
             },
             Phase::Dozing { image } => match self.save_failure() {
                 Some(failure) => no(reasons::SAVE_FAILED, self.save_failure_message(failure)),
-                None => {
-                    let text = format!(
-                        "The sandbox was idle and dozes until it is needed; image {image} is its memory too."
-                    );
-                    no(reasons::DOZING, text)
-                }
+                None => self.dozing(image.as_ref()),
             },
             Phase::Waking { image } => no(reasons::WAKING, format!("Restoring image {image}.")),
             Phase::Restoring => no(reasons::WAKING, "The Pod is being restored.".into()),
@@ -181,15 +180,53 @@ impl Telling<'_> {
                         "The sandbox's memory is being saved.".into(),
                     );
                 }
-                let to_sleep = view.sleeps() || view.desired.sleep.first().is_some();
+                let to_sleep = match observed.dozes_unsaved {
+                    true => view.asks_for_image(),
+                    false => view.sleeps() || view.desired.sleep.first().is_some(),
+                };
                 match &observed.capable {
                     Err(why) if to_sleep => {
-                        let text = format!("The runtime cannot save memory: {why}");
+                        let instead = self.instead_of_sleep();
+                        let text = format!("The runtime cannot save memory: {why}{instead}");
                         no(reasons::RUNTIME_NOT_CAPABLE, text)
                     }
                     _ => no(reasons::AWAKE, self.awake_message()),
                 }
             }
+        }
+    }
+
+    /// A sandbox that dozes by itself, or because its runtime knows nothing deeper: then nobody is to believe that its memory is safe.
+    fn dozing(&self, image: Option<&ImageId>) -> Option<ConditionDraft> {
+        const NO_IMAGE: &str = "There is no image of it: its memory is lost when its Pod, its processes or the node end";
+        let (reason, text) = match (image, &self.view.observed.capable) {
+            (Some(image), _) => (
+                reasons::DOZING,
+                format!(
+                    "The sandbox was idle and dozes until it is needed; image {image} is its memory too."
+                ),
+            ),
+            (None, Err(why)) if self.view.shallow && !self.view.by_itself => (
+                reasons::RUNTIME_NOT_CAPABLE,
+                format!(
+                    "The runtime cannot hibernate: {why}. The sandbox dozes instead until it is needed. {NO_IMAGE}."
+                ),
+            ),
+            (None, _) => (
+                reasons::DOZING,
+                format!("The sandbox was idle and dozes until it is needed. {NO_IMAGE}."),
+            ),
+        };
+        Some(ConditionDraft::new(Truth::False, reason, text))
+    }
+
+    /// What a sandbox does whose runtime cannot do what was asked for.
+    fn instead_of_sleep(&self) -> String {
+        let observed = self.view.observed;
+        match (&observed.can_doze, observed.dozes_unsaved) {
+            (_, false) => String::new(),
+            (Ok(()), true) => "; when it is idle it dozes instead, without an image".to_owned(),
+            (Err(why), true) => format!("; nor does it doze: {why}"),
         }
     }
 

@@ -16,6 +16,7 @@ use crate::steps::{Outcome, StepKind};
 mod capacity;
 mod sleep;
 mod snapshots;
+mod unsaved;
 
 fn uid() -> PodUid {
     PodUid::new("pod-a").unwrap()
@@ -570,7 +571,8 @@ proptest! {
                 }
                 Action::Reclaim { image } => {
                     prop_assert_eq!(observed.live, Live::Paused);
-                    prop_assert_eq!(memory.image(), Some(image));
+                    prop_assert!(image.is_some());
+                    prop_assert_eq!(memory.image(), image.as_ref());
                 }
                 Action::End { .. } => prop_assert!(observed.live == Live::Paused || observed.live == Live::Running),
                 _ => {}

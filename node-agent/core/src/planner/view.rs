@@ -18,6 +18,8 @@ pub(super) struct View<'a> {
     pub(super) target: Power,
     /// The target is what the sandbox does because of idleness only.
     pub(super) by_itself: bool,
+    /// It dozes because the runtime knows no deeper sleep, which is what was wanted.
+    pub(super) shallow: bool,
     /// Empty when it is corrupt.
     pub(super) ledger: LedgerState,
     pub(super) corrupt: Option<&'a str>,
@@ -50,10 +52,18 @@ impl<'a> View<'a> {
             None if called => Power::Awake,
             None => desired.target(),
         };
+        // A Suspend wants the image itself: the Pod is going to be deleted.
+        let shallow = dozes_unsaved(observed) && target == Power::Asleep && !desired.suspending();
+        let target = match (shallow, &observed.can_doze) {
+            (true, Ok(())) => Power::Dozing,
+            (true, Err(_)) => Power::Awake,
+            (false, _) => target,
+        };
         Self {
             desired,
             observed,
             target,
+            shallow,
             by_itself,
             ledger,
             corrupt,
@@ -148,6 +158,18 @@ impl<'a> View<'a> {
                 .any(|snapshot| self.images_of_deleted(snapshot).contains(image))
     }
 
+    /// Whether it is to doze and no image will be made of it.
+    pub(super) fn dozes_unsaved(&self) -> bool {
+        dozes_unsaved(self.observed) && self.target == Power::Dozing
+    }
+
+    /// Whether somebody asks for what the runtime cannot do.
+    pub(super) fn asks_for_image(&self) -> bool {
+        self.shallow
+            || self.desired.sleep.hibernate.is_some()
+            || self.needing_image().next().is_some()
+    }
+
     /// Whether the sandbox needs an image of its memory.
     pub(super) fn sleeps(&self) -> bool {
         matches!(self.target, Power::Asleep | Power::Dozing)
@@ -188,6 +210,10 @@ impl<'a> View<'a> {
         let agreed = self.ledger.memory.image() == Some(&record.image);
         (self.observed.live == Live::None && agreed).then_some(&record.image)
     }
+}
+
+pub(super) fn dozes_unsaved(observed: &Observed) -> bool {
+    observed.dozes_unsaved && observed.capable.is_err()
 }
 
 /// It sleeps since before the time at which it is to be awake, which has come.

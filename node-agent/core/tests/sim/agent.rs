@@ -190,9 +190,10 @@ impl Agent {
                 outcome
             }
             Action::Reclaim { image } => {
+                assert!(image.is_some(), "this runtime makes images");
                 assert_eq!(
                     world.restorable().as_ref(),
-                    Some(image),
+                    image.as_ref(),
                     "memory pushed out without an image of it"
                 );
                 if world.live != Live::Paused || world.doze.is_none() {

@@ -213,6 +213,7 @@ impl World {
                 true => Ok(()),
                 false => Err("no hibernation here".into()),
             },
+            dozes_unsaved: false,
             restore: Restore::NotAsked,
             save_turn: self.save_turn,
             sessions: self.sessions,

@@ -3,4 +3,5 @@
 mod capacity;
 mod crash;
 mod drain;
+mod kata;
 mod killed;

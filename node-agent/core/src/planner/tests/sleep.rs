@@ -39,11 +39,21 @@ fn a_sandbox_dozes_in_three_plans_so_that_whoever_needs_it_comes_between() {
     assert_steps(&dozy(), &noted, &[Checkpoint, Commit]);
     let saved = dozing(false, idle(observed(Live::Paused, &committed(), &[1])));
     let plan = planned(&dozy(), &saved);
-    assert_eq!(plan.steps[0].action, Action::Reclaim { image: image(1) });
+    assert_eq!(
+        plan.steps[0].action,
+        Action::Reclaim {
+            image: Some(image(1))
+        }
+    );
     let reclaimed = dozing(true, saved);
     let plan = planned(&dozy(), &reclaimed);
     assert_eq!((kinds(&plan), plan.wake_at), (vec![], Some(at(1090))));
-    assert_eq!(plan.status.phase, Phase::Dozing { image: image(1) });
+    assert_eq!(
+        plan.status.phase,
+        Phase::Dozing {
+            image: Some(image(1))
+        }
+    );
     assert_eq!(plan.status.hibernated.unwrap().reason, "Dozing");
     // Deeper: the image is there already.
     let deeper = idle_since(900, reclaimed.clone());

@@ -1,4 +1,4 @@
-//! The cgroups of a pod.
+//! The cgroups of a pod, for every runtime of ours; [`reclaim`] pushes the memory of one into swap.
 //!
 //! runsc runs with `--ignore-cgroups`; the pod's processes are placed here instead, the same way on cgroup v1, v2 and
 //! the hybrid of both:
@@ -11,6 +11,9 @@
 
 use std::io::Write;
 use std::path::{Component, Path, PathBuf};
+use std::time::Duration;
+
+pub mod reclaim;
 
 /// Why a cgroup could not be made, joined or removed.
 #[derive(Debug, thiserror::Error)]
@@ -216,6 +219,49 @@ impl Hierarchies {
         })
     }
 
+    /// Whether the process is in the cgroup or one below it, wherever memory is counted. In one that is not there, none is.
+    pub fn holds(&self, relative: &Path, pid: u32) -> Result<bool, Error> {
+        let Some(group) = self.memory(relative) else {
+            return Ok(false);
+        };
+        let pid = pid.to_string();
+        let mut left = vec![group.path().to_owned()];
+        while let Some(path) = left.pop() {
+            let failed = |source| Error::Read {
+                path: path.clone(),
+                source,
+            };
+            let listed = match std::fs::read_to_string(path.join("cgroup.procs")) {
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
+                listed => listed.map_err(failed)?,
+            };
+            if listed.lines().any(|line| line == pid) {
+                return Ok(true);
+            }
+            let entries = std::fs::read_dir(&path).map_err(failed)?;
+            let directories = entries
+                .filter_map(Result::ok)
+                .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+            left.extend(directories.map(|entry| entry.path()));
+        }
+        Ok(false)
+    }
+
+    /// Processor time that the cgroup and those below it have used since they were made. None where it is not counted.
+    pub fn processor_time(&self, relative: &Path) -> Option<Duration> {
+        self.existing(relative).find_map(|path| {
+            let v1 = std::fs::read_to_string(path.join("cpuacct.usage"));
+            let nanos = v1.ok().and_then(|text| text.trim().parse().ok());
+            nanos.map(Duration::from_nanos).or_else(|| {
+                let stat = std::fs::read_to_string(path.join("cpu.stat")).ok()?;
+                let micros = stat
+                    .lines()
+                    .find_map(|line| line.strip_prefix("usage_usec "));
+                Some(Duration::from_micros(micros?.trim().parse().ok()?))
+            })
+        })
+    }
+
     /// Where the memory of the cgroup is limited and counted; none where the kernel does neither.
     pub(crate) fn memory(&self, relative: &Path) -> Option<MemoryGroup> {
         let group = |root: &Path| {
@@ -252,6 +298,14 @@ impl Hierarchies {
 pub(crate) enum MemoryGroup {
     V1(PathBuf),
     V2 { root: PathBuf, group: PathBuf },
+}
+
+impl MemoryGroup {
+    fn path(&self) -> &Path {
+        match self {
+            Self::V1(group) | Self::V2 { group, .. } => group,
+        }
+    }
 }
 
 /// Whether a hierarchy, by the controllers that its name lists, limits or counts what a pod uses. The only one of v2 does.
@@ -441,6 +495,44 @@ mod tests {
         );
         assert_eq!(hierarchies.working_set(pod), Some(3800));
         assert_eq!(idle_cache("inactive_file 1\ntotal_inactive_file 9\n"), 9);
+    }
+
+    #[test]
+    fn a_process_is_found_where_it_is_and_below_and_nowhere_else() {
+        let root = v2_tree();
+        let below = root.path().join("kubepods/pod1/vmm");
+        std::fs::create_dir(&below).expect("made");
+        for (directory, pids) in [
+            ("kubepods", "1\n"),
+            ("kubepods/pod1", "7\n"),
+            ("kubepods/pod1/vmm", "70\n71\n"),
+        ] {
+            let file = root.path().join(directory).join("cgroup.procs");
+            std::fs::write(file, pids).expect("written");
+        }
+        let hierarchies = Hierarchies::find(root.path()).expect("found");
+        let holds = |pid| hierarchies.holds(Path::new("kubepods/pod1"), pid);
+        for (pid, expected) in [(7, true), (71, true), (1, false), (8, false)] {
+            assert_eq!(holds(pid).expect("read"), expected, "{pid}");
+        }
+        let gone = hierarchies.holds(Path::new("kubepods/pod2"), 7);
+        assert!(!gone.expect("read"));
+    }
+
+    #[test]
+    fn processor_time_is_read_in_both_versions() {
+        let root = v2_tree();
+        let pod = Path::new("kubepods/pod1");
+        let hierarchies = Hierarchies::find(root.path()).expect("found");
+        assert_eq!(hierarchies.processor_time(pod), None);
+        let write = |file: &str, text: &str| {
+            std::fs::write(root.path().join(pod).join(file), text).expect("written");
+        };
+        write("cpu.stat", "usage_usec 1500\nuser_usec 1000\n");
+        let time = || hierarchies.processor_time(pod);
+        assert_eq!(time(), Some(Duration::from_micros(1500)));
+        write("cpuacct.usage", "2000000\n");
+        assert_eq!(time(), Some(Duration::from_millis(2)));
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! Pushing the memory of a paused sandbox out of main memory, into swap.
 //!
-//! The sandbox' memory is one memfd, charged to its own cgroup as shared memory; the kernel swaps it like anonymous memory, and a
-//! sandbox that stands still brings none of it back. Nothing has to be put back at the wake: pages return as they are touched.
+//! The memory of a gVisor sandbox is one memfd, that of a virtual machine is a memfd or anonymous, charged to its cgroup; the kernel
+//! swaps either, and a sandbox that stands still brings none of it back. Nothing has to be put back at the wake: pages return as they
+//! are touched.
 //!
 //! - cgroup v1 has no call for it. A limit of almost nothing does it: the kernel frees what it can to make room for the limit, and
 //!   then refuses it, because some memory is left. So the limit stays what it was, and no process is ever killed for it.
@@ -12,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use crate::cgroup::{self, Hierarchies, MemoryGroup, write};
+use crate::{self as cgroup, Hierarchies, MemoryGroup, write};
 
 /// Rounds of `memory.reclaim`: each frees what the kernel finds in one go.
 const MOST_ROUNDS: u32 = 8;
@@ -56,26 +57,47 @@ pub struct Reclaimed {
     pub bytes_after: u64,
 }
 
+/// Who has made the cgroup, and so says how it is set.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Whose {
+    /// It may be set as is best for this.
+    Ours,
+    /// What is set stays: what is changed for the moment is put back, and what forbids is obeyed.
+    Others,
+}
+
 /// Pushes out what the kernel can of the cgroup's memory. Twice does no harm.
-pub fn reclaim(hierarchies: &Hierarchies, relative: &Path) -> Result<Reclaimed, Error> {
+pub fn reclaim(
+    hierarchies: &Hierarchies,
+    relative: &Path,
+    whose: Whose,
+) -> Result<Reclaimed, Error> {
     match hierarchies.memory(relative).ok_or(Error::NoController)? {
-        MemoryGroup::V1(group) => reclaim_v1(&group),
+        MemoryGroup::V1(group) => reclaim_v1(&group, whose),
         MemoryGroup::V2 { root, group } => {
-            may_swap(&root, &group)?;
+            may_swap(&root, &group, whose)?;
             reclaim_v2(&group)
         }
     }
 }
 
-fn reclaim_v1(group: &Path) -> Result<Reclaimed, Error> {
+fn reclaim_v1(group: &Path, whose: Whose) -> Result<Reclaimed, Error> {
     let usage = group.join("memory.usage_in_bytes");
     let bytes_before = number(&usage)?;
-    // The cgroup is ours alone; what it inherited may say that nothing is swapped.
-    write(&group.join("memory.swappiness"), "100")?;
     let limit = group.join("memory.limit_in_bytes");
-    match write(&limit, "4096") {
+    let limited = number(&limit)?;
+    // What it inherited may say that nothing is swapped.
+    let swappiness = group.join("memory.swappiness");
+    let was = number(&swappiness)?;
+    write(&swappiness, "100")?;
+    let asked = write(&limit, "4096");
+    if whose == Whose::Others {
+        write(&swappiness, &was.to_string())?;
+    }
+    match asked {
         Err(error) if refused_with(&error, ErrorKind::ResourceBusy) => {}
-        Ok(()) => write(&limit, "-1")?,
+        // Nothing is in it.
+        Ok(()) => write(&limit, &limited.to_string())?,
         Err(source) => {
             return Err(Error::Refused {
                 path: limit,
@@ -114,15 +136,15 @@ fn reclaim_v2(group: &Path) -> Result<Reclaimed, Error> {
     })
 }
 
-/// The kubelet forbids swap to containers and may to pods; the sandbox' own cgroup is ours, those above it are not.
-fn may_swap(root: &Path, group: &Path) -> Result<(), Error> {
+/// The kubelet forbids swap to containers and may to pods; those above a cgroup of ours are not ours.
+fn may_swap(root: &Path, group: &Path, whose: Whose) -> Result<(), Error> {
     const LIMIT: &str = "memory.swap.max";
     let own = group.join(LIMIT);
-    if own.exists() {
+    if whose == Whose::Ours && own.exists() {
         write(&own, "max")?;
     }
-    let parents = group.ancestors().skip(1).take_while(|path| *path != root);
-    for path in parents.map(|path| path.join(LIMIT)) {
+    let groups = group.ancestors().take_while(|path| *path != root);
+    for path in groups.map(|path| path.join(LIMIT)) {
         if std::fs::read_to_string(&path).is_ok_and(|limit| limit.trim() == "0") {
             return Err(Error::Forbidden(path));
         }
@@ -167,7 +189,7 @@ mod tests {
     fn on_v2_the_sandbox_may_swap_and_all_it_has_is_asked_back() {
         let (root, hierarchies) = v2_tree();
         let leaf = Path::new("kubepods/pod1/leaf");
-        let done = reclaim(&hierarchies, leaf).expect("reclaimed");
+        let done = reclaim(&hierarchies, leaf, Whose::Ours).expect("reclaimed");
         assert_eq!(done.bytes_before, 5_000_000);
         let read = |file: &str| std::fs::read_to_string(root.path().join(leaf).join(file));
         assert_eq!(read("memory.swap.max").expect("read"), "max");
@@ -179,11 +201,28 @@ mod tests {
         let (root, hierarchies) = v2_tree();
         let limit = root.path().join("kubepods/pod1/memory.swap.max");
         std::fs::write(&limit, "0\n").expect("written");
-        let error = reclaim(&hierarchies, Path::new("kubepods/pod1/leaf")).expect_err("refused");
+        let leaf = Path::new("kubepods/pod1/leaf");
+        let error = reclaim(&hierarchies, leaf, Whose::Ours).expect_err("refused");
         assert_eq!(error.reason(), "SwapForbidden");
         assert!(
             error.to_string().contains("pod1/memory.swap.max"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn what_forbids_swap_in_a_cgroup_of_others_is_obeyed_and_named() {
+        let (root, hierarchies) = v2_tree();
+        let leaf = Path::new("kubepods/pod1/leaf");
+        let error = reclaim(&hierarchies, leaf, Whose::Others).expect_err("refused");
+        assert!(
+            error.to_string().contains("leaf/memory.swap.max"),
+            "{error}"
+        );
+        let limit = root.path().join(leaf).join("memory.swap.max");
+        assert_eq!(std::fs::read_to_string(&limit).expect("read"), "0\n");
+        std::fs::write(&limit, "1000000\n").expect("written");
+        reclaim(&hierarchies, leaf, Whose::Others).expect("reclaimed");
+        assert_eq!(std::fs::read_to_string(&limit).expect("read"), "1000000\n");
     }
 }

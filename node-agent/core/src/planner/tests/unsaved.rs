@@ -1,0 +1,212 @@
+//! A runtime that makes no images: its sandboxes doze without, and nobody is told otherwise.
+
+use super::*;
+
+const WHY: &str = "no snapshot of a running sandbox";
+
+fn unable(observed: Observed) -> Observed {
+    Observed {
+        capable: Err(WHY.into()),
+        dozes_unsaved: true,
+        ..observed
+    }
+}
+
+fn running() -> Observed {
+    unable(observed(Live::Running, &[], &[]))
+}
+
+fn paused(doze: Option<Doze>) -> Observed {
+    Observed {
+        doze,
+        ..unable(observed(Live::Paused, &[], &[]))
+    }
+}
+
+fn begun(reclaimed: bool) -> Option<Doze> {
+    Some(Doze { reclaimed })
+}
+
+fn told(plan: &Plan) -> (String, String) {
+    let hibernated = plan.status.hibernated.clone().expect("a condition");
+    assert_eq!(hibernated.status, Truth::False);
+    (hibernated.reason, hibernated.message)
+}
+
+#[test]
+fn it_dozes_in_two_plans_and_never_saves() {
+    use StepKind::*;
+    let idle = |observed| idle_since(900, observed);
+    let mut only_doze = dozy();
+    only_doze.sleep.hibernate = None;
+    for wish in [only_doze, dozy(), sleepy(), desired(Power::Asleep)] {
+        assert_steps(&wish, &idle(running()), &[Doze]);
+        let plan = planned(&wish, &idle(paused(begun(false))));
+        assert_eq!(kinds(&plan), [Reclaim], "{wish:?}");
+        assert_eq!(plan.steps[0].action, Action::Reclaim { image: None });
+        let plan = planned(&wish, &idle(paused(begun(true))));
+        assert_eq!(kinds(&plan), []);
+        assert_eq!(plan.status.phase, Phase::Dozing { image: None });
+        assert!(told(&plan).1.contains("no image"), "{:?}", plan.status);
+    }
+}
+
+#[test]
+fn who_asks_for_hibernation_is_told_that_there_is_none() {
+    let asked = desired(Power::Asleep);
+    for observed in [running(), paused(begun(false)), paused(begun(true))] {
+        let plan = planned(&asked, &observed);
+        let (reason, message) = told(&plan);
+        assert_eq!(reason, "RuntimeNotCapable", "{message}");
+        assert!(message.contains(WHY), "{message}");
+        assert!(plan.why.contains(&Reason::NotCapable));
+    }
+    // One that is only to doze is not troubled with what nobody asked for.
+    let mut only_doze = dozy();
+    only_doze.sleep.hibernate = None;
+    let awake = planned(&only_doze, &idle_since(999, running()));
+    assert_eq!(told(&awake).0, "Awake");
+    let dozes = planned(&only_doze, &idle_since(0, paused(begun(true))));
+    assert_eq!(told(&dozes).0, "Dozing");
+    assert!(!dozes.why.contains(&Reason::NotCapable));
+}
+
+#[test]
+fn without_a_way_to_push_memory_out_it_stays_awake_and_says_why() {
+    let mut observed = idle_since(0, running());
+    observed.can_doze = Err("no swap".into());
+    for wish in [dozy(), desired(Power::Asleep)] {
+        let plan = planned(&wish, &observed);
+        assert_eq!(kinds(&plan), []);
+        assert_eq!(plan.why, [Reason::NotCapable]);
+        assert!(told(&plan).1.contains("no swap"), "{:?}", plan.status);
+    }
+}
+
+#[test]
+fn whoever_needs_it_has_it_resumed() {
+    use StepKind::*;
+    for doze in [None, begun(false), begun(true)] {
+        assert_steps(&desired(Power::Awake), &paused(doze), &[Resume]);
+        // An agent that was started again hears no packet of those that dozed before: it wakes them.
+        assert_steps(&dozy(), &paused(None), &[Resume]);
+        // A program that stands still hears no SIGTERM.
+        for wish in [dozy(), desired(Power::Asleep)] {
+            let going = Desired {
+                pod: PodPresence::Terminating,
+                ..wish
+            };
+            assert_steps(&going, &idle_since(0, paused(doze)), &[Resume]);
+            assert_steps(&going, &idle_since(0, running()), &[]);
+        }
+    }
+    // The time has come at which it is to be awake.
+    let mut called = desired(Power::Asleep);
+    called.wake_up = Some(at(990));
+    let mut dozes = paused(begun(true));
+    dozes.asleep_since = Some(at(900));
+    assert_steps(&called, &dozes, &[Resume]);
+    // One that was woken a moment ago is left to who woke it.
+    let mut woken = running();
+    woken.awake_since = Some(at(995));
+    let plan = planned(&desired(Power::Asleep), &woken);
+    assert_eq!((kinds(&plan), plan.wake_at), (vec![], Some(at(1005))));
+}
+
+#[test]
+fn a_doze_that_was_cut_off_is_taken_up_and_ended_while_it_waits_after_a_failure() {
+    use StepKind::*;
+    let half = || idle_since(900, paused(None));
+    assert_steps(&dozy(), &half(), &[Doze]);
+    let failed = |observed: Observed, action: &Action| {
+        let mut observed = observed;
+        let outcome = Outcome::Unknown {
+            message: "timeout".into(),
+        };
+        observed.failures.note(action, &outcome, at(999));
+        observed
+    };
+    assert_steps(&dozy(), &failed(half(), &Action::Doze), &[Resume]);
+    // What could not be pushed out is paused all the same, and tried again later.
+    let refused = idle_since(900, paused(begun(false)));
+    let refused = failed(refused, &Action::Reclaim { image: None });
+    let plan = planned(&dozy(), &refused);
+    assert_eq!(kinds(&plan), []);
+    assert_eq!(told(&plan).0, "SaveFailed");
+}
+
+#[test]
+fn it_freezes_as_any_other_and_is_let_go() {
+    use StepKind::*;
+    let frozen = desired(Power::Frozen);
+    assert_steps(&frozen, &running(), &[Pause]);
+    assert_steps(&frozen, &paused(None), &[]);
+    assert_steps(&frozen, &paused(begun(true)), &[Pause]);
+    assert_steps(&desired(Power::Awake), &paused(None), &[Resume]);
+}
+
+#[test]
+fn a_snapshot_of_it_fails_and_does_not_keep_it_from_dozing() {
+    let mut wish = dozy();
+    wish.snapshots = vec![snapshot("m", SnapshotReason::Manual)];
+    let plan = planned(&wish, &idle_since(900, running()));
+    assert_eq!(kinds(&plan), [StepKind::Doze]);
+    assert!(matches!(
+        &plan.status.snapshots[0].state,
+        SnapshotState::Failed { reason, .. } if reason == "RuntimeNotCapable"
+    ));
+    // A Suspend wants the image, and the Pod is going to be deleted: it is not put to sleep for that.
+    wish.snapshots = vec![snapshot("s", SnapshotReason::Suspend)];
+    assert_steps(&wish, &running(), &[]);
+}
+
+#[test]
+fn pressure_asks_one_that_runs_and_not_one_that_dozes_already() {
+    let mut wish = dozy();
+    wish.pressure.may = true;
+    let candidate = |observed| crate::pressure::candidate(&wish, &idle_since(0, observed));
+    assert!(candidate(running()).is_some_and(|candidate| candidate.may_doze));
+    assert_eq!(candidate(paused(begun(true))), None);
+}
+
+proptest! {
+    /// Whatever is wished and seen: what needs an image is never planned, and what stands still without a reason is resumed.
+    #[test]
+    fn only_what_the_runtime_can_do_is_planned(
+        power in prop_oneof![Just(Power::Awake), Just(Power::Asleep), Just(Power::Frozen)],
+        pod in prop_oneof![Just(PodPresence::Present), Just(PodPresence::Terminating), Just(PodPresence::Gone)],
+        live in prop_oneof![Just(Live::None), Just(Live::Running), Just(Live::Paused), Just(Live::Unknown)],
+        doze in proptest::option::of(any::<bool>()),
+        idle in proptest::option::of(0_i64..1000),
+        timers in any::<(bool, bool)>(),
+        swap in any::<bool>(),
+        save_turn in any::<bool>(),
+        snapshot_wanted in proptest::option::of(any::<bool>()),
+    ) {
+        let mut wish = desired(power);
+        wish.pod = pod;
+        let after = |wanted: bool| wanted.then_some(std::time::Duration::from_secs(100));
+        wish.sleep = SleepAfter { doze: after(timers.0), hibernate: after(timers.1) };
+        wish.snapshots = snapshot_wanted
+            .map(|suspend| snapshot("x", if suspend { SnapshotReason::Suspend } else { SnapshotReason::Manual }))
+            .into_iter()
+            .collect();
+        let mut seen = unable(observed(live, &[], &[]));
+        seen.doze = doze.map(|reclaimed| Doze { reclaimed });
+        seen.idle_since = idle.map(at);
+        seen.save_turn = save_turn;
+        seen.can_doze = if swap { Ok(()) } else { Err("no swap".into()) };
+        let plan = planned(&wish, &seen);
+        for step in &plan.steps {
+            prop_assert!(matches!(
+                step.action,
+                Action::Pause | Action::Doze | Action::Resume | Action::Reclaim { image: None }
+            ), "{:?}", step.action);
+            prop_assert!(step.before.is_none() && step.after.is_none());
+        }
+        let nobody_asks = power == Power::Awake && wish.sleep.first().is_none();
+        if live == Live::Paused && (pod == PodPresence::Terminating && power != Power::Frozen || pod == PodPresence::Present && nobody_asks) {
+            prop_assert_eq!(kinds(&plan), [StepKind::Resume]);
+        }
+    }
+}

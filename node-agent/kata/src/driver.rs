@@ -1,0 +1,277 @@
+//! Pausing, resuming and reclaiming a sandbox. Each may be done twice, and whatever is cut off in the middle is seen by the next look.
+
+use std::path::Path;
+use std::time::Duration;
+
+use torpor_cgroup::Hierarchies;
+use torpor_cgroup::reclaim::{self, Reclaimed, Whose};
+use torpor_core::ids::PodUid;
+use torpor_core::state::Live;
+use torpor_core::steps::{Action, Outcome};
+
+use crate::containerd::{self, Containerd};
+use crate::proto::tasks::{Process, Status};
+use crate::sandbox::{Member, Sandbox, Standing, sandboxes, standing};
+
+/// Why a sandbox could not be paused, resumed or pushed out.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error(transparent)]
+    Containerd(#[from] containerd::Error),
+    #[error("container {0} is being started")]
+    Starting(String),
+    #[error("a container of the sandbox is to be paused first")]
+    NotPaused,
+    #[error(
+        "no process of the sandbox is in a cgroup that containerd names (Kata's sandbox_cgroup_only is to be true)"
+    )]
+    NoCgroup,
+    #[error(transparent)]
+    Cgroup(#[from] torpor_cgroup::Error),
+    #[error(transparent)]
+    Reclaim(#[from] reclaim::Error),
+}
+
+impl Error {
+    /// CamelCase, for conditions and metrics.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Containerd(_) => "ContainerdRefused",
+            Self::Starting(_) => "Starting",
+            Self::NotPaused => "NotPaused",
+            Self::NoCgroup => "NoCgroup",
+            Self::Cgroup(_) => "CgroupFailed",
+            Self::Reclaim(error) => error.reason(),
+        }
+    }
+
+    fn is_unknown(&self) -> bool {
+        matches!(self, Self::Containerd(error) if error.is_unknown())
+    }
+}
+
+/// What became of a step; `Ok(false)`: it was so before.
+pub fn outcome(done: Result<bool, Error>) -> Outcome {
+    match done {
+        Ok(true) => Outcome::Done,
+        Ok(false) => Outcome::Already,
+        Err(error) if error.is_unknown() => Outcome::Unknown {
+            message: words(&error),
+        },
+        Err(error) => Outcome::Failed {
+            reason: error.reason().to_owned(),
+            message: words(&error),
+        },
+    }
+}
+
+fn words(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(error.source(), |cause| cause.source());
+    causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
+}
+
+/// A sandbox as it was a moment ago.
+#[derive(Debug, Clone)]
+pub struct Seen {
+    pub sandbox: Sandbox,
+    pub standing: Standing,
+    /// The sandbox container's process: of Kata, the virtual machine, as of every other container.
+    pub pid: Option<u32>,
+}
+
+/// The sandboxes that some of containerd's runtimes run.
+#[derive(Debug)]
+pub struct Driver {
+    containerd: Containerd,
+    runtimes: Vec<String>,
+    cgroups: Hierarchies,
+}
+
+impl Driver {
+    /// `runtimes`: containerd's names of them, in full or by their beginning and a `*`. `cgroups`: where the host's are mounted.
+    pub fn new(
+        containerd: Containerd,
+        runtimes: Vec<String>,
+        cgroups: &Path,
+    ) -> Result<Self, torpor_cgroup::Error> {
+        Ok(Self {
+            containerd,
+            runtimes,
+            cgroups: Hierarchies::find(cgroups)?,
+        })
+    }
+
+    /// The sandbox of a Pod: the one that runs, if there are several.
+    pub fn look(&self, pod: &PodUid) -> Result<Option<Seen>, Error> {
+        let containers = self.containerd.containers_of(pod)?;
+        let mut last = None;
+        for sandbox in sandboxes(&containers, &self.runtimes) {
+            let own = self.containerd.task(sandbox.id.as_str())?;
+            let tasks = sandbox
+                .members
+                .iter()
+                .map(|member| self.containerd.task(&member.id));
+            let tasks = tasks.collect::<Result<Vec<Option<Process>>, _>>()?;
+            let standing = standing(own.as_ref(), &tasks);
+            let seen = Seen {
+                sandbox,
+                standing,
+                pid: own.map(|task| task.pid),
+            };
+            if standing.live != Live::None {
+                return Ok(Some(seen));
+            }
+            last = Some(seen);
+        }
+        Ok(last)
+    }
+
+    /// Pauses every container that runs, the sandbox' own aside. Answers false if all were. If one cannot be, those that this call has paused run on.
+    pub fn pause(&self, sandbox: &Sandbox) -> Result<bool, Error> {
+        let mut paused = Vec::new();
+        for member in &sandbox.members {
+            match self.pause_one(&member.id) {
+                Ok(true) => paused.push(&member.id),
+                Ok(false) => {}
+                // Nobody knows what is paused by now: whoever looks next does.
+                Err(error) if error.is_unknown() => return Err(error),
+                Err(error) => {
+                    for id in paused.iter().rev() {
+                        // One that cannot be resumed is seen at the next look, and resumed then.
+                        let _ = self.resume_one(id);
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(!paused.is_empty())
+    }
+
+    /// Resumes every container that is paused, the last one first. Answers false if none was. One that cannot be does not keep the others.
+    pub fn resume(&self, sandbox: &Sandbox) -> Result<bool, Error> {
+        let mut resumed = false;
+        let mut failed = None;
+        for member in sandbox.members.iter().rev() {
+            match self.resume_one(&member.id) {
+                Ok(done) => resumed |= done,
+                Err(error) => drop(failed.get_or_insert(error)),
+            }
+        }
+        match failed {
+            Some(error) => Err(error),
+            None => Ok(resumed),
+        }
+    }
+
+    fn pause_one(&self, id: &str) -> Result<bool, Error> {
+        match self.status(id)? {
+            Status::Running => {}
+            Status::Created => return Err(Error::Starting(id.to_owned())),
+            Status::Paused | Status::Stopped | Status::Pausing | Status::Unknown => {
+                return Ok(false);
+            }
+        }
+        match self.containerd.pause(id) {
+            Ok(()) => Ok(true),
+            Err(error) if error.is_unknown() => Err(error.into()),
+            // It was paused, or ended, while it was to be.
+            Err(error) => match self.status(id)? {
+                Status::Paused | Status::Stopped => Ok(false),
+                _ => Err(error.into()),
+            },
+        }
+    }
+
+    fn resume_one(&self, id: &str) -> Result<bool, Error> {
+        match self.status(id)? {
+            Status::Paused | Status::Pausing => {}
+            Status::Created | Status::Running | Status::Stopped | Status::Unknown => {
+                return Ok(false);
+            }
+        }
+        match self.containerd.resume(id) {
+            Ok(()) => Ok(true),
+            Err(error) if error.is_unknown() => Err(error.into()),
+            Err(error) => match self.status(id)? {
+                Status::Running | Status::Stopped => Ok(false),
+                _ => Err(error.into()),
+            },
+        }
+    }
+
+    /// One without a task has ended.
+    fn status(&self, id: &str) -> Result<Status, Error> {
+        let task = self.containerd.task(id)?;
+        Ok(task.map_or(Status::Stopped, |task| task.status()))
+    }
+
+    /// Pushes the memory of a sandbox that is paused out of main memory. Only of cgroups in which processes of it are.
+    pub fn reclaim(&self, sandbox: &Sandbox) -> Result<Reclaimed, Error> {
+        let groups = self.groups(sandbox)?;
+        let mut sum: Option<Reclaimed> = None;
+        for group in groups {
+            let done = reclaim::reclaim(&self.cgroups, group, Whose::Others)?;
+            let before = sum.unwrap_or(Reclaimed {
+                bytes_before: 0,
+                bytes_after: 0,
+            });
+            sum = Some(Reclaimed {
+                bytes_before: before.bytes_before.saturating_add(done.bytes_before),
+                bytes_after: before.bytes_after.saturating_add(done.bytes_after),
+            });
+        }
+        sum.ok_or(Error::NoCgroup)
+    }
+
+    /// The cgroups with processes of the sandbox in them: of Kata one, where the virtual machine is.
+    fn groups<'a>(&self, sandbox: &'a Sandbox) -> Result<Vec<&'a Path>, Error> {
+        let own = sandbox.cgroup.as_deref();
+        let mut groups = Vec::new();
+        for Member { id, cgroup } in &sandbox.members {
+            let Some(task) = self.containerd.task(id)? else {
+                continue;
+            };
+            match task.status() {
+                Status::Paused => {}
+                Status::Stopped => continue,
+                _ => return Err(Error::NotPaused),
+            }
+            let candidates = [own, cgroup.as_deref()].into_iter().flatten();
+            for group in candidates {
+                if self.cgroups.holds(group, task.pid)? && !groups.contains(&group) {
+                    groups.push(group);
+                }
+            }
+        }
+        Ok(groups)
+    }
+
+    /// Does one step of a plan. The planner knows that there are no images here, and plans no others.
+    pub fn act(&self, sandbox: &Sandbox, action: &Action) -> Outcome {
+        match action {
+            Action::Pause | Action::Doze => outcome(self.pause(sandbox)),
+            Action::Resume => outcome(self.resume(sandbox)),
+            Action::Reclaim { image: None } => outcome(self.reclaim(sandbox).map(|_| true)),
+            other => Outcome::Failed {
+                reason: "NoImages".to_owned(),
+                message: format!("{:?} needs an image, and Kata makes none", other.kind()),
+            },
+        }
+    }
+
+    /// Processor time that the sandbox has used, as far as it is counted.
+    pub fn processor_time(&self, sandbox: &Sandbox) -> Option<Duration> {
+        self.cgroups.processor_time(self.pod_cgroup(sandbox)?)
+    }
+
+    /// Working set of the Pod in bytes, as the kubelet counts it.
+    pub fn working_set(&self, sandbox: &Sandbox) -> Option<u64> {
+        self.cgroups.working_set(self.pod_cgroup(sandbox)?)
+    }
+
+    /// The Pod's cgroup lies above those of its containers.
+    fn pod_cgroup<'a>(&self, sandbox: &'a Sandbox) -> Option<&'a Path> {
+        let parent = sandbox.cgroup.as_deref()?.parent()?;
+        (parent != Path::new("")).then_some(parent)
+    }
+}

@@ -1,0 +1,416 @@
+//! The driver against a containerd of the tests, and under the planner.
+
+mod fake;
+
+use std::path::Path;
+use std::time::Duration;
+
+use fake::{Fake, Fault, POD, VMM, Verb, id};
+use jiff::Timestamp;
+use tokio::net::UnixListener;
+use torpor_core::ids::PodUid;
+use torpor_core::pressure::Pressure;
+use torpor_core::state::{
+    Desired, Doze, Failures, Live, Observed, PodPresence, Policy, Power, SleepAfter,
+};
+use torpor_core::steps::{Action, Outcome, StepKind};
+use torpor_kata::containerd::Containerd;
+use torpor_kata::driver::{Driver, Seen};
+use torpor_kata::proto::tasks::Status::{self, *};
+
+/// Longer than any answer of the fake, which is on the same machine and has nothing else to do.
+const LIMIT: Duration = Duration::from_secs(20);
+/// For calls that are made to hang; one that is given up too early is taken up as any other.
+const IMPATIENT: Duration = Duration::from_millis(300);
+
+struct Test {
+    fake: Fake,
+    driver: Driver,
+    impatient: Driver,
+    /// Where the fake's cgroups are: of version 2.
+    cgroups: tempfile::TempDir,
+    runtime: tokio::runtime::Runtime,
+    _socket: tempfile::TempDir,
+}
+
+fn pod() -> PodUid {
+    PodUid::new(POD).expect("a UID")
+}
+
+fn test(tasks: &[(&str, Status)]) -> Test {
+    let fake = Fake::with(tasks);
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let directory = tempfile::tempdir().expect("a directory");
+    let socket = directory.path().join("containerd.sock");
+    let inside = runtime.enter();
+    let listener = UnixListener::bind(&socket).expect("a socket");
+    drop(inside);
+    runtime.spawn(fake.serve(listener));
+    let cgroups = tempfile::tempdir().expect("a directory");
+    std::fs::write(cgroups.path().join("cgroup.controllers"), "memory").expect("written");
+    let group = cgroups.path().join("kubepods/pod1/5");
+    std::fs::create_dir_all(&group).expect("made");
+    for (file, text) in [
+        ("cgroup.procs", format!("{VMM}\n")),
+        ("memory.current", "90000000\n".to_owned()),
+        ("memory.reclaim", String::new()),
+        ("memory.swap.max", "max\n".to_owned()),
+    ] {
+        std::fs::write(group.join(file), text).expect("written");
+    }
+    Test {
+        fake,
+        driver: driver(&socket, &runtime, cgroups.path(), LIMIT),
+        impatient: driver(&socket, &runtime, cgroups.path(), IMPATIENT),
+        cgroups,
+        runtime,
+        _socket: directory,
+    }
+}
+
+fn driver(
+    socket: &Path,
+    runtime: &tokio::runtime::Runtime,
+    cgroups: &Path,
+    limit: Duration,
+) -> Driver {
+    let containerd = Containerd::at(socket, runtime.handle().clone(), limit);
+    Driver::new(containerd, vec!["io.containerd.kata*".to_owned()], cgroups).expect("cgroups")
+}
+
+impl Test {
+    fn look(&self) -> Seen {
+        self.driver
+            .look(&pod())
+            .expect("looked")
+            .expect("a sandbox")
+    }
+
+    fn act(&self, action: &Action) -> Outcome {
+        self.driver.act(&self.look().sandbox, action)
+    }
+
+    fn done(&self) -> Vec<(Verb, String)> {
+        std::mem::take(&mut self.fake.world().done)
+    }
+
+    fn fails(&self, letter: &str, fault: Fault) {
+        self.fake.world().faults.insert(id(letter), fault);
+    }
+
+    /// What was pushed out is what was asked for.
+    fn asked_back(&self) -> String {
+        let file = self.cgroups.path().join("kubepods/pod1/5/memory.reclaim");
+        std::fs::read_to_string(file).expect("read")
+    }
+}
+
+/// The sandbox and two containers that run, one that has ended, and one without a task (`e`).
+const RUNS: [(&str, Status); 4] = [
+    ("5", Running),
+    ("a", Running),
+    ("b", Running),
+    ("c", Stopped),
+];
+
+const RECLAIM: Action = Action::Reclaim { image: None };
+
+#[test]
+fn every_container_but_the_sandboxs_own_is_paused_and_resumed_in_the_other_order() {
+    let test = test(&RUNS);
+    assert_eq!(test.look().standing.live, Live::Running);
+    assert_eq!(test.act(&Action::Doze), Outcome::Done);
+    assert_eq!(test.look().standing.live, Live::Paused);
+    let (a, b) = (id("a"), id("b"));
+    assert_eq!(
+        test.done(),
+        [(Verb::Pause, a.clone()), (Verb::Pause, b.clone())]
+    );
+    assert_eq!(test.act(&Action::Resume), Outcome::Done);
+    assert_eq!(test.done(), [(Verb::Resume, b), (Verb::Resume, a)]);
+    assert_eq!(test.look().standing.live, Live::Running);
+}
+
+#[test]
+fn each_step_may_be_done_twice() {
+    let test = test(&RUNS);
+    assert_eq!(test.act(&Action::Resume), Outcome::Already);
+    assert_eq!(test.act(&Action::Pause), Outcome::Done);
+    assert_eq!(test.act(&Action::Pause), Outcome::Already);
+    assert_eq!(test.act(&Action::Doze), Outcome::Already);
+    for _ in 0..2 {
+        assert_eq!(test.act(&RECLAIM), Outcome::Done);
+        assert_eq!(test.asked_back(), "90000000");
+    }
+    assert_eq!(test.act(&Action::Resume), Outcome::Done);
+    assert_eq!(test.act(&Action::Resume), Outcome::Already);
+}
+
+#[test]
+fn what_needs_an_image_is_refused() {
+    let test = test(&RUNS);
+    let image = torpor_core::ImageId::new(pod(), 1).expect("an image's name");
+    for action in [
+        Action::Checkpoint {
+            image: image.clone(),
+        },
+        Action::End {
+            image: image.clone(),
+        },
+        Action::Reclaim { image: Some(image) },
+    ] {
+        assert!(
+            matches!(test.act(&action), Outcome::Failed { reason, .. } if reason == "NoImages")
+        );
+    }
+    assert_eq!(test.done(), []);
+}
+
+#[test]
+fn memory_of_what_runs_or_of_others_is_not_pushed_out() {
+    let test = test(&RUNS);
+    let reason = |outcome| match outcome {
+        Outcome::Failed { reason, .. } => reason,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(reason(test.act(&RECLAIM)), "NotPaused");
+    test.act(&Action::Pause);
+    let procs = test.cgroups.path().join("kubepods/pod1/5/cgroup.procs");
+    std::fs::write(procs, "1\n").expect("written");
+    assert_eq!(reason(test.act(&RECLAIM)), "NoCgroup");
+    assert_eq!(test.asked_back(), "");
+}
+
+#[test]
+fn a_pause_that_is_refused_leaves_all_running_and_one_without_an_answer_is_unknown() {
+    let test = test(&RUNS);
+    test.fails("b", Fault::Refuses);
+    let refused = test.act(&Action::Doze);
+    assert!(
+        matches!(&refused, Outcome::Failed { reason, message }
+        if reason == "ContainerdRefused" && message.contains("OCI runtime failed")),
+        "{refused:?}"
+    );
+    assert_eq!(test.look().standing.live, Live::Running);
+    for fault in [Fault::HangsBefore, Fault::HangsAfter] {
+        test.fails("b", fault);
+        let sandbox = test.look().sandbox;
+        assert!(
+            matches!(
+                test.impatient.act(&sandbox, &Action::Doze),
+                Outcome::Unknown { .. }
+            ),
+            "{fault:?}"
+        );
+        let standing = test.look().standing;
+        // Half paused, or paused: both are ended by a resume.
+        assert_eq!(standing.live, Live::Paused);
+        assert_eq!(standing.half, fault == Fault::HangsBefore);
+        assert_eq!(test.act(&Action::Resume), Outcome::Done);
+        assert_eq!(test.look().standing.live, Live::Running);
+    }
+}
+
+#[test]
+fn a_resume_that_fails_for_one_container_is_done_for_the_others() {
+    let test = test(&RUNS);
+    test.act(&Action::Pause);
+    test.fails("b", Fault::Refuses);
+    assert!(matches!(test.act(&Action::Resume), Outcome::Failed { .. }));
+    assert_eq!(test.fake.status("a"), Some(Running));
+    assert_eq!(test.act(&Action::Resume), Outcome::Done);
+}
+
+#[test]
+fn a_container_that_ends_or_goes_in_the_middle_is_no_failure() {
+    let test = test(&RUNS);
+    let seen = test.look();
+    test.fake.remove("a");
+    test.fake.set("b", Stopped);
+    assert_eq!(
+        test.driver.act(&seen.sandbox, &Action::Doze),
+        Outcome::Already
+    );
+    assert_eq!(test.look().standing.live, Live::None);
+    let starting = self::test(&[("5", Running), ("a", Created)]);
+    assert!(
+        matches!(starting.act(&Action::Doze), Outcome::Failed { reason, .. } if reason == "Starting")
+    );
+}
+
+#[test]
+fn a_containerd_that_is_away_is_unknown_and_found_again() {
+    let test = test(&RUNS);
+    let directory = tempfile::tempdir().expect("a directory");
+    let socket = directory.path().join("later.sock");
+    let driver = driver(&socket, &test.runtime, test.cgroups.path(), LIMIT);
+    let seen = test.look();
+    driver.look(&pod()).expect_err("nobody listens");
+    assert!(matches!(
+        driver.act(&seen.sandbox, &Action::Doze),
+        Outcome::Unknown { .. }
+    ));
+    let inside = test.runtime.enter();
+    let listener = UnixListener::bind(&socket).expect("a socket");
+    drop(inside);
+    test.runtime.spawn(test.fake.serve(listener));
+    assert_eq!(driver.act(&seen.sandbox, &Action::Doze), Outcome::Done);
+}
+
+/// An agent: what it remembers is gone when it dies.
+struct Agent<'a> {
+    test: &'a Test,
+    driver: &'a Driver,
+    failures: Failures,
+    doze: Option<Doze>,
+    idle_since: Option<Timestamp>,
+}
+
+fn at(second: i64) -> Timestamp {
+    Timestamp::from_second(second).expect("a time")
+}
+
+impl<'a> Agent<'a> {
+    fn begins(test: &'a Test) -> Self {
+        Self {
+            test,
+            driver: &test.driver,
+            failures: Failures::default(),
+            doze: None,
+            idle_since: None,
+        }
+    }
+
+    fn observe(&self) -> (Seen, Observed) {
+        let seen = self.test.look();
+        let standing = seen.standing;
+        let doze = self
+            .doze
+            .filter(|_| standing.live == Live::Paused && !standing.half);
+        let observed = Observed {
+            sandbox: Some(seen.sandbox.id.clone()),
+            live: standing.live,
+            doze,
+            capable: Err("no snapshot".to_owned()),
+            dozes_unsaved: true,
+            idle_since: self.idle_since,
+            failures: self.failures.clone(),
+            ..Observed::nothing()
+        };
+        (seen, observed)
+    }
+
+    /// One pass, as the agent makes it: what was planned and what became of it.
+    fn turn(&mut self, desired: &Desired, now: i64) -> Vec<(StepKind, bool)> {
+        let (seen, observed) = self.observe();
+        let plan = torpor_core::plan(desired, &observed, &Policy::default(), at(now));
+        let mut done = Vec::new();
+        for step in &plan.steps {
+            let outcome = self.driver.act(&seen.sandbox, &step.action);
+            self.failures.note(&step.action, &outcome, at(now));
+            let well = matches!(outcome, Outcome::Done | Outcome::Already);
+            done.push((step.action.kind(), well));
+            if !well {
+                break;
+            }
+            self.doze = match step.action {
+                Action::Doze => Some(Doze { reclaimed: false }),
+                Action::Reclaim { .. } => Some(Doze { reclaimed: true }),
+                _ => None,
+            };
+        }
+        done
+    }
+
+    /// Passes so far apart that no wait after a failure is longer, until there is nothing to do. Answers the time then.
+    fn settle(&mut self, desired: &Desired, mut now: i64) -> i64 {
+        for _ in 0..20 {
+            now += 4000;
+            if self.turn(desired, now).is_empty() {
+                return now;
+            }
+        }
+        panic!("it does not settle: {:?}", self.observe().1);
+    }
+}
+
+fn desired(power: Power, doze: bool) -> Desired {
+    Desired {
+        pod_uid: pod(),
+        pod: PodPresence::Present,
+        power,
+        sleep: SleepAfter {
+            doze: doze.then_some(Duration::from_secs(30)),
+            hibernate: None,
+        },
+        pressure: Pressure::default(),
+        keep_last_image: false,
+        wake_up: None,
+        snapshots: Vec::new(),
+        containers: std::collections::BTreeSet::new(),
+    }
+}
+
+#[test]
+fn an_idle_sandbox_dozes_and_is_woken_by_who_does_not_wish_it_any_more() {
+    let test = test(&RUNS);
+    let mut agent = Agent::begins(&test);
+    agent.idle_since = Some(at(0));
+    let dozy = desired(Power::Awake, true);
+    assert_eq!(agent.turn(&dozy, 29), []);
+    assert_eq!(agent.turn(&dozy, 30), [(StepKind::Doze, true)]);
+    assert_eq!(agent.turn(&dozy, 30), [(StepKind::Reclaim, true)]);
+    assert_eq!(agent.turn(&dozy, 31), []);
+    assert_eq!(
+        agent.turn(&desired(Power::Awake, false), 32),
+        [(StepKind::Resume, true)]
+    );
+    assert_eq!(test.look().standing.live, Live::Running);
+}
+
+/// An agent is killed before or after each call of each step (its call has no answer, and who comes after it knows nothing), or the call fails:
+/// in the end the sandbox is as is wished, and nothing of it was paused but what dozes.
+#[test]
+fn whatever_is_cut_off_is_taken_up_by_the_next_agent() {
+    let dozy = desired(Power::Awake, true);
+    for fault in [Fault::HangsBefore, Fault::HangsAfter, Fault::Refuses] {
+        for letter in ["a", "b"] {
+            for (falls_asleep, dies) in [(true, true), (true, false), (false, true), (false, false)]
+            {
+                let test = test(&RUNS);
+                let mut agent = Agent::begins(&test);
+                agent.idle_since = Some(at(0));
+                if !falls_asleep {
+                    agent.settle(&dozy, 100);
+                }
+                test.fails(letter, fault);
+                let wish = desired(Power::Awake, falls_asleep);
+                agent.driver = &test.impatient;
+                agent.turn(&wish, 8100);
+                agent.driver = &test.driver;
+                if dies {
+                    agent = Agent::begins(&test);
+                    // It does not know since when it is idle, nor what came while nobody listened.
+                    let now = agent.settle(&wish, 9000);
+                    assert_eq!(test.look().standing.live, Live::Running);
+                    agent.idle_since = Some(at(now));
+                    agent.settle(&wish, now);
+                } else {
+                    agent.settle(&wish, 9000);
+                }
+                let expected = if falls_asleep {
+                    Live::Paused
+                } else {
+                    Live::Running
+                };
+                let standing = test.look().standing;
+                assert_eq!(
+                    (standing.live, standing.half),
+                    (expected, false),
+                    "{fault:?} {letter} {falls_asleep} {dies}"
+                );
+                assert_eq!(test.fake.status("5"), Some(Running));
+            }
+        }
+    }
+}

@@ -1,0 +1,54 @@
+//! Looking at a Pod that Kata runs: no record, no lock file, no ledger, and the same planner.
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
+use torpor_core::ids::Namespace;
+use torpor_core::pressure::candidate;
+use torpor_core::state::Desired;
+use torpor_gvisor::keeper::Rules;
+
+use super::{Kubelet, Look, Remembered, Shared};
+use crate::idle::Watched;
+use crate::kata::{Wish, may_be_ours};
+
+/// One look at a Pod that Kata runs, and what follows; none for any other Pod.
+pub(super) fn look(
+    shared: &Shared,
+    pod: Option<&Pod>,
+    desired: &Desired,
+    kubelet: &Kubelet,
+    remembered: &Remembered,
+) -> Option<(Look, Option<Watched>)> {
+    let kata = shared.kata.as_ref()?;
+    let pod = pod.filter(|pod| may_be_ours(pod))?;
+    let pod_uid = desired.pod_uid.clone();
+    if shared.node.sandbox_of(&pod_uid).is_some() {
+        return None;
+    }
+    let now = Timestamp::now();
+    let wish = Wish {
+        pod,
+        desired,
+        rules: kubelet.rules.as_ref()?,
+        probes: kubelet.probes.as_ref()?,
+    };
+    let looked = kata.look(&wish, &remembered.failures, remembered.idle.clone(), now)?;
+    let mut observed = looked.observed;
+    let turn = remembered.save_turn.as_ref();
+    observed.save_turn = turn.is_some_and(|turn| turn.has_come());
+    let look = Look {
+        pod_uid,
+        plan: torpor_core::plan(desired, &observed, &shared.policy, now),
+        record: None,
+        lock: None,
+        namespace: pod.namespace().and_then(|name| Namespace::new(name).ok()),
+        saved: Vec::new(),
+        nothing: false,
+        candidate: candidate(desired, &observed),
+        rules: Rules::default(),
+        told: None,
+        kata: looked.held,
+    };
+    Some((look, looked.idle))
+}

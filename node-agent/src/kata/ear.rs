@@ -1,0 +1,249 @@
+//! Hearing who wants a Kata sandbox: a packet socket on the host's end of its link.
+//!
+//! Nothing is held back and nothing is answered: the guest's kernel runs while its programs stand still, answers for them what a kernel answers, and keeps
+//! what it takes for them. So a packet is only heard, and the sandbox resumed; one that came while nobody heard waits in the guest.
+
+#![allow(unsafe_code)]
+
+use std::collections::HashSet;
+use std::fmt;
+use std::net::IpAddr;
+use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use jiff::Timestamp;
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::runtime::Handle;
+use tokio::task::AbortHandle;
+use torpor_core::wake_on::WakeOn;
+use torpor_gvisor::keeper::Rules;
+use torpor_gvisor::net;
+use torpor_gvisor::record::Probes;
+use torpor_wake::owner::Kubelet;
+use torpor_wake::packet::{Ends, Meaning, Segment, meaning, segment};
+use torpor_wake::tap::{self, Tap, ethernet};
+
+/// Frames between two chances for others.
+const FRAMES_A_TURN: usize = 256;
+/// Connections of the kubelet that are remembered; it opens one for each probe.
+const MOST_PROBES: usize = 256;
+
+/// Why a Pod's link cannot be listened to.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error("the Pod has no address yet")]
+    NoAddress,
+    #[error(transparent)]
+    Namespace(#[from] net::Error),
+    #[error("the Pod's link has no end on the host (only veth pairs have one)")]
+    NoPair,
+    #[error(transparent)]
+    Tap(#[from] tap::Error),
+    #[error("cannot wait for packets")]
+    Wait(#[source] std::io::Error),
+}
+
+/// Which Pod it is.
+pub(crate) struct Place {
+    /// Its network namespace.
+    pub(crate) namespace: PathBuf,
+    pub(crate) own: Vec<IpAddr>,
+    pub(crate) kubelet_port: u16,
+}
+
+/// Listens until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Ear {
+    heard: Arc<Mutex<Heard>>,
+    began: Timestamp,
+    tasks: Vec<AbortHandle>,
+}
+
+/// Called once, by the first packet that wants something.
+type Call = Box<dyn FnOnce() + Send>;
+
+#[derive(Default)]
+struct Heard {
+    last: Timestamp,
+    wake_on: WakeOn,
+    probed: Vec<u16>,
+    call: Option<Call>,
+}
+
+impl fmt::Debug for Heard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut text = f.debug_struct("Heard");
+        text.field("last", &self.last)
+            .field("armed", &self.call.is_some())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Ear {
+    /// Listens at all links of the Pod. Called from the node's own network namespace.
+    pub(crate) fn open(runtime: &Handle, place: &Place, now: Timestamp) -> Result<Self, Error> {
+        if place.own.is_empty() {
+            return Err(Error::NoAddress);
+        }
+        let pairs = net::pairs(&place.namespace)?;
+        if pairs.is_empty() {
+            return Err(Error::NoPair);
+        }
+        let mut ear = Self {
+            heard: Arc::default(),
+            began: now,
+            tasks: Vec::new(),
+        };
+        let _inside = runtime.enter();
+        for pair in pairs {
+            let tap = polled(Tap::open(pair.host)?)?;
+            let listener = Listener {
+                hearing: Hearing::new(place),
+                heard: ear.heard.clone(),
+            };
+            ear.tasks
+                .push(runtime.spawn(listener.listen(tap)).abort_handle());
+        }
+        Ok(ear)
+    }
+
+    pub(crate) fn began(&self) -> Timestamp {
+        self.began
+    }
+
+    /// When the last packet came that wanted something; long ago if none did.
+    pub(crate) fn last(&self) -> Timestamp {
+        self.lock().last
+    }
+
+    pub(crate) fn set_rules(&self, rules: &Rules, probes: &Probes) {
+        let mut heard = self.lock();
+        heard.wake_on = rules.wake_on.clone();
+        heard.probed = probes.ports.iter().copied().collect();
+    }
+
+    pub(crate) fn arm(&self, call: Call) {
+        self.lock().call = Some(call);
+    }
+
+    pub(crate) fn disarm(&self) {
+        self.lock().call = None;
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Heard> {
+        self.heard.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Ear {
+    fn drop(&mut self) {
+        for task in &self.tasks {
+            task.abort();
+        }
+    }
+}
+
+/// tokio polls what says its number.
+struct Polled(Tap);
+
+impl AsRawFd for Polled {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_fd().as_raw_fd()
+    }
+}
+
+/// Called within the runtime.
+fn polled(tap: Tap) -> Result<AsyncFd<Polled>, Error> {
+    // SAFETY: a tap owns its socket, never exchanges it, and closes it when it is dropped, which is after the AsyncFd has let go of it.
+    let registered = unsafe { AsyncFd::register_with_interest(Polled(tap), Interest::READABLE) };
+    registered.map_err(|error| Error::Wait(error.into()))
+}
+
+struct Listener {
+    hearing: Hearing,
+    heard: Arc<Mutex<Heard>>,
+}
+
+impl Listener {
+    async fn listen(mut self, mut tap: AsyncFd<Polled>) {
+        loop {
+            let Ok(mut ready) = tap.readable_mut().await else {
+                return;
+            };
+            for _ in 0..FRAMES_A_TURN {
+                match ready.get_inner_mut().0.receive() {
+                    Ok(Some(frame)) => self.hear(ethernet(frame)),
+                    Ok(None) => {
+                        ready.clear_ready();
+                        break;
+                    }
+                    // The link is gone, and the Pod with it.
+                    Err(_) => return,
+                }
+            }
+            tokio::task::yield_now().await;
+        }
+    }
+
+    fn hear(&mut self, frame: &[u8]) {
+        let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
+        if !self.hearing.counts(frame, &heard.probed) {
+            return;
+        }
+        heard.last = Timestamp::now();
+        let meant = meaning(frame, &self.hearing.own);
+        let wakes = meant.for_pod_that_wakes_on(&heard.wake_on);
+        if matches!(wakes, Meaning::Wakes(_))
+            && let Some(call) = heard.call.take()
+        {
+            call();
+        }
+    }
+}
+
+/// Which frames are somebody's use of the sandbox.
+struct Hearing {
+    own: Vec<IpAddr>,
+    kubelet: Kubelet,
+    probes: HashSet<Ends>,
+}
+
+impl Hearing {
+    fn new(place: &Place) -> Self {
+        Self {
+            own: place.own.clone(),
+            kubelet: Kubelet::at(place.kubelet_port),
+            probes: HashSet::new(),
+        }
+    }
+
+    fn counts(&mut self, frame: &[u8], probed: &[u16]) -> bool {
+        if let Some(segment) = segment(frame, &self.own)
+            && self.is_of_probe(&segment, probed)
+        {
+            return false;
+        }
+        matches!(meaning(frame, &self.own), Meaning::Wakes(_))
+    }
+
+    /// A connection of the kubelet to a port that it probes; when the kernel does not say whose it is, it is somebody who wants the sandbox.
+    fn is_of_probe(&mut self, segment: &Segment, probed: &[u16]) -> bool {
+        if !probed.contains(&segment.ends.local_port) {
+            return false;
+        }
+        if !segment.begins() {
+            return self.probes.contains(&segment.ends);
+        }
+        self.probes.remove(&segment.ends);
+        let owned = self.kubelet.owns(&segment.ends).unwrap_or(false);
+        if owned {
+            if self.probes.len() >= MOST_PROBES {
+                self.probes.clear();
+            }
+            self.probes.insert(segment.ends);
+        }
+        owned
+    }
+}
