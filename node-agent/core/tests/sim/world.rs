@@ -213,6 +213,7 @@ impl World {
             },
             restore: Restore::NotAsked,
             save_turn: self.save_turn,
+            held_back: false,
             sessions: self.sessions,
             idle_since: self
                 .idle_since

@@ -127,6 +127,12 @@ impl Partial {
         )?)
     }
 
+    /// Bytes of the files that were made, as they are now.
+    pub fn size(&self) -> Result<u64, SaveError> {
+        let files = self.open_files()?;
+        Ok(files.iter().map(|file| file.size).sum())
+    }
+
     /// Makes the image whole: every file in the directory durable and hashed, manifest written, moved to its place.
     ///
     /// After an error the image may or may not be in its place (the last thing that can fail is making the move durable).

@@ -104,6 +104,74 @@ async fn a_timer_waits_while_somebody_waits_for_a_wake_and_who_asks_does_not() -
     .await
 }
 
+/// Bytes a second: a small image takes some ten seconds of it.
+const BANDWIDTH: i64 = 100_000;
+
+#[tokio::test]
+async fn images_of_idle_sandboxes_keep_to_the_bandwidth_and_who_asks_does_not_wait_for_it()
+-> anyhow::Result<()> {
+    case_alone("bandwidth", async |case| {
+        case.start(shell_pod("asked", IDLE)).await?;
+        let limit = BANDWIDTH.to_string();
+        let limited = [("TORPOR_SAVE_BANDWIDTH", limit.as_str())];
+        Agent::with_environment(&case.kubectl, &limited, async || {
+            let names = ["idle-0", "idle-1"];
+            let mut pods = Vec::new();
+            for name in names {
+                let sleepy = annotated(shell_pod(name, IDLE), HIBERNATE_AFTER, "3s");
+                pods.push(case.start(sleepy).await?);
+            }
+            let waits = wait::until("one waits for bandwidth", SLEEP_LIMIT, async || {
+                for (name, pod) in names.iter().zip(&pods) {
+                    let reasons = reasons(case, pod).await?;
+                    if reasons.iter().any(|why| why == plan::AWAITING_BANDWIDTH) {
+                        return Ok(Ok(*name));
+                    }
+                }
+                Ok(Err("nobody does".to_owned()))
+            })
+            .await?;
+            let asked = case.hibernate("asked").await?;
+            let still = case.pods().get(waits).await?;
+            anyhow::ensure!(
+                condition(&still, POD_HIBERNATED).0 != "True",
+                "{waits} sleeps before its time"
+            );
+            let first = names.into_iter().find(|name| *name != waits);
+            let first = case.asleep(first.unwrap_or_default()).await?;
+            let last = case.asleep(waits).await?;
+            let (began, bytes) = image_of(case, &first).await?;
+            let (_, asked) = image_of(case, &asked).await?;
+            let (ended, _) = image_of(case, &last).await?;
+            // Times are told in whole seconds, and are those of the ends.
+            let owed = (bytes + asked) / BANDWIDTH;
+            let passed = ended.duration_since(began).as_secs();
+            anyhow::ensure!(passed >= owed - 2, "{passed} s, where {owed} were owed");
+            Ok(())
+        })
+        .await
+    })
+    .await
+}
+
+/// Since when a Pod sleeps, and the bytes of its image.
+async fn image_of(
+    case: &Case,
+    pod: &k8s_openapi::api::core::v1::Pod,
+) -> anyhow::Result<(jiff::Timestamp, i64)> {
+    wait::until("its node tells of its image", SLEEP_LIMIT, async || {
+        let node = sandbox_node(case, pod).await?;
+        let told = node.sandbox(&uid(pod)).cloned().unwrap_or_default();
+        let image = told
+            .asleep_since
+            .as_ref()
+            .map(|since| since.0)
+            .zip(told.image_bytes);
+        Ok(image.ok_or_else(|| format!("{told:?}")))
+    })
+    .await
+}
+
 async fn events(case: &Case, reason: &str) -> anyhow::Result<Vec<Event>> {
     let events: Api<Event> = case.api();
     let params = ListParams::default().fields(&format!("reason={reason}"));
