@@ -258,7 +258,7 @@ async fn a_node_that_is_short_of_swap_hibernates_who_dozes_the_longest_idle_firs
     case_alone("swap", async |case| {
         let (total, _) = swap()?;
         // One alone takes more than the hundredth that may be taken.
-        let megabytes = (total / 100 * 3 / 2 >> 20).max(24);
+        let megabytes = ((total / 100 * 3 / 2) >> 20).max(24);
         let holds = |name: &str, key: &str, after: &str| {
             let program = format!("import os, time\nkept = os.urandom({megabytes} << 20)\nopen('/ready', 'w').close()\nwhile True: time.sleep(1000)");
             let ready = json!({ "startupProbe": { "exec": { "command": ["test", "-e", "/ready"] }, "periodSeconds": 1 } });

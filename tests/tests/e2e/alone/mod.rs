@@ -4,3 +4,4 @@ mod capacity;
 mod crash;
 mod drain;
 mod killed;
+mod tracing;
