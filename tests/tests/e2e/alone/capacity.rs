@@ -100,8 +100,9 @@ async fn a_timer_waits_while_somebody_waits_for_a_wake_and_who_asks_does_not() -
     .await
 }
 
-/// Bytes a second: a small image takes some ten seconds of it.
-const BANDWIDTH: i64 = 100_000;
+/// Bytes a second: a small image takes some twenty seconds of it, so that the SandboxNode tells who waits.
+const BANDWIDTH: i64 = 30_000;
+const BANDWIDTH_LIMIT: Duration = Duration::from_secs(100);
 
 #[tokio::test]
 async fn images_of_idle_sandboxes_keep_to_the_bandwidth_and_who_asks_does_not_wait_for_it()
@@ -135,7 +136,11 @@ async fn images_of_idle_sandboxes_keep_to_the_bandwidth_and_who_asks_does_not_wa
             );
             let first = names.into_iter().find(|name| *name != waits);
             let first = case.asleep(first.unwrap_or_default()).await?;
-            let last = case.asleep(waits).await?;
+            let asleep = |pod: &Pod| condition(pod, POD_HIBERNATED).0 == "True";
+            let words = "it sleeps when the disk is free";
+            let last = case
+                .pod_until(waits, words, BANDWIDTH_LIMIT, asleep)
+                .await?;
             let (began, bytes) = image_of(case, &first).await?;
             let (_, asked) = image_of(case, &asked).await?;
             let (ended, _) = image_of(case, &last).await?;
