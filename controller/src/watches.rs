@@ -142,11 +142,15 @@ pub fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
 
 fn start_sandboxes(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
     let known = Arc::clone(context);
-    tasks.spawn(follow_guarded(context.api.client(), trim, move |event| {
-        for change in known.caches.sandboxes.apply(event) {
-            sandbox_changed(&known, &change);
-        }
-    }));
+    tasks.spawn(follow_guarded(
+        context.api.client(),
+        trim_sandbox,
+        move |event| {
+            for change in known.caches.sandboxes.apply(event) {
+                sandbox_changed(&known, &change);
+            }
+        },
+    ));
     let known = Arc::clone(context);
     tasks.spawn(follow_guarded(context.api.client(), trim, move |event| {
         for change in known.caches.snapshots.apply(event) {
@@ -390,6 +394,16 @@ fn naming_class(change: &Change<SnapshotClass>, sandboxes: &Cache<Sandbox>) -> V
 
 fn trim<K: Resource>(object: &mut K) {
     object.meta_mut().managed_fields = None;
+}
+
+/// A Sandbox without what is known of who last wrote its fields, but for what somebody applied: an assignment must not forget that.
+fn trim_sandbox(sandbox: &mut Sandbox) {
+    if let Some(fields) = &mut sandbox.metadata.managed_fields {
+        fields.retain(|entry| entry.operation.as_deref() == Some("Apply"));
+    }
+    if sandbox.managed_fields().is_empty() {
+        trim(sandbox);
+    }
 }
 
 /// A SandboxNode without what its agent says of each sandbox: that grows with the node, and is for people.

@@ -3,6 +3,7 @@
 use std::cell::{Cell, RefCell};
 use std::time::{Duration, Instant};
 
+use torpor_core::Entry;
 use torpor_core::ids::{ImageId, Namespace, PodUid};
 use torpor_core::ledger::Memory;
 use torpor_core::steps::{Action, Outcome, Step};
@@ -19,6 +20,9 @@ use crate::observe::words;
 const SAVE_LIMIT: Duration = Duration::from_secs(300);
 /// The kubelet gives an exec two minutes.
 const WAKE_LIMIT: Duration = Duration::from_secs(110);
+
+/// The sandbox ended before it heard what was asked of it.
+const NOT_HEARD: &str = "SandboxEnded";
 
 /// One step's surroundings.
 pub(crate) struct Context<'a> {
@@ -67,11 +71,17 @@ pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
         // Written by who woke it, before anybody could hear the sandbox.
         (Outcome::Done, Action::Wake { .. }) if is_awake(&ledger) => None,
         (Outcome::Done | Outcome::Already, _) => step.after.clone(),
-        (Outcome::Failed { reason, .. }, Action::Wake { image }) => {
-            Some(torpor_core::Entry::WakeFailed {
-                image: image.clone(),
-                reason: reason.clone(),
-            })
+        (Outcome::Failed { reason, .. }, Action::Wake { image }) => Some(Entry::WakeFailed {
+            image: image.clone(),
+            reason: reason.clone(),
+        }),
+        // It never ran: the image that was its memory is that again.
+        (Outcome::Failed { reason, .. }, Action::Resume)
+            if reason == NOT_HEARD && step.before == Some(Entry::Awake) =>
+        {
+            let held = |image: &ImageId| context.node.store.image(context.namespace, image).is_ok();
+            let image = state.restorable(held).cloned();
+            image.map(|image| Entry::Committed { image })
         }
         _ => None,
     };
@@ -192,6 +202,7 @@ fn with_control(
         Err(pause::Error::Control(error)) if error.is_unknown() => Outcome::Unknown {
             message: words(&error),
         },
+        Err(error) if error.was_not_heard() => failed(NOT_HEARD, &error),
         Err(error) => failed("ControlFailed", &error),
     }
 }

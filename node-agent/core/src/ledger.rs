@@ -18,7 +18,8 @@
 //!
 //! # Which image may be restored without being asked for by name
 //! The one that [`Memory`] names: from [`Entry::Committed`] (the sandbox has been paused since before its memory was read) until
-//! [`Entry::Awake`], which is written before a sandbox is resumed, or after it was restored. From then on the image is stale.
+//! [`Entry::Awake`], which is written before a sandbox is resumed, or after it was restored. From then on the image is stale. (Where the sandbox
+//! ended with the word to run on unread, [`Entry::Committed`] follows, and the image is its memory as before.)
 //! [`Entry::Waking`] without an outcome means that a restore was begun and may have got anywhere. If the sandbox runs, it is
 //! awake. If it does not, nothing of it ran to its end that anybody waited for (every caller of a wake waits for
 //! [`Entry::Awake`]), and the same image may be restored once more.
@@ -49,7 +50,8 @@ pub enum Entry {
         #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
         snapshots: BTreeSet<SnapshotUid>,
     },
-    /// `image` is complete, durable and in its final place; the sandbox is still paused.
+    /// `image` is complete, durable and in its final place; the sandbox is still paused. Written again after [`Entry::Awake`] when the sandbox ended before it
+    /// was resumed.
     Committed { image: ImageId },
     /// `image`, committed before, is also the image of these snapshots.
     Adopted {
@@ -323,7 +325,10 @@ impl LedgerState {
             }
             Entry::Committed { image } => {
                 self.last_number = self.last_number.max(image.number());
-                self.images.entry(image.clone()).or_default().committed = true;
+                let record = self.images.entry(image.clone()).or_default();
+                record.committed = true;
+                // Again after Awake: it ended before it ran.
+                record.left = false;
                 self.memory = Memory::Committed {
                     image: image.clone(),
                 };

@@ -5,7 +5,7 @@
 //! pkg/urpc and runsc/boot/controller.go). The protocol is internal to a runsc build: we ship that build, name its
 //! digest in every image, and the e2e tests run against it. A call costs 0.1–0.5 ms where the command costs 16.
 
-use std::io::{IoSlice, Read, Write};
+use std::io::{ErrorKind, IoSlice, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -35,6 +35,14 @@ pub enum Error {
         #[source]
         source: std::io::Error,
     },
+    /// The sandbox ended with the call unread: it had no effect, and never will have. (The kernel resets a unix stream whose other end is closed with bytes unread in it; one that
+    /// was read ends without an error.)
+    #[error("the sandbox ended before it heard of {method}")]
+    NotHeard {
+        method: &'static str,
+        #[source]
+        source: std::io::Error,
+    },
     /// The sandbox ended, or did not answer in time: whether the call took effect is not known.
     #[error("the sandbox gave no answer to {method}")]
     NoAnswer {
@@ -60,6 +68,13 @@ impl Error {
     /// Whether the call may have taken effect all the same.
     pub fn is_unknown(&self) -> bool {
         matches!(self, Self::NoAnswer { .. } | Self::BadAnswer { .. })
+    }
+
+    fn of_send(method: &'static str, source: std::io::Error) -> Self {
+        match source.kind() {
+            ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => Self::NotHeard { method, source },
+            _ => Self::Send { method, source },
+        }
     }
 }
 
@@ -142,13 +157,10 @@ impl Control {
             MsgFlags::MSG_NOSIGNAL,
             None,
         )
-        .map_err(|errno| Error::Send {
-            method,
-            source: errno.into(),
-        })?;
+        .map_err(|errno| Error::of_send(method, errno.into()))?;
         self.stream
             .write_all(&request[sent..])
-            .map_err(|source| Error::Send { method, source })
+            .map_err(|source| Error::of_send(method, source))
     }
 
     fn receive<T: DeserializeOwned>(&mut self, method: &'static str) -> Result<T, Error> {
@@ -157,9 +169,10 @@ impl Control {
         let answer = match values.next() {
             Some(Ok(answer)) => answer,
             Some(Err(error)) if error.is_io() || error.is_eof() => {
-                return Err(Error::NoAnswer {
-                    method,
-                    source: error.into(),
+                let source = std::io::Error::from(error);
+                return Err(match source.kind() {
+                    ErrorKind::ConnectionReset => Error::NotHeard { method, source },
+                    _ => Error::NoAnswer { method, source },
                 });
             }
             Some(Err(source)) => return Err(Error::BadAnswer { method, source }),
@@ -419,6 +432,32 @@ mod tests {
             .pause(Duration::from_secs(5))
             .expect_err("no answer");
         assert!(error.is_unknown(), "{error}");
+    }
+
+    #[test]
+    fn a_sandbox_that_dies_with_the_call_unread_has_not_heard_of_it() {
+        for accepts in [true, false] {
+            let dir = tempfile::tempdir().expect("a directory");
+            let listener = UnixListener::bind(socket_path(dir.path(), "s")).expect("a socket");
+            let mut control = Control::connect(dir.path(), "s").expect("connected");
+            let peer = accepts.then(|| listener.accept().expect("a connection"));
+            let dies = std::thread::spawn(move || {
+                if let Some((peer, _)) = &peer {
+                    wait_until_readable(peer);
+                }
+                drop((peer, listener));
+            });
+            let error = control.resume(Duration::from_secs(5)).expect_err("dead");
+            assert!(matches!(error, Error::NotHeard { .. }), "{accepts} {error}");
+            assert!(!error.is_unknown());
+            dies.join().expect("no panic");
+        }
+    }
+
+    fn wait_until_readable(stream: &UnixStream) {
+        use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+        let mut fds = [PollFd::new(stream.as_fd(), PollFlags::POLLIN)];
+        poll(&mut fds, PollTimeout::from(5_000_u16)).expect("bytes to read");
     }
 
     #[test]

@@ -36,6 +36,13 @@ pub enum Error {
     Forwards(#[from] forward::Error),
 }
 
+impl Error {
+    /// Whether a sandbox that was to be resumed ended without having heard of it: it stood still to its end.
+    pub fn was_not_heard(&self) -> bool {
+        matches!(self, Self::Control(control::Error::NotHeard { .. }))
+    }
+}
+
 /// Whether the sandbox is paused. Settles what a crash left open, and so is only for who holds the pod's lock: while somebody
 /// else is at it, [`Records::pause_mark`] is all that there is to read.
 pub fn is_paused(

@@ -80,9 +80,10 @@ fn resume(node: &Node, sandbox: &SandboxId, stages: &mut Stages) -> anyhow::Resu
     let Some(mut control) = dozing(node, sandbox)? else {
         return Ok(false);
     };
-    restore::about_to_run(node, sandbox)?;
+    let about_to_run = restore::about_to_run(node, sandbox)?;
     stages.over("recorded");
-    if !pause::resume(&node.records, &mut control, sandbox, CALL_LIMIT)? {
+    let resumed = pause::resume(&node.records, &mut control, sandbox, CALL_LIMIT);
+    if !about_to_run.settle(resumed)? {
         bail!("the sandbox was resumed by somebody who did not hold its lock");
     }
     stages.over("resumed");

@@ -11,7 +11,7 @@ use torpor_gvisor::pause;
 use torpor_gvisor::record::{ContainerRecord, SandboxState, WakeCause};
 
 use crate::doze;
-use crate::node::{CALL_LIMIT, Node};
+use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
 use crate::restore;
 
 /// The shim knows by these words that there is nothing left to kill.
@@ -26,6 +26,9 @@ pub(crate) fn kill(node: &Node, id: &ContainerId, signal: &str, all: bool) -> an
         // The shim sends this to what is left of a container that has ended.
         SandboxState::Running if keeper_is_gone(node, id) => end_orphaned(node, &record),
         SandboxState::Hibernated { .. } | SandboxState::Restoring { .. } if ends(signal) => {
+            // A restore that was cut off leaves processes, and they hold the container's output, for whose end containerd waits.
+            let pod = node.records.pod(&record.sandbox)?;
+            restore::kill_processes(node, &pod.cgroup)?;
             end_keeper(node, id, signal)
         }
         SandboxState::Hibernated { .. } => {
@@ -40,9 +43,11 @@ pub(crate) fn kill(node: &Node, id: &ContainerId, signal: &str, all: bool) -> an
             // A paused container handles no signal, and who ends one wants it to run its handlers.
             if !doze::rouse(node, &record.sandbox, WakeCause::Called)? && is_paused(node, &record)?
             {
-                restore::about_to_run(node, &record.sandbox)?;
                 let mut control = Control::connect(node.runsc.root(), record.sandbox.as_str())?;
-                pause::resume(&node.records, &mut control, &record.sandbox, CALL_LIMIT)?;
+                let about_to_run = restore::about_to_run(node, &record.sandbox)?;
+                let resumed =
+                    pause::resume(&node.records, &mut control, &record.sandbox, CALL_LIMIT);
+                about_to_run.settle(resumed)?;
             }
             deliver(node, &record, signal, all)
         }
@@ -116,7 +121,19 @@ fn is_paused(node: &Node, record: &ContainerRecord) -> anyhow::Result<bool> {
     )?)
 }
 
+/// Sends the signal, and has the keeper wait for the container's end if it does not yet: containerd dies now and then between a container's creation and its start, in which nobody has
+/// told the keeper of a program. For one that has none the wait ends at once.
 fn deliver(node: &Node, record: &ContainerRecord, signal: Signal, all: bool) -> anyhow::Result<()> {
+    let sent = send(node, record, signal, all);
+    if ends(signal) {
+        let dir = node.records.container_dir(&record.id);
+        // One that is gone has seen the end.
+        let _ = keeper::ask(&dir, &Request::Attach, &[], CALL_LIMIT);
+    }
+    sent
+}
+
+fn send(node: &Node, record: &ContainerRecord, signal: Signal, all: bool) -> anyhow::Result<()> {
     let scope = if all {
         SignalScope::All
     } else {
@@ -137,6 +154,13 @@ fn deliver(node: &Node, record: &ContainerRecord, signal: Signal, all: bool) -> 
             if message.contains("no such process") || message.contains("not found") =>
         {
             bail!(FINISHED)
+        }
+        // It has not been started, or has nothing that could be signalled. It is taken out of the sandbox, in which others may run: a start that was cut off may have got as far as
+        // the container's output, for whose end containerd waits.
+        Err(control::Error::Refused { .. }) if ends(signal) => {
+            let runsc = node.runsc_of(&record.sandbox);
+            runsc.delete(record.id.as_str(), COMMAND_LIMIT)?;
+            end_keeper(node, &record.id, signal)
         }
         // A sandbox that does not answer is ended as a whole: the kubelet has decided that it must go.
         Err(_) if signal == Signal::SIGKILL => {

@@ -70,8 +70,9 @@ pub(crate) fn resume(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
     let record = node.container(id)?;
     let _lock = node.records.lock(&record.sandbox)?;
     let mut control = Control::connect(node.runsc.root(), record.sandbox.as_str())?;
-    restore::about_to_run(node, &record.sandbox)?;
-    if !pause::resume(&node.records, &mut control, &record.sandbox, CALL_LIMIT)? {
+    let about_to_run = restore::about_to_run(node, &record.sandbox)?;
+    let resumed = pause::resume(&node.records, &mut control, &record.sandbox, CALL_LIMIT);
+    if !about_to_run.settle(resumed)? {
         bail!("the sandbox is not paused");
     }
     Ok(())

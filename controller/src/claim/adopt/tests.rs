@@ -64,6 +64,9 @@ fn a_member_is_handed_over_in_one_write_that_leaves_the_spec_alone() {
           "agents.x-k8s.io/sandbox-template-hash": null,
           "agents.x-k8s.io/warm-pool-sandbox": null
         },
+        "managedFields": [
+          {}
+        ],
         "ownerReferences": [
           {
             "apiVersion": "extensions.agents.x-k8s.io/v1beta1",
@@ -79,6 +82,18 @@ fn a_member_is_handed_over_in_one_write_that_leaves_the_spec_alone() {
       }
     }
     "#);
+}
+
+#[test]
+fn who_applied_what_to_a_member_is_not_forgotten() {
+    for (operation, forgotten) in [("Apply", false), ("Update", true)] {
+        let written = member(json!({"metadata": {"managedFields": [
+            {"manager": "somebody", "operation": operation, "apiVersion": "agents.x-k8s.io/v1beta1"},
+        ]}}));
+        let patch = assignment(&claim(json!({})), &written, &template(), None);
+        let said = patch["metadata"].get("managedFields");
+        assert_eq!(said, forgotten.then_some(&json!([{}])), "{operation}");
+    }
 }
 
 #[test]

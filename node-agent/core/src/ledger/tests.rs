@@ -206,6 +206,28 @@ fn an_image_is_restorable_from_commit_until_awake() {
 }
 
 #[test]
+fn a_sandbox_that_ended_before_it_was_resumed_never_left_its_image() {
+    let resumed = [a_life(), vec![Entry::Awake]].concat();
+    let saved = |number| {
+        let snapshots = BTreeSet::new();
+        let image = image(number);
+        vec![
+            Entry::Saving {
+                image: image.clone(),
+                snapshots,
+            },
+            Entry::Committed { image },
+            Entry::Awake,
+        ]
+    };
+    let left = LedgerState::fold(&[resumed.clone(), saved(9)].concat());
+    assert!(left.is_stale(&image(9)) && left.was_left(&image(9)));
+    let not_heard = vec![Entry::Committed { image: image(9) }];
+    let state = LedgerState::fold(&[resumed, saved(9), not_heard].concat());
+    assert!(!state.is_stale(&image(9)) && !state.was_left(&image(9)));
+}
+
+#[test]
 fn image_numbers_never_go_back() {
     let state = LedgerState::fold(&a_life());
     assert_eq!(state.last_number, 2);

@@ -4,6 +4,7 @@ use torpor_core::Entry;
 use torpor_core::ids::{ImageId, SandboxId};
 use torpor_gvisor::control::Control;
 use torpor_gvisor::pause;
+use torpor_snapshots::LedgerFile;
 
 use super::{end, store};
 use crate::node::{CALL_LIMIT, Node};
@@ -47,10 +48,79 @@ pub(crate) fn sleep_on(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool>
 }
 
 /// Before a paused sandbox is resumed: from now on no image is its memory.
-pub(crate) fn about_to_run(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
-    if memory_image(node, sandbox)?.is_some() {
-        let pod = node.records.pod(sandbox)?;
-        store(node)?.ledger(&pod.pod_uid)?.append(&Entry::Awake)?;
+pub(crate) fn about_to_run(node: &Node, sandbox: &SandboxId) -> anyhow::Result<AboutToRun> {
+    let Some(image) = memory_image(node, sandbox)? else {
+        return Ok(AboutToRun { left: None });
+    };
+    let pod = node.records.pod(sandbox)?;
+    let ledger = store(node)?.ledger(&pod.pod_uid)?;
+    let seq = ledger.append(&Entry::Awake)?.seq;
+    Ok(AboutToRun {
+        left: Some((ledger, seq, image)),
+    })
+}
+
+/// The ledger says of a sandbox that it runs.
+#[must_use = "what came of it"]
+pub(crate) struct AboutToRun {
+    /// With the sequence number of that entry, and the image that was the sandbox' memory.
+    left: Option<(LedgerFile, u64, ImageId)>,
+}
+
+impl AboutToRun {
+    /// What came of it. A sandbox that ended before it heard that it may run on has not run: the image is its memory again.
+    pub(crate) fn settle(self, resumed: Result<bool, pause::Error>) -> anyhow::Result<bool> {
+        if let (Err(error), Some((ledger, seq, image))) = (&resumed, self.left)
+            && error.was_not_heard()
+        {
+            ledger.append_at(seq, &Entry::Committed { image })?;
+        }
+        Ok(resumed?)
     }
-    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use torpor_core::ids::PodUid;
+    use torpor_gvisor::control;
+    use torpor_snapshots::Store;
+
+    use super::*;
+
+    #[test]
+    fn only_a_sandbox_that_heard_nothing_keeps_its_image() {
+        let source = || std::io::ErrorKind::ConnectionReset.into();
+        let method = "containerManager.Resume";
+        let not_heard = control::Error::NotHeard {
+            method,
+            source: source(),
+        };
+        let unknown = control::Error::NoAnswer {
+            method,
+            source: source(),
+        };
+        for (resumed, keeps) in [
+            (Ok(true), false),
+            (Err(not_heard.into()), true),
+            (Err(unknown.into()), false),
+        ] {
+            let dir = tempfile::tempdir().expect("a directory");
+            let store = Store::open(dir.path()).expect("a store");
+            let pod = PodUid::new("pod-a").expect("a uid");
+            let ledger = store.ledger(&pod).expect("a ledger");
+            let image = ImageId::parse("pod-a.1").expect("an id");
+            let committed = Entry::Committed {
+                image: image.clone(),
+            };
+            ledger.append(&committed).expect("written");
+            let seq = ledger.append(&Entry::Awake).expect("written").seq;
+            let words = format!("{resumed:?}");
+            let about_to_run = AboutToRun {
+                left: Some((ledger, seq, image.clone())),
+            };
+            assert_eq!(about_to_run.settle(resumed).is_ok(), words == "Ok(true)");
+            let state = store.ledger(&pod).expect("a ledger").read().expect("read");
+            assert_eq!(!state.is_stale(&image), keeps, "{words}");
+        }
+    }
 }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::json;
+use torpor_core::ids::ContainerId;
 use torpor_tests::agent::Agent;
 use torpor_tests::case::{Case, case_alone, uid};
 use torpor_tests::node::containerd;
@@ -86,4 +87,56 @@ async fn containerd_comes_back_right_after_a_keeper_was_killed() -> anyhow::Resu
         nothing_is_left(case, &footprint).await
     })
     .await
+}
+
+/// Creating a container and starting it are a few hundredths of a second apart.
+const TRIES: usize = 8;
+
+/// containerd ends, when it comes up, a container that it had created and not started. The others of its sandbox go on.
+#[tokio::test]
+async fn containerd_comes_back_to_a_container_that_it_had_not_started() -> anyhow::Result<()> {
+    case_alone("created", async |case| {
+        for number in 0..TRIES {
+            let name = format!("p{number}");
+            let pod = with(two_containers(), json!({ "metadata": { "name": name } }));
+            case.create(pod).await?;
+            let pod = case
+                .pod_until(&name, "it is there", RECOVERY_LIMIT, |_| true)
+                .await?;
+            let created = created(case, &uid(&pod), "b").await?;
+            containerd()?.kill()?;
+            let has_run = |pod: &Pod| is_ready(pod);
+            let words = "both containers run";
+            let pod = case
+                .pod_until(&name, words, RECOVERY_LIMIT, has_run)
+                .await?;
+            let running = case.node.container(&uid(&pod), "b")?.id;
+            let restarted = restarts_of(&pod, "a");
+            case.delete_pod(&name, Duration::from_secs(30)).await?;
+            if running != created {
+                assert_eq!(restarted, Some(0), "the other container went on");
+                return Ok(());
+            }
+        }
+        anyhow::bail!("containerd never died between a creation and a start")
+    })
+    .await
+}
+
+/// The container, as soon as it has a keeper.
+async fn created(case: &Case, pod: &str, name: &str) -> anyhow::Result<ContainerId> {
+    let deadline = tokio::time::Instant::now() + RECOVERY_LIMIT;
+    loop {
+        match case.node.container(pod, name) {
+            Ok(record) => return Ok(record.id),
+            Err(error) => anyhow::ensure!(tokio::time::Instant::now() < deadline, error),
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+fn restarts_of(pod: &Pod, container: &str) -> Option<i32> {
+    let statuses = pod.status.as_ref()?.container_statuses.as_ref()?;
+    let status = statuses.iter().find(|status| status.name == container)?;
+    Some(status.restart_count)
 }
