@@ -18,7 +18,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{SockFlag, accept4};
 use rustix::termios::Termios;
 use torpor_core::ids::{ContainerId, ImageId};
-use torpor_gvisor::control::Control;
+use torpor_gvisor::control::{self, Control};
 use torpor_gvisor::keeper::{Answer, Request, Rules, Verb, receive, send};
 use torpor_gvisor::record::{ContainerRecord, SandboxState};
 use torpor_wake::sensor::Next;
@@ -141,13 +141,16 @@ impl Keeper<'_> {
             self.terminal_mode = relay.mode();
             self.relay = None;
         }
+        // Before requests: one may bring another wait.
+        if ready.ended
+            && let Some(code) = self.container_ended()
+        {
+            return Ok(Some(code));
+        }
         if ready.request
             && let Handled::Exit(code) = self.serve()?
         {
             return Ok(Some(code));
-        }
-        if ready.ended {
-            return Ok(self.container_ended());
         }
         Ok(None)
     }
@@ -312,6 +315,18 @@ impl Keeper<'_> {
         let mut control = self.waiting.take()?;
         match control.wait_result() {
             Ok(status) => Some(self.last_words(status.exit_code())),
+            Err(control::Error::Refused { .. }) => self.sandbox_gone(),
+            Err(_) => self.wait_anew(),
+        }
+    }
+
+    /// A keeper that was not given the processor for long may hear of the end of a sandbox when another runs in its place already: the pod has slept and woken meanwhile.
+    fn wait_anew(&mut self) -> Option<u8> {
+        match self.attach() {
+            Ok(control) => {
+                self.waiting = Some(control);
+                None
+            }
             Err(_) => self.sandbox_gone(),
         }
     }
@@ -394,16 +409,11 @@ impl Keeper<'_> {
                 ),
             },
             Request::Attach => {
-                if self.waiting.is_none() {
-                    match self.attach() {
-                        Ok(control) => self.waiting = Some(control),
-                        Err(_) => {
-                            if let Some(code) = self.sandbox_gone() {
-                                answer(&peer, &done, &[]);
-                                return Handled::Exit(code);
-                            }
-                        }
-                    }
+                if self.waiting.is_none()
+                    && let Some(code) = self.wait_anew()
+                {
+                    answer(&peer, &done, &[]);
+                    return Handled::Exit(code);
                 }
                 self.release();
                 answer(&peer, &done, &[]);
@@ -456,7 +466,7 @@ impl Keeper<'_> {
         }
     }
 
-    fn attach(&self) -> Result<Control, torpor_gvisor::control::Error> {
+    fn attach(&self) -> Result<Control, control::Error> {
         let sandbox = self.record.sandbox.as_str();
         let mut control = Control::connect(self.node.runsc.root(), sandbox)?;
         control.begin_wait(self.record.id.as_str())?;

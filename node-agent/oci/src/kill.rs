@@ -21,14 +21,11 @@ pub(crate) fn kill(node: &Node, id: &ContainerId, signal: &str, all: bool) -> an
     let signal = parse(signal)?;
     let record = node.container(id)?;
     let _lock = node.records.lock(&record.sandbox)?;
-    let state = node.records.state(&record.sandbox)?;
-    match state {
+    match restore::settled(node, &record.sandbox)? {
         // The shim sends this to what is left of a container that has ended.
         SandboxState::Running if keeper_is_gone(node, id) => end_orphaned(node, &record),
         SandboxState::Hibernated { .. } | SandboxState::Restoring { .. } if ends(signal) => {
-            // A restore that was cut off leaves processes, and they hold the container's output, for whose end containerd waits.
-            let pod = node.records.pod(&record.sandbox)?;
-            restore::kill_processes(node, &pod.cgroup)?;
+            end_remains(node, &record)?;
             end_keeper(node, id, signal)
         }
         SandboxState::Hibernated { .. } => {
@@ -62,10 +59,21 @@ pub(crate) fn bereave(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
     };
     let _lock = node.records.lock(&record.sandbox)?;
     let there = node.container(id).is_ok();
-    match node.records.state(&record.sandbox)? {
-        SandboxState::Running if there => end_orphaned(node, &record),
-        _ => Ok(()),
+    if !there {
+        return Ok(());
     }
+    match restore::settled(node, &record.sandbox)? {
+        SandboxState::Running => end_orphaned(node, &record),
+        SandboxState::Hibernated { .. } | SandboxState::Restoring { .. } => {
+            end_remains(node, &record)
+        }
+    }
+}
+
+/// A restore that was cut off leaves processes, and they hold the container's output, for whose end containerd waits. The caller holds the lock.
+fn end_remains(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
+    let pod = node.records.pod(&record.sandbox)?;
+    restore::kill_processes(node, &pod.cgroup)
 }
 
 /// A sandbox that sleeps does so without the container, and one that runs loses it. The caller holds the lock.

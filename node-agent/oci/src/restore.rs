@@ -487,15 +487,14 @@ pub(crate) fn wake_locked(
     sandbox: &SandboxId,
     cause: WakeCause,
 ) -> anyhow::Result<()> {
-    let SandboxState::Hibernated { image: id } = node.records.state(sandbox)? else {
-        bail!("the sandbox is not hibernated");
+    let id = match settled(node, sandbox)? {
+        SandboxState::Hibernated { image } => image,
+        SandboxState::Running => return Ok(()),
+        SandboxState::Restoring { .. } => bail!("the sandbox is not hibernated"),
     };
     let pod = node.records.pod(sandbox)?;
     let store = store(node)?;
     let ledger = store.ledger(&pod.pod_uid)?;
-    if ledger.read()?.memory == Memory::Live {
-        return catch_up(node, sandbox);
-    }
     let image = store.image(&pod.namespace, &id)?;
     let parts = parts_of(node, sandbox, &image)?;
     let stages = wake_recorded(node, &pod, &image, &id, &parts, &ledger, cause)
@@ -504,6 +503,20 @@ pub(crate) fn wake_locked(
     node.records
         .write_wake(sandbox, &stages.note(cause, Depth::Hibernated))?;
     Ok(())
+}
+
+/// The sandbox' state, where a wake that was cut off after its point of no return is a wake. The caller holds the lock.
+pub(crate) fn settled(node: &Node, sandbox: &SandboxId) -> anyhow::Result<SandboxState> {
+    let state = node.records.state(sandbox)?;
+    let SandboxState::Hibernated { .. } = state else {
+        return Ok(state);
+    };
+    let pod = node.records.pod(sandbox)?;
+    if store(node)?.ledger(&pod.pod_uid)?.read()?.memory != Memory::Live {
+        return Ok(state);
+    }
+    catch_up(node, sandbox)?;
+    Ok(SandboxState::Running)
 }
 
 /// Whoever woke it died before it could say so: the image is stale, and the sandbox runs, or has died awake.
