@@ -14,7 +14,7 @@ use serde::Serialize;
 
 use crate::cgroup::{self, Hierarchies, MemoryGroup, write};
 
-/// Rounds of `memory.reclaim`: each frees what the kernel finds in one go.
+/// Each frees what the kernel finds in one go: the first makes pages old that were used a moment ago, the next takes them.
 const MOST_ROUNDS: u32 = 8;
 /// A round that frees less than this was the last one.
 const WORTH_ANOTHER: u64 = 1 << 20;
@@ -73,19 +73,27 @@ fn reclaim_v1(group: &Path) -> Result<Reclaimed, Error> {
     // The cgroup is ours alone; what it inherited may say that nothing is swapped.
     write(&group.join("memory.swappiness"), "100")?;
     let limit = group.join("memory.limit_in_bytes");
-    match write(&limit, "4096") {
-        Err(error) if refused_with(&error, ErrorKind::ResourceBusy) => {}
-        Ok(()) => write(&limit, "-1")?,
-        Err(source) => {
-            return Err(Error::Refused {
-                path: limit,
-                source,
-            });
+    let mut left = bytes_before;
+    for _ in 0..MOST_ROUNDS {
+        match write(&limit, "4096") {
+            Err(error) if refused_with(&error, ErrorKind::ResourceBusy) => {}
+            Ok(()) => write(&limit, "-1")?,
+            Err(source) => {
+                return Err(Error::Refused {
+                    path: limit,
+                    source,
+                });
+            }
+        }
+        let before = left;
+        left = number(&usage)?;
+        if before.saturating_sub(left) < WORTH_ANOTHER {
+            break;
         }
     }
     Ok(Reclaimed {
         bytes_before,
-        bytes_after: number(&usage)?,
+        bytes_after: left,
     })
 }
 
