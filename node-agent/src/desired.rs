@@ -7,7 +7,7 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt;
 use torpor_api::annotations;
 use torpor_api::snapshot::{SandboxSnapshot, SnapshotReason as ApiReason};
-use torpor_core::ids::{ImageId, PodUid, SnapshotUid};
+use torpor_core::ids::{ContainerName, ImageId, PodUid, SnapshotUid};
 use torpor_core::pressure::Pressure;
 use torpor_core::state::{
     Desired, PodPresence, Power, SleepAfter, SnapshotIntent, SnapshotReason, SnapshotWish,
@@ -133,7 +133,36 @@ pub(crate) fn desired(
         keep_last_image: pod.is_some_and(goes_back),
         wake_up: pod.and_then(wake_up),
         snapshots,
+        containers: pod.map(to_run).unwrap_or_default(),
     }
+}
+
+/// The containers that run, or that the kubelet is going to start again: all but those that have ended and are left so.
+fn to_run(pod: &Pod) -> BTreeSet<ContainerName> {
+    let policy = pod
+        .spec
+        .as_ref()
+        .and_then(|spec| spec.restart_policy.as_deref());
+    let statuses = pod
+        .status
+        .as_ref()
+        .and_then(|status| status.container_statuses.as_ref());
+    let stays_ended = |name: &str| {
+        let status = statuses
+            .into_iter()
+            .flatten()
+            .find(|status| status.name == name);
+        let ended = status.and_then(|status| status.state.as_ref()?.terminated.as_ref());
+        ended.is_some_and(|ended| match policy {
+            Some("Never") => true,
+            Some("OnFailure") => ended.exit_code == 0,
+            _ => false,
+        })
+    };
+    let main = pod.spec.iter().flat_map(|spec| &spec.containers);
+    main.filter(|container| !stays_ended(&container.name))
+        .filter_map(|container| ContainerName::new(container.name.clone()).ok())
+        .collect()
 }
 
 /// Whether the sandbox goes back to its last image when it crashes. The controller tells of a wrong value.

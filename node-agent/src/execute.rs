@@ -65,7 +65,12 @@ pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
             Err(error) => return failed(error.reason(), &error),
         }
     }
-    let outcome = act(context, &step.action, &ledger);
+    let held = |image: &ImageId| context.node.store.image(context.namespace, image).is_ok();
+    // What was the memory of a sandbox that is about to run.
+    let left = state
+        .restorable(held)
+        .filter(|_| step.before == Some(Entry::Awake));
+    let outcome = act(context, &step.action, &ledger, left);
     let entry = match (&outcome, &step.action) {
         (Outcome::Done | Outcome::Already, Action::DiscardLedger) => None,
         // Written by who woke it, before anybody could hear the sandbox.
@@ -76,12 +81,8 @@ pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
             reason: reason.clone(),
         }),
         // It never ran: the image that was its memory is that again.
-        (Outcome::Failed { reason, .. }, Action::Resume)
-            if reason == NOT_HEARD && step.before == Some(Entry::Awake) =>
-        {
-            let held = |image: &ImageId| context.node.store.image(context.namespace, image).is_ok();
-            let image = state.restorable(held).cloned();
-            image.map(|image| Entry::Committed { image })
+        (Outcome::Failed { reason, .. }, Action::Resume) if reason == NOT_HEARD => {
+            left.cloned().map(|image| Entry::Committed { image })
         }
         _ => None,
     };
@@ -102,7 +103,12 @@ fn is_awake(ledger: &LedgerFile) -> bool {
         .is_ok_and(|state| state.memory == Memory::Live)
 }
 
-fn act(context: &Context<'_>, action: &Action, ledger: &LedgerFile) -> Outcome {
+fn act(
+    context: &Context<'_>,
+    action: &Action,
+    ledger: &LedgerFile,
+    left: Option<&ImageId>,
+) -> Outcome {
     let node = context.node;
     match action {
         Action::Pause => with_control(context, |control, record| {
@@ -116,7 +122,10 @@ fn act(context: &Context<'_>, action: &Action, ledger: &LedgerFile) -> Outcome {
             outcome
         }
         Action::Reclaim { image } => run_verb(context, Verb::Doze, image),
-        Action::Resume => resume(context),
+        Action::Resume => match left.filter(|_| is_broken(context)) {
+            Some(image) => sleep_on(context, ledger, image),
+            None => resume(context),
+        },
         Action::Checkpoint { image } => checkpoint(context, image),
         Action::Commit { image } => commit(context, image),
         Action::End { image } => run_verb(context, Verb::End, image),
@@ -136,6 +145,34 @@ fn act(context: &Context<'_>, action: &Action, ledger: &LedgerFile) -> Outcome {
             Ok(Removed::Already) => Outcome::Already,
             Err(error) => failed(error.reason(), &error),
         },
+    }
+}
+
+/// Whether a process without which the sandbox cannot run on has ended while it stood still.
+fn is_broken(context: &Context<'_>) -> bool {
+    let has_gofers =
+        |record: &PodRecord| context.node.runsc.has_its_gofers(record.sandbox.as_str());
+    context
+        .sandbox
+        .is_some_and(|(record, _)| matches!(has_gofers(record), Ok(false)))
+}
+
+/// The sandbox cannot run on: its memory is the image's alone, from which the next plan wakes it.
+fn sleep_on(context: &Context<'_>, ledger: &LedgerFile, image: &ImageId) -> Outcome {
+    let stays = Entry::Committed {
+        image: image.clone(),
+    };
+    if let Err(error) = ledger.append(&stays) {
+        return failed(error.reason(), &error);
+    }
+    match run_verb(context, Verb::End, image) {
+        Outcome::Done => Outcome::Failed {
+            reason: "GoferGone".to_owned(),
+            message: format!(
+                "a process that the sandbox needs has ended while it slept: it goes on from image {image}"
+            ),
+        },
+        other => other,
     }
 }
 

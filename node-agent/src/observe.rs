@@ -2,11 +2,12 @@
 
 use std::collections::BTreeSet;
 
-use torpor_core::ids::{ImageId, PodUid};
+use torpor_core::ids::{ContainerName, ImageId, PodUid};
 use torpor_core::state::{Doze, Failures, ImageObserved, Live, Observed, Record, Restore};
 use torpor_gvisor::control::{self, Control};
 use torpor_gvisor::pause::{self, PauseMark};
 use torpor_gvisor::record::{self, PodRecord, RestoreReport, SandboxState, Session};
+use torpor_gvisor::spec::Role;
 
 use crate::node::{CALL_LIMIT, Node};
 
@@ -26,9 +27,14 @@ pub(crate) fn observe(
         }),
         _ => None,
     };
+    let live = record.map_or(Live::None, |record| live(node, record, busy));
+    let running = record.filter(|_| live == Live::Running);
     Observed {
         sandbox: record.map(|record| record.sandbox.clone()),
-        live: record.map_or(Live::None, |record| live(node, record, busy)),
+        live,
+        containers: running
+            .map(|record| started(node, record))
+            .unwrap_or_default(),
         record: hibernated,
         doze: record
             .and_then(|record| node.records.doze(&record.sandbox).ok().flatten())
@@ -108,6 +114,27 @@ fn live(node: &Node, record: &PodRecord, busy: bool) -> Live {
         Some(false) => Live::Running,
         None => Live::Unknown,
     }
+}
+
+/// The containers that run in the sandbox, or have run: one that was created and not started is not part of an image yet.
+fn started(node: &Node, record: &PodRecord) -> BTreeSet<ContainerName> {
+    let sandbox = record.sandbox.as_str();
+    let Ok(mut control) = Control::connect(node.runsc.root(), sandbox) else {
+        return BTreeSet::new();
+    };
+    let recorded = node
+        .records
+        .containers_of(&record.sandbox)
+        .unwrap_or_default();
+    let mut has_started = |id: &str| match control.container_state(id, CALL_LIMIT) {
+        Ok(control::ContainerState::Running | control::ContainerState::Stopped) => true,
+        Ok(control::ContainerState::Creating) | Err(_) => false,
+    };
+    recorded
+        .into_iter()
+        .filter(|container| container.role == Role::Container && has_started(container.id.as_str()))
+        .filter_map(|container| ContainerName::new(container.name).ok())
+        .collect()
 }
 
 /// Whether the sandbox is paused, as far as its note says. One who does not hold the lock settles nothing: the pause or

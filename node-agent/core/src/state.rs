@@ -13,12 +13,13 @@
 //! Pod's image) and `Failed`. The names are those of [`crate::status::Phase`]; the planner itself keeps no state: it derives
 //! everything from [`Observed`], so that after a crash it goes on where the world is, not where it thought it was.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use crate::ids::{ImageId, PodUid, SandboxId, SnapshotUid};
+use crate::ids::{ContainerName, ImageId, PodUid, SandboxId, SnapshotUid};
 use crate::ledger::LedgerState;
 use crate::pressure::Pressure;
 use crate::steps::{Action, Outcome, StepKind};
@@ -93,6 +94,8 @@ pub struct Desired {
     /// A time at which it is to be awake, whatever made it sleep, unless it is frozen or being suspended.
     pub wake_up: Option<Timestamp>,
     pub snapshots: Vec<SnapshotIntent>,
+    /// Its containers but for those that have ended for good: an image without one of them would have no place for it.
+    pub containers: BTreeSet<ContainerName>,
 }
 
 /// Idle times after which a sandbox falls asleep by itself.
@@ -219,6 +222,8 @@ pub struct Observed {
     /// The current sandbox of the Pod, if the runtime knows one.
     pub sandbox: Option<SandboxId>,
     pub live: Live,
+    /// The containers that were started in the sandbox, while it runs.
+    pub containers: BTreeSet<ContainerName>,
     pub record: Option<Record>,
     pub doze: Option<Doze>,
     /// `Err`: this node cannot push memory out, in words.
@@ -258,6 +263,7 @@ impl Observed {
         Self {
             sandbox: None,
             live: Live::None,
+            containers: BTreeSet::new(),
             record: None,
             doze: None,
             can_doze: Ok(()),

@@ -97,6 +97,7 @@ fn wishes() -> Vec<(&'static str, Desired)> {
         pressure: Default::default(),
         keep_last_image: false,
         wake_up: None,
+        containers: BTreeSet::new(),
         snapshots: reason
             .into_iter()
             .map(|reason| SnapshotIntent {

@@ -81,6 +81,14 @@ struct RunscSandbox {
     gid: u32,
 }
 
+/// What is read of runsc's record of a container.
+#[derive(serde::Deserialize)]
+struct RunscContainer {
+    /// 0: it has none.
+    #[serde(rename = "goferPid", default)]
+    gofer_pid: i32,
+}
+
 /// The runsc of this node, with its root directory and flags.
 #[derive(Debug, Clone)]
 pub struct Runsc {
@@ -197,6 +205,34 @@ impl Runsc {
         self.root
             .join(format!("{id}_sandbox:{sandbox}.state"))
             .exists()
+    }
+
+    /// Whether each of the sandbox' gofers lives, by runsc's own records. A container without its gofer is killed by gVisor as soon as it may run.
+    pub fn has_its_gofers(&self, sandbox: &str) -> Result<bool, Error> {
+        let suffix = format!("_sandbox:{sandbox}.state");
+        let record = |path: &Path, source| Error::Record {
+            path: path.to_owned(),
+            source,
+        };
+        let entries = std::fs::read_dir(&self.root).map_err(|error| record(&self.root, error))?;
+        for entry in entries {
+            let path = entry.map_err(|error| record(&self.root, error))?.path();
+            let name = path.file_name().unwrap_or_default();
+            if !name.to_string_lossy().ends_with(&suffix) {
+                continue;
+            }
+            let file = match std::fs::File::open(&path) {
+                // Its container was deleted meanwhile.
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
+                opened => opened.map_err(|error| record(&path, error))?,
+            };
+            let container: RunscContainer = serde_json::from_reader(file.take(MAX_RECORD))
+                .map_err(|error| record(&path, error.into()))?;
+            if container.gofer_pid > 0 && !lives(container.gofer_pid) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// User and group that the sandbox' processes run as, from runsc's own record.
@@ -359,6 +395,17 @@ fn wait_within(mut child: Child, limit: Duration) -> std::io::Result<Option<Exit
     }
 }
 
+/// Whether the process is there and not only waited for.
+fn lives(pid: i32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The name in brackets may hold anything: the state comes after its end.
+    let state = stat
+        .rsplit(')')
+        .next()
+        .and_then(|rest| rest.trim_start().chars().next());
+    state.is_some_and(|state| !matches!(state, 'Z' | 'X'))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -380,6 +427,29 @@ mod tests {
             .capture("60", &[], limit)
             .expect_err("too slow");
         assert!(matches!(error, Error::TimedOut { .. }));
+    }
+
+    #[test]
+    fn a_sandbox_is_whole_while_each_of_its_gofers_lives() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let runsc = Runsc {
+            root: dir.path().to_owned(),
+            ..runsc_that_is("true")
+        };
+        let write = |container: &str, sandbox: &str, pid: u32| {
+            let path = dir
+                .path()
+                .join(format!("{container}_sandbox:{sandbox}.state"));
+            std::fs::write(path, format!(r#"{{"goferPid":{pid}}}"#)).expect("written");
+        };
+        let mut gone = Command::new("true").spawn().expect("a process");
+        write("s", "s", std::process::id());
+        write("a", "s", 0);
+        write("b", "other", gone.id());
+        assert!(runsc.has_its_gofers("s").expect("known"));
+        write("c", "s", gone.id());
+        gone.wait().expect("it ends");
+        assert!(!runsc.has_its_gofers("s").expect("known"));
     }
 
     #[test]

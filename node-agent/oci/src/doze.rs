@@ -48,6 +48,10 @@ pub(crate) fn wake(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Answer> {
 
 /// Resumes the sandbox if it dozes; answers whether it did. The caller holds the lock.
 pub(crate) fn rouse(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<bool> {
+    if is_broken(node, sandbox)? && restore::sleep_on(node, sandbox)? {
+        restore::wake_locked(node, sandbox, cause)?;
+        return Ok(true);
+    }
     let mut stages = Stages::new();
     if !resume(node, sandbox, &mut stages)? {
         return Ok(false);
@@ -67,6 +71,9 @@ pub(crate) fn rouse_at_once(node: &Node, sandbox: &SandboxId) -> anyhow::Result<
     let Some(_lock) = node.records.try_lock(sandbox)? else {
         return Ok(false);
     };
+    if is_broken(node, sandbox)? {
+        return Ok(false);
+    }
     let mut stages = Stages::new();
     let resumed = resume(node, sandbox, &mut stages)?;
     if resumed {
@@ -89,6 +96,12 @@ fn resume(node: &Node, sandbox: &SandboxId, stages: &mut Stages) -> anyhow::Resu
     stages.over("resumed");
     node.records.note_call(sandbox)?;
     Ok(true)
+}
+
+/// Whether a process without which it cannot run on has ended while it dozes: then its memory is its image's alone.
+fn is_broken(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
+    let dozes = node.records.doze(sandbox)?.is_some();
+    Ok(dozes && !node.runsc.has_its_gofers(sandbox.as_str())?)
 }
 
 /// Whether it dozes or hibernates at this moment.

@@ -570,7 +570,6 @@ pub(crate) fn end(node: &Node, sandbox: &SandboxId, id: &ImageId) -> anyhow::Res
     let lived = !node.cgroups.pids(&pod.cgroup)?.is_empty();
     let before = working_set().filter(|_| lived);
     sandbox::end(node, &pod)?;
-    node.records.write_pause_mark(sandbox, None)?;
     if let (Some(bytes_before), Some(bytes_after)) = (before, working_set()) {
         let dozed = node
             .records

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
+use torpor_gvisor::pause::PauseMark;
 use torpor_tests::case::{Case, START_LIMIT, case, uid};
 use torpor_tests::node::PAUSE;
 use torpor_tests::pods::{BUSYBOX, COUNT, mounts, pod, shell, shell_pod, with};
@@ -149,6 +150,27 @@ async fn a_pod_hibernates_and_wakes_again_and_again() -> anyhow::Result<()> {
             wait::holds(images.len() <= 1, || format!("{images:?}"))
         })
         .await
+    })
+    .await
+}
+
+/// Whoever put it to sleep died after its processes, before he could take away the note that it is paused. gVisor ends a sandbox that is resumed without having been paused.
+#[tokio::test]
+async fn a_note_of_a_pause_does_not_outlive_the_sandbox_that_was_paused() -> anyhow::Result<()> {
+    case("pausenote", async |case| {
+        let pod = case.start(shell_pod("p", COUNT)).await?;
+        let mut before = 0;
+        for _ in 0..2 {
+            case.hibernate("p").await?;
+            let sandbox = case.node.sandbox_of(&uid(&pod))?.sandbox;
+            let paused = Some(PauseMark::Paused);
+            case.node.records.write_pause_mark(&sandbox, paused)?;
+            assert_eq!(restarts(&case.wake("p").await?), 0);
+            let now = case.counted("p").await?;
+            assert!(now > before, "{before} → {now}");
+            before = now;
+        }
+        Ok(())
     })
     .await
 }

@@ -8,6 +8,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use torpor_api::annotations::{DOZE_AFTER, HIBERNATE_AFTER};
 use torpor_api::conditions::POD_HIBERNATED;
 use torpor_api::reasons::hibernated::{AWAKE, DOZING};
+use torpor_gvisor::record::SandboxState;
 use torpor_tests::case::{Case, START_LIMIT, case, condition, uid};
 use torpor_tests::pods::{COUNT, mounts, pod, python, shell, with};
 use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
@@ -282,6 +283,43 @@ async fn memory_survives_the_death_of_a_keeper_of_a_dozing_pod() -> anyhow::Resu
             wait::holds(found.is_ok(), || format!("{found:?}"))
         })
         .await
+    })
+    .await
+}
+
+/// gVisor kills a container that has lost its gofer as soon as it may run: it is not let run, and its image is.
+#[tokio::test]
+async fn memory_survives_the_death_of_a_gofer_of_a_dozing_pod() -> anyhow::Result<()> {
+    let _swap = Swap::on()?;
+    case("dozegofer", async |case| {
+        for by_agent in [false, true] {
+            let name = if by_agent { "asked" } else { "p" };
+            let spec = json!({ "containers": [shell("a", "cat /proc/sys/kernel/random/uuid >/mem; sleep 1000000")] });
+            let named = json!({ "metadata": { "name": name } });
+            let pod = case.start(with(sleepy(DOZE_AFTER, spec), named)).await?;
+            let kept = case.kubectl.sh(name, "a", "cat /mem").await?;
+            let uid = uid(&pod);
+            wait::until("it dozes, its memory reclaimed", START_LIMIT, async || {
+                let sandbox = case.node.sandbox_of(&uid)?.sandbox;
+                let note = case.node.records.doze(&sandbox)?;
+                wait::holds(note.is_some_and(|note| note.reclaimed), || format!("{note:?}"))
+            })
+            .await?;
+            case.node.gofer(&uid)?.kill()?;
+            if by_agent {
+                case.annotate(name, DOZE_AFTER, None).await?;
+                wait::until("it is awake", START_LIMIT, async || {
+                    let sandbox = case.node.sandbox_of(&uid)?.sandbox;
+                    let (note, state) = (case.node.records.doze(&sandbox)?, case.node.state_of(&uid)?);
+                    let awake = note.is_none() && state == SandboxState::Running;
+                    wait::holds(awake, || format!("{note:?}, {state:?}"))
+                })
+                .await?;
+            }
+            assert_eq!(case.kubectl.sh(name, "a", "cat /mem").await?, kept, "{name}");
+            assert_eq!(restarts(&case.ready(name).await?), 0, "{name}");
+        }
+        Ok(())
     })
     .await
 }

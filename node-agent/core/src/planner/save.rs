@@ -31,6 +31,12 @@ impl Planning<'_> {
         if for_snapshot {
             self.why.push(Reason::SnapshotWanted);
         }
+        // The kubelet is bringing one back, or has not brought it yet.
+        if !view.desired.containers.is_subset(&view.observed.containers) {
+            self.why.push(Reason::AwaitingContainers);
+            self.look_at(later(self.now, self.policy.look_again));
+            return false;
+        }
         let in_use = for_sleep && self.in_use();
         (for_snapshot || !in_use) && self.may_try_save_steps() && self.has_turn()
     }

@@ -3,7 +3,7 @@ use std::collections::BTreeSet;
 use proptest::prelude::*;
 
 use super::*;
-use crate::ids::{PodUid, SandboxId, SnapshotUid};
+use crate::ids::{ContainerName, PodUid, SandboxId, SnapshotUid};
 use crate::ledger::LedgerState;
 use crate::pressure::Pressure;
 use crate::state::{
@@ -39,6 +39,30 @@ fn desired(power: Power) -> Desired {
         keep_last_image: false,
         wake_up: None,
         snapshots: Vec::new(),
+        containers: BTreeSet::new(),
+    }
+}
+
+#[test]
+fn what_the_kubelet_is_bringing_back_is_waited_for() {
+    let name = |name: &str| ContainerName::new(name).expect("a name");
+    let asked = Desired {
+        containers: [name("a"), name("b")].into(),
+        ..desired(Power::Asleep)
+    };
+    for (there, saves) in [
+        (vec![], false),
+        (vec!["a"], false),
+        (vec!["b", "a", "c"], true),
+    ] {
+        let observed = Observed {
+            containers: there.iter().map(|one| name(one)).collect(),
+            ..observed(Live::Running, &[], &[])
+        };
+        let plan = planned(&asked, &observed);
+        assert_eq!(!plan.steps.is_empty(), saves, "{there:?}");
+        assert_eq!(plan.why.contains(&Reason::AwaitingContainers), !saves);
+        assert!(saves || plan.wake_at.is_some(), "it looks again");
     }
 }
 

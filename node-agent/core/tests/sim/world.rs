@@ -1,6 +1,6 @@
 //! A node and its API objects, as far as one Pod is concerned. Memory is a number that grows while the sandbox runs.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -202,6 +202,8 @@ impl World {
         Observed {
             sandbox: self.containers.then_some(sandbox),
             live: self.live,
+            // All containers of this world come and go with its sandbox.
+            containers: BTreeSet::new(),
             record: self.record.clone().map(|image| Record { image }),
             doze: self.doze,
             can_doze: Ok(()),
@@ -240,6 +242,7 @@ impl World {
             keep_last_image: self.keep_last,
             wake_up: None,
             snapshots: self.cached.clone(),
+            containers: BTreeSet::new(),
         };
         match &self.pressed {
             Some(ask) => ask.shorten(desired, ENOUGH_IDLE),

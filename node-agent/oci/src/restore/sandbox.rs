@@ -99,6 +99,8 @@ fn attempt(
         bail!("the pod has no pause container");
     };
     remove_remains(node, pod, parts)?;
+    // Of a sandbox that was put to sleep, by somebody who died before he could take it away: the one that comes is not paused.
+    node.records.write_doze(&pod.sandbox, None)?;
     node.cgroups.create(&pod.cgroup)?;
     // runsc's children, the sentry and the gofers, inherit the place.
     node.cgroups.place(&pod.cgroup, std::process::id())?;
@@ -290,6 +292,8 @@ fn remove_remains(node: &Node, pod: &PodRecord, parts: &[ContainerRecord]) -> an
                 .delete(part.id.as_str(), COMMAND_LIMIT)?;
         }
     }
+    // What does not run is not paused either.
+    node.records.write_pause_mark(&pod.sandbox, None)?;
     remove_filestores(node, pod, parts)?;
     remove_volume_filestores(pod)
 }
