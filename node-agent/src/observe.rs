@@ -28,19 +28,18 @@ pub(crate) fn observe(
         _ => None,
     };
     let live = record.map_or(Live::None, |record| live(node, record, busy));
-    let running = record.filter(|_| live == Live::Running);
+    let doze = record.and_then(|record| node.records.doze(&record.sandbox).ok().flatten());
+    let whole = record.filter(|_| live == Live::Running || live == Live::Paused && doze.is_none());
     Observed {
         sandbox: record.map(|record| record.sandbox.clone()),
         live,
-        containers: running
+        containers: whole
             .map(|record| started(node, record))
             .unwrap_or_default(),
         record: hibernated,
-        doze: record
-            .and_then(|record| node.records.doze(&record.sandbox).ok().flatten())
-            .map(|note| Doze {
-                reclaimed: note.reclaimed,
-            }),
+        doze: doze.map(|note| Doze {
+            reclaimed: note.reclaimed,
+        }),
         can_doze: can_doze(),
         ledger: node
             .store

@@ -222,7 +222,7 @@ pub struct Observed {
     /// The current sandbox of the Pod, if the runtime knows one.
     pub sandbox: Option<SandboxId>,
     pub live: Live,
-    /// The containers that were started in the sandbox, while it runs.
+    /// The containers that were started in the sandbox, unless it dozes.
     pub containers: BTreeSet<ContainerName>,
     pub record: Option<Record>,
     pub doze: Option<Doze>,
