@@ -2,7 +2,8 @@
 # Measures how fast a sleeping sandbox answers the first packet, dozing and hibernated, small and with 100 MB, and what it costs meanwhile;
 # beside the same sandbox awake, in the same run.
 # usage: hack/bench-doze.sh [ROUNDS]
-# (default 6, of four small and two large sandboxes each; needs a running development cluster with Torpor, and swap: without any it makes zram of its own, or a file)
+# (default 6, of four small and two large sandboxes each; needs a running development cluster with Torpor. It makes swap of its own that
+# comes before the node's: zram where the kernel has it, else a file. SWAP_KIND=file: a file; SWAP_KIND=node: the node's, as it is)
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -28,7 +29,7 @@ trap cleanup EXIT
 
 # As torpor-agent does with --doze-swap=zram, where the kernel has it.
 swap_on() {
-	if [ -r /sys/class/zram-control/hot_add ] && [ "${SWAP_KIND:-zram}" = zram ]; then
+	if [ -r /sys/class/zram-control/hot_add ] && [ "$SWAP_KIND" = zram ]; then
 		ZRAM=$(cat /sys/class/zram-control/hot_add)
 		echo 2G >"/sys/block/zram$ZRAM/disksize"
 		[ -b "/dev/zram$ZRAM" ] || mknod "/dev/zram$ZRAM" b "$(cut -d: -f1 "/sys/block/zram$ZRAM/dev")" "$(cut -d: -f2 "/sys/block/zram$ZRAM/dev")"
@@ -38,9 +39,10 @@ swap_on() {
 		fallocate -l 2G "$SWAP"
 	fi
 	mkswap -q "$SWAP" >/dev/null
-	swapon "$SWAP"
+	swapon --priority 32767 "$SWAP"
 }
-[ "$(wc -l </proc/swaps)" -gt 1 ] || swap_on
+SWAP_KIND=${SWAP_KIND:-zram}
+[ "$SWAP_KIND" = node ] || swap_on
 
 # Answers "x" at once, and anything else after touching 5 MB of what it holds.
 PROGRAM='
@@ -79,7 +81,7 @@ for n in $(seq "$SMALL"); do
 done
 for n in $(seq "$LARGE"); do pod "large-$n" 100; done
 k -n "$NAMESPACE" wait --for=condition=Ready --timeout=110s pod --all >/dev/null
-printf '%s rounds, %s, %s processors, swap: %s\n' "$ROUNDS" "$(uname -srm)" "$(nproc)" "$(awk 'NR == 2 { print $1 }' /proc/swaps)"
+printf '%s rounds, %s, %s processors, swap: %s\n' "$ROUNDS" "$(uname -srm)" "$(nproc)" "${SWAP:-$(awk 'NR == 2 { print $1 }' /proc/swaps)}"
 
 python3 - "$NAMESPACE" "$ROUNDS" "$CLUSTER" "$ENDPOINT" "$SMALL" "$LARGE" <<'P'
 import glob, json, os, socket, subprocess, sys, time

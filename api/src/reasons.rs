@@ -189,6 +189,7 @@ pub mod plan {
     pub const NOT_CAPABLE: &str = "NotCapable";
     pub const IN_USE: &str = "InUse";
     pub const AWAITING_TURN: &str = "AwaitingTurn";
+    pub const AWAITING_BANDWIDTH: &str = "AwaitingBandwidth";
     pub const BACKOFF: &str = "Backoff";
     pub const AWAITING_CONTAINERS: &str = "AwaitingContainers";
     pub const NO_SANDBOX: &str = "NoSandbox";
@@ -199,7 +200,7 @@ pub mod plan {
     pub const NUMBERS_EXHAUSTED: &str = "NumbersExhausted";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 29] = [
+    pub const ALL: [&str; 30] = [
         BUSY,
         LIVE_UNKNOWN,
         LEDGER_CORRUPT,
@@ -221,6 +222,7 @@ pub mod plan {
         NOT_CAPABLE,
         IN_USE,
         AWAITING_TURN,
+        AWAITING_BANDWIDTH,
         BACKOFF,
         AWAITING_CONTAINERS,
         NO_SANDBOX,

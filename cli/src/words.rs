@@ -42,6 +42,9 @@ pub fn of_plan(reason: &str) -> Option<&'static str> {
             "it shall sleep, but somebody uses it: an exec, an attach or a port-forward is open, or woke it less than 10 s ago"
         }
         plan::AWAITING_TURN => "other sandboxes of its node are being saved; it waits for its turn",
+        plan::AWAITING_BANDWIDTH => {
+            "it is idle, and is saved when the disk of its node has had time for the images before it (--save-bandwidth); nobody else has to wait for it"
+        }
         plan::BACKOFF => "something failed, and is tried again after a wait",
         plan::AWAITING_CONTAINERS => {
             "its memory is in an image, and the kubelet has to bring the containers back first"

@@ -224,6 +224,7 @@ patches:
 - target: {kind: DaemonSet}
   patch: |
     - {op: replace, path: /spec/template/spec/nodeSelector, value: {pool: sandboxes}}
+    - {op: add, path: /spec/template/spec/containers/0/args/-, value: --save-bandwidth=200Mi}
     - {op: replace, path: /spec/template/spec/containers/0/imagePullPolicy, value: Always}
     - {op: replace, path: /spec/template/spec/initContainers/0/imagePullPolicy, value: Always}
 - target: {kind: Deployment|DaemonSet}
@@ -237,7 +238,7 @@ patches:
 			"--set", "image.repository=registry.example/c,image.tag=v1,agent.image.tag=v2,runtime.image.repository=registry.example/r,runtime.image.tag=v3,image.pullPolicy=Always,imagePullSecrets[0].name=key",
 			"--set", "controller.leaderElect=false,controller.kubeApiQps=1.5,controller.pprofBlockProfileRate=1000000,controller.extraArgs={--log-format=json}",
 			"--set-json", `controller.env=[{"name":"OTEL_EXPORTER_OTLP_ENDPOINT","value":"http://otel:4317"}]`,
-			"--set", "podAnnotations.scrape=yes,podLabels.team=us,podLabels.app=hijacked,agent.nodeSelector.pool=sandboxes",
+			"--set", "podAnnotations.scrape=yes,podLabels.team=us,podLabels.app=hijacked,agent.nodeSelector.pool=sandboxes,agent.saveBandwidth=200Mi",
 		},
 	},
 }
@@ -253,6 +254,7 @@ var chartRefusals = []struct{ values, words string }{
 	{"image.tag=v1,image.pullPolicy=Sometimes", "pullPolicy"},
 	{"image.tag=v1,namespace.name=Not_A_Name", "namespace"},
 	{"image.tag=v1,agent.installArgs={containerd-config}", "installArgs"},
+	{"image.tag=v1,agent.saveBandwidth=200 MB", "saveBandwidth"},
 }
 
 // checkChart renders the chart and the kustomize base for several values and compares the objects.

@@ -1,6 +1,7 @@
 //! The command line. Each option has a fallback in the environment.
 
 use std::net::SocketAddr;
+use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
@@ -95,6 +96,9 @@ pub(crate) struct RunArgs {
     /// Most sandboxes that are saved at once; default: half of the node's processors, at least 1
     #[arg(long, value_parser = at_least_one, env = "TORPOR_SAVES_AT_ONCE")]
     pub(crate) saves_at_once: Option<usize>,
+    /// Bytes a second (200Mi, 1G) of the images' disk that saves of idle sandboxes keep to on average, those that somebody asked for counted in; or off
+    #[arg(long, default_value = "off", env = "TORPOR_SAVE_BANDWIDTH")]
+    pub(crate) save_bandwidth: ByteRate,
     #[command(flatten)]
     pub(crate) pressure: PressureArgs,
     #[command(flatten)]
@@ -160,6 +164,45 @@ impl FromStr for Limit {
         percent
             .map(|percent| Self(Some(percent)))
             .ok_or_else(|| "allowed are 1 to 99, and off".to_owned())
+    }
+}
+
+/// Bytes a second, or off.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ByteRate(Option<NonZeroU64>);
+
+impl ByteRate {
+    /// None: off.
+    pub(crate) fn bytes(self) -> Option<NonZeroU64> {
+        self.0
+    }
+}
+
+impl FromStr for ByteRate {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "off" {
+            return Ok(Self(None));
+        }
+        // The suffixes of Kubernetes' quantities.
+        let end = text.find(|c: char| !c.is_ascii_digit());
+        let (number, suffix) = text.split_at(end.unwrap_or(text.len()));
+        let unit = match suffix {
+            "" => Some(1),
+            "k" => Some(1_000),
+            "M" => Some(1_000_000),
+            "G" => Some(1_000_000_000),
+            "Ki" => Some(1 << 10),
+            "Mi" => Some(1 << 20),
+            "Gi" => Some(1 << 30),
+            _ => None,
+        };
+        let bytes = unit.zip(number.parse().ok());
+        bytes
+            .and_then(|(unit, number): (u64, u64)| NonZeroU64::new(number.checked_mul(unit)?))
+            .map(|bytes| Self(Some(bytes)))
+            .ok_or_else(|| "allowed are whole numbers with or without k, M, G, Ki, Mi or Gi, such as 200Mi, and off".to_owned())
     }
 }
 
@@ -353,6 +396,33 @@ mod tests {
             assert!(wrong.parse::<Limit>().is_err(), "{wrong:?} was read");
         }
         assert_eq!(at_least_one("0").ok(), None);
+    }
+
+    #[test]
+    fn a_bandwidth_is_read_as_a_quantity_and_can_be_switched_off() {
+        let read = |text: &str| text.parse().map(ByteRate::bytes);
+        assert_eq!(read("off"), Ok(None));
+        for (text, bytes) in [
+            ("1", 1),
+            ("3k", 3000),
+            ("200Mi", 200 << 20),
+            ("2G", 2_000_000_000),
+        ] {
+            assert_eq!(read(text), Ok(NonZeroU64::new(bytes)), "{text}");
+        }
+        for wrong in [
+            "",
+            "0",
+            "0Mi",
+            "-1",
+            "1.5Gi",
+            "Mi",
+            "1mi",
+            "1 Mi",
+            "99999999999Gi",
+        ] {
+            assert!(read(wrong).is_err(), "{wrong:?} was read");
+        }
     }
 
     #[test]

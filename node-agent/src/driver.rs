@@ -4,7 +4,7 @@
 //! What the API wants arrives through the caches; a task is woken when something about its Pod changed, when its plan
 //! asked for it, and now and then in any case, because the node itself sends no events.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,6 +20,7 @@ use tokio_util::task::TaskTracker;
 use torpor_api::snapshot::SandboxSnapshot;
 use torpor_core::ids::{Namespace, PodUid, SandboxId};
 use torpor_core::pressure::{Candidate, candidate};
+use torpor_core::queue::Wish;
 use torpor_core::state::{Desired, Failures, PodPresence, Policy};
 use torpor_core::status::SnapshotState;
 use torpor_core::steps::{Outcome, Plan, Reason};
@@ -36,7 +37,7 @@ use crate::observe::observe;
 use crate::pressure::NodePressure;
 use crate::publish::{Publisher, SavedImage};
 use crate::sandboxes::Board;
-use crate::saves::{SaveTurn, Saves};
+use crate::saves::{SaveTurn, Saves, memory_of};
 use crate::spans::Spans;
 
 mod draft;
@@ -222,9 +223,10 @@ impl Driver {
             }
             return Turn::Nothing;
         }
-        shared.board.note(pod_uid, &look.plan.why);
-        let (held, namespace) = (remembered.save_turn.take(), look.namespace.as_ref());
-        remembered.save_turn = shared.saves.follow(held, &look.plan, namespace, task);
+        let watched = remembered.idle.is_some();
+        shared.board.note(pod_uid, &look.plan.why, watched);
+        let (held, wish) = (remembered.save_turn.take(), look.wish.take());
+        remembered.save_turn = shared.saves.follow(held, &look.plan, wish, task);
         if look.plan.steps.is_empty() {
             // Whoever needs the sandbox while it waits for its turn may have it.
             look.lock = None;
@@ -245,7 +247,7 @@ impl Driver {
                 false => Turn::Wait(until(look.plan.wake_at)),
             };
         }
-        self.act(look, pod, &mut remembered.failures).await;
+        self.act(look, pod, remembered).await;
         Turn::Again
     }
 
@@ -363,15 +365,20 @@ impl Driver {
     }
 
     /// Runs the plan's steps until one does not succeed, on a thread that may block.
-    async fn act(&self, mut look: Look, pod: Option<Arc<Pod>>, failures: &mut Failures) {
+    async fn act(&self, mut look: Look, pod: Option<Arc<Pod>>, remembered: &mut Remembered) {
         let shared = self.shared.clone();
-        let mut noted = failures.clone();
+        let mut noted = remembered.failures.clone();
         let done = tokio::task::spawn_blocking(move || {
-            run_steps(&shared, &mut look, pod.as_deref(), &mut noted);
-            noted
+            let written = run_steps(&shared, &mut look, pod.as_deref(), &mut noted);
+            (noted, written)
         });
         match done.await {
-            Ok(noted) => *failures = noted,
+            Ok((noted, written)) => {
+                remembered.failures = noted;
+                if let Some(turn) = &remembered.save_turn {
+                    turn.wrote(written);
+                }
+            }
             Err(error) => tracing::error!(%error, "a step panicked"),
         }
     }
@@ -443,6 +450,8 @@ struct Look {
     record: Option<PodRecord>,
     lock: Option<PodLock>,
     namespace: Option<Namespace>,
+    /// What it waits to save.
+    wish: Option<Wish>,
     saved: Vec<SavedImage>,
     nothing: bool,
     /// Whether it could sleep for the node's sake.
@@ -475,7 +484,9 @@ fn look(
     let busy = record.is_some() && lock.is_none();
     let failures = &remembered.failures;
     let mut observed = observe(node, &pod_uid, record.as_ref(), failures, busy);
-    observed.save_turn = remembered.save_turn.is_some_and(|turn| turn.has_come());
+    let turn = remembered.save_turn.as_ref();
+    observed.save_turn = turn.is_some_and(|turn| turn.has_come());
+    observed.held_back = turn.is_some_and(|turn| turn.is_held_back());
     let idle = match record.as_ref().zip(lock.as_ref()) {
         Some((record, lock)) => {
             if let Some(probes) = &probes
@@ -514,12 +525,16 @@ fn look(
         .iter()
         .flat_map(|namespace| draft::saved(node, namespace, &plan))
         .collect();
+    let wish = shared.saves.wish(&plan, namespace.as_ref(), || {
+        memory_of(node, record.as_ref()?)
+    });
     let look = Look {
         pod_uid,
         plan,
         record,
         lock,
         namespace,
+        wish,
         saved,
         nothing,
         candidate: candidate(desired, &observed),
@@ -530,18 +545,22 @@ fn look(
     (look, idle)
 }
 
-fn run_steps(shared: &Shared, look: &mut Look, pod: Option<&Pod>, failures: &mut Failures) {
+/// Answers how many bytes of an image were written.
+fn run_steps(shared: &Shared, look: &mut Look, pod: Option<&Pod>, failures: &mut Failures) -> u64 {
     let Some(namespace) = look.namespace.clone() else {
         // A ledger alone is removed with no image to name a namespace by.
         return remove_ledger_alone(shared, look, failures);
     };
-    run_in(shared, look, &namespace, pod, failures);
+    run_in(shared, look, &namespace, pod, failures)
 }
 
-fn remove_ledger_alone(shared: &Shared, look: &mut Look, failures: &mut Failures) {
+fn remove_ledger_alone(shared: &Shared, look: &mut Look, failures: &mut Failures) -> u64 {
     match Namespace::new("none") {
         Ok(namespace) => run_in(shared, look, &namespace, None, failures),
-        Err(error) => tracing::error!(%error, "a constant name is not a name"),
+        Err(error) => {
+            tracing::error!(%error, "a constant name is not a name");
+            0
+        }
     }
 }
 
@@ -551,7 +570,7 @@ fn run_in(
     namespace: &Namespace,
     pod: Option<&Pod>,
     failures: &mut Failures,
-) {
+) -> u64 {
     let mut kata = look.kata.take();
     let look = &*look;
     let draft = || draft::manifest(&shared.node, look.record.as_ref(), pod);
@@ -563,6 +582,7 @@ fn run_in(
         sandbox: look.record.as_ref().zip(look.lock.as_ref()),
         draft: &draft,
         partial: RefCell::new(None),
+        written: Cell::new(0),
     };
     for step in &look.plan.steps {
         let began = std::time::Instant::now();
@@ -577,9 +597,10 @@ fn run_in(
         log(&look.pod_uid, step, &outcome, took);
         failures.note(&step.action, &outcome, Timestamp::now());
         if !matches!(outcome, Outcome::Done | Outcome::Already) {
-            return;
+            break;
         }
     }
+    context.written.get()
 }
 
 fn log(pod: &PodUid, step: &torpor_core::Step, outcome: &Outcome, took: Duration) {

@@ -1,6 +1,6 @@
 //! Steps, done. One arm per action, one call per arm, no choices: what is to happen was decided in `torpor-core`.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::time::{Duration, Instant};
 
 use torpor_core::Entry;
@@ -37,6 +37,8 @@ pub(crate) struct Context<'a> {
     pub(crate) draft: &'a dyn Fn() -> ManifestDraft,
     /// The image that a checkpoint of this plan wrote and that waits for its commit.
     pub(crate) partial: RefCell<Option<Partial>>,
+    /// Bytes of images that this plan wrote, whatever became of them.
+    pub(crate) written: Cell<u64>,
 }
 
 /// Does one step: fence, ledger, act, ledger.
@@ -262,7 +264,14 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
     // What arrives from now on finds a sandbox whose image does not know of it.
     tell_keeper(context, &Request::Hold(context.rules.clone()));
     let root = context.node.runsc.root();
-    match save::checkpoint(root, &record.sandbox, &partial, SAVE_LIMIT) {
+    let saved = save::checkpoint(root, &record.sandbox, &partial, SAVE_LIMIT);
+    match partial.size() {
+        Ok(bytes) => context.written.set(context.written.get() + bytes),
+        Err(error) => {
+            tracing::warn!(pod = %context.pod, error = words(&error), "nobody knows how much was written");
+        }
+    }
+    match saved {
         Ok(()) => {
             context.partial.replace(Some(partial));
             Outcome::Done

@@ -1,6 +1,7 @@
 //! What the agent counts. Names begin with `torpor_agent_`.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use prometheus_client::encoding::EncodeLabelSet;
@@ -49,7 +50,7 @@ struct FailureLabels {
 
 #[derive(Debug, Clone, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct UrgencyLabel {
-    urgency: &'static str,
+    urgency: String,
 }
 
 #[derive(Debug, Clone, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -73,6 +74,7 @@ pub(crate) struct Metrics {
     pub(crate) hibernated: Gauge,
     pub(crate) paused: Gauge,
     pub(crate) dozing: Gauge,
+    pub(crate) watched: Gauge,
     pub(crate) image_bytes: Gauge,
     pub(crate) store_available: Gauge,
     pub(crate) store_capacity: Gauge,
@@ -85,6 +87,8 @@ pub(crate) struct Metrics {
     plan_reasons: Family<ReasonLabel, Gauge>,
     saves_waiting: Family<UrgencyLabel, Gauge>,
     saves_under_way: Gauge,
+    save_bytes: Counter,
+    bandwidth_wait: Counter<f64, AtomicU64>,
     node_short: Family<ResourceLabel, Gauge>,
     asked_to_sleep: Family<ResourceLabel, Counter>,
 }
@@ -100,6 +104,7 @@ impl Metrics {
             hibernated: Gauge::default(),
             paused: Gauge::default(),
             dozing: Gauge::default(),
+            watched: Gauge::default(),
             image_bytes: Gauge::default(),
             store_available: Gauge::default(),
             store_capacity: Gauge::default(),
@@ -112,6 +117,8 @@ impl Metrics {
             plan_reasons: Family::default(),
             saves_waiting: Family::default(),
             saves_under_way: Gauge::default(),
+            save_bytes: Counter::default(),
+            bandwidth_wait: Counter::default(),
             node_short: Family::default(),
             asked_to_sleep: Family::default(),
             registry: Registry::default(),
@@ -142,6 +149,11 @@ impl Metrics {
             "sandboxes_dozing",
             "Sandboxes that are paused because they were idle",
             metrics.dozing.clone(),
+        );
+        registry.register(
+            "sandboxes_watched",
+            "Sandboxes that are watched for idleness, because they may fall asleep by themselves",
+            metrics.watched.clone(),
         );
         registry.register(
             "image_bytes",
@@ -218,6 +230,16 @@ impl Metrics {
             self.saves_under_way.clone(),
         );
         registry.register(
+            "save_bytes",
+            "Bytes of images that were written, finished or not",
+            self.save_bytes.clone(),
+        );
+        registry.register(
+            "save_bandwidth_wait_seconds",
+            "Seconds that sandboxes waited for bandwidth before they were saved",
+            self.bandwidth_wait.clone(),
+        );
+        registry.register(
             "node_short",
             "1 while the node is short of the resource",
             self.node_short.clone(),
@@ -233,11 +255,22 @@ impl Metrics {
     pub(crate) fn saves(&self, queue: &Queue) {
         let under_way = i64::try_from(queue.under_way()).unwrap_or(i64::MAX);
         self.saves_under_way.set(under_way);
-        for (urgency, name) in [(Urgency::Asked, "Asked"), (Urgency::ByItself, "ByItself")] {
+        for urgency in Urgency::ALL {
             let waiting = i64::try_from(queue.waiting(urgency)).unwrap_or(i64::MAX);
-            let label = UrgencyLabel { urgency: name };
+            let urgency = format!("{urgency:?}");
+            let label = UrgencyLabel { urgency };
             self.saves_waiting.get_or_create(&label).set(waiting);
         }
+    }
+
+    /// Counts the wait of a save whose turn has come.
+    pub(crate) fn waited_for_bandwidth(&self, wait: Duration) {
+        self.bandwidth_wait.inc_by(wait.as_secs_f64());
+    }
+
+    /// Counts what a plan wrote.
+    pub(crate) fn wrote(&self, bytes: u64) {
+        self.save_bytes.inc_by(bytes);
     }
 
     /// What the node is short of.
@@ -383,7 +416,10 @@ mod tests {
             at_once: 1,
             patience: Duration::ZERO,
             longest: Duration::ZERO,
+            bandwidth: None,
         }));
+        metrics.waited_for_bandwidth(Duration::from_millis(1500));
+        metrics.wrote(4096);
         metrics.pressure(&[(Resource::Swap, String::new())].into());
         metrics.asked_to_sleep(Resource::Memory);
         let mut text = String::new();
@@ -401,6 +437,9 @@ mod tests {
             "torpor_agent_memory_given_back_bytes_total 3000",
             r#"torpor_agent_failures_total{work="save",reason="DiskFull"} 1"#,
             r#"torpor_agent_saves_waiting{urgency="Asked"} 0"#,
+            r#"torpor_agent_saves_waiting{urgency="Pressed"} 0"#,
+            "torpor_agent_save_bytes_total 4096",
+            "torpor_agent_save_bandwidth_wait_seconds_total 1.5",
             r#"torpor_agent_node_short{resource="memory"} 0"#,
             r#"torpor_agent_node_short{resource="swap"} 1"#,
             r#"torpor_agent_asked_to_sleep_total{resource="memory"} 1"#,

@@ -55,6 +55,7 @@ pub(crate) fn observe(
         idle_known: Ok(()),
         // Whoever asks for it knows: see `crate::driver`.
         save_turn: false,
+        held_back: false,
         sessions: record.map_or(0, |record| sessions(node, record)),
         awake_since: timestamp(record.and_then(|record| node.records.last_call(&record.sandbox))),
         woke_at: timestamp(record.and_then(|record| node.records.woke_at(&record.sandbox))),

@@ -79,7 +79,12 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
     ));
     let board = Arc::new(Board::default());
     let at_once = args.saves_at_once.unwrap_or_else(default_saves);
-    let saves = Saves::new(at_once, &args.paths.state_dir, metrics.clone());
+    let saves = Saves::new(
+        at_once,
+        args.save_bandwidth.bytes(),
+        &args.paths.state_dir,
+        metrics.clone(),
+    );
     let node_pressure = Arc::new(NodePressure::new(&args.pressure));
     let kata =
         Kata::new(&args.kata, node.kubelet_port, metrics.clone()).context("cannot drive Kata")?;

@@ -18,14 +18,22 @@ use crate::metrics::Metrics;
 use crate::node::Node;
 use crate::spans::Spans;
 
-/// The planner's latest reasons, by Pod: the drivers' tasks write, the report reads.
+/// The latest of each Pod: the drivers' tasks write, the report reads.
 #[derive(Debug, Default)]
-pub(crate) struct Board(Mutex<HashMap<PodUid, Vec<PlanReason>>>);
+pub(crate) struct Board(Mutex<HashMap<PodUid, Latest>>);
+
+#[derive(Debug)]
+struct Latest {
+    /// The planner's.
+    reasons: Vec<PlanReason>,
+    /// Whether it is watched for idleness.
+    watched: bool,
+}
 
 impl Board {
-    pub(crate) fn note(&self, pod: &PodUid, why: &[Reason]) {
+    pub(crate) fn note(&self, pod: &PodUid, why: &[Reason], watched: bool) {
         let reasons = why.iter().map(told).collect();
-        self.lock().insert(pod.clone(), reasons);
+        self.lock().insert(pod.clone(), Latest { reasons, watched });
     }
 
     pub(crate) fn forget(&self, pod: &PodUid) {
@@ -33,10 +41,18 @@ impl Board {
     }
 
     fn of(&self, pod: &PodUid) -> Vec<PlanReason> {
-        self.lock().get(pod).cloned().unwrap_or_default()
+        let board = self.lock();
+        board
+            .get(pod)
+            .map_or_else(Vec::new, |latest| latest.reasons.clone())
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<PodUid, Vec<PlanReason>>> {
+    /// How many are watched for idleness.
+    fn watched(&self) -> usize {
+        self.lock().values().filter(|latest| latest.watched).count()
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<PodUid, Latest>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -134,6 +150,8 @@ impl Sandboxes {
             *reasons.entry(told.reason.clone()).or_default() += 1;
         }
         self.metrics.planned_for(&reasons);
+        let watched = i64::try_from(self.board.watched()).unwrap_or(i64::MAX);
+        self.metrics.watched.set(watched);
         self.counts = true;
         reports.truncate(MAX_REPORTED);
         reports
@@ -279,6 +297,7 @@ mod tests {
             Reason::AwaitingTurn {
                 urgency: Urgency::Asked,
             },
+            Reason::AwaitingBandwidth,
             Reason::Backoff { until },
             Reason::AwaitingContainers,
             Reason::NoSandbox,
@@ -311,6 +330,7 @@ mod tests {
                 | Reason::NotCapable
                 | Reason::InUse
                 | Reason::AwaitingTurn { .. }
+                | Reason::AwaitingBandwidth
                 | Reason::Backoff { .. }
                 | Reason::AwaitingContainers
                 | Reason::NoSandbox

@@ -1,7 +1,9 @@
 //! Turns to save: the queue of this node, shared by the tasks of its Pods. Who comes next is decided in `torpor_core::queue`.
 
 use std::collections::HashMap;
+use std::num::NonZeroU64;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -9,23 +11,29 @@ use jiff::Timestamp;
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use torpor_core::ids::Namespace;
-use torpor_core::queue::{Capacity, Queue, Ticket, Urgency};
+use torpor_core::queue::{Capacity, Queue, Ticket, Urgency, Wish};
 use torpor_core::steps::Plan;
+use torpor_gvisor::control::Control;
+use torpor_gvisor::record::PodRecord;
 use torpor_gvisor::turns::Turns;
 
 use crate::metrics::Metrics;
+use crate::node::{CALL_LIMIT, Node};
+use crate::observe::words;
 
 /// Whoever has waited for so long comes before everybody.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// A save that lasts longer is counted no more.
 const LONGEST: Duration = Duration::from_secs(60);
-/// While somebody waits: how often it is looked whether courtesy still holds a turn back. A wake takes some tenths of a second.
+/// While somebody waits: how often it is looked, at least, whether courtesy still holds a turn back. A wake takes some tenths of a second.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 /// The turns of this node.
 #[derive(Debug)]
 pub(crate) struct Saves {
     queue: Mutex<Waiting>,
+    /// Whether bandwidth is limited, so that it counts how large images are.
+    weighs: bool,
     /// Where it is seen whether somebody waits for a sandbox to wake.
     wakes: Turns,
     metrics: Arc<Metrics>,
@@ -45,6 +53,8 @@ pub(crate) struct SaveTurn {
     saves: Arc<Saves>,
     ticket: Ticket,
     urgency: Urgency,
+    /// Bytes, so far.
+    written: AtomicU64,
 }
 
 impl SaveTurn {
@@ -52,26 +62,45 @@ impl SaveTurn {
     pub(crate) fn has_come(&self) -> bool {
         self.saves.lock().queue.is_admitted(self.ticket)
     }
+
+    /// Whether it waits for bandwidth.
+    pub(crate) fn is_held_back(&self) -> bool {
+        self.saves.lock().queue.is_held_back(self.ticket)
+    }
+
+    /// So many bytes more were written in this turn.
+    pub(crate) fn wrote(&self, bytes: u64) {
+        self.saves.metrics.wrote(bytes);
+        self.written.fetch_add(bytes, Ordering::Relaxed);
+    }
 }
 
 impl Drop for SaveTurn {
     fn drop(&mut self) {
         let mut waiting = self.saves.lock();
-        waiting.queue.leave(self.ticket);
+        let written = self.written.load(Ordering::Relaxed);
+        waiting.queue.leave(self.ticket, written);
         waiting.tasks.remove(&self.ticket);
         self.saves.advance(&mut waiting);
     }
 }
 
 impl Saves {
-    /// `at_once`: at least 1.
-    pub(crate) fn new(at_once: usize, state_dir: &Path, metrics: Arc<Metrics>) -> Arc<Self> {
+    /// `at_once`: at least 1. `bandwidth`: bytes a second; none: no limit.
+    pub(crate) fn new(
+        at_once: usize,
+        bandwidth: Option<NonZeroU64>,
+        state_dir: &Path,
+        metrics: Arc<Metrics>,
+    ) -> Arc<Self> {
         let queue = Queue::new(Capacity {
             at_once,
             patience: PATIENCE,
             longest: LONGEST,
+            bandwidth,
         });
         Arc::new(Self {
+            weighs: bandwidth.is_some(),
             queue: Mutex::new(Waiting {
                 queue,
                 tasks: HashMap::new(),
@@ -83,30 +112,41 @@ impl Saves {
         })
     }
 
-    /// What becomes of a task's turn after it has planned: asked for, waited for, used, or given back. `task` is told when it comes.
+    /// What a plan waits to save, if it waits. `size`: of its image, as far as known.
+    pub(crate) fn wish(
+        &self,
+        plan: &Plan,
+        namespace: Option<&Namespace>,
+        size: impl FnOnce() -> Option<u64>,
+    ) -> Option<Wish> {
+        Some(Wish {
+            urgency: plan.awaits_turn()?,
+            namespace: namespace?.clone(),
+            size: self.weighs.then(size).flatten(),
+        })
+    }
+
+    /// What becomes of a task's turn after it has planned: asked for, waited for, used, or given back. `wish`: what the plan waits to
+    /// save. `task` is told when its turn comes.
     pub(crate) fn follow(
         self: &Arc<Self>,
         held: Option<Arc<SaveTurn>>,
         plan: &Plan,
-        namespace: Option<&Namespace>,
+        wish: Option<Wish>,
         task: &Arc<Notify>,
     ) -> Option<Arc<SaveTurn>> {
         match (held, plan.awaits_turn()) {
             (Some(turn), Some(urgency)) if turn.urgency == urgency => Some(turn),
-            (_, Some(urgency)) => Some(self.join(urgency, namespace?, task)),
+            (_, Some(_)) => Some(self.join(wish?, task)),
             (held, None) if !plan.steps.is_empty() => held,
             (_, None) => None,
         }
     }
 
-    fn join(
-        self: &Arc<Self>,
-        urgency: Urgency,
-        namespace: &Namespace,
-        task: &Arc<Notify>,
-    ) -> Arc<SaveTurn> {
+    fn join(self: &Arc<Self>, wish: Wish, task: &Arc<Notify>) -> Arc<SaveTurn> {
         let mut waiting = self.lock();
-        let ticket = (waiting.queue).join(urgency, namespace.clone(), Timestamp::now());
+        let urgency = wish.urgency;
+        let ticket = waiting.queue.join(wish, Timestamp::now());
         waiting.tasks.insert(ticket, task.clone());
         self.advance(&mut waiting);
         drop(waiting);
@@ -114,6 +154,7 @@ impl Saves {
             saves: self.clone(),
             ticket,
             urgency,
+            written: AtomicU64::new(0),
         })
     }
 
@@ -121,6 +162,8 @@ impl Saves {
     fn advance(self: &Arc<Self>, waiting: &mut Waiting) {
         let called = self.wakes.is_somebody_waiting();
         while let Some(ticket) = waiting.queue.admit(called, Timestamp::now()) {
+            let waited = waiting.queue.was_held_back(ticket);
+            self.metrics.waited_for_bandwidth(waited);
             if let Some(task) = waiting.tasks.get(&ticket) {
                 task.notify_one();
             }
@@ -136,10 +179,17 @@ impl Saves {
         }
     }
 
-    /// Nobody tells when a wake has ended, or a save lasts too long.
+    /// Nobody tells when a wake has ended, a save lasts too long, or the images before are paid for.
     async fn look_again(self: Arc<Self>) {
         loop {
-            tokio::time::sleep(LOOK_AGAIN).await;
+            let free_at = self.lock().queue.free_at();
+            let now = Timestamp::now();
+            let wait = free_at.map(|at| at.duration_since(now).try_into());
+            // What is free already waits for something else.
+            let wait = wait
+                .and_then(Result::ok)
+                .filter(|wait| *wait != Duration::ZERO);
+            tokio::time::sleep(wait.unwrap_or(LOOK_AGAIN).min(LOOK_AGAIN)).await;
             let mut waiting = self.lock();
             self.advance(&mut waiting);
             if !waiting.queue.is_waited_for() {
@@ -152,6 +202,17 @@ impl Saves {
     fn lock(&self) -> MutexGuard<'_, Waiting> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// How large an image of a sandbox will be, or a little more.
+pub(crate) fn memory_of(node: &Node, record: &PodRecord) -> Option<u64> {
+    let connected = Control::connect(node.runsc.root(), record.sandbox.as_str());
+    let asked = connected.and_then(|mut control| control.memory_usage(CALL_LIMIT));
+    if let Err(error) = &asked {
+        let error = words(error);
+        tracing::warn!(pod_uid = %record.pod_uid, error, "it is not known how large the sandbox' image will be");
+    }
+    asked.ok()
 }
 
 #[cfg(test)]
@@ -178,17 +239,24 @@ mod tests {
         }
     }
 
+    fn wish(urgency: Urgency, size: Option<u64>) -> Option<Wish> {
+        Some(Wish {
+            urgency,
+            namespace: Namespace::new("n").expect("a name"),
+            size,
+        })
+    }
+
     #[tokio::test]
     async fn a_turn_that_is_given_back_wakes_the_task_that_waits_for_it() {
         let dir = tempfile::tempdir().expect("a directory");
-        let saves = Saves::new(1, dir.path(), Arc::new(Metrics::new()));
-        let namespace = Namespace::new("n").expect("a name");
+        let saves = Saves::new(1, None, dir.path(), Arc::new(Metrics::new()));
         let tasks = [(); 2].map(|()| Arc::new(Notify::new()));
         let waits = plan(Some(Urgency::ByItself));
-        let first = saves.follow(None, &waits, Some(&namespace), &tasks[0]);
+        let first = saves.follow(None, &waits, wish(Urgency::ByItself, None), &tasks[0]);
         let first = first.expect("a turn");
         assert!(first.has_come());
-        let second = saves.follow(None, &waits, Some(&namespace), &tasks[1]);
+        let second = saves.follow(None, &waits, wish(Urgency::ByItself, None), &tasks[1]);
         let second = second.expect("a place in the queue");
         assert!(!second.has_come());
         // Nothing is left to be done, and nobody waits: the turn is given back.
@@ -204,14 +272,13 @@ mod tests {
     #[tokio::test]
     async fn what_a_timer_wants_is_saved_once_nobody_waits_for_a_wake_any_more() {
         let dir = tempfile::tempdir().expect("a directory");
-        let saves = Saves::new(1, dir.path(), Arc::new(Metrics::new()));
-        let namespace = Namespace::new("n").expect("a name");
+        let saves = Saves::new(1, None, dir.path(), Arc::new(Metrics::new()));
         let wake = Turns::new(dir.path(), 0).take(torpor_gvisor::record::WakeCause::Called);
         let task = Arc::new(Notify::new());
         let turn = saves.follow(
             None,
             &plan(Some(Urgency::ByItself)),
-            Some(&namespace),
+            wish(Urgency::ByItself, None),
             &task,
         );
         let turn = turn.expect("a place in the queue");
@@ -219,5 +286,35 @@ mod tests {
         drop(wake);
         task.notified().await;
         assert!(turn.has_come());
+    }
+
+    #[tokio::test]
+    async fn a_timer_waits_for_bandwidth_and_who_asks_does_not() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let metrics = Arc::new(Metrics::new());
+        let saves = Saves::new(2, NonZeroU64::new(10_000), dir.path(), metrics);
+        let task = Arc::new(Notify::new());
+        let join = |urgency| {
+            let turn = saves.follow(
+                None,
+                &plan(Some(urgency)),
+                wish(urgency, Some(1_000_000)),
+                &task,
+            );
+            turn.expect("a place in the queue")
+        };
+        let first = join(Urgency::ByItself);
+        let second = join(Urgency::ByItself);
+        assert!(first.has_come() && !second.has_come() && second.is_held_back());
+        task.notified().await;
+        let asked = join(Urgency::Asked);
+        assert!(asked.has_come());
+        drop(asked);
+        task.notified().await;
+        // It was no more than this, so that the disk is free again in a tenth of a second.
+        first.wrote(1000);
+        drop(first);
+        task.notified().await;
+        assert!(second.has_come() && !second.is_held_back());
     }
 }

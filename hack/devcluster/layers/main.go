@@ -31,7 +31,7 @@ var allowed = map[string][]string{
 	"torpor-bench":           {"torpor-api"},
 	"torpor-test-apiserver":  {},
 	"torpor-test-monitoring": {},
-	"torpor-tests":           {"torpor-api", "torpor-controller", "torpor-core", "torpor-snapshots", "torpor-gvisor", "torpor-kata"},
+	"torpor-tests":           {"torpor-api", "torpor-controller", "torpor-core", "torpor-snapshots", "torpor-gvisor", "torpor-kata", "torpor-test-monitoring"},
 }
 
 // impure are crates that reach outside the process. The planner (torpor-core) decides from values only.

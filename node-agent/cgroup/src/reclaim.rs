@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use crate::{self as cgroup, Hierarchies, MemoryGroup, write};
 
-/// Rounds of `memory.reclaim`: each frees what the kernel finds in one go.
+/// Each frees what the kernel finds in one go: the first makes pages old that were used a moment ago, the next takes them.
 const MOST_ROUNDS: u32 = 8;
 /// A round that frees less than this was the last one.
 const WORTH_ANOTHER: u64 = 1 << 20;
@@ -81,6 +81,30 @@ pub fn reclaim(
     }
 }
 
+/// Asks for a limit that cannot be: the kernel pushes out what it can before it refuses. Answers how many bytes are left. One round makes pages old that were used a moment ago, the next takes them.
+fn push_out(usage: &Path, limit: &Path, limited: u64, bytes: u64) -> Result<u64, Error> {
+    let mut left = bytes;
+    for _ in 0..MOST_ROUNDS {
+        match write(limit, "4096") {
+            Err(error) if refused_with(&error, ErrorKind::ResourceBusy) => {}
+            // Nothing is in it.
+            Ok(()) => write(limit, &limited.to_string())?,
+            Err(source) => {
+                return Err(Error::Refused {
+                    path: limit.to_owned(),
+                    source,
+                });
+            }
+        }
+        let before = left;
+        left = number(usage)?;
+        if before.saturating_sub(left) < WORTH_ANOTHER {
+            break;
+        }
+    }
+    Ok(left)
+}
+
 fn reclaim_v1(group: &Path, whose: Whose) -> Result<Reclaimed, Error> {
     let usage = group.join("memory.usage_in_bytes");
     let bytes_before = number(&usage)?;
@@ -90,24 +114,13 @@ fn reclaim_v1(group: &Path, whose: Whose) -> Result<Reclaimed, Error> {
     let swappiness = group.join("memory.swappiness");
     let was = number(&swappiness)?;
     write(&swappiness, "100")?;
-    let asked = write(&limit, "4096");
+    let asked = push_out(&usage, &limit, limited, bytes_before);
     if whose == Whose::Others {
         write(&swappiness, &was.to_string())?;
     }
-    match asked {
-        Err(error) if refused_with(&error, ErrorKind::ResourceBusy) => {}
-        // Nothing is in it.
-        Ok(()) => write(&limit, &limited.to_string())?,
-        Err(source) => {
-            return Err(Error::Refused {
-                path: limit,
-                source,
-            });
-        }
-    }
     Ok(Reclaimed {
         bytes_before,
-        bytes_after: number(&usage)?,
+        bytes_after: asked?,
     })
 }
 

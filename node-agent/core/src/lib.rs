@@ -4,6 +4,7 @@
 //! Nothing here reads a clock, a file or the network, so a plan depends on its arguments alone and years of bad luck can be
 //! simulated in seconds (`tests/sim.rs`).
 //!
+//! - [`bandwidth`]: how much of the disk's time saves take
 //! - [`ids`]: names that become path components, checked when they are made
 //! - [`idle`]: since when a sandbox has been idle
 //! - [`pressure`]: which sandbox sleeps when the node is short of memory or swap
@@ -15,6 +16,7 @@
 //! - [`planner`]: the decisions
 //! - [`wake_on`]: which packets wake a sandbox
 
+pub mod bandwidth;
 pub mod idle;
 pub mod ids;
 pub mod ledger;

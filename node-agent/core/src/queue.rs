@@ -4,25 +4,42 @@
 //! and who has waited for as long as its patience comes before everybody, so that nobody starves. What nobody asked for also waits
 //! while somebody outside waits for a sandbox to wake: both need the same processors and the same disk.
 //!
+//! Where the disk's bandwidth is limited, what nobody needs at once also waits until the images before it are paid for
+//! ([`crate::bandwidth`]). What somebody asked for does not, and neither does what sleeps because the node is short: whoever waits for
+//! memory would wait for the disk.
+//!
 //! Wakes are not queued here: the processes that do them need no agent (`torpor_gvisor::turns`). A save that waits for its turn
 //! holds nothing: no lock, no paused sandbox that nobody may resume. So no wake ever waits for a save that waits.
 
 use std::collections::BTreeMap;
+use std::num::NonZeroU64;
 use std::time::Duration;
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
+use crate::bandwidth::{Bandwidth, Charge};
 use crate::ids::Namespace;
 use crate::state::later;
 
-/// Why a save is wanted.
+/// Why a save is wanted; the more urgent first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Urgency {
     /// Somebody asked for it.
     Asked,
-    /// The sandbox is idle, or the node is short of memory.
+    /// The sandbox is idle, and the node is short of memory or swap.
+    Pressed,
+    /// The sandbox is idle.
     ByItself,
+}
+
+impl Urgency {
+    pub const ALL: [Self; 3] = [Self::Asked, Self::Pressed, Self::ByItself];
+
+    /// Whether it waits for bandwidth.
+    fn is_paced(self) -> bool {
+        self == Self::ByItself
+    }
 }
 
 /// How many at once, and how long one waits before it comes first.
@@ -33,6 +50,17 @@ pub struct Capacity {
     pub patience: Duration,
     /// A save that lasts longer is counted no more: one that hangs does not keep the others from theirs.
     pub longest: Duration,
+    /// Bytes a second that images take of the disk, on average; none: no limit.
+    pub bandwidth: Option<NonZeroU64>,
+}
+
+/// One that wants to save.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Wish {
+    pub urgency: Urgency,
+    pub namespace: Namespace,
+    /// Bytes of its image, as far as known.
+    pub size: Option<u64>,
 }
 
 /// One that wants to save, from [`Queue::join`] to [`Queue::leave`].
@@ -42,9 +70,19 @@ pub struct Ticket(u64);
 #[derive(Debug, Clone)]
 struct Waiting {
     ticket: Ticket,
-    urgency: Urgency,
-    namespace: Namespace,
+    wish: Wish,
     since: Timestamp,
+    /// Since when it has waited for bandwidth.
+    held_back: Option<Timestamp>,
+}
+
+#[derive(Debug, Clone)]
+struct UnderWay {
+    ticket: Ticket,
+    since: Timestamp,
+    charge: Option<Charge>,
+    /// How long it waited from when it first did so for bandwidth.
+    held_back: Duration,
 }
 
 /// The queue of one node.
@@ -53,7 +91,8 @@ pub struct Queue {
     capacity: Capacity,
     /// In the order in which they came.
     waiting: Vec<Waiting>,
-    under_way: Vec<(Ticket, Timestamp)>,
+    under_way: Vec<UnderWay>,
+    bandwidth: Option<Bandwidth>,
     /// When each namespace last had a turn, counted in turns; forgotten when nobody waits.
     served: BTreeMap<Namespace, u64>,
     turns: u64,
@@ -66,6 +105,7 @@ impl Queue {
             capacity,
             waiting: Vec::new(),
             under_way: Vec::new(),
+            bandwidth: capacity.bandwidth.map(Bandwidth::new),
             served: BTreeMap::new(),
             turns: 0,
             tickets: 0,
@@ -73,22 +113,27 @@ impl Queue {
     }
 
     /// Somebody wants to save.
-    pub fn join(&mut self, urgency: Urgency, namespace: Namespace, now: Timestamp) -> Ticket {
+    pub fn join(&mut self, wish: Wish, now: Timestamp) -> Ticket {
         self.tickets += 1;
         let ticket = Ticket(self.tickets);
         self.waiting.push(Waiting {
             ticket,
-            urgency,
-            namespace,
+            wish,
             since: now,
+            held_back: None,
         });
         ticket
     }
 
-    /// It has saved, or does not want to any more.
-    pub fn leave(&mut self, ticket: Ticket) {
+    /// It has saved, or does not want to any more. `written`: bytes.
+    pub fn leave(&mut self, ticket: Ticket, written: u64) {
         self.waiting.retain(|waiting| waiting.ticket != ticket);
-        self.under_way.retain(|(held, _)| *held != ticket);
+        let of_ticket = |held: &mut UnderWay| held.ticket == ticket;
+        for ended in self.under_way.extract_if(.., of_ticket) {
+            if let Some((disk, charge)) = self.bandwidth.as_mut().zip(ended.charge) {
+                disk.end(charge, written);
+            }
+        }
         if self.waiting.is_empty() {
             self.served.clear();
         }
@@ -96,35 +141,82 @@ impl Queue {
 
     /// Gives the next turn, if there is one to give. `called`: somebody waits for a sandbox of this node to wake.
     pub fn admit(&mut self, called: bool, now: Timestamp) -> Option<Ticket> {
-        let counts = |since: &Timestamp| later(*since, self.capacity.longest) > now;
-        let counted = self.under_way.iter().filter(|(_, since)| counts(since));
-        if counted.count() >= self.capacity.at_once {
+        let counts = |held: &&UnderWay| later(held.since, self.capacity.longest) > now;
+        if self.under_way.iter().filter(counts).count() >= self.capacity.at_once {
             return None;
         }
-        let key = |waiting: &Waiting| {
-            let overdue = later(waiting.since, self.capacity.patience) <= now;
-            let served = self.served.get(&waiting.namespace).copied();
-            match overdue {
-                true => (0, None, waiting.ticket),
-                false if waiting.urgency == Urgency::Asked => (1, served, waiting.ticket),
-                false => (2, served, waiting.ticket),
-            }
-        };
-        let next = self.waiting.iter().min_by_key(|waiting| key(waiting))?;
-        if called && key(next).0 == 2 {
-            return None;
-        }
-        let (ticket, namespace) = (next.ticket, next.namespace.clone());
-        self.waiting.retain(|waiting| waiting.ticket != ticket);
-        self.under_way.push((ticket, now));
+        let next = self.next(called, now)?;
+        let Waiting {
+            ticket,
+            wish,
+            held_back,
+            ..
+        } = self.waiting.remove(next);
+        let held_back = held_back.and_then(|since| now.duration_since(since).try_into().ok());
+        let paced = wish.urgency.is_paced();
+        let disk = self.bandwidth.as_mut();
+        self.under_way.push(UnderWay {
+            ticket,
+            since: now,
+            charge: disk.map(|disk| disk.begin(wish.size, paced, now)),
+            held_back: held_back.unwrap_or_default(),
+        });
         self.turns += 1;
-        self.served.insert(namespace, self.turns);
+        self.served.insert(wish.namespace, self.turns);
         Some(ticket)
+    }
+
+    /// Who comes next, by its place. Those who are passed over for want of bandwidth are marked.
+    fn next(&mut self, called: bool, now: Timestamp) -> Option<usize> {
+        let is_free = |disk: &Bandwidth, overdue| disk.free_at(overdue).is_some_and(|at| at <= now);
+        let disk = self.bandwidth.as_ref();
+        let [free, free_to_overdue] =
+            [false, true].map(|overdue| disk.is_none_or(|disk| is_free(disk, overdue)));
+        let mut first: Option<(_, usize)> = None;
+        for (place, waiting) in self.waiting.iter_mut().enumerate() {
+            let overdue = later(waiting.since, self.capacity.patience) <= now;
+            let urgency = waiting.wish.urgency;
+            if called && !overdue && urgency != Urgency::Asked {
+                continue;
+            }
+            let free = if overdue { free_to_overdue } else { free };
+            if urgency.is_paced() && !free {
+                waiting.held_back.get_or_insert(now);
+                continue;
+            }
+            let served = self.served.get(&waiting.wish.namespace).copied();
+            let key = match overdue {
+                true => (None, None, waiting.ticket),
+                false => (Some(urgency), served, waiting.ticket),
+            };
+            if first.as_ref().is_none_or(|(least, _)| key < *least) {
+                first = Some((key, place));
+            }
+        }
+        first.map(|(_, place)| place)
     }
 
     /// Whether it is its turn.
     pub fn is_admitted(&self, ticket: Ticket) -> bool {
-        self.under_way.iter().any(|(held, _)| *held == ticket)
+        self.under_way.iter().any(|held| held.ticket == ticket)
+    }
+
+    /// Whether it waits for bandwidth.
+    pub fn is_held_back(&self, ticket: Ticket) -> bool {
+        let mut waiting = self.waiting.iter();
+        waiting.any(|waiting| waiting.ticket == ticket && waiting.held_back.is_some())
+    }
+
+    /// For how long one whose turn it is waited from when it first did so for bandwidth.
+    pub fn was_held_back(&self, ticket: Ticket) -> Duration {
+        let mut under_way = self.under_way.iter();
+        let held = under_way.find(|held| held.ticket == ticket);
+        held.map_or(Duration::ZERO, |held| held.held_back)
+    }
+
+    /// When there is bandwidth again for those that wait, if that is known.
+    pub fn free_at(&self) -> Option<Timestamp> {
+        self.bandwidth.as_ref()?.free_at(false)
     }
 
     /// Whether anybody waits, so that there may be a turn to give although nobody has left.
@@ -134,7 +226,7 @@ impl Queue {
 
     /// How many wait, by why.
     pub fn waiting(&self, urgency: Urgency) -> usize {
-        let of = |waiting: &&Waiting| waiting.urgency == urgency;
+        let of = |waiting: &&Waiting| waiting.wish.urgency == urgency;
         self.waiting.iter().filter(of).count()
     }
 
@@ -154,6 +246,7 @@ mod tests {
         at_once: 1,
         patience: Duration::from_secs(30),
         longest: Duration::from_secs(60),
+        bandwidth: None,
     };
 
     fn at(second: i64) -> Timestamp {
@@ -164,11 +257,19 @@ mod tests {
         Namespace::new(name).unwrap()
     }
 
+    fn wish(urgency: Urgency, name: &str) -> Wish {
+        Wish {
+            urgency,
+            namespace: namespace(name),
+            size: None,
+        }
+    }
+
     /// Turns given one after the other, each ended before the next.
     fn order(queue: &mut Queue, called: bool, now: i64) -> Vec<Ticket> {
         std::iter::from_fn(|| {
             let ticket = queue.admit(called, at(now))?;
-            queue.leave(ticket);
+            queue.leave(ticket, 0);
             Some(ticket)
         })
         .collect()
@@ -177,15 +278,15 @@ mod tests {
     #[test]
     fn what_somebody_asked_for_comes_before_what_a_timer_wants() {
         let mut queue = Queue::new(CAPACITY);
-        let idle = queue.join(Urgency::ByItself, namespace("a"), at(0));
-        let asked = queue.join(Urgency::Asked, namespace("a"), at(1));
+        let idle = queue.join(wish(Urgency::ByItself, "a"), at(0));
+        let asked = queue.join(wish(Urgency::Asked, "a"), at(1));
         assert_eq!(order(&mut queue, false, 2), [asked, idle]);
     }
 
     #[test]
     fn namespaces_take_turns() {
         let mut queue = Queue::new(CAPACITY);
-        let mut join = |name| queue.join(Urgency::ByItself, namespace(name), at(0));
+        let mut join = |name| queue.join(wish(Urgency::ByItself, name), at(0));
         let (a1, a2, a3, b1, b2) = (join("a"), join("a"), join("a"), join("b"), join("b"));
         assert_eq!(order(&mut queue, false, 1), [a1, b1, a2, b2, a3]);
     }
@@ -193,8 +294,8 @@ mod tests {
     #[test]
     fn a_timer_waits_while_somebody_waits_for_a_wake_but_not_for_ever() {
         let mut queue = Queue::new(CAPACITY);
-        let idle = queue.join(Urgency::ByItself, namespace("a"), at(0));
-        let asked = queue.join(Urgency::Asked, namespace("a"), at(0));
+        let idle = queue.join(wish(Urgency::ByItself, "a"), at(0));
+        let asked = queue.join(wish(Urgency::Asked, "a"), at(0));
         assert_eq!(order(&mut queue, true, 1), [asked]);
         assert!(queue.is_waited_for());
         assert_eq!(queue.waiting(Urgency::ByItself), 1);
@@ -205,26 +306,99 @@ mod tests {
     #[test]
     fn who_gives_up_takes_nobodys_turn() {
         let mut queue = Queue::new(CAPACITY);
-        let first = queue.join(Urgency::Asked, namespace("a"), at(0));
-        let second = queue.join(Urgency::Asked, namespace("a"), at(0));
-        queue.leave(first);
+        let first = queue.join(wish(Urgency::Asked, "a"), at(0));
+        let second = queue.join(wish(Urgency::Asked, "a"), at(0));
+        queue.leave(first, 0);
         assert_eq!(queue.admit(false, at(0)), Some(second));
         assert!(queue.is_admitted(second) && !queue.is_admitted(first));
-        let third = queue.join(Urgency::Asked, namespace("a"), at(0));
+        let third = queue.join(wish(Urgency::Asked, "a"), at(0));
         assert_eq!(queue.admit(false, at(0)), None);
-        queue.leave(second);
+        queue.leave(second, 0);
         assert_eq!(queue.admit(false, at(0)), Some(third));
     }
 
     #[test]
     fn a_save_that_hangs_does_not_keep_the_others_from_theirs() {
         let mut queue = Queue::new(CAPACITY);
-        let hangs = queue.join(Urgency::Asked, namespace("a"), at(0));
-        let waits = queue.join(Urgency::Asked, namespace("a"), at(0));
+        let hangs = queue.join(wish(Urgency::Asked, "a"), at(0));
+        let waits = queue.join(wish(Urgency::Asked, "a"), at(0));
         assert_eq!(queue.admit(false, at(0)), Some(hangs));
         assert_eq!(queue.admit(false, at(59)), None);
         assert_eq!(queue.admit(false, at(60)), Some(waits));
         assert!(queue.is_admitted(hangs));
+    }
+
+    fn bandwidth(rate: u64, urgency: Urgency, size: Option<u64>) -> (Queue, Wish) {
+        let queue = Queue::new(Capacity {
+            at_once: 2,
+            bandwidth: NonZeroU64::new(rate),
+            ..CAPACITY
+        });
+        let wish = Wish {
+            size,
+            ..wish(urgency, "a")
+        };
+        (queue, wish)
+    }
+
+    #[test]
+    fn a_timer_waits_until_the_image_before_it_is_paid_for() {
+        let (mut queue, image) = bandwidth(10, Urgency::ByItself, Some(50));
+        let [first, second] = [(); 2].map(|()| queue.join(image.clone(), at(0)));
+        assert_eq!(queue.admit(false, at(0)), Some(first));
+        assert_eq!(queue.admit(false, at(0)), None);
+        assert!(queue.is_held_back(second) && !queue.is_held_back(first));
+        assert_eq!(queue.free_at(), Some(at(5)));
+        queue.leave(first, 30);
+        assert_eq!(queue.free_at(), Some(at(3)));
+        assert_eq!(queue.admit(false, at(2)), None);
+        assert_eq!(queue.admit(false, at(3)), Some(second));
+        assert_eq!(queue.was_held_back(second), Duration::from_secs(3));
+        assert!(!queue.is_held_back(second));
+    }
+
+    #[test]
+    fn an_image_that_takes_longer_than_anything_else_has_its_turn_and_is_paid_for() {
+        let (mut queue, image) = bandwidth(10, Urgency::ByItself, Some(1_000_000));
+        let large = queue.join(image.clone(), at(0));
+        assert_eq!(queue.admit(false, at(0)), Some(large));
+        queue.leave(large, 1_000_000);
+        let next = queue.join(image, at(1));
+        assert_eq!(queue.admit(false, at(99_999)), None);
+        assert_eq!(queue.admit(false, at(100_000)), Some(next));
+    }
+
+    #[test]
+    fn while_the_size_of_an_image_is_not_known_only_those_go_that_wait_for_nothing() {
+        let (mut queue, image) = bandwidth(10, Urgency::ByItself, None);
+        let unknown = queue.join(image.clone(), at(0));
+        assert_eq!(queue.admit(false, at(0)), Some(unknown));
+        let waits = queue.join(image.clone(), at(0));
+        assert_eq!(queue.admit(false, at(50)), None);
+        assert!(queue.is_held_back(waits));
+        for urgency in [Urgency::Asked, Urgency::Pressed] {
+            let wish = Wish {
+                urgency,
+                ..image.clone()
+            };
+            let ticket = queue.join(wish, at(50));
+            assert_eq!(queue.admit(false, at(50)), Some(ticket), "{urgency:?}");
+            queue.leave(ticket, 0);
+        }
+        queue.leave(unknown, 20);
+        assert_eq!(queue.admit(false, at(50)), Some(waits));
+    }
+
+    #[test]
+    fn what_the_node_needs_comes_after_what_somebody_asked_for() {
+        let mut queue = Queue::new(CAPACITY);
+        let mut join = |urgency| queue.join(wish(urgency, "a"), at(0));
+        let (idle, pressed, asked) = (
+            join(Urgency::ByItself),
+            join(Urgency::Pressed),
+            join(Urgency::Asked),
+        );
+        assert_eq!(order(&mut queue, false, 1), [asked, pressed, idle]);
     }
 
     proptest! {
@@ -242,10 +416,10 @@ mod tests {
                 match what {
                     0 | 1 => {
                         let urgency = if flag { Urgency::Asked } else { Urgency::ByItself };
-                        let ticket = queue.join(urgency, namespace(["a", "b", "c"][usize::from(name)]), at(now));
+                        let ticket = queue.join(wish(urgency, ["a", "b", "c"][usize::from(name)]), at(now));
                         since.insert(ticket, now);
                     }
-                    2 if !held.is_empty() => queue.leave(held.remove(0)),
+                    2 if !held.is_empty() => queue.leave(held.remove(0), 0),
                     3 => now += 7,
                     _ => {
                         if let Some(ticket) = queue.admit(flag, at(now)) {
@@ -262,9 +436,84 @@ mod tests {
             // Nobody else comes: all have their turn, whoever waits for a wake.
             now += 60;
             for ticket in held.drain(..) {
-                queue.leave(ticket);
+                queue.leave(ticket, 0);
             }
             prop_assert_eq!(order(&mut queue, true, now).len(), since.len());
+        }
+
+        /// Whatever comes, ten bytes a second: of those that wait, never more is begun in any time than the rate allows, but for one
+        /// image; and one that is not overdue begins when all before it is paid for, asked for or not.
+        #[test]
+        fn the_rate_holds(
+            at_once in 1..4_usize,
+            events in proptest::collection::vec((0..6_u8, 0..3_usize, 0..300_u64, 0..3_u8), 1..200),
+        ) {
+            let bandwidth = NonZeroU64::new(10);
+            let longest = Duration::from_secs(1 << 30);
+            let mut queue = Queue::new(Capacity { at_once, longest, bandwidth, ..CAPACITY });
+            let (mut now, mut images, mut held) = (0, BTreeMap::new(), Vec::new());
+            let mut begun: Vec<(i64, Urgency, u64)> = Vec::new();
+            for (what, urgency, bytes, guess) in events {
+                match what {
+                    0 | 1 => {
+                        let urgency = Urgency::ALL[urgency];
+                        // Not known, right, or more than it will be.
+                        let size = guess.checked_sub(1).map(|over| bytes + 100 * u64::from(over));
+                        let wish = Wish { size, ..wish(urgency, "a") };
+                        images.insert(queue.join(wish, at(now)), (urgency, bytes, now));
+                    }
+                    2 if !held.is_empty() => {
+                        let ticket = held.remove(0);
+                        queue.leave(ticket, images[&ticket].1);
+                    }
+                    3 => now += 7,
+                    _ => {
+                        let Some(ticket) = queue.admit(false, at(now)) else { continue };
+                        held.push(ticket);
+                        let (urgency, bytes, came) = images[&ticket];
+                        if urgency == Urgency::ByItself {
+                            for (n, (began, _, _)) in begun.iter().enumerate() {
+                                let allowed = u64::try_from(10 * (now - began)).unwrap();
+                                let of = |alike: bool| begun[n..].iter().filter(|(_, other, _)| !alike || *other == urgency).map(|(_, _, bytes)| bytes).sum::<u64>();
+                                prop_assert!(of(true) <= allowed, "at {now}: {begun:?}");
+                                prop_assert!(of(false) <= allowed || came + 30 <= now, "at {now}: {begun:?}");
+                            }
+                        }
+                        begun.push((now, urgency, bytes));
+                    }
+                }
+            }
+        }
+
+        /// While others ask without end for more than the disk takes, those that wait have a tenth of it, in their order.
+        #[test]
+        fn who_waits_for_bandwidth_has_its_turn(sizes in proptest::collection::vec(0..200_u64, 1..8)) {
+            let mut queue = Queue::new(Capacity { bandwidth: NonZeroU64::new(10), ..CAPACITY });
+            let waiting: Vec<_> = sizes.iter().map(|bytes| {
+                let wish = Wish { size: Some(*bytes), ..wish(Urgency::ByItself, "a") };
+                (queue.join(wish, at(0)), *bytes)
+            }).collect();
+            let (mut done, mut latest) = (0, 30);
+            for now in 0.. {
+                let wish = Wish { size: Some(1000), ..wish(Urgency::Asked, "b") };
+                let asked = queue.join(wish, at(now));
+                while let Some(ticket) = queue.admit(false, at(now)) {
+                    let mut written = 1000;
+                    if ticket != asked {
+                        prop_assert_eq!(Some(ticket), waiting.get(done).map(|(ticket, _)| *ticket));
+                        prop_assert!(now <= latest, "at {now}, not until {latest}");
+                        written = waiting[done].1;
+                        latest += i64::try_from(written).unwrap() + 1;
+                        done += 1;
+                    }
+                    queue.leave(ticket, written);
+                }
+                prop_assert!(queue.waiting(Urgency::Asked) == 0, "somebody who asked waits");
+                prop_assert!(now <= latest);
+                if done == waiting.len() {
+                    break;
+                }
+            }
         }
     }
 }

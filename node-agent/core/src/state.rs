@@ -239,6 +239,8 @@ pub struct Observed {
     pub restore: Restore,
     /// It is its turn to save: see [`crate::queue`].
     pub save_turn: bool,
+    /// It has asked for its turn and waits for bandwidth.
+    pub held_back: bool,
     /// Open exec, attach and port-forward sessions: hold off in-place hibernation (not Suspend, not snapshots).
     pub sessions: u32,
     /// Since when it has been idle, by [`crate::idle`]; none: not known, or nobody asked. Say so only when packets and the program's
@@ -274,6 +276,7 @@ impl Observed {
             dozes_unsaved: false,
             restore: Restore::NotAsked,
             save_turn: true,
+            held_back: false,
             sessions: 0,
             idle_since: None,
             idle_known: Ok(()),

@@ -175,6 +175,8 @@ pub enum Reason {
     InUse,
     /// Other sandboxes of the node are being saved; this one waits for its turn.
     AwaitingTurn { urgency: Urgency },
+    /// The same of one that is idle, until the disk is free of the images before it: their bandwidth is limited.
+    AwaitingBandwidth,
     /// Waiting after a failure.
     Backoff { until: Timestamp },
     /// The memory is in an image and the kubelet is to bring the containers back.
@@ -204,12 +206,20 @@ pub struct Plan {
     pub why: Vec<Reason>,
 }
 
+impl Reason {
+    /// Why a turn to save is waited for, if this says so.
+    pub fn awaited_turn(&self) -> Option<Urgency> {
+        match self {
+            Reason::AwaitingTurn { urgency } => Some(*urgency),
+            Reason::AwaitingBandwidth => Some(Urgency::ByItself),
+            _ => None,
+        }
+    }
+}
+
 impl Plan {
     /// Why it waits for a turn to save, if it does.
     pub fn awaits_turn(&self) -> Option<Urgency> {
-        self.why.iter().find_map(|reason| match reason {
-            Reason::AwaitingTurn { urgency } => Some(*urgency),
-            _ => None,
-        })
+        self.why.iter().find_map(Reason::awaited_turn)
     }
 }

@@ -247,6 +247,19 @@ impl Control {
         Ok(Duration::from_nanos(total))
     }
 
+    /// Bytes that the memory of the sandbox' programs takes, in swap or not: an image of it is about as large, or smaller by its zeros.
+    pub fn memory_usage(&mut self, timeout: Duration) -> Result<u64, Error> {
+        #[derive(Deserialize)]
+        struct Usage {
+            #[serde(rename = "Total")]
+            total: u64,
+        }
+        // Not in full: that would go through all pages.
+        let arg = json!({ "Full": false });
+        let usage: Usage = self.call("Usage.Collect", &arg, &[], timeout)?;
+        Ok(usage.total)
+    }
+
     /// Whether a file is there that the pause container can open. Reads it into nowhere; a FIFO in its place is waited for in vain.
     pub fn has_file(&mut self, path: &str, timeout: Duration) -> Result<bool, Error> {
         let nowhere = std::fs::OpenOptions::new().write(true).open("/dev/null");

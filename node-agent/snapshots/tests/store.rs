@@ -76,6 +76,20 @@ fn an_image_is_made_once() {
 }
 
 #[test]
+fn an_image_that_is_being_written_tells_how_large_it_is() {
+    let (_dir, store) = store();
+    let partial = store.begin(&namespace(), &image(1)).unwrap();
+    assert_eq!(partial.size().ok(), Some(0));
+    for (name, size) in FILES {
+        write(&partial, name, size).unwrap();
+    }
+    let expected: usize = FILES.iter().map(|(_, size)| size).sum();
+    assert_eq!(partial.size().ok(), u64::try_from(expected).ok());
+    symlink("/etc/passwd", partial.path().join("more.img")).unwrap();
+    assert!(matches!(partial.size(), Err(SaveError::NotAFile { .. })));
+}
+
+#[test]
 fn an_image_without_files_or_with_strange_ones_is_not_committed() {
     let (_dir, store) = store();
     let begin = |number| store.begin(&namespace(), &image(number)).unwrap();

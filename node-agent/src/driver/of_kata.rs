@@ -37,12 +37,17 @@ pub(super) fn look(
     let mut observed = looked.observed;
     let turn = remembered.save_turn.as_ref();
     observed.save_turn = turn.is_some_and(|turn| turn.has_come());
+    let plan = torpor_core::plan(desired, &observed, &shared.policy, now);
+    let namespace = pod.namespace().and_then(|name| Namespace::new(name).ok());
+    // It writes no image.
+    let wish = shared.saves.wish(&plan, namespace.as_ref(), || Some(0));
     let look = Look {
         pod_uid,
-        plan: torpor_core::plan(desired, &observed, &shared.policy, now),
+        plan,
         record: None,
         lock: None,
-        namespace: pod.namespace().and_then(|name| Namespace::new(name).ok()),
+        namespace,
+        wish,
         saved: Vec::new(),
         nothing: false,
         candidate: candidate(desired, &observed),

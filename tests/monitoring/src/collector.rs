@@ -1,6 +1,6 @@
 //! A collector of OTLP over gRPC on this machine, for tests of what programs export.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use hyper_util::rt::{TokioExecutor, TokioIo};
@@ -12,6 +12,7 @@ use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{
 use opentelemetry_proto::tonic::collector::trace::v1::{
     ExportTraceServiceRequest, ExportTraceServiceResponse,
 };
+use opentelemetry_proto::tonic::common::v1::any_value::Value;
 use opentelemetry_proto::tonic::trace::v1::Span;
 use tokio::net::TcpListener;
 
@@ -38,9 +39,14 @@ impl TraceService for Collector {
 }
 
 impl Collector {
-    /// Listens until the test's runtime ends.
+    /// Listens on this machine until the test's runtime ends.
     pub async fn start(&self) -> std::io::Result<SocketAddr> {
-        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        self.start_at(IpAddr::V4(Ipv4Addr::LOCALHOST)).await
+    }
+
+    /// The same at one of the machine's addresses.
+    pub async fn start_at(&self, address: IpAddr) -> std::io::Result<SocketAddr> {
+        let listener = TcpListener::bind((address, 0)).await?;
         let address = listener.local_addr()?;
         let service = TowerToHyperService::new(TraceServiceServer::new(self.clone()));
         tokio::spawn(async move {
@@ -69,6 +75,15 @@ impl Collector {
         let received = self.received().into_iter();
         let spans = received.map(|(_, span)| span);
         spans.filter(|span| span.name == name).collect()
+    }
+}
+
+/// An attribute of a span, if it is there and a text.
+pub fn attribute<'a>(span: &'a Span, key: &str) -> Option<&'a str> {
+    let pair = span.attributes.iter().find(|pair| pair.key == key)?;
+    match pair.value.as_ref()?.value.as_ref()? {
+        Value::StringValue(text) => Some(text),
+        _ => None,
     }
 }
 

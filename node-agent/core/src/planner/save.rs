@@ -65,17 +65,24 @@ impl Planning<'_> {
         if view.observed.save_turn {
             return true;
         }
-        let urgency = match view.by_itself && view.needing_image().next().is_none() {
-            true => Urgency::ByItself,
-            false => Urgency::Asked,
+        let asked = !view.by_itself || view.needing_image().next().is_some();
+        let urgency = match view.desired.pressure.short_of {
+            _ if asked => Urgency::Asked,
+            Some(_) => Urgency::Pressed,
+            None => Urgency::ByItself,
         };
-        self.why.push(Reason::AwaitingTurn { urgency });
+        let for_bandwidth = urgency == Urgency::ByItself && view.observed.held_back;
+        self.why.push(match for_bandwidth {
+            true => Reason::AwaitingBandwidth,
+            false => Reason::AwaitingTurn { urgency },
+        });
         false
     }
 
     pub(super) fn awaits_turn(&self) -> bool {
-        let awaits = |reason: &Reason| matches!(reason, Reason::AwaitingTurn { .. });
-        self.why.iter().any(awaits)
+        self.why
+            .iter()
+            .any(|reason| reason.awaited_turn().is_some())
     }
 
     /// Somebody works in the sandbox, or did a moment ago. Suspend does not wait for that: the Pod is going to be deleted.

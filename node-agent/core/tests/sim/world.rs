@@ -216,6 +216,7 @@ impl World {
             dozes_unsaved: false,
             restore: Restore::NotAsked,
             save_turn: self.save_turn,
+            held_back: false,
             sessions: self.sessions,
             idle_since: self
                 .idle_since

@@ -127,6 +127,15 @@ impl Partial {
         )?)
     }
 
+    /// Bytes of the files that were made, as they are now.
+    pub fn size(&self) -> Result<u64, SaveError> {
+        match self.open_files() {
+            Ok(files) => Ok(files.iter().map(|file| file.size).sum()),
+            Err(SaveError::Empty { .. }) => Ok(0),
+            Err(error) => Err(error),
+        }
+    }
+
     /// Makes the image whole: every file in the directory durable and hashed, manifest written, moved to its place.
     ///
     /// After an error the image may or may not be in its place (the last thing that can fail is making the move durable).

@@ -2,20 +2,22 @@
 
 use std::time::{Duration, Instant};
 
-use k8s_openapi::api::core::v1::Event;
+use anyhow::Context;
+use k8s_openapi::api::core::v1::{Event, Pod};
 use kube::Api;
 use kube::api::ListParams;
 use serde_json::json;
-use torpor_api::annotations::{HIBERNATE, HIBERNATE_AFTER};
+use torpor_api::annotations::{DOZE_AFTER, HIBERNATE, HIBERNATE_AFTER};
 use torpor_api::conditions::{self, POD_HIBERNATED};
 use torpor_api::node::SandboxNode;
-use torpor_api::reasons::{event, plan};
+use torpor_api::reasons::{event, hibernated, plan};
 use torpor_gvisor::record::{SandboxState, WakeCause};
 use torpor_gvisor::turns::{Turn, Turns};
 use torpor_tests::agent::Agent;
 use torpor_tests::case::{Case, case_alone, condition, uid};
-use torpor_tests::pods::{COUNT, annotated, pod, shell_pod};
+use torpor_tests::pods::{COUNT, annotated, pod, python, shell_pod, with};
 use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
+use torpor_tests::swap::Swap;
 use torpor_tests::wait;
 use torpor_tests::witness::{self, Connection};
 
@@ -59,19 +61,13 @@ async fn a_connection_is_answered_when_it_is_its_sandbox_turn_to_wake() -> anyho
 }
 
 /// The planner's reasons, as the SandboxNode has them.
-async fn reasons(
-    case: &Case,
-    pod: &k8s_openapi::api::core::v1::Pod,
-) -> anyhow::Result<Vec<String>> {
+async fn reasons(case: &Case, pod: &Pod) -> anyhow::Result<Vec<String>> {
     let node = sandbox_node(case, pod).await?;
     let told = node.sandbox(&uid(pod)).cloned().unwrap_or_default();
     Ok(told.reasons.into_iter().map(|why| why.reason).collect())
 }
 
-async fn sandbox_node(
-    case: &Case,
-    pod: &k8s_openapi::api::core::v1::Pod,
-) -> anyhow::Result<SandboxNode> {
+async fn sandbox_node(case: &Case, pod: &Pod) -> anyhow::Result<SandboxNode> {
     let name = pod.spec.as_ref().and_then(|spec| spec.node_name.clone());
     let nodes: Api<SandboxNode> = Api::all(case.client());
     Ok(nodes.get(&name.unwrap_or_default()).await?)
@@ -100,6 +96,76 @@ async fn a_timer_waits_while_somebody_waits_for_a_wake_and_who_asks_does_not() -
         );
         drop(called);
         case.asleep("idle").await.map(drop)
+    })
+    .await
+}
+
+/// Bytes a second: a small image takes some twenty seconds of it, so that the SandboxNode tells who waits.
+const BANDWIDTH: i64 = 30_000;
+const BANDWIDTH_LIMIT: Duration = Duration::from_secs(100);
+
+#[tokio::test]
+async fn images_of_idle_sandboxes_keep_to_the_bandwidth_and_who_asks_does_not_wait_for_it()
+-> anyhow::Result<()> {
+    case_alone("bandwidth", async |case| {
+        case.start(shell_pod("asked", IDLE)).await?;
+        let limit = BANDWIDTH.to_string();
+        let limited = [("TORPOR_SAVE_BANDWIDTH", limit.as_str())];
+        Agent::with_environment(&case.kubectl, &limited, async || {
+            let names = ["idle-0", "idle-1"];
+            let mut pods = Vec::new();
+            for name in names {
+                let sleepy = annotated(shell_pod(name, IDLE), HIBERNATE_AFTER, "3s");
+                pods.push(case.start(sleepy).await?);
+            }
+            let waits = wait::until("one waits for bandwidth", SLEEP_LIMIT, async || {
+                for (name, pod) in names.iter().zip(&pods) {
+                    let reasons = reasons(case, pod).await?;
+                    if reasons.iter().any(|why| why == plan::AWAITING_BANDWIDTH) {
+                        return Ok(Ok(*name));
+                    }
+                }
+                Ok(Err("nobody does".to_owned()))
+            })
+            .await?;
+            let asked = case.hibernate("asked").await?;
+            let still = case.pods().get(waits).await?;
+            anyhow::ensure!(
+                condition(&still, POD_HIBERNATED).0 != "True",
+                "{waits} sleeps before its time"
+            );
+            let first = names.into_iter().find(|name| *name != waits);
+            let first = case.asleep(first.unwrap_or_default()).await?;
+            let asleep = |pod: &Pod| condition(pod, POD_HIBERNATED).0 == "True";
+            let words = "it sleeps when the disk is free";
+            let last = case
+                .pod_until(waits, words, BANDWIDTH_LIMIT, asleep)
+                .await?;
+            let (began, bytes) = image_of(case, &first).await?;
+            let (_, asked) = image_of(case, &asked).await?;
+            let (ended, _) = image_of(case, &last).await?;
+            // Times are told in whole seconds, and are those of the ends.
+            let owed = (bytes + asked) / BANDWIDTH;
+            let passed = ended.duration_since(began).as_secs();
+            anyhow::ensure!(passed >= owed - 2, "{passed} s, where {owed} were owed");
+            Ok(())
+        })
+        .await
+    })
+    .await
+}
+
+/// Since when a Pod sleeps, and the bytes of its image.
+async fn image_of(case: &Case, pod: &Pod) -> anyhow::Result<(jiff::Timestamp, i64)> {
+    wait::until("its node tells of its image", SLEEP_LIMIT, async || {
+        let node = sandbox_node(case, pod).await?;
+        let told = node.sandbox(&uid(pod)).cloned().unwrap_or_default();
+        let image = told
+            .asleep_since
+            .as_ref()
+            .map(|since| since.0)
+            .zip(told.image_bytes);
+        Ok(image.ok_or_else(|| format!("{told:?}")))
     })
     .await
 }
@@ -173,6 +239,82 @@ async fn a_node_that_is_short_of_memory_puts_idle_sandboxes_to_sleep_that_may_an
         let pod = case.asleep("p0").await?;
         assert_eq!(case.kubectl.sh("p0", "a", "echo here").await?, "here");
         assert_eq!(restarts(&pod), 0);
+        Ok(())
+    })
+    .await
+}
+
+/// Bytes of the node's swap: all of it, and what is free.
+fn swap() -> anyhow::Result<(u64, u64)> {
+    let text = std::fs::read_to_string("/proc/meminfo")?;
+    let bytes = |name: &str| {
+        let mut lines = text.lines();
+        let line = lines.find_map(|line| line.strip_prefix(name));
+        let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+        kib.map(|kib| kib << 10).context("/proc/meminfo")
+    };
+    Ok((bytes("SwapTotal:")?, bytes("SwapFree:")?))
+}
+
+#[tokio::test]
+async fn a_node_that_is_short_of_swap_hibernates_who_dozes_the_longest_idle_first_and_nobody_else()
+-> anyhow::Result<()> {
+    let _swap = Swap::on()?;
+    case_alone("swap", async |case| {
+        let (total, _) = swap()?;
+        // One alone takes more than the hundredth that may be taken.
+        let megabytes = ((total / 100 * 3 / 2) >> 20).max(24);
+        let holds = |name: &str, key: &str, after: &str| {
+            let program = format!("import os, time\nkept = os.urandom({megabytes} << 20)\nopen('/ready', 'w').close()\nwhile True: time.sleep(1000)");
+            let ready = json!({ "startupProbe": { "exec": { "command": ["test", "-e", "/ready"] }, "periodSeconds": 1 } });
+            let spec = json!({ "containers": [with(python("a", &program), ready)] });
+            annotated(pod(name, spec), key, after)
+        };
+        case.start(holds("awake", HIBERNATE_AFTER, "10h")).await?;
+        let short = [
+            ("TORPOR_SWAP_PRESSURE_FREE", "99"),
+            ("TORPOR_PRESSURE_IDLE", "15"),
+        ];
+        Agent::with_environment(&case.kubectl, &short, async || {
+            let dozes = |pod: &Pod| condition(pod, POD_HIBERNATED).1 == hibernated::DOZING;
+            case.start(holds("d0", DOZE_AFTER, "3s")).await?;
+            let words = "its memory is in swap";
+            case.pod_until("d0", words, SLEEP_LIMIT, dozes).await?;
+            let held = megabytes << 20;
+            wait::until(words, SLEEP_LIMIT, async || {
+                let (total, free) = swap()?;
+                wait::holds(total - free >= held, || format!("{free} of {total} bytes are free"))
+            })
+            .await?;
+            let (_, free) = swap()?;
+            case.start(holds("d1", DOZE_AFTER, "3s")).await?;
+            let first = case.asleep("d0").await?;
+            let node = sandbox_node(case, &first).await?.status.unwrap_or_default();
+            let told = conditions::find(&node.conditions, conditions::PRESSURE).cloned();
+            anyhow::ensure!(
+                told.as_ref().is_some_and(|told| told.reason == "SwapShort" && told.message.contains("swap")),
+                "{told:?}"
+            );
+            let second = case.pods().get("d1").await?;
+            let told = condition(&second, POD_HIBERNATED);
+            anyhow::ensure!(told.0 != "True", "d1, which was idle for less, sleeps: {told:?}");
+            let last = case.asleep("d1").await?;
+            for pod in [&first, &last] {
+                assert_eq!(restarts(pod), 0);
+                assert_eq!(case.node.sandbox_processes(&uid(pod))?, []);
+            }
+            let said = events(case, event::NODE_PRESSURE).await?;
+            let about = |name: &str| said.iter().any(|event| event.involved_object.name.as_deref() == Some(name));
+            assert!(about("d0") && about("d1") && !about("awake"), "{said:?}");
+            let (total, now) = swap()?;
+            anyhow::ensure!(now >= free + held / 2, "{now} of {total} bytes of swap are free, {free} were while d0 dozed");
+            let awake = case.pods().get("awake").await?;
+            let told = condition(&awake, POD_HIBERNATED);
+            anyhow::ensure!(told.0 != "True", "it does not doze, and sleeps: {told:?}");
+            Ok(())
+        })
+        .await?;
+        assert_eq!(case.kubectl.sh("d0", "a", "ls /ready").await?, "/ready");
         Ok(())
     })
     .await

@@ -5,3 +5,4 @@ mod crash;
 mod drain;
 mod kata;
 mod killed;
+mod tracing;

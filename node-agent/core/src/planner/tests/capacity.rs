@@ -58,6 +58,28 @@ fn a_save_waits_for_its_turn_and_nothing_stands_still_meanwhile() {
     }
 }
 
+#[test]
+fn who_waits_for_bandwidth_says_so_unless_it_is_wanted_at_once() {
+    let held_back = |observed| Observed {
+        held_back: true,
+        ..waiting(observed)
+    };
+    let idle = held_back(idle_since(900, observed(Live::Running, &[], &[])));
+    let plan = planned(&sleepy(), &idle);
+    assert!(plan.why.contains(&Reason::AwaitingBandwidth), "{plan:?}");
+    assert_eq!(plan.awaits_turn(), Some(Urgency::ByItself));
+    let pressed = asked(&patient(), &idle).unwrap();
+    let pressed = pressed.shorten(patient(), LIMITS.idle);
+    for (desired, urgency) in [
+        (desired(Power::Asleep), Urgency::Asked),
+        (pressed, Urgency::Pressed),
+    ] {
+        let plan = planned(&desired, &idle);
+        assert!(plan.why.contains(&Reason::AwaitingTurn { urgency }));
+        assert_eq!(kinds(&plan), []);
+    }
+}
+
 const LIMITS: Limits = Limits {
     available: Some(10),
     stalled: None,
