@@ -136,6 +136,8 @@ impl Driver {
         let of_ledgers = shared.node.store.ledgers().unwrap_or_default();
         let mut known: BTreeSet<PodUid> = of_api.chain(of_node).chain(of_images).collect();
         known.extend(of_ledgers);
+        // A restore that was under way when its Pod was removed may tell of its end after the agent has forgotten the Pod.
+        known.extend(shared.node.records.reported().unwrap_or_default());
         // Snapshots of other nodes' Pods are other agents' business.
         known.extend(of_snapshots.filter(|pod| self.is_ours(pod)));
         known

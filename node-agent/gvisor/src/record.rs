@@ -301,6 +301,14 @@ impl Records {
         }
     }
 
+    /// The Pods of which there is a report.
+    pub fn reported(&self) -> Result<Vec<PodUid>, Error> {
+        let names = list(&self.reports)?.into_iter();
+        Ok(names
+            .filter_map(|name| PodUid::new(name.strip_suffix(".json")?).ok())
+            .collect())
+    }
+
     /// Forgets the report of a Pod that is gone.
     pub fn remove_report(&self, pod: &PodUid) -> Result<(), Error> {
         let path = self.report_path(pod);

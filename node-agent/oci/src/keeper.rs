@@ -324,7 +324,8 @@ impl Keeper<'_> {
         match control.wait_result() {
             Ok(status) => Some(self.last_words(status.exit_code())),
             Err(control::Error::Refused { .. }) => self.sandbox_gone(),
-            Err(_) => self.wait_anew(),
+            // Of a sandbox that sleeps or is being restored it is told when there is something to wait for.
+            Err(_) => self.sandbox_gone().and_then(|_| self.wait_anew()),
         }
     }
 
@@ -417,9 +418,16 @@ impl Keeper<'_> {
                 ),
             },
             Request::Attach => {
-                if self.waiting.is_none()
-                    && let Some(code) = self.wait_anew()
-                {
+                // What it waits for may be a sandbox that has ended meanwhile.
+                let ended = match self.waiting.as_ref().is_some_and(is_readable) {
+                    true => self.container_ended(),
+                    false => None,
+                };
+                let ended = ended.or_else(|| match self.waiting {
+                    Some(_) => None,
+                    None => self.wait_anew(),
+                });
+                if let Some(code) = ended {
                     answer(&peer, &done, &[]);
                     return Handled::Exit(code);
                 }
@@ -528,6 +536,12 @@ fn answer(peer: &OwnedFd, answer: &Answer, files: &[BorrowedFd<'_>]) {
     if let Ok(bytes) = serde_json::to_vec(answer) {
         let _ = send(peer, &bytes, files);
     }
+}
+
+/// Whether the wait is over.
+fn is_readable(control: &Control) -> bool {
+    let mut fds = [PollFd::new(borrow(control), PollFlags::POLLIN)];
+    poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
 }
 
 #[allow(unsafe_code)]
