@@ -25,6 +25,7 @@ use torpor_api::{
 
 use crate::{
     cache::{Cache, Change, Key, key_of},
+    claim::adopt,
     context::Context,
     queue::{Lane, Queue},
     sandbox,
@@ -399,7 +400,7 @@ fn trim<K: Resource>(object: &mut K) {
 /// A Sandbox without what is known of who last wrote its fields, but for what somebody applied: an assignment must not forget that.
 fn trim_sandbox(sandbox: &mut Sandbox) {
     if let Some(fields) = &mut sandbox.metadata.managed_fields {
-        fields.retain(|entry| entry.operation.as_deref() == Some("Apply"));
+        fields.retain(adopt::was_applied);
     }
     if sandbox.managed_fields().is_empty() {
         trim(sandbox);

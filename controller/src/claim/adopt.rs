@@ -1,6 +1,7 @@
 //! No client required. The writes that make a Sandbox a claim's, and keep it what the claim asks for. Each carries uid and resourceVersion, so that it takes effect on the Sandbox
 //! that was looked at or not at all.
 
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ManagedFieldsEntry;
 use kube::ResourceExt;
 use serde_json::{Map, Value, json};
 use torpor_api::{Sandbox, SandboxClaim, annotations, labels, sandbox::PodMetadata};
@@ -52,8 +53,12 @@ pub fn assignment(
 
 /// Whether fields of it are held by server-side apply, which needs to know later what it set.
 fn somebody_applied(sandbox: &Sandbox) -> bool {
-    let mut entries = sandbox.managed_fields().iter();
-    entries.any(|entry| entry.operation.as_deref() == Some("Apply"))
+    sandbox.managed_fields().iter().any(was_applied)
+}
+
+/// Whether it is of server-side apply.
+pub fn was_applied(entry: &ManagedFieldsEntry) -> bool {
+    entry.operation.as_deref() == Some("Apply")
 }
 
 fn annotations_of(claim: &SandboxClaim, member: &Sandbox, replaces: Option<&str>) -> Value {

@@ -36,6 +36,7 @@ pub mod loopback;
 pub mod net;
 pub mod pause;
 pub mod probe;
+pub mod process;
 pub mod record;
 pub mod runsc;
 pub mod save;

@@ -10,6 +10,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::MemfdFlags;
 
 use crate::config::Config;
+use crate::process;
 
 /// What of a command's log is read for an error message.
 const KEPT_OUTPUT: u64 = 16 << 10;
@@ -210,25 +211,26 @@ impl Runsc {
     /// Whether each of the sandbox' gofers lives, by runsc's own records. A container without its gofer is killed by gVisor as soon as it may run.
     pub fn has_its_gofers(&self, sandbox: &str) -> Result<bool, Error> {
         let suffix = format!("_sandbox:{sandbox}.state");
-        let record = |path: &Path, source| Error::Record {
-            path: path.to_owned(),
+        let failed = |source| Error::Record {
+            path: self.root.clone(),
             source,
         };
-        let entries = std::fs::read_dir(&self.root).map_err(|error| record(&self.root, error))?;
-        for entry in entries {
-            let path = entry.map_err(|error| record(&self.root, error))?.path();
+        for entry in std::fs::read_dir(&self.root).map_err(failed)? {
+            let path = entry.map_err(failed)?.path();
             let name = path.file_name().unwrap_or_default();
             if !name.to_string_lossy().ends_with(&suffix) {
                 continue;
             }
-            let file = match std::fs::File::open(&path) {
+            let container: RunscContainer = match read_record(&path) {
                 // Its container was deleted meanwhile.
-                Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
-                opened => opened.map_err(|error| record(&path, error))?,
+                Err(Error::Record { source, .. })
+                    if source.kind() == std::io::ErrorKind::NotFound =>
+                {
+                    continue;
+                }
+                read => read?,
             };
-            let container: RunscContainer = serde_json::from_reader(file.take(MAX_RECORD))
-                .map_err(|error| record(&path, error.into()))?;
-            if container.gofer_pid > 0 && !lives(container.gofer_pid) {
+            if container.gofer_pid > 0 && !process::lives(container.gofer_pid) {
                 return Ok(false);
             }
         }
@@ -238,13 +240,7 @@ impl Runsc {
     /// User and group that the sandbox' processes run as, from runsc's own record.
     pub fn sandbox_user(&self, sandbox: &str) -> Result<(u32, u32), Error> {
         let path = self.root.join(format!("{sandbox}_sandbox:{sandbox}.state"));
-        let record = |source| Error::Record {
-            path: path.clone(),
-            source,
-        };
-        let file = std::fs::File::open(&path).map_err(record)?;
-        let state: RunscState =
-            serde_json::from_reader(file.take(MAX_RECORD)).map_err(|error| record(error.into()))?;
+        let state: RunscState = read_record(&path)?;
         Ok((state.sandbox.uid, state.sandbox.gid))
     }
 
@@ -395,15 +391,14 @@ fn wait_within(mut child: Child, limit: Duration) -> std::io::Result<Option<Exit
     }
 }
 
-/// Whether the process is there and not only waited for.
-fn lives(pid: i32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The name in brackets may hold anything: the state comes after its end.
-    let state = stat
-        .rsplit(')')
-        .next()
-        .and_then(|rest| rest.trim_start().chars().next());
-    state.is_some_and(|state| !matches!(state, 'Z' | 'X'))
+/// Reads one of runsc's own records.
+fn read_record<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, Error> {
+    let record = |source| Error::Record {
+        path: path.to_owned(),
+        source,
+    };
+    let file = std::fs::File::open(path).map_err(record)?;
+    serde_json::from_reader(file.take(MAX_RECORD)).map_err(|error| record(error.into()))
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@ use anyhow::{Context, bail, ensure};
 use torpor_cgroup as cgroup;
 use torpor_core::ids::ContainerId;
 use torpor_gvisor::keeper::{self, Request};
+use torpor_gvisor::process::after_name;
 use torpor_gvisor::record::{ContainerRecord, SandboxState};
 use torpor_gvisor::spec::Role;
 
@@ -71,13 +72,10 @@ pub(crate) fn delete(node: &Node, id: &ContainerId, force: bool) -> anyhow::Resu
 
 /// Whether the keeper's parent is no longer the pod's shim, which has the sandbox' id on its command line.
 fn is_orphan(record: &ContainerRecord) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{}/stat", record.keeper_pid));
-    let Ok(stat) = stat else { return false };
-    // The name in brackets may hold anything: the fields are counted from its end.
-    let parent = stat
-        .rsplit(')')
-        .next()
-        .and_then(|rest| rest.split_whitespace().nth(1));
+    let Some(after) = i32::try_from(record.keeper_pid).ok().and_then(after_name) else {
+        return false;
+    };
+    let parent = after.split_whitespace().nth(1);
     let line = parent.and_then(|pid| std::fs::read_to_string(format!("/proc/{pid}/cmdline")).ok());
     line.is_some_and(|line| !line.contains(record.sandbox.as_str()))
 }

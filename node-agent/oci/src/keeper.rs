@@ -10,7 +10,6 @@
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
-use std::path::Path;
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::Duration;
 
@@ -20,7 +19,6 @@ use nix::sys::socket::{SockFlag, accept4};
 use rustix::termios::Termios;
 use torpor_core::ids::{ContainerId, ImageId};
 use torpor_gvisor::control::{self, Control};
-use torpor_gvisor::expedite::{self, Expedited};
 use torpor_gvisor::keeper::{Answer, Request, Rules, Verb, receive, send};
 use torpor_gvisor::record::{ContainerRecord, SandboxState};
 use torpor_wake::sensor::Next;
@@ -241,10 +239,7 @@ impl Keeper<'_> {
     /// 15 ms in which the first packet still waits.
     fn release(&mut self) {
         if let Some(watch) = self.watch.take() {
-            let config = &self.node.config;
-            let _expedited = config
-                .expedite_wakes
-                .then(|| Expedited::begin(&config.state_dir, Path::new(expedite::SWITCH)));
+            let _expedited = self.node.expedited();
             watch.release();
         }
     }
@@ -326,6 +321,20 @@ impl Keeper<'_> {
             Err(control::Error::Refused { .. }) => self.sandbox_gone(),
             // Of a sandbox that sleeps or is being restored it is told when there is something to wait for.
             Err(_) => self.sandbox_gone().and_then(|_| self.wait_anew()),
+        }
+    }
+
+    /// Waits for the container's end, unless it does already; a code when it has ended.
+    fn wait_on(&mut self) -> Option<u8> {
+        // What it waits for may be a sandbox that has ended meanwhile.
+        if self.waiting.as_ref().is_some_and(is_readable)
+            && let Some(code) = self.container_ended()
+        {
+            return Some(code);
+        }
+        match self.waiting {
+            Some(_) => None,
+            None => self.wait_anew(),
         }
     }
 
@@ -418,16 +427,7 @@ impl Keeper<'_> {
                 ),
             },
             Request::Attach => {
-                // What it waits for may be a sandbox that has ended meanwhile.
-                let ended = match self.waiting.as_ref().is_some_and(is_readable) {
-                    true => self.container_ended(),
-                    false => None,
-                };
-                let ended = ended.or_else(|| match self.waiting {
-                    Some(_) => None,
-                    None => self.wait_anew(),
-                });
-                if let Some(code) = ended {
+                if let Some(code) = self.wait_on() {
                     answer(&peer, &done, &[]);
                     return Handled::Exit(code);
                 }

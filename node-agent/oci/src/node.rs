@@ -10,6 +10,7 @@ use serde_json::Value;
 use torpor_cgroup::Hierarchies;
 use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_gvisor::config::Config;
+use torpor_gvisor::expedite::{self, Expedited};
 use torpor_gvisor::record::{ContainerRecord, Records};
 use torpor_gvisor::runsc::Runsc;
 
@@ -52,6 +53,12 @@ impl Node {
             cgroups: Hierarchies::find(Path::new(CGROUP_ROOT))?,
             config,
         })
+    }
+
+    /// For the moment of a wake, where the node's operator allows it.
+    pub(crate) fn expedited(&self) -> Option<Expedited> {
+        let begin = || Expedited::begin(&self.config.state_dir, Path::new(expedite::SWITCH));
+        self.config.expedite_wakes.then(begin)
     }
 
     /// The runsc of a pod; of one that is not known, the node's.

@@ -10,10 +10,10 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use torpor_gvisor::expedite::{self, Expedited};
 use torpor_gvisor::hush::{self, Hush};
 use torpor_gvisor::keeper::{self, Request};
 use torpor_gvisor::net::{self, AddressWatch};
+use torpor_gvisor::process::is_zombie;
 use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState, WakeCause};
 use torpor_gvisor::runsc::{Runsc, Stdio3};
 use torpor_gvisor::spec::{Role, Spec};
@@ -45,10 +45,7 @@ pub(super) fn restore(
     let mut stages = Stages::new();
     let _turn = Turns::new(&node.config.state_dir, node.config.wakes_at_once).take(cause);
     stages.over("turnCame");
-    let expedited = node
-        .config
-        .expedite_wakes
-        .then(|| Expedited::begin(&node.config.state_dir, Path::new(expedite::SWITCH)));
+    let expedited = node.expedited();
     lift_quotas(node, pod)?;
     let result = attempt(node, pod, image, parts, awake, &mut stages);
     put_quotas_back(node, pod)?;
@@ -374,13 +371,4 @@ pub(crate) fn end_processes(node: &Node, cgroup: &Path) -> anyhow::Result<BTreeS
         }
         std::thread::sleep(Duration::from_millis(1));
     }
-}
-
-/// Whether the process has ended and its parent has not asked for its status yet.
-fn is_zombie(pid: i32) -> bool {
-    std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| {
-        stat.rsplit(')')
-            .next()
-            .is_some_and(|rest| rest.starts_with(" Z"))
-    })
 }
