@@ -99,6 +99,9 @@ pub(crate) struct RunArgs {
     /// Bytes a second (200Mi, 1G) of the images' disk that saves of idle sandboxes keep to on average, those that somebody asked for counted in; or off
     #[arg(long, default_value = "off", env = "TORPOR_SAVE_BANDWIDTH")]
     pub(crate) save_bandwidth: ByteRate,
+    /// Where the host's cgroups are mounted: there it is read what sandboxes use of the processors
+    #[arg(long, default_value = "/sys/fs/cgroup", value_parser = absolute, env = "TORPOR_CGROUP_ROOT")]
+    pub(crate) cgroup_root: PathBuf,
     #[command(flatten)]
     pub(crate) pressure: PressureArgs,
     #[command(flatten)]
@@ -114,9 +117,6 @@ pub(crate) struct KataArgs {
     /// containerd's socket
     #[arg(long, default_value = "/run/containerd/containerd.sock", value_parser = absolute, env = "TORPOR_KATA_CONTAINERD_SOCKET")]
     pub(crate) kata_containerd_socket: PathBuf,
-    /// Where the host's cgroups are mounted
-    #[arg(long, default_value = "/sys/fs/cgroup", value_parser = absolute, env = "TORPOR_KATA_CGROUP_ROOT")]
-    pub(crate) kata_cgroup_root: PathBuf,
 }
 
 /// When the sandboxes that have been idle longest sleep before their time.

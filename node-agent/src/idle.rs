@@ -7,7 +7,7 @@
 use std::time::{Duration, SystemTime};
 
 use jiff::Timestamp;
-use torpor_core::idle::{IdleWatch, Inquiry, Look};
+use torpor_core::idle::{HostTime, IdleWatch, Inquiry, Look, ProbeTime};
 use torpor_core::ids::SandboxId;
 use torpor_core::state::{Desired, Live, Observed};
 use torpor_gvisor::control::{self, Control};
@@ -117,6 +117,7 @@ impl Sandbox<'_> {
         watch.look(&Look {
             at: now,
             cpu,
+            host: self.host_time(),
             in_use: works || forwards,
             last_use: records.last_use(id).and_then(timestamp),
         });
@@ -128,6 +129,19 @@ impl Sandbox<'_> {
             });
         }
         Ok(())
+    }
+
+    fn host_time(&self) -> Option<HostTime> {
+        let cgroups = self.node.cgroups.as_ref()?;
+        // First what is over, so that no probe's end is counted without its work.
+        let probed = self.node.records.probed(&self.record.sandbox).ok()?;
+        Some(HostTime {
+            used: cgroups.processor_time(&self.record.cgroup)?,
+            probes: ProbeTime {
+                used: Duration::from_micros(probed.used_micros),
+                took: Duration::from_micros(probed.took_micros),
+            },
+        })
     }
 
     fn connect(&self) -> Result<Control, String> {

@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -105,6 +105,7 @@ impl Kata {
     /// None where no handler is named. Pods to look at anew come out of the second part.
     pub(crate) fn new(
         args: &KataArgs,
+        cgroup_root: &Path,
         kubelet_port: u16,
         metrics: Arc<Metrics>,
     ) -> anyhow::Result<Option<(Arc<Self>, tokio::sync::mpsc::UnboundedReceiver<PodUid>)>> {
@@ -118,7 +119,7 @@ impl Kata {
         let runtimes = runtimes.map(|handler| format!("io.containerd.{handler}.v2"));
         let (poke, poked) = tokio::sync::mpsc::unbounded_channel();
         let kata = Self {
-            driver: Driver::new(containerd, runtimes.collect(), &args.kata_cgroup_root)?,
+            driver: Driver::new(containerd, runtimes.collect(), cgroup_root)?,
             handlers: args.kata_handlers.clone(),
             kubelet_port,
             runtime,
@@ -241,6 +242,7 @@ impl Kata {
             watched.look(&IdleLook {
                 at: now,
                 cpu,
+                host: None,
                 in_use: false,
                 last_use: known.awake_since,
             });

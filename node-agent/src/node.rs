@@ -1,8 +1,10 @@
 //! What the agent has of its node: paths, runsc, records, images. Synchronous: called from blocking threads.
 
 use std::os::fd::AsFd;
+use std::path::Path;
 use std::time::Duration;
 
+use torpor_cgroup::Hierarchies;
 use torpor_core::ids::{ImageId, PodUid, SandboxId};
 use torpor_gvisor::config::Config;
 use torpor_gvisor::keeper::{self, Answer, Request, Verb};
@@ -28,16 +30,19 @@ pub(crate) struct Node {
     pub(crate) ability: Result<Ability, String>,
     /// The port of the kubelet's API.
     pub(crate) kubelet_port: u16,
+    /// None where the agent is not given the host's.
+    pub(crate) cgroups: Option<Hierarchies>,
 }
 
 impl Node {
-    pub(crate) fn new(config: Config) -> Result<Self, SaveError> {
+    pub(crate) fn new(config: Config, cgroup_root: &Path) -> Result<Self, SaveError> {
         let runsc = Runsc::new(&config);
         Ok(Self {
             ability: probe(&config, &runsc),
             records: Records::new(&config),
             store: Store::open(&config.store_dir)?,
             kubelet_port: config.kubelet_port,
+            cgroups: Hierarchies::find(cgroup_root).ok(),
             runsc,
         })
     }

@@ -47,7 +47,9 @@ const SWEEP: Duration = Duration::from_secs(10);
 /// Runs until SIGTERM or SIGINT.
 pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
     let config = Config::read(&args.paths.install_dir.join("bin").join(FILE_NAME))?;
-    let node = Arc::new(tokio::task::spawn_blocking(move || Node::new(config)).await??);
+    let cgroups = args.cgroup_root.clone();
+    let node = tokio::task::spawn_blocking(move || Node::new(config, &cgroups)).await??;
+    let node = Arc::new(node);
     if let Err(why) = &node.ability {
         tracing::error!(
             why,
@@ -86,8 +88,13 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
         metrics.clone(),
     );
     let node_pressure = Arc::new(NodePressure::new(&args.pressure));
-    let kata =
-        Kata::new(&args.kata, node.kubelet_port, metrics.clone()).context("cannot drive Kata")?;
+    let kata = Kata::new(
+        &args.kata,
+        &args.cgroup_root,
+        node.kubelet_port,
+        metrics.clone(),
+    );
+    let kata = kata.context("cannot drive Kata")?;
     let report = sandbox_node::report(
         client.clone(),
         args.node_name.clone(),

@@ -28,7 +28,7 @@ pub mod schedule;
 pub mod strike;
 pub mod tally;
 
-use lane::Lane;
+use lane::{Common, Lane};
 use schedule::{Cycle, Strike, Victim};
 use tally::Tally;
 
@@ -64,9 +64,9 @@ pub async fn run(case: &Case, plan: &Plan, tell: impl Fn(&str)) -> anyhow::Resul
     let in_time = || plan.time.is_none_or(|time| began.elapsed() < time);
     let left: Mutex<VecDeque<u64>> = Mutex::new((plan.from..plan.from + plan.cycles).collect());
     let tally = Mutex::new(Tally::default());
-    let agent_killed = Notify::new();
+    let common = Common::default();
     let lane = async |number: usize| -> anyhow::Result<()> {
-        let mut lane = Lane::begin(case, number, &agent_killed).await?;
+        let mut lane = Lane::begin(case, number, &common).await?;
         // Taken in a statement of its own: a guard in the loop's head would be held for the whole cycle.
         let next = async || {
             let number = left.lock().await.pop_front();
@@ -102,10 +102,10 @@ pub async fn run(case: &Case, plan: &Plan, tell: impl Fn(&str)) -> anyhow::Resul
     let lanes = futures::future::try_join_all((0..plan.lanes).map(lane));
     tokio::select! {
         done = lanes => done.map(drop)?,
-        failed = keep_agent(case, &agent_killed) => failed?,
+        failed = keep_agent(case, &common.agent_killed) => failed?,
     }
     // The last one that was killed may still be missing.
-    let _ = agent_killed.notified().now_or_never();
+    let _ = common.agent_killed.notified().now_or_never();
     Agent::replace(&case.kubectl).await?;
     Ok(tally.into_inner())
 }

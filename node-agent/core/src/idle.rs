@@ -17,16 +17,38 @@ use crate::state::later;
 /// Python or Node.js in it needs a tenth of that.
 pub const CPU_FLOOR: f64 = 0.01;
 
+/// gVisor counts in ticks: one more than the average allows says nothing, when two looks follow closely.
+const TICK: Duration = Duration::from_millis(10);
+
 /// One cheap look at a running sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Look {
     pub at: Timestamp,
-    /// Processor time that the programs of the sandbox have used since it started or was woken.
+    /// Processor time that the programs of the sandbox have used since it started or was woken, as gVisor counts it: a program that
+    /// the host lets wait for its processors counts as one that works.
     pub cpu: Duration,
+    /// The same as the host counts it, where it is known: with gVisor's own part and that of probes.
+    pub host: Option<HostTime>,
     /// An exec or a forwarded connection is open.
     pub in_use: bool,
     /// When an exec last began or ended, or when somebody else last needed the sandbox.
     pub last_use: Option<Timestamp>,
+}
+
+/// Processor time of a sandbox' cgroup since it was made.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct HostTime {
+    pub used: Duration,
+    pub probes: ProbeTime,
+}
+
+/// What exec probes that are over have taken, all together.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ProbeTime {
+    /// Processor time of the sandbox while they ran.
+    pub used: Duration,
+    /// How long they ran.
+    pub took: Duration,
 }
 
 /// What is asked only before a sandbox falls asleep.
@@ -43,7 +65,7 @@ pub struct Inquiry {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IdleWatch {
     since: Timestamp,
-    seen: Option<(Timestamp, Duration)>,
+    seen: Option<Look>,
 }
 
 impl IdleWatch {
@@ -57,10 +79,8 @@ impl IdleWatch {
 
     /// Takes note of a look.
     pub fn look(&mut self, look: &Look) {
-        let worked = self
-            .seen
-            .is_some_and(|(at, cpu)| is_above_floor(cpu, look.cpu, at, look.at));
-        self.seen = Some((look.at, look.cpu));
+        let worked = self.seen.is_some_and(|before| has_worked(&before, look));
+        self.seen = Some(*look);
         if look.in_use || worked {
             self.used(look.at);
         }
@@ -95,13 +115,32 @@ impl IdleWatch {
     }
 }
 
-/// A clock that was set back, or processor time that went back (another sandbox), counts as work.
-fn is_above_floor(before: Duration, now: Duration, from: Timestamp, to: Timestamp) -> bool {
-    let passed = Duration::try_from(to.duration_since(from));
-    match (now.checked_sub(before), passed) {
-        (Some(used), Ok(passed)) => used.as_secs_f64() > passed.as_secs_f64() * CPU_FLOOR,
-        _ => true,
+/// Work is what both counts show. A clock that was set back, or processor time that went back (another sandbox), counts as work.
+fn has_worked(before: &Look, now: &Look) -> bool {
+    let Ok(passed) = Duration::try_from(now.at.duration_since(before.at)) else {
+        return true;
+    };
+    let in_gvisor = now.cpu.checked_sub(before.cpu);
+    let on_host = before.host.zip(now.host);
+    in_gvisor.is_none_or(|used| is_above_floor(used, passed))
+        && on_host.is_none_or(|(before, now)| works_on_host(&before, &now, passed))
+}
+
+/// Counts what is not a probe's. Where probes take most of the time, a program could hide behind them: then all counts.
+fn works_on_host(before: &HostTime, now: &HostTime, passed: Duration) -> bool {
+    let Some(used) = now.used.checked_sub(before.used) else {
+        return true;
+    };
+    let probing = now.probes.took.saturating_sub(before.probes.took);
+    if probing > passed / 2 {
+        return is_above_floor(used, passed);
     }
+    let of_probes = now.probes.used.saturating_sub(before.probes.used);
+    is_above_floor(used.saturating_sub(of_probes), passed - probing)
+}
+
+fn is_above_floor(used: Duration, passed: Duration) -> bool {
+    used > passed.mul_f64(CPU_FLOOR) + TICK
 }
 
 #[cfg(test)]
@@ -118,6 +157,7 @@ mod tests {
         Look {
             at: at(second),
             cpu: Duration::from_millis(cpu_ms),
+            host: None,
             in_use: false,
             last_use: None,
         }
@@ -144,9 +184,9 @@ mod tests {
         for (looks, since) in [
             // The first look shows no work: there is nothing to compare it with.
             (vec![look(10, 9_000)], 0),
-            // A hundredth of a processor is idle, more is work.
-            (vec![look(10, 0), look(20, 100)], 0),
-            (vec![look(10, 0), look(20, 101)], 20),
+            // A hundredth of a processor and a tick are idle, more is work.
+            (vec![look(10, 0), look(20, 110)], 0),
+            (vec![look(10, 0), look(20, 111)], 20),
             (vec![look(10, 0), look(20, 500), look(30, 500)], 20),
             // Another sandbox, or a clock that was set back.
             (vec![look(10, 500), look(20, 0)], 20),
@@ -158,6 +198,75 @@ mod tests {
         ] {
             assert_eq!(watched(&looks).since(), at(since), "{looks:?}");
         }
+    }
+
+    #[test]
+    fn work_is_what_gvisor_and_the_host_count_less_what_probes_took() {
+        let ms = Duration::from_millis;
+        // Ten seconds in which gVisor counts three as worked.
+        let worked = |used: u64, of_probes: u64, probing: u64| {
+            let before = HostTime {
+                used: ms(70),
+                probes: ProbeTime {
+                    used: ms(20),
+                    took: ms(30),
+                },
+            };
+            let now = HostTime {
+                used: before.used + ms(used),
+                probes: ProbeTime {
+                    used: before.probes.used + ms(of_probes),
+                    took: before.probes.took + ms(probing),
+                },
+            };
+            let looks = [
+                Look {
+                    host: Some(before),
+                    ..look(10, 0)
+                },
+                Look {
+                    host: Some(now),
+                    ..look(20, 3_000)
+                },
+            ];
+            watched(&looks).since() == at(20)
+        };
+        assert!(!worked(110, 0, 0), "it waited for the host's processors");
+        assert!(worked(111, 0, 0));
+        assert!(!worked(1_000, 910, 2_000), "a probe's");
+        assert!(worked(1_000, 500, 2_000), "beside probes");
+        assert!(worked(1_000, 1_000, 6_000), "behind probes");
+        assert!(!worked(110, 110, 6_000));
+        // Two containers' probes at once are counted twice.
+        assert!(!worked(500, 800, 1_000));
+        let host = |used| {
+            Some(HostTime {
+                used: ms(used),
+                ..HostTime::default()
+            })
+        };
+        let looks = [
+            Look {
+                host: host(50),
+                ..look(10, 0)
+            },
+            Look {
+                host: host(0),
+                ..look(20, 3_000)
+            },
+        ];
+        assert_eq!(watched(&looks).since(), at(20), "another cgroup");
+        let looks = [
+            Look {
+                host: host(0),
+                ..look(10, 0)
+            },
+            Look {
+                host: host(9_000),
+                ..look(20, 100)
+            },
+        ];
+        assert_eq!(watched(&looks).since(), at(0), "gVisor's own work");
     }
 
     #[test]

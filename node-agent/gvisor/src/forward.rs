@@ -126,28 +126,9 @@ pub fn end_all(records: &Records, sandbox: &SandboxId, limit: Duration) -> Resul
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Config;
+    use crate::record::one_pod;
 
     const LONG: Duration = Duration::from_secs(10);
-
-    fn one_pod() -> (tempfile::TempDir, Records, SandboxId) {
-        let dir = tempfile::tempdir().expect("a directory");
-        let records = Records::new(&Config {
-            runsc: PathBuf::new(),
-            runsc_digest: String::new(),
-            state_dir: dir.path().into(),
-            store_dir: PathBuf::new(),
-            kubelet_root: PathBuf::new(),
-            kubelet_port: 10250,
-            platform: String::new(),
-            expedite_wakes: false,
-            wakes_at_once: 0,
-            debug_log_dir: None,
-        });
-        let sandbox = SandboxId::try_from("a".repeat(64)).expect("an id");
-        records.create_pod_dir(&sandbox).expect("a directory");
-        (dir, records, sandbox)
-    }
 
     fn is_asked_to_end(forward: &Forward) -> bool {
         let mut fds = [PollFd::new(forward, PollFlags::IN)];

@@ -44,7 +44,7 @@ use torpor_cgroup::Quota;
 
 mod notes;
 
-pub use notes::{Depth, DozeNote, Probes, Session, SleepNote, WakeCause, WakeNote};
+pub use notes::{Depth, DozeNote, ProbeNote, Probes, Session, SleepNote, WakeCause, WakeNote};
 
 /// No record is larger; the OCI spec of a pod with thousands of mounts is below a megabyte.
 const MAX_RECORD: u64 = 8 << 20;
@@ -592,4 +592,25 @@ fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, Error> {
         path: path.into(),
         source,
     })
+}
+
+/// Records in a directory of their own, with one pod.
+#[cfg(test)]
+pub(crate) fn one_pod() -> (tempfile::TempDir, Records, SandboxId) {
+    let dir = tempfile::tempdir().expect("a directory");
+    let records = Records::new(&Config {
+        runsc: PathBuf::new(),
+        runsc_digest: String::new(),
+        state_dir: dir.path().into(),
+        store_dir: PathBuf::new(),
+        kubelet_root: PathBuf::new(),
+        kubelet_port: 10250,
+        platform: String::new(),
+        expedite_wakes: false,
+        wakes_at_once: 0,
+        debug_log_dir: None,
+    });
+    let sandbox = SandboxId::try_from("a".repeat(64)).expect("an id");
+    records.create_pod_dir(&sandbox).expect("a directory");
+    (dir, records, sandbox)
 }

@@ -107,6 +107,9 @@ pub(crate) enum Command {
         /// It is one of the kubelet's probes
         #[arg(long)]
         probe: bool,
+        /// Processor time of the sandbox when the probe began
+        #[arg(long)]
+        used_micros: Option<u64>,
     },
     /// Be the process that stands for a probe of a sandbox that sleeps, and succeed (run by exec)
     #[command(hide = true)]

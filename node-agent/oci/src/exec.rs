@@ -6,6 +6,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode, Stdio};
+use std::time::Instant;
 
 use anyhow::{Context, bail, ensure};
 use nix::errno::Errno;
@@ -15,7 +16,9 @@ use serde_json::Value;
 use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_gvisor::control::{Control, SignalScope};
 use torpor_gvisor::exec::exec_args;
-use torpor_gvisor::record::{ContainerRecord, PodLock, SandboxState, Session, WakeCause};
+use torpor_gvisor::record::{
+    ContainerRecord, PodLock, ProbeNote, SandboxState, Session, WakeCause,
+};
 
 use crate::args::ExecArgs;
 use crate::console::{Terminal, hand_over};
@@ -51,10 +54,28 @@ pub(crate) fn exec(node: &Node, args: &ExecArgs) -> anyhow::Result<()> {
         }
         None => None,
     };
+    let before = match session {
+        Session::Probe => processor_time(node, &record.sandbox),
+        Session::Use => None,
+    };
     let pid = start(node, &record.sandbox, &request, terminal.as_ref())?;
     node.records.note_session(&record.sandbox, session)?;
-    let waiter = start_waiter(&record.sandbox, &args.id, pid, terminal, session)?;
-    stand_for(node, args, &record, waiter)
+    let mut waiter = waiter(&record.sandbox, &args.id, pid, terminal);
+    if session == Session::Probe {
+        waiter.arg("--probe");
+    }
+    if let Some(micros) = before {
+        waiter.arg("--used-micros").arg(micros.to_string());
+    }
+    let waiter = waiter.spawn().context("cannot start the waiter")?;
+    stand_for(node, args, &record, waiter.id())
+}
+
+/// Microseconds of the sandbox' cgroup; none where the host does not count them.
+fn processor_time(node: &Node, sandbox: &SandboxId) -> Option<u64> {
+    let pod = node.records.pod(sandbox).ok()?;
+    let used = node.cgroups.processor_time(&pod.cgroup)?;
+    u64::try_from(used.as_micros()).ok()
 }
 
 /// The shim watches this process in place of the one in the sandbox.
@@ -145,22 +166,18 @@ fn start(
 
 /// A waiter for a terminal has it as its controlling terminal, so that the kernel tells it of new window sizes and of keys
 /// that mean signals.
-fn start_waiter(
+fn waiter(
     sandbox: &SandboxId,
     container: &ContainerId,
     pid: i32,
     terminal: Option<OwnedFd>,
-    session: Session,
-) -> anyhow::Result<u32> {
+) -> Command {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("torpor-exec").arg("exec-waiter");
     command
         .arg(sandbox.as_str())
         .arg(container.as_str())
         .arg(pid.to_string());
-    if session == Session::Probe {
-        command.arg("--probe");
-    }
     command
         .current_dir("/")
         .stdout(Stdio::null())
@@ -169,7 +186,28 @@ fn start_waiter(
         Some(terminal) => command.arg("--terminal").stdin(terminal),
         None => command.stdin(Stdio::null()),
     };
-    Ok(command.spawn().context("cannot start the waiter")?.id())
+    command
+}
+
+/// Waits for a probe, and notes what it took: that was not the work of the sandbox' program.
+pub(crate) fn wait_for_probe(
+    node: &Node,
+    sandbox: &SandboxId,
+    container: &ContainerId,
+    pid: i32,
+    used_before: Option<u64>,
+) -> anyhow::Result<ExitCode> {
+    let began = Instant::now();
+    let code = wait(node, sandbox, container, pid, false, Session::Probe)?;
+    if let Some((before, after)) = used_before.zip(processor_time(node, sandbox)) {
+        let taken = ProbeNote {
+            used_micros: after.saturating_sub(before),
+            took_micros: u64::try_from(began.elapsed().as_micros()).unwrap_or(u64::MAX),
+        };
+        // The pod may be gone with the process.
+        let _ = node.records.note_probe(sandbox, taken);
+    }
+    Ok(code)
 }
 
 /// Waits for the process and ends as it ended; passes on what its terminal signals.

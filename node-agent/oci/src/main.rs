@@ -92,9 +92,12 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
             pid,
             terminal,
             probe,
+            used_micros,
         } => {
-            let session = if *probe { Session::Probe } else { Session::Use };
-            return exec::wait(&node, sandbox, id, *pid, *terminal, session);
+            if *probe {
+                return exec::wait_for_probe(&node, sandbox, id, *pid, *used_micros);
+            }
+            return exec::wait(&node, sandbox, id, *pid, *terminal, Session::Use);
         }
         Command::Keeper(args) => return keeper::run(&node, args),
         Command::Forward { sandbox } => forward::forward(&node, sandbox)?,

@@ -1,7 +1,9 @@
 //! One sandbox after another, cycle by cycle, with its client.
 
 use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
 use std::fmt;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use k8s_openapi::api::core::v1::Pod;
@@ -86,13 +88,47 @@ impl fmt::Display for Done {
     }
 }
 
+/// What all lanes have in common.
+#[derive(Debug, Default)]
+pub struct Common {
+    /// Somebody killed the agent.
+    pub agent_killed: Notify,
+    /// By name of the sandbox: something was killed that it ran on while it may have been awake; noticed in so many cycles.
+    excuses: Mutex<HashMap<String, u8>>,
+}
+
+impl Common {
+    fn excuses(&self) -> MutexGuard<'_, HashMap<String, u8>> {
+        self.excuses.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// In this cycle or the next.
+    fn excuse(&self, name: String) {
+        self.excuses().insert(name, 2);
+    }
+
+    fn is_excused(&self, name: &str) -> bool {
+        self.excuses().get(name).is_some_and(|left| *left > 0)
+    }
+
+    /// Another cycle begins.
+    fn fade(&self, name: &str) {
+        if let Some(left) = self.excuses().get_mut(name) {
+            *left = left.saturating_sub(1);
+        }
+    }
+
+    /// Whether there was one.
+    fn take(&self, name: &str) -> bool {
+        self.excuses().remove(name).is_some_and(|left| left > 0)
+    }
+}
+
 /// What kills and the client have in common.
 struct Shared<'a> {
     case: &'a Case,
     name: String,
-    agent_killed: &'a Notify,
-    /// Something was killed that the sandbox ran on while it may have been awake; noticed within this cycle or the next.
-    excuses: Cell<u8>,
+    common: &'a Common,
     /// Somebody has asked for the sandbox since it was told to sleep.
     wanted: Cell<bool>,
     done: RefCell<Done>,
@@ -109,17 +145,12 @@ pub struct Lane<'a> {
 
 impl<'a> Lane<'a> {
     /// With its first sandbox.
-    pub async fn begin(
-        case: &'a Case,
-        number: usize,
-        agent_killed: &'a Notify,
-    ) -> anyhow::Result<Self> {
+    pub async fn begin(case: &'a Case, number: usize, common: &'a Common) -> anyhow::Result<Self> {
         let mut lane = Self {
             shared: Shared {
                 case,
                 name: String::new(),
-                agent_killed,
-                excuses: Cell::new(0),
+                common,
                 wanted: Cell::new(false),
                 done: RefCell::default(),
             },
@@ -147,7 +178,6 @@ impl<'a> Lane<'a> {
             .await;
         self.generation += 1;
         self.shared.name = format!("s{}-{}", self.number, self.generation);
-        self.shared.excuses.set(0);
         self.client = Client::default();
         self.footprints.clear();
         case.create(sandbox(&self.shared.name, pod_spec())).await
@@ -158,7 +188,7 @@ impl<'a> Lane<'a> {
         let shared = &self.shared;
         shared.done.take();
         shared.wanted.set(true);
-        shared.excuses.set(shared.excuses.get().saturating_sub(1));
+        shared.common.fade(&shared.name);
         shared.ready().await?;
         answered(shared, &mut self.client, false).await?;
         note(shared, &mut self.footprints).await?;
@@ -320,12 +350,12 @@ async fn ask(
         client.hang_up();
         return Ok(Err("no address".to_owned()));
     };
-    let excused = || shared.excuses.get() > 0;
+    let excused = || shared.common.is_excused(&shared.name);
     match client.ask(&address, excused).await {
         Ok(News::GoneOn) => Ok(Ok(())),
         Ok(News::StartedAnew) => {
             // The first life of all is no other one.
-            if shared.excuses.replace(0) > 0 {
+            if shared.common.take(&shared.name) {
                 shared.done.borrow_mut().started_anew += 1;
             }
             Ok(Ok(()))
@@ -514,12 +544,18 @@ impl Shared<'_> {
         // While a suspended sandbox has no Pod, only what is the node's can be killed.
         let uid = self.uid().await?;
         let struck = strike(node, uid.as_deref(), planned.victim, self.wanted.get())?;
-        if struck.is_some() && planned.victim == Victim::Agent {
-            self.agent_killed.notify_one();
+        let Some(struck) = struck else {
+            return Ok(false);
+        };
+        if planned.victim == Victim::Agent {
+            self.common.agent_killed.notify_one();
         }
-        if struck.is_some_and(|struck| struck.costs_memory) {
-            self.excuses.set(2);
+        if struck.costs_memory {
+            self.common.excuse(self.name.clone());
         }
-        Ok(struck.is_some())
+        for name in struck.others {
+            self.common.excuse(name);
+        }
+        Ok(true)
     }
 }

@@ -1,8 +1,9 @@
 //! Kills, and whether one may cost the sandbox its memory.
 
 use anyhow::Context;
-use torpor_core::ids::PodUid;
+use torpor_core::ids::{ContainerId, PodUid};
 use torpor_core::ledger::{LedgerState, Memory};
+use torpor_gvisor::record::PodRecord;
 
 use super::schedule::Victim;
 use crate::agent::Agent;
@@ -13,10 +14,13 @@ use crate::node::{self, Node, PAUSE};
 const CONTAINER: &str = "counter";
 
 /// What came of a kill.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Struck {
     /// Whoever relies on the memory may find a program that was started anew.
     pub costs_memory: bool,
+    /// Names of Pods, of this and of other sandboxes, of which the same holds: containerd died while it started their containers, which
+    /// were awake by then, or about to be. It ends such a container when it comes up (docs/guarantees.md, Limits).
+    pub others: Vec<String>,
 }
 
 /// Kills the victim of a Pod, or of the node while there is none; none when it does not run at this moment. `wanted`: somebody has asked for the sandbox since it
@@ -36,18 +40,50 @@ pub fn strike(
     let Ok(process) = found else { return Ok(None) };
     let read = || uid.map(|uid| ledger(node, uid)).transpose();
     let before = read()?;
+    let starting = match victim {
+        Victim::Containerd => starting(node)?,
+        _ => Vec::new(),
+    };
     if process.kill().is_err() {
         // It ended by itself meanwhile.
         return Ok(None);
     }
     let after = read()?;
+    let others = starting
+        .into_iter()
+        .filter(|pod| ledger(node, pod.pod_uid.as_str()).is_ok_and(|now| !is_in_image(&now.memory)))
+        .map(|pod| pod.name)
+        .collect();
     let stayed = before
         .zip(after)
         .filter(|(before, after)| before.seq == after.seq);
     let slept = !wanted && stayed.is_some_and(|(_, after)| is_in_image(&after.memory));
     Ok(Some(Struck {
         costs_memory: costs_memory(victim, slept),
+        others,
     }))
+}
+
+/// Pods a container of which is being started at this moment.
+fn starting(node: &Node) -> anyhow::Result<Vec<PodRecord>> {
+    let mut pods = node.records.pods()?;
+    let starts: Vec<String> = machine::processes()
+        .into_iter()
+        .filter(|process| {
+            process.command.contains("torpor-oci") && process.command.contains(" start ")
+        })
+        .map(|process| process.command)
+        .collect();
+    let is_named = |container: &ContainerId| {
+        starts
+            .iter()
+            .any(|start| start.ends_with(container.as_str()))
+    };
+    pods.retain(|pod| {
+        let containers = node.records.containers_of(&pod.sandbox).unwrap_or_default();
+        containers.iter().any(|container| is_named(&container.id))
+    });
+    Ok(pods)
 }
 
 fn ledger(node: &Node, uid: &str) -> anyhow::Result<LedgerState> {

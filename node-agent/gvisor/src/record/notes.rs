@@ -38,6 +38,25 @@ impl Session {
     }
 }
 
+/// What the exec probes of a sandbox have taken, all together, those that still run not counted.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "camelCase")]
+pub struct ProbeNote {
+    /// Processor time of the sandbox while they ran.
+    pub used_micros: u64,
+    /// How long they ran.
+    pub took_micros: u64,
+}
+
+impl ProbeNote {
+    fn and(self, other: Self) -> Self {
+        Self {
+            used_micros: self.used_micros.saturating_add(other.used_micros),
+            took_micros: self.took_micros.saturating_add(other.took_micros),
+        }
+    }
+}
+
 /// That a sandbox is paused because it was idle. Without a pause it says nothing: it is written before, and removed after.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -140,6 +159,25 @@ impl Records {
         times.max()
     }
 
+    /// Adds what an exec probe has taken.
+    pub fn note_probe(&self, sandbox: &SandboxId, taken: ProbeNote) -> Result<(), Error> {
+        let (path, file) = self.file_to_lock(sandbox, "probed")?;
+        // Others that end now wait for as long as it takes to write a line.
+        let _alone = Flock::lock(file, FlockArg::LockExclusive)
+            .map_err(|(_, source)| Error::Lock { path, source })?;
+        let known = self.probed(sandbox).unwrap_or_default();
+        let path = self.pod_dir(sandbox).join("probed.json");
+        write_json(&path, &known.and(taken))
+    }
+
+    /// What [`Self::note_probe`] has added up.
+    pub fn probed(&self, sandbox: &SandboxId) -> Result<ProbeNote, Error> {
+        match read_json(&self.pod_dir(sandbox).join("probed.json")) {
+            Err(Error::Missing(_)) => Ok(ProbeNote::default()),
+            other => other,
+        }
+    }
+
     /// Notes where the times of the pod's packets are, or why there are none.
     pub fn write_traffic(
         &self,
@@ -189,5 +227,37 @@ impl Records {
                 _ => Ok(()),
             },
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::one_pod;
+
+    #[test]
+    fn what_probes_take_adds_up_also_when_they_end_together() {
+        let (_dir, records, sandbox) = one_pod();
+        assert_eq!(
+            records.probed(&sandbox).expect("none"),
+            ProbeNote::default()
+        );
+        let taken = |used_micros, took_micros| ProbeNote {
+            used_micros,
+            took_micros,
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| records.note_probe(&sandbox, taken(3, 5)).expect("noted"));
+            }
+        });
+        assert_eq!(records.probed(&sandbox).expect("noted"), taken(24, 40));
+        records
+            .note_probe(&sandbox, taken(u64::MAX, 1))
+            .expect("noted");
+        assert_eq!(
+            records.probed(&sandbox).expect("noted"),
+            taken(u64::MAX, 41)
+        );
     }
 }
