@@ -123,9 +123,10 @@ fn act(
         }
         Action::Reclaim { image: Some(image) } => run_verb(context, Verb::Doze, image),
         Action::Reclaim { image: None } => without_image(),
-        Action::Resume => match left.filter(|_| is_broken(context)) {
-            Some(image) => sleep_on(context, ledger, image),
-            None => resume(context),
+        Action::Resume => match left {
+            Some(image) if is_broken(context) => sleep_on(context, ledger, image),
+            Some(image) if !is_held_open(context) => stay_asleep(ledger, image),
+            _ => resume(context),
         },
         Action::Checkpoint { image } => checkpoint(context, image),
         Action::Commit { image } => commit(context, image),
@@ -156,6 +157,30 @@ fn is_broken(context: &Context<'_>) -> bool {
     context
         .sandbox
         .is_some_and(|(record, _)| matches!(has_gofers(record), Ok(false)))
+}
+
+fn is_held_open(context: &Context<'_>) -> bool {
+    let records = &context.node.records;
+    context
+        .sandbox
+        .is_some_and(|(record, _)| matches!(records.is_held_open(&record.sandbox), Ok(true)))
+}
+
+/// The sandbox is about to be ended and made anew: what would run now would be lost.
+fn stay_asleep(ledger: &LedgerFile, image: &ImageId) -> Outcome {
+    let stays = Entry::Committed {
+        image: image.clone(),
+    };
+    match ledger.append(&stays) {
+        Ok(_) => Outcome::Failed {
+            reason: "ShimGone".to_owned(),
+            message: format!(
+                "containerd's shim of the Pod has died, or the keeper of its pause container: the kubelet makes its sandbox anew, which goes \
+                 on from image {image}"
+            ),
+        },
+        Err(error) => failed(error.reason(), &error),
+    }
 }
 
 /// The sandbox cannot run on: its memory is the image's alone, from which the next plan wakes it.

@@ -126,7 +126,7 @@ pub fn end_all(records: &Records, sandbox: &SandboxId, limit: Duration) -> Resul
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::record::one_pod;
+    use crate::record::tests::one_pod;
 
     const LONG: Duration = Duration::from_secs(10);
 

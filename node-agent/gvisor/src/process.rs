@@ -8,6 +8,12 @@ pub fn after_name(pid: i32) -> Option<String> {
     Some(after.trim_start().to_owned())
 }
 
+/// Its parent: another one than before, once that has ended.
+pub fn parent(pid: i32) -> Option<i32> {
+    let after = after_name(pid)?;
+    after.split_whitespace().nth(1)?.parse().ok()
+}
+
 /// Whether the process has ended and its parent has not asked for its status yet.
 pub fn is_zombie(pid: i32) -> bool {
     after_name(pid).is_some_and(|after| after.starts_with('Z'))

@@ -117,6 +117,9 @@ pub struct ContainerRecord {
     pub cgroup: PathBuf,
     pub spec_digest: Digest,
     pub keeper_pid: u32,
+    /// containerd's shim, parent of the keeper; none before the container was started.
+    #[serde(default)]
+    pub shim_pid: Option<u32>,
     /// It ran to its end before the image was saved: the keeper ends with this code instead of running it again.
     pub completed: Option<u8>,
 }
@@ -594,23 +597,5 @@ fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, Error> {
     })
 }
 
-/// Records in a directory of their own, with one pod.
 #[cfg(test)]
-pub(crate) fn one_pod() -> (tempfile::TempDir, Records, SandboxId) {
-    let dir = tempfile::tempdir().expect("a directory");
-    let records = Records::new(&Config {
-        runsc: PathBuf::new(),
-        runsc_digest: String::new(),
-        state_dir: dir.path().into(),
-        store_dir: PathBuf::new(),
-        kubelet_root: PathBuf::new(),
-        kubelet_port: 10250,
-        platform: String::new(),
-        expedite_wakes: false,
-        wakes_at_once: 0,
-        debug_log_dir: None,
-    });
-    let sandbox = SandboxId::try_from("a".repeat(64)).expect("an id");
-    records.create_pod_dir(&sandbox).expect("a directory");
-    (dir, records, sandbox)
-}
+pub(crate) mod tests;

@@ -220,6 +220,7 @@ fn record_of(
         cgroup: cgroup::relative_path(spec.cgroups_path()?)?,
         spec_digest: digest(spec),
         keeper_pid: 0,
+        shim_pid: None,
         completed: None,
     })
 }

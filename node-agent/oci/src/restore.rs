@@ -468,7 +468,10 @@ fn wake_recorded(
     let waking = ledger.append(&Entry::Waking { image: id.clone() })?;
     // Fenced: the kubelet may have made another sandbox of this Pod meanwhile, which says of itself how its restore went.
     let outcome = |entry| ledger.append_at(waking.seq, &entry);
-    let awake = || Ok(outcome(Entry::Awake).map(drop)?);
+    let awake = || {
+        memory::ensure_held_open(node, &pod.sandbox)?;
+        Ok(outcome(Entry::Awake).map(drop)?)
+    };
     let restored = sandbox::restore(node, pod, image, parts, cause, awake);
     if restored.is_err() {
         let reason = "RestoreFailed".to_owned();
@@ -492,6 +495,7 @@ pub(crate) fn wake_locked(
         SandboxState::Running => return Ok(()),
         SandboxState::Restoring { .. } => bail!("the sandbox is not hibernated"),
     };
+    memory::ensure_held_open(node, sandbox)?;
     let pod = node.records.pod(sandbox)?;
     let store = store(node)?;
     let ledger = store.ledger(&pod.pod_uid)?;
@@ -546,13 +550,17 @@ fn parts_of(
 /// Verb of the agent: restore in place. The agent writes the ledger but for `Awake`, which must be there before anybody hears
 /// the sandbox; standard input holds the lock.
 pub(crate) fn wake(node: &Node, sandbox: &SandboxId, id: &ImageId) -> anyhow::Result<Answer> {
+    memory::ensure_held_open(node, sandbox)?;
     let pod = node.records.pod(sandbox)?;
     let store = store(node)?;
     let image = store.image(&pod.namespace, id)?;
     let parts = parts_of(node, sandbox, &image)?;
     let ledger = store.ledger(&pod.pod_uid)?;
     let waking = ledger.read()?;
-    let awake = || Ok(ledger.append_at(waking.seq, &Entry::Awake).map(drop)?);
+    let awake = || {
+        memory::ensure_held_open(node, sandbox)?;
+        Ok(ledger.append_at(waking.seq, &Entry::Awake).map(drop)?)
+    };
     let cause = WakeCause::Asked;
     let stages = sandbox::restore(node, &pod, &image, &parts, cause, awake)?;
     let note = stages.note(cause, Depth::Hibernated);

@@ -1,5 +1,6 @@
 //! The memory of a sandbox that stands still: which image it is in too, and what follows from that.
 
+use anyhow::ensure;
 use torpor_core::Entry;
 use torpor_core::ids::{ImageId, SandboxId};
 use torpor_gvisor::control::Control;
@@ -47,11 +48,22 @@ pub(crate) fn sleep_on(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool>
     end(node, sandbox, &image).map(|_| true)
 }
 
+/// A sandbox that sleeps is not woken into its own end: nobody would have its memory then.
+pub(super) fn ensure_held_open(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
+    ensure!(
+        node.records.is_held_open(sandbox)?,
+        "containerd's shim of the Pod has died, or the keeper of its pause container: the kubelet makes its sandbox anew, which goes on from \
+         its image; try again in a moment"
+    );
+    Ok(())
+}
+
 /// Before a paused sandbox is resumed: from now on no image is its memory.
 pub(crate) fn about_to_run(node: &Node, sandbox: &SandboxId) -> anyhow::Result<AboutToRun> {
     let Some(image) = memory_image(node, sandbox)? else {
         return Ok(AboutToRun { left: None });
     };
+    ensure_held_open(node, sandbox)?;
     let pod = node.records.pod(sandbox)?;
     let ledger = store(node)?.ledger(&pod.pod_uid)?;
     let seq = ledger.append(&Entry::Awake)?.seq;
