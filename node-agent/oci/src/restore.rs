@@ -414,6 +414,8 @@ pub(crate) fn arrive(
     if image.pod() != &pod.pod_uid && !is_copy(node, pod)? {
         opened.mark_consumed(&pod.pod_uid).map_err(Refusal::from)?;
     }
+    let pause = node.records.container_dir(&pod.sandbox.clone().into());
+    sandbox::hold_packets(pod, &pause);
     match wake_recorded(node, pod, &opened, image, &parts, &ledger, WakeCause::Asked) {
         Ok(_) => {
             let report = RestoreReport::Restored {
@@ -423,6 +425,8 @@ pub(crate) fn arrive(
             Ok(node.records.write_report(&pod.pod_uid, &report)?)
         }
         Err(error) => {
+            // A keeper that is gone holds nothing.
+            let _ = keeper::ask(&pause, &Request::Release, &[], CALL_LIMIT);
             let refusal = Refusal {
                 reason: "RestoreFailed",
                 message: format!("{error:#}; it is tried again"),

@@ -245,6 +245,21 @@ async fn memory_survives_the_death_of_the_shim_of_a_hibernated_pod() -> anyhow::
     survives("shimdies", async |case, uid| case.node.shim(uid)?.kill()).await
 }
 
+/// Between the death and the removal of what is left the pause container's keeper still hears packets.
+#[tokio::test]
+async fn a_packet_right_after_the_shims_death_does_not_wake_a_pod_into_its_end()
+-> anyhow::Result<()> {
+    survives("shimpacket", async |case, uid| {
+        let address = witness::address(&case.pods().get("p").await?)?;
+        case.node.shim(uid)?.kill()?;
+        let asked = tokio::net::TcpStream::connect((address.as_str(), 9));
+        // Nobody answers: the packet is all that counts.
+        let _ = tokio::time::timeout(Duration::from_secs(1), asked).await;
+        Ok(())
+    })
+    .await
+}
+
 #[tokio::test]
 async fn memory_survives_the_death_of_a_keeper_of_a_hibernated_pod() -> anyhow::Result<()> {
     survives("keeperdies", async |case, uid| {

@@ -11,7 +11,7 @@ use nix::unistd::Pid;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use torpor_gvisor::hush::{self, Hush};
-use torpor_gvisor::keeper::{self, Request};
+use torpor_gvisor::keeper::{self, Request, Rules};
 use torpor_gvisor::net::{self, AddressWatch};
 use torpor_gvisor::process::is_zombie;
 use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState, WakeCause};
@@ -176,6 +176,20 @@ fn attempt(
     let_be_heard(node, pod, &root_dir);
     stages.over("attached");
     Ok(())
+}
+
+/// Nobody is to hear the sandbox before it is recorded that its image is stale, also when this program is killed in between: then the
+/// sandbox is ended and restored once more. So the pause container's keeper holds what arrives, until it is told to wait for the sandbox.
+pub(super) fn hold_packets(pod: &PodRecord, pause: &Path) {
+    if pod.network_namespace.is_none() {
+        return;
+    }
+    match keeper::ask(pause, &Request::Hold(Rules::default()), &[], CALL_LIMIT) {
+        Ok((answer, _)) if answer.ok => {}
+        // The resume is worth more.
+        Ok((answer, _)) => eprintln!("torpor-oci: packets are not held: {}", answer.message),
+        Err(error) => eprintln!("torpor-oci: {:#}", anyhow::Error::new(error)),
+    }
 }
 
 /// The image is stale: there is no way back. Whoever dies here leaves the rest to the agent, or to who needs the sandbox next.
