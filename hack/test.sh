@@ -171,22 +171,43 @@ by_helm() {
 	uninstall --helm
 }
 
+e2e() { cargo test --locked -p torpor-tests --test e2e -- "$@"; }
+
+# The end-to-end tests come in three parts. Modules of the second need no agent, and only containers that start and end.
+WITHOUT_AGENT=(leftovers:: oci:: resources:: volumes::)
+
 end_to_end() {
 	# The tests run the plugin as kubectl finds it. Built as a check builds it: nobody measures it here.
 	export TORPOR_PLUGIN=${CARGO_TARGET_DIR:-$REPO_ROOT/target}/plugin
 	PROFILE=dev hack/plugin "$TORPOR_PLUGIN"
-	cargo test --locked -p torpor-tests --test e2e -- --skip alone:: --test-threads="${E2E_THREADS:-8}"
+	local others=() module
+	for module in "${WITHOUT_AGENT[@]}"; do
+		others+=(--skip "$module")
+	done
+	e2e --skip alone:: "${others[@]}" --test-threads="${E2E_THREADS:-8}"
+}
+
+# Tests that replace or starve the agent wait for most of their time: those that need none run beside them.
+end_to_end_agent() {
+	local status=0 log pid
+	log=$(mktemp)
+	e2e --skip alone:: "${WITHOUT_AGENT[@]}" --test-threads=3 >"$log" 2>&1 &
+	pid=$!
+	e2e alone:: --skip alone::killed --skip alone::drain --test-threads=1 || status=$?
+	wait "$pid" || status=$?
+	cat "$log"
+	rm -f "$log"
+	return "$status"
 }
 
 # Those that disturb the whole node, one after the other.
-end_to_end_alone() {
-	cargo test --locked -p torpor-tests --test e2e -- alone:: --test-threads=1
-}
+end_to_end_node() { e2e alone::killed alone::drain --test-threads=1; }
 
 all_end_to_end() {
 	step "end-to-end tests" end_to_end
 	begin_unit_tests
-	step "end-to-end tests that disturb the node" end_to_end_alone
+	step "end-to-end tests that disturb the agent, and those without it" end_to_end_agent
+	step "end-to-end tests that disturb the node" end_to_end_node
 	step "the rest of the unit tests" end_unit_tests
 }
 
@@ -209,7 +230,8 @@ if [ -n "$foreign_cluster" ]; then
 	step "unit tests" unit_tests
 	say "the end-to-end tests use the cluster of KUBECONFIG=$foreign_cluster"
 	step "end-to-end tests" end_to_end
-	step "end-to-end tests that disturb the node" end_to_end_alone
+	step "end-to-end tests that disturb the agent, and those without it" end_to_end_agent
+	step "end-to-end tests that disturb the node" end_to_end_node
 	exit 0
 fi
 step "Helm chart" "$cluster" check-chart

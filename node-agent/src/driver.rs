@@ -484,6 +484,12 @@ fn look(
         .as_ref()
         .and_then(|record| node.records.try_lock(&record.sandbox).ok().flatten());
     let busy = record.is_some() && lock.is_none();
+    // Before anything is told of it: what is at rest then stays so.
+    if let Some(rules) = &rules
+        && let Err(error) = node.records.note_suspends(&pod_uid, rules.suspends)
+    {
+        tracing::warn!(%pod_uid, error = crate::observe::words(&error), "it is not noted whether the Pod is being suspended");
+    }
     let failures = &remembered.failures;
     let mut observed = observe(node, &pod_uid, record.as_ref(), failures, busy);
     let turn = remembered.save_turn.as_ref();

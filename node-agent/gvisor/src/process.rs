@@ -14,6 +14,12 @@ pub fn parent(pid: i32) -> Option<i32> {
     after.split_whitespace().nth(1)?.parse().ok()
 }
 
+/// Its words in one string; empty for one that is gone.
+pub fn command_line(pid: i32) -> String {
+    let bytes = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    String::from_utf8_lossy(&bytes).replace('\0', " ")
+}
+
 /// Whether the process has ended and its parent has not asked for its status yet.
 pub fn is_zombie(pid: i32) -> bool {
     after_name(pid).is_some_and(|after| after.starts_with('Z'))

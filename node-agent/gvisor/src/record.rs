@@ -39,10 +39,12 @@ use torpor_snapshots::Digest;
 use crate::config::Config;
 use crate::net::Addresses;
 use crate::pause::PauseMark;
+use crate::process;
 use crate::spec::{Role, SandboxVolume};
 use torpor_cgroup::Quota;
 
 mod notes;
+mod reports;
 
 pub use notes::{Depth, DozeNote, ProbeNote, Probes, Session, SleepNote, WakeCause, WakeNote};
 
@@ -117,11 +119,17 @@ pub struct ContainerRecord {
     pub cgroup: PathBuf,
     pub spec_digest: Digest,
     pub keeper_pid: u32,
-    /// containerd's shim, parent of the keeper; none before the container was started.
-    #[serde(default)]
-    pub shim_pid: Option<u32>,
     /// It ran to its end before the image was saved: the keeper ends with this code instead of running it again.
     pub completed: Option<u8>,
+}
+
+impl ContainerRecord {
+    /// Whether the keeper's parent is no longer the pod's shim, which has the sandbox' id on its command line.
+    pub fn has_lost_its_shim(&self) -> bool {
+        let keeper = i32::try_from(self.keeper_pid).unwrap_or_default();
+        let command = process::parent(keeper).map(process::command_line);
+        command.is_some_and(|line| !line.contains(self.sandbox.as_str()))
+    }
 }
 
 mod role {
@@ -287,42 +295,6 @@ impl Records {
 
     pub fn state(&self, sandbox: &SandboxId) -> Result<SandboxState, Error> {
         read_json(&self.pod_dir(sandbox).join("state.json"))
-    }
-
-    /// The report outlives the sandbox: one that could not be restored is taken away by the kubelet at once.
-    pub fn write_report(&self, pod: &PodUid, report: &RestoreReport) -> Result<(), Error> {
-        make_dir(&self.reports)?;
-        write_json(&self.report_path(pod), report)
-    }
-
-    /// How the last restore of this Pod ended; none if there was none.
-    pub fn report(&self, pod: &PodUid) -> Result<Option<RestoreReport>, Error> {
-        match read_json(&self.report_path(pod)) {
-            Ok(report) => Ok(Some(report)),
-            Err(Error::Missing(_)) => Ok(None),
-            Err(error) => Err(error),
-        }
-    }
-
-    /// The Pods of which there is a report.
-    pub fn reported(&self) -> Result<Vec<PodUid>, Error> {
-        let names = list(&self.reports)?.into_iter();
-        Ok(names
-            .filter_map(|name| PodUid::new(name.strip_suffix(".json")?).ok())
-            .collect())
-    }
-
-    /// Forgets the report of a Pod that is gone.
-    pub fn remove_report(&self, pod: &PodUid) -> Result<(), Error> {
-        let path = self.report_path(pod);
-        match std::fs::remove_file(&path) {
-            Err(error) if error.kind() != ErrorKind::NotFound => Err(write_error(&path, error)),
-            _ => Ok(()),
-        }
-    }
-
-    fn report_path(&self, pod: &PodUid) -> PathBuf {
-        self.reports.join(format!("{}.json", pod.as_str()))
     }
 
     pub fn write_container(&self, container: &ContainerRecord) -> Result<(), Error> {
@@ -534,8 +506,20 @@ fn make_dir(path: &Path) -> Result<(), Error> {
     made.map_err(|source| write_error(path, source))
 }
 
+/// Whoever looks at a pod without its lock may make a file (one to lock) while the directory is being emptied.
 fn remove_dir(path: &Path) -> Result<(), Error> {
-    match std::fs::remove_dir_all(path) {
+    const TRIES: u32 = 100;
+    for _ in 1..TRIES {
+        match std::fs::remove_dir_all(path) {
+            Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => {}
+            other => return removed(path, other),
+        }
+    }
+    removed(path, std::fs::remove_dir_all(path))
+}
+
+fn removed(path: &Path, result: std::io::Result<()>) -> Result<(), Error> {
+    match result {
         Err(error) if error.kind() != ErrorKind::NotFound => Err(write_error(path, error)),
         _ => Ok(()),
     }

@@ -208,6 +208,32 @@ impl Runsc {
             .exists()
     }
 
+    /// Removes what a runsc that was killed has left of a sandbox whose processes have ended: its control socket, and locks.
+    pub fn sweep(&self, sandbox: &str) -> Result<(), Error> {
+        let failed = |source| Error::Record {
+            path: self.root.clone(),
+            source,
+        };
+        let socket = crate::control::socket_path(&self.root, sandbox);
+        let mut left = vec![socket];
+        for entry in std::fs::read_dir(&self.root).map_err(failed)? {
+            let path = entry.map_err(failed)?.path();
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            if name.contains(&format!("_sandbox:{sandbox}.")) {
+                left.push(path);
+            }
+        }
+        for path in left {
+            match std::fs::remove_file(&path) {
+                Err(source) if source.kind() != std::io::ErrorKind::NotFound => {
+                    return Err(Error::Record { path, source });
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
     /// Whether each of the sandbox' gofers lives, by runsc's own records. A container without its gofer is killed by gVisor as soon as it may run.
     pub fn has_its_gofers(&self, sandbox: &str) -> Result<bool, Error> {
         let suffix = format!("_sandbox:{sandbox}.state");

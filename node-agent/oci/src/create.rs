@@ -220,7 +220,6 @@ fn record_of(
         cgroup: cgroup::relative_path(spec.cgroups_path()?)?,
         spec_digest: digest(spec),
         keeper_pid: 0,
-        shim_pid: None,
         completed: None,
     })
 }

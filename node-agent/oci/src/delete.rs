@@ -10,7 +10,6 @@ use anyhow::{Context, bail, ensure};
 use torpor_cgroup as cgroup;
 use torpor_core::ids::ContainerId;
 use torpor_gvisor::keeper::{self, Request};
-use torpor_gvisor::process::after_name;
 use torpor_gvisor::record::{ContainerRecord, SandboxState};
 use torpor_gvisor::spec::Role;
 
@@ -50,7 +49,7 @@ pub(crate) fn delete(node: &Node, id: &ContainerId, force: bool) -> anyhow::Resu
         Err(_) => bail!("container {} does not exist", id.as_str()),
     };
     let lock = node.records.lock(&record.sandbox).ok();
-    if force && is_orphan(&record) {
+    if force && record.has_lost_its_shim() {
         // The pod's shim is dead, and containerd gives the removal of each of its containers five seconds. `runsc delete`
         // waits for every process to be reaped, by whoever inherited it: so all of them end now, and are waited for once.
         let processes = cgroup::beside(&record.cgroup, record.sandbox.as_str());
@@ -68,16 +67,6 @@ pub(crate) fn delete(node: &Node, id: &ContainerId, force: bool) -> anyhow::Resu
     }
     drop(lock);
     Ok(())
-}
-
-/// Whether the keeper's parent is no longer the pod's shim, which has the sandbox' id on its command line.
-fn is_orphan(record: &ContainerRecord) -> bool {
-    let Some(after) = i32::try_from(record.keeper_pid).ok().and_then(after_name) else {
-        return false;
-    };
-    let parent = after.split_whitespace().nth(1);
-    let line = parent.and_then(|pid| std::fs::read_to_string(format!("/proc/{pid}/cmdline")).ok());
-    line.is_some_and(|line| !line.contains(record.sandbox.as_str()))
 }
 
 fn delete_container(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
@@ -106,6 +95,7 @@ fn delete_sandbox(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
         node,
         &cgroup::beside(&record.cgroup, record.sandbox.as_str()),
     )?;
+    node.runsc.sweep(record.sandbox.as_str())?;
     end_keeper(node, record)?;
     remove_cgroup(node, &record.cgroup)?;
     node.records.remove_container(&record.id)?;

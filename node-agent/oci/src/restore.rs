@@ -7,7 +7,7 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use jiff::Timestamp;
 use torpor_core::ids::{ContainerName, ImageId, SandboxId};
 use torpor_core::ledger::Memory;
@@ -294,6 +294,17 @@ fn report_failure(
     Ok(node.records.write_report(&pod.pod_uid, &report)?)
 }
 
+/// The kubelet brings back what was killed of a Pod, but the sandbox goes on in another one: what it did in this one would be lost. A Pod
+/// that has not run yet and is to be suspended all the same is restored first, and saved.
+fn ensure_goes_on(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
+    let ledger = store(node)?.ledger(&pod.pod_uid)?.read()?;
+    ensure!(
+        ledger.memory.image().is_none() || !node.records.suspends(&pod.pod_uid),
+        "the Sandbox is being suspended, and its memory stays in its image: this Pod is about to be deleted"
+    );
+    Ok(())
+}
+
 /// A container joins its pod: the pod's state, where a hibernated pod that gets a container back becomes one that is
 /// being restored (the kubelet brings a container back whose keeper was killed).
 pub(crate) fn join(node: &Node, sandbox: &SandboxId) -> anyhow::Result<SandboxState> {
@@ -301,6 +312,7 @@ pub(crate) fn join(node: &Node, sandbox: &SandboxId) -> anyhow::Result<SandboxSt
     let SandboxState::Hibernated { image } = state else {
         return Ok(state);
     };
+    ensure_goes_on(node, &node.records.pod(sandbox)?)?;
     let started = node
         .records
         .containers_of(sandbox)?
@@ -391,6 +403,7 @@ pub(crate) fn arrive(
     mut started: Vec<torpor_core::ids::ContainerId>,
     record: &ContainerRecord,
 ) -> anyhow::Result<()> {
+    ensure_goes_on(node, pod)?;
     if record.role == Role::Container && !started.contains(&record.id) {
         started.push(record.id.clone());
     }

@@ -17,7 +17,6 @@ pub(crate) fn start(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
         return Ok(());
     }
     let _lock = node.records.lock(&record.sandbox)?;
-    node.records.note_shim(&record)?;
     let pod = node.records.pod(&record.sandbox)?;
     match node.records.state(&record.sandbox)? {
         SandboxState::Running => {

@@ -298,6 +298,7 @@ impl<'a> Lane<'a> {
             let left: Vec<String> = (footprints.iter())
                 .flat_map(|footprint| [footprint.of_sandbox(node), footprint.of_memory(node)])
                 .flatten()
+                .filter(|left| !is_lost_shim(left))
                 .collect();
             Ok(match left.is_empty() {
                 true => Ok(()),
@@ -323,6 +324,16 @@ impl fmt::Debug for Lane<'_> {
             .field("sandbox", &self.shared.name)
             .finish_non_exhaustive()
     }
+}
+
+/// containerd 2.4, killed again while it takes up its shims, forgets one now and then, which then waits for nothing: with runc too.
+fn is_lost_shim(left: &str) -> bool {
+    let pid = left
+        .strip_prefix("process ")
+        .filter(|left| left.contains("/containerd-shim-runc-v2 "))
+        .and_then(|left| left.split(' ').next());
+    let children = |pid| std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
+    pid.is_some_and(|pid| children(pid).is_ok_and(|children| children.trim().is_empty()))
 }
 
 /// Asks until there is an answer. `smoothly`: nobody may say no meanwhile.

@@ -1,5 +1,7 @@
 //! Kills, and whether one may cost the sandbox its memory.
 
+use std::time::{Duration, Instant};
+
 use anyhow::Context;
 use torpor_core::ids::{ContainerId, PodUid};
 use torpor_core::ledger::{LedgerState, Memory};
@@ -10,6 +12,7 @@ use crate::agent::Agent;
 use crate::machine::{self, Process};
 use crate::node::{self, Node, PAUSE};
 
+const END_LIMIT: Duration = Duration::from_secs(1);
 /// The container of the program.
 const CONTAINER: &str = "counter";
 
@@ -48,6 +51,7 @@ pub fn strike(
         // It ended by itself meanwhile.
         return Ok(None);
     }
+    wait_for_end(&process);
     let after = read()?;
     let others = starting
         .into_iter()
@@ -62,6 +66,14 @@ pub fn strike(
         costs_memory: costs_memory(victim, slept),
         others,
     }))
+}
+
+/// A process that was killed takes milliseconds to end; until then it can still be woken, and dies awake.
+fn wait_for_end(process: &Process) {
+    let began = Instant::now();
+    while process.lives() && began.elapsed() < END_LIMIT {
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// Pods a container of which is being started at this moment.

@@ -441,9 +441,10 @@ impl Telling<'_> {
             && self.view.observed.live != Live::None
     }
 
-    /// Nothing of the sandbox runs, and the image is its memory.
+    /// Nothing of the sandbox runs or is about to, and the image is its memory. Whoever is at work on it may be restoring it at this moment.
     fn is_at_rest(&self, image: &ImageId) -> bool {
-        self.view.observed.live == Live::None && self.view.fresh.as_ref() == Some(image)
+        let observed = self.view.observed;
+        !observed.busy && observed.live == Live::None && self.view.fresh.as_ref() == Some(image)
     }
 
     fn pending_message(&self) -> String {

@@ -7,7 +7,7 @@ use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 use torpor_core::ids::SandboxId;
 
-use super::{ContainerRecord, Error, PodLock, Records, read_json, write_error, write_json};
+use super::{Error, PodLock, Records, read_json, write_error, write_json};
 use crate::process;
 use crate::traffic::Watch;
 
@@ -179,25 +179,12 @@ impl Records {
         }
     }
 
-    /// Notes who is the keeper's parent, now that who made it has ended: the shim, which is also the caller's. Nobody else is noted.
-    pub fn note_shim(&self, container: &ContainerRecord) -> Result<(), Error> {
-        let caller = std::os::unix::process::parent_id();
-        let pid = i32::try_from(container.keeper_pid).unwrap_or_default();
-        let parent = process::parent(pid).and_then(|parent| u32::try_from(parent).ok());
-        self.write_container(&ContainerRecord {
-            shim_pid: parent.filter(|parent| *parent == caller),
-            ..container.clone()
-        })
-    }
-
     /// Whether the processes are there by which the kubelet knows the pod: its pause container's keeper and containerd's shim. If one of
     /// them has died, everything of the sandbox is ended at once, and the kubelet makes another one: what would be woken now would be lost.
     pub fn is_held_open(&self, sandbox: &SandboxId) -> Result<bool, Error> {
         let pause = self.container(&sandbox.clone().into())?;
         let keeper = i32::try_from(pause.keeper_pid).unwrap_or_default();
-        let parent = process::parent(keeper).and_then(|parent| u32::try_from(parent).ok());
-        let has_its_shim = pause.shim_pid.is_none_or(|shim| parent == Some(shim));
-        Ok(process::lives(keeper) && has_its_shim)
+        Ok(process::lives(keeper) && !pause.has_lost_its_shim())
     }
 
     /// Notes where the times of the pod's packets are, or why there are none.

@@ -25,12 +25,20 @@ pub(crate) fn one_pod() -> (tempfile::TempDir, Records, SandboxId) {
 #[test]
 fn a_pod_is_held_open_by_its_pause_keeper_as_long_as_that_has_its_shim() {
     let (_dir, records, sandbox) = one_pod();
-    let mut keeper = Command::new("cat")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::null())
-        .spawn()
-        .expect("cat runs");
-    let container = ContainerRecord {
+    let shim = |name: &str| {
+        // It waits for what it has started: so it stays that one's parent.
+        let mut shim = Command::new("sh")
+            .args(["-c", "sleep 60 & echo $!; wait", name])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("sh runs");
+        let mut line = String::new();
+        let answer = shim.stdout.take().expect("piped");
+        std::io::BufRead::read_line(&mut std::io::BufReader::new(answer), &mut line).expect("told");
+        (shim, line.trim().parse().expect("a pid"))
+    };
+    let pause = |keeper_pid| ContainerRecord {
         id: sandbox.clone().into(),
         sandbox: sandbox.clone(),
         role: Role::Sandbox,
@@ -38,31 +46,65 @@ fn a_pod_is_held_open_by_its_pause_keeper_as_long_as_that_has_its_shim() {
         terminal: false,
         cgroup: PathBuf::new(),
         spec_digest: Digest::of(b""),
-        keeper_pid: keeper.id(),
-        shim_pid: None,
+        keeper_pid,
         completed: None,
     };
     assert!(
         records.is_held_open(&sandbox).is_err(),
         "there is no record"
     );
-    records.create_container_dir(&container.id).expect("made");
-    let holds = |container: &ContainerRecord| {
-        records.write_container(container).expect("written");
+    records
+        .create_container_dir(&sandbox.clone().into())
+        .expect("made");
+    let holds = |keeper: u32| {
+        records.write_container(&pause(keeper)).expect("written");
         records.is_held_open(&sandbox).expect("known")
     };
-    assert!(holds(&container), "not started yet, or by an older version");
-    // It was not this test's caller who made the keeper, as the shim makes both.
-    records.note_shim(&container).expect("noted");
-    let noted = records.container(&container.id).expect("read");
-    assert_eq!(noted.shim_pid, None);
-    let own = |shim_pid| ContainerRecord {
-        shim_pid,
-        ..container.clone()
-    };
-    assert!(holds(&own(Some(std::process::id()))));
-    assert!(!holds(&own(Some(1))), "another parent than at its start");
-    keeper.kill().expect("killed");
-    keeper.wait().expect("reaped");
-    assert!(!holds(&container));
+    let (mut own, keeper) = shim(sandbox.as_str());
+    let (mut other, stranger) = shim("another");
+    assert!(holds(keeper));
+    assert!(!holds(stranger), "its parent is not the pod's shim");
+    let pid = |pid: u32| nix::unistd::Pid::from_raw(pid.cast_signed());
+    for keeper in [keeper, stranger] {
+        nix::sys::signal::kill(pid(keeper), nix::sys::signal::Signal::SIGKILL).expect("killed");
+    }
+    // They end when what they have started has ended and they have been told.
+    own.wait().expect("reaped");
+    other.wait().expect("reaped");
+    assert!(!holds(keeper), "the keeper has ended");
+}
+
+#[test]
+fn a_pod_is_removed_also_while_others_look_at_it() {
+    let (_dir, records, sandbox) = one_pod();
+    for _ in 0..50 {
+        std::thread::scope(|scope| {
+            let looks = scope.spawn(|| {
+                // Until there is nothing to look at.
+                while records.has_sessions(&sandbox, Session::Probe).is_ok() {}
+            });
+            records.remove_pod(&sandbox).expect("removed");
+            looks.join().expect("looked");
+        });
+        assert!(!records.pod_dir(&sandbox).exists());
+        records.create_pod_dir(&sandbox).expect("made");
+    }
+}
+
+#[test]
+fn that_a_pod_is_being_suspended_is_noted_and_forgotten() {
+    let (_dir, records, _) = one_pod();
+    let pod = PodUid::new("pod-a").expect("a uid");
+    for suspends in [false, true, true, false, false] {
+        records.note_suspends(&pod, suspends).expect("noted");
+        assert_eq!(records.suspends(&pod), suspends);
+    }
+    assert_eq!(records.reported().expect("listed"), []);
+    records.note_suspends(&pod, true).expect("noted");
+    assert_eq!(
+        records.reported().expect("listed"),
+        std::slice::from_ref(&pod)
+    );
+    records.remove_report(&pod).expect("forgotten");
+    assert!(!records.suspends(&pod));
 }
