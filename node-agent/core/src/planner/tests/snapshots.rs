@@ -61,6 +61,13 @@ fn a_suspend_snapshot_is_committed_only_once_the_sandbox_sleeps_in_it() {
         planned(&suspend, &asleep).status.snapshots[0].state,
         expected
     );
+    // Whoever holds the lock may be restoring it: then its Pod must not be deleted for the image.
+    let busy = Observed {
+        busy: true,
+        ..asleep.clone()
+    };
+    let told = &planned(&suspend, &busy).status.snapshots[0].state;
+    assert!(!matches!(told, SnapshotState::Committed { .. }), "{told:?}");
     // Woken by somebody before the Pod was deleted: the image is old, there must be a new one.
     entries.extend([Entry::Waking { image: image(1) }, Entry::Awake]);
     suspend.snapshots[0].image = Some(image(1));
