@@ -11,7 +11,7 @@ use anyhow::{Context, bail, ensure};
 use jiff::Timestamp;
 use torpor_core::ids::{ContainerName, ImageId, SandboxId};
 use torpor_core::ledger::Memory;
-use torpor_core::{Entry, ImageState, LedgerState, RolledBack};
+use torpor_core::{Entry, RolledBack};
 use torpor_gvisor::keeper::{self, Answer, Request};
 use torpor_gvisor::probe;
 use torpor_gvisor::record::{
@@ -26,9 +26,11 @@ use crate::stages::Stages;
 
 mod memory;
 mod sandbox;
+mod source;
 
 pub(crate) use memory::{about_to_run, memory_image, sleep_on, stands_in};
 pub(crate) use sandbox::{end_processes, kill_processes};
+use source::{Source, last_image, source};
 
 /// Annotations of the Pod, set by the controller.
 const RESTORE_IMAGE: &str = "torpor.dev/restore-image";
@@ -65,41 +67,6 @@ impl From<Mismatch> for Refusal {
 
 fn store(node: &Node) -> anyhow::Result<Store> {
     Ok(Store::open(&node.config.store_dir)?)
-}
-
-/// Where a new sandbox of this Pod gets its memory from.
-#[derive(Debug, PartialEq, Eq)]
-enum Source {
-    /// From its program, as Kubernetes starts it.
-    Cold,
-    /// From an image: its own, because its sandbox was taken away while it slept (reboot, killed shim), or the one that
-    /// its Sandbox left. `copy`: the user asked for the image, so it may be stale and may be used again.
-    Image { image: ImageId, copy: bool },
-}
-
-/// A Pod that has run goes on from the image that it sleeps in or not at all: after a crash while awake it starts as
-/// Kubernetes would start it, and from an image that it has left behind (`last`) only if its user wishes that.
-fn source(
-    ledger: &LedgerState,
-    held: impl Fn(&ImageId) -> bool,
-    given: Option<ImageId>,
-    copy: bool,
-    last: Option<ImageId>,
-) -> Source {
-    let crashed = || last.map_or(Source::Cold, |image| Source::Image { image, copy: true });
-    match (&ledger.memory, given) {
-        // A save that was not finished when the sandbox died: there is nothing of it to go on from.
-        (Memory::Saving { image }, _) if !held(image) => crashed(),
-        (Memory::Live, Some(image)) if ledger.seq == 0 => Source::Image { image, copy },
-        (Memory::Live, _) => crashed(),
-        (memory, given) => match memory.image() {
-            Some(image) => Source::Image {
-                image: image.clone(),
-                copy: copy && given.as_ref() == Some(image),
-            },
-            None => Source::Cold,
-        },
-    }
 }
 
 /// Decides how a new sandbox begins and records it. Verifies the image, so that what can be known to fail fails before
@@ -146,15 +113,6 @@ pub(crate) fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result
     };
     node.records.write_state(&pod.sandbox, &state)?;
     Ok(state)
-}
-
-/// The image that the Pod last made, if it is still there.
-fn last_image(store: &Store, pod: &PodRecord) -> anyhow::Result<Option<ImageId>> {
-    let images = store.list_pod(&pod.pod_uid)?.into_iter();
-    let whole = images.filter(|image| image.state == ImageState::Committed);
-    Ok(whole
-        .map(|image| image.id)
-        .max_by_key(|image| image.number()))
 }
 
 /// A Pod that has run starts anew: that there is no memory is told where somebody wished for it, or where the last report

@@ -1,3 +1,5 @@
+use torpor_core::LedgerState;
+
 use super::*;
 
 fn image(number: u32) -> ImageId {
