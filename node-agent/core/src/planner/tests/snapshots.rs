@@ -64,7 +64,7 @@ fn a_suspend_snapshot_is_committed_only_once_the_sandbox_sleeps_in_it() {
     // Whoever holds the lock may be restoring it: then its Pod must not be deleted for the image.
     let busy = Observed {
         busy: true,
-        ..asleep.clone()
+        ..asleep
     };
     let told = &planned(&suspend, &busy).status.snapshots[0].state;
     assert!(!matches!(told, SnapshotState::Committed { .. }), "{told:?}");
