@@ -13,14 +13,16 @@ cd "$REPO_ROOT"
 cluster=$REPO_ROOT/hack/cluster
 foreign_cluster=${KUBECONFIG:-}
 cluster_started=
-unit_tests=
+# What runs beside the rest: its process groups and logs by name.
+declare -A BESIDE_PID=() BESIDE_LOG=()
 
 finish() {
 	local status=$?
-	if [ -n "$unit_tests" ]; then
-		kill -- "-$unit_tests" 2>/dev/null || true
-		rm -f "$unit_log"
-	fi
+	local name
+	for name in "${!BESIDE_PID[@]}"; do
+		kill -- "-${BESIDE_PID[$name]}" 2>/dev/null || true
+		rm -f "${BESIDE_LOG[$name]}"
+	done
 	if [ "$status" != 0 ] && [ -n "$cluster_started" ]; then
 		explain >&2 || true
 	fi
@@ -83,21 +85,22 @@ unit_tests() {
 	cargo test --locked -p torpor-tests --lib
 }
 
-# begin_unit_tests: beside the end-to-end tests that run one after the other, which leave the machine idle. Not beside what compares the
-# machine with what it was before: they make network namespaces. Their words come when they are waited for.
-begin_unit_tests() {
-	unit_log=$(mktemp)
+# beside NAME COMMAND…: runs it while something else goes on. Its words come when it is waited for (ended NAME).
+beside() {
+	local name=$1
+	shift
+	BESIDE_LOG[$name]=$(mktemp)
 	set -m
-	(unit_tests) >"$unit_log" 2>&1 &
-	unit_tests=$!
+	("$@") >"${BESIDE_LOG[$name]}" 2>&1 &
+	BESIDE_PID[$name]=$!
 	set +m
 }
-end_unit_tests() {
+ended() {
 	local status=0
-	wait "$unit_tests" || status=$?
-	unit_tests=
-	cat "$unit_log"
-	rm -f "$unit_log"
+	wait "${BESIDE_PID[$1]}" || status=$?
+	cat "${BESIDE_LOG[$1]}"
+	rm -f "${BESIDE_LOG[$1]}"
+	unset "BESIDE_PID[$1]" "BESIDE_LOG[$1]"
 	return "$status"
 }
 
@@ -189,26 +192,23 @@ end_to_end() {
 
 # Tests that replace or starve the agent wait for most of their time: those that need none run beside them.
 end_to_end_agent() {
-	local status=0 log pid
-	log=$(mktemp)
-	e2e --skip alone:: "${WITHOUT_AGENT[@]}" --test-threads=3 >"$log" 2>&1 &
-	pid=$!
+	local status=0
+	beside without_agent e2e --skip alone:: "${WITHOUT_AGENT[@]}" --test-threads=3
 	e2e alone:: --skip alone::killed --skip alone::drain --test-threads=1 || status=$?
-	wait "$pid" || status=$?
-	cat "$log"
-	rm -f "$log"
+	ended without_agent || status=$?
 	return "$status"
 }
 
 # Those that disturb the whole node, one after the other.
 end_to_end_node() { e2e alone::killed alone::drain --test-threads=1; }
 
+# The unit tests run beside those that wait, not beside what compares the machine with what it was before: they make network namespaces.
 all_end_to_end() {
 	step "end-to-end tests" end_to_end
-	begin_unit_tests
+	beside unit_tests unit_tests
 	step "end-to-end tests that disturb the agent, and those without it" end_to_end_agent
 	step "end-to-end tests that disturb the node" end_to_end_node
-	step "the rest of the unit tests" end_unit_tests
+	step "the rest of the unit tests" ended unit_tests
 }
 
 # Kills the whole cluster and starts it again, so nothing else runs beside it.
@@ -227,11 +227,8 @@ if [ -n "${SKIP_E2E:-}" ]; then
 	exit 0
 fi
 if [ -n "$foreign_cluster" ]; then
-	step "unit tests" unit_tests
 	say "the end-to-end tests use the cluster of KUBECONFIG=$foreign_cluster"
-	step "end-to-end tests" end_to_end
-	step "end-to-end tests that disturb the agent, and those without it" end_to_end_agent
-	step "end-to-end tests that disturb the node" end_to_end_node
+	all_end_to_end
 	exit 0
 fi
 step "Helm chart" "$cluster" check-chart

@@ -9,7 +9,7 @@ use torpor_core::ledger::Memory;
 use torpor_core::steps::{Action, Outcome, Step};
 use torpor_gvisor::control::Control;
 use torpor_gvisor::keeper::{self, Request, Rules, Verb};
-use torpor_gvisor::record::{Depth, PodLock, PodRecord, WakeCause, WakeNote};
+use torpor_gvisor::record::{Depth, NOT_HELD_OPEN, PodLock, PodRecord, WakeCause, WakeNote};
 use torpor_gvisor::{pause, save};
 use torpor_snapshots::{LedgerFile, ManifestDraft, Partial, Removed, SaveError};
 
@@ -23,6 +23,7 @@ const WAKE_LIMIT: Duration = Duration::from_secs(110);
 
 /// The sandbox ended before it heard what was asked of it.
 const NOT_HEARD: &str = "SandboxEnded";
+const SHIM_GONE: &str = "ShimGone";
 
 /// One step's surroundings.
 pub(crate) struct Context<'a> {
@@ -81,7 +82,9 @@ pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
             reason: reason.clone(),
         }),
         // It never ran: the image that was its memory is that again.
-        (Outcome::Failed { reason, .. }, Action::Resume) if reason == NOT_HEARD => {
+        (Outcome::Failed { reason, .. }, Action::Resume)
+            if reason == NOT_HEARD || reason == SHIM_GONE =>
+        {
             left.cloned().map(|image| Entry::Committed { image })
         }
         _ => None,
@@ -125,7 +128,7 @@ fn act(
         Action::Reclaim { image: None } => without_image(),
         Action::Resume => match left {
             Some(image) if is_broken(context) => sleep_on(context, ledger, image),
-            Some(image) if !is_held_open(context) => stay_asleep(ledger, image),
+            Some(image) if !is_held_open(context) => shim_gone(image),
             _ => resume(context),
         },
         Action::Checkpoint { image } => checkpoint(context, image),
@@ -167,19 +170,10 @@ fn is_held_open(context: &Context<'_>) -> bool {
 }
 
 /// The sandbox is about to be ended and made anew: what would run now would be lost.
-fn stay_asleep(ledger: &LedgerFile, image: &ImageId) -> Outcome {
-    let stays = Entry::Committed {
-        image: image.clone(),
-    };
-    match ledger.append(&stays) {
-        Ok(_) => Outcome::Failed {
-            reason: "ShimGone".to_owned(),
-            message: format!(
-                "containerd's shim of the Pod has died, or the keeper of its pause container: the kubelet makes its sandbox anew, which goes \
-                 on from image {image}"
-            ),
-        },
-        Err(error) => failed(error.reason(), &error),
+fn shim_gone(image: &ImageId) -> Outcome {
+    Outcome::Failed {
+        reason: SHIM_GONE.to_owned(),
+        message: format!("{NOT_HELD_OPEN}, which goes on from image {image}"),
     }
 }
 

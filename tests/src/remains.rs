@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::machine;
+use crate::machine::{self, Process};
 use crate::node::Node;
 
 /// The ids under which a Pod is known on the node.
@@ -48,12 +48,17 @@ impl Footprint {
 
     /// What is left of the sandboxes, in words: processes, mounts, cgroups, records, runsc's state, network namespaces.
     pub fn of_sandbox(&self, node: &Node) -> Vec<String> {
+        self.of_sandbox_but(node, |_| false)
+    }
+
+    /// The same without the processes that are forgiven.
+    pub fn of_sandbox_but(&self, node: &Node, forgiven: fn(&Process) -> bool) -> Vec<String> {
         let mut words = self.ids.clone();
         words.push(self.uid.clone());
         let processes = machine::processes_naming(&words)
             .into_iter()
             // A kubectl of a test names the Pod too.
-            .filter(|process| !process.command.contains("kubectl"))
+            .filter(|process| !process.command.contains("kubectl") && !forgiven(process))
             .map(|process| format!("process {} {}", process.pid, process.command));
         let mounts = machine::mounts_naming(&words)
             .into_iter()

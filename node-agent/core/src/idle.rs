@@ -203,7 +203,14 @@ mod tests {
     #[test]
     fn work_is_what_gvisor_and_the_host_count_less_what_probes_took() {
         let ms = Duration::from_millis;
-        // Ten seconds in which gVisor counts three as worked.
+        // Ten seconds of which gVisor counts so much as worked; idle since when.
+        let since = |before, now, in_gvisor| {
+            let host = |host, look| Look {
+                host: Some(host),
+                ..look
+            };
+            watched(&[host(before, look(10, 0)), host(now, look(20, in_gvisor))]).since()
+        };
         let worked = |used: u64, of_probes: u64, probing: u64| {
             let before = HostTime {
                 used: ms(70),
@@ -219,17 +226,7 @@ mod tests {
                     took: before.probes.took + ms(probing),
                 },
             };
-            let looks = [
-                Look {
-                    host: Some(before),
-                    ..look(10, 0)
-                },
-                Look {
-                    host: Some(now),
-                    ..look(20, 3_000)
-                },
-            ];
-            watched(&looks).since() == at(20)
+            since(before, now, 3_000) == at(20)
         };
         assert!(!worked(110, 0, 0), "it waited for the host's processors");
         assert!(worked(111, 0, 0));
@@ -239,34 +236,12 @@ mod tests {
         assert!(!worked(110, 110, 6_000));
         // Two containers' probes at once are counted twice.
         assert!(!worked(500, 800, 1_000));
-        let host = |used| {
-            Some(HostTime {
-                used: ms(used),
-                ..HostTime::default()
-            })
+        let host = |used| HostTime {
+            used: ms(used),
+            ..HostTime::default()
         };
-        let looks = [
-            Look {
-                host: host(50),
-                ..look(10, 0)
-            },
-            Look {
-                host: host(0),
-                ..look(20, 3_000)
-            },
-        ];
-        assert_eq!(watched(&looks).since(), at(20), "another cgroup");
-        let looks = [
-            Look {
-                host: host(0),
-                ..look(10, 0)
-            },
-            Look {
-                host: host(9_000),
-                ..look(20, 100)
-            },
-        ];
-        assert_eq!(watched(&looks).since(), at(0), "gVisor's own work");
+        assert_eq!(since(host(50), host(0), 3_000), at(20), "another cgroup");
+        assert_eq!(since(host(0), host(9_000), 100), at(0), "gVisor's own work");
     }
 
     #[test]

@@ -46,7 +46,9 @@ use torpor_cgroup::Quota;
 mod notes;
 mod reports;
 
-pub use notes::{Depth, DozeNote, ProbeNote, Probes, Session, SleepNote, WakeCause, WakeNote};
+pub use notes::{
+    Depth, DozeNote, NOT_HELD_OPEN, ProbeNote, Probes, Session, SleepNote, WakeCause, WakeNote,
+};
 
 /// No record is larger; the OCI spec of a pod with thousands of mounts is below a megabyte.
 const MAX_RECORD: u64 = 8 << 20;
@@ -124,10 +126,19 @@ pub struct ContainerRecord {
 }
 
 impl ContainerRecord {
+    /// Whether the keeper runs. A pid that was given to another process is no keeper of ours.
+    pub fn keeper_lives(&self) -> bool {
+        let command = process::command_line(self.keeper());
+        command.split(' ').any(|word| word == self.id.as_str())
+    }
+
+    fn keeper(&self) -> i32 {
+        i32::try_from(self.keeper_pid).unwrap_or_default()
+    }
+
     /// Whether the keeper's parent is no longer the pod's shim, which has the sandbox' id on its command line.
     pub fn has_lost_its_shim(&self) -> bool {
-        let keeper = i32::try_from(self.keeper_pid).unwrap_or_default();
-        let command = process::parent(keeper).map(process::command_line);
+        let command = process::parent(self.keeper()).map(process::command_line);
         command.is_some_and(|line| !line.contains(self.sandbox.as_str()))
     }
 }
@@ -324,11 +335,7 @@ impl Records {
 
     /// The note of a pause; see [`crate::pause`].
     pub fn pause_mark(&self, sandbox: &SandboxId) -> Result<Option<PauseMark>, Error> {
-        match read_json(&self.pod_dir(sandbox).join("pause.json")) {
-            Ok(mark) => Ok(Some(mark)),
-            Err(Error::Missing(_)) => Ok(None),
-            Err(error) => Err(error),
-        }
+        read_if_there(&self.pod_dir(sandbox).join("pause.json"))
     }
 
     /// Whether the note says paused, for counting: see [`crate::pause::is_paused`] for certainty.
@@ -345,10 +352,7 @@ impl Records {
         let path = self.pod_dir(sandbox).join("pause.json");
         match mark {
             Some(mark) => write_json(&path, &mark),
-            None => match std::fs::remove_file(&path) {
-                Err(error) if error.kind() != ErrorKind::NotFound => Err(write_error(&path, error)),
-                _ => Ok(()),
-            },
+            None => remove_file(&path),
         }
     }
 
@@ -364,20 +368,13 @@ impl Records {
 
     /// The limits that are lifted, and that are to be put back.
     pub fn quotas(&self, sandbox: &SandboxId) -> Result<Vec<Quota>, Error> {
-        match read_json(&self.pod_dir(sandbox).join("quotas.json")) {
-            Ok(quotas) => Ok(quotas),
-            Err(Error::Missing(_)) => Ok(Vec::new()),
-            Err(error) => Err(error),
-        }
+        let noted = read_if_there(&self.pod_dir(sandbox).join("quotas.json"))?;
+        Ok(noted.unwrap_or_default())
     }
 
     /// The limits are back.
     pub fn forget_quotas(&self, sandbox: &SandboxId) -> Result<(), Error> {
-        let path = self.pod_dir(sandbox).join("quotas.json");
-        match std::fs::remove_file(&path) {
-            Err(error) if error.kind() != ErrorKind::NotFound => Err(write_error(&path, error)),
-            _ => Ok(()),
-        }
+        remove_file(&self.pod_dir(sandbox).join("quotas.json"))
     }
 
     /// Notes why the pod's loopback cannot be forwarded.
@@ -518,6 +515,11 @@ fn remove_dir(path: &Path) -> Result<(), Error> {
     removed(path, std::fs::remove_dir_all(path))
 }
 
+fn remove_file(path: &Path) -> Result<(), Error> {
+    removed(path, std::fs::remove_file(path))
+}
+
+/// What is gone already is removed.
 fn removed(path: &Path, result: std::io::Result<()>) -> Result<(), Error> {
     match result {
         Err(error) if error.kind() != ErrorKind::NotFound => Err(write_error(path, error)),
@@ -553,6 +555,15 @@ fn write_json<T: Serialize>(path: &Path, value: &T) -> Result<(), Error> {
         .and_then(|mut file| file.write_all(&bytes))
         .and_then(|()| std::fs::rename(&temporary, path));
     written.map_err(|source| write_error(path, source))
+}
+
+/// None where nobody has written it.
+fn read_if_there<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, Error> {
+    match read_json(path) {
+        Ok(value) => Ok(Some(value)),
+        Err(Error::Missing(_)) => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
 fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, Error> {

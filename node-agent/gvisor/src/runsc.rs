@@ -208,21 +208,28 @@ impl Runsc {
             .exists()
     }
 
-    /// Removes what a runsc that was killed has left of a sandbox whose processes have ended: its control socket, and locks.
-    pub fn sweep(&self, sandbox: &str) -> Result<(), Error> {
+    /// What runsc keeps of the sandbox' containers: a state and a lock each.
+    fn records_of(&self, sandbox: &str) -> Result<Vec<PathBuf>, Error> {
         let failed = |source| Error::Record {
             path: self.root.clone(),
             source,
         };
-        let socket = crate::control::socket_path(&self.root, sandbox);
-        let mut left = vec![socket];
+        let part = format!("_sandbox:{sandbox}.");
+        let mut found = Vec::new();
         for entry in std::fs::read_dir(&self.root).map_err(failed)? {
             let path = entry.map_err(failed)?.path();
-            let name = path.file_name().unwrap_or_default().to_string_lossy();
-            if name.contains(&format!("_sandbox:{sandbox}.")) {
-                left.push(path);
+            let name = path.file_name().unwrap_or_default();
+            if name.to_string_lossy().contains(&part) {
+                found.push(path);
             }
         }
+        Ok(found)
+    }
+
+    /// Removes what a runsc that was killed has left of a sandbox whose processes have ended: its control socket, and locks.
+    pub fn sweep(&self, sandbox: &str) -> Result<(), Error> {
+        let mut left = self.records_of(sandbox)?;
+        left.push(crate::control::socket_path(&self.root, sandbox));
         for path in left {
             match std::fs::remove_file(&path) {
                 Err(source) if source.kind() != std::io::ErrorKind::NotFound => {
@@ -236,15 +243,8 @@ impl Runsc {
 
     /// Whether each of the sandbox' gofers lives, by runsc's own records. A container without its gofer is killed by gVisor as soon as it may run.
     pub fn has_its_gofers(&self, sandbox: &str) -> Result<bool, Error> {
-        let suffix = format!("_sandbox:{sandbox}.state");
-        let failed = |source| Error::Record {
-            path: self.root.clone(),
-            source,
-        };
-        for entry in std::fs::read_dir(&self.root).map_err(failed)? {
-            let path = entry.map_err(failed)?.path();
-            let name = path.file_name().unwrap_or_default();
-            if !name.to_string_lossy().ends_with(&suffix) {
+        for path in self.records_of(sandbox)? {
+            if path.extension() != Some("state".as_ref()) {
                 continue;
             }
             let container: RunscContainer = match read_record(&path) {

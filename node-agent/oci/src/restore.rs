@@ -443,10 +443,7 @@ fn wake_recorded(
     let waking = ledger.append(&Entry::Waking { image: id.clone() })?;
     // Fenced: the kubelet may have made another sandbox of this Pod meanwhile, which says of itself how its restore went.
     let outcome = |entry| ledger.append_at(waking.seq, &entry);
-    let awake = || {
-        memory::ensure_held_open(node, &pod.sandbox)?;
-        Ok(outcome(Entry::Awake).map(drop)?)
-    };
+    let awake = || Ok(outcome(Entry::Awake).map(drop)?);
     let restored = sandbox::restore(node, pod, image, parts, cause, awake);
     if restored.is_err() {
         let reason = "RestoreFailed".to_owned();
@@ -532,10 +529,7 @@ pub(crate) fn wake(node: &Node, sandbox: &SandboxId, id: &ImageId) -> anyhow::Re
     let parts = parts_of(node, sandbox, &image)?;
     let ledger = store.ledger(&pod.pod_uid)?;
     let waking = ledger.read()?;
-    let awake = || {
-        memory::ensure_held_open(node, sandbox)?;
-        Ok(ledger.append_at(waking.seq, &Entry::Awake).map(drop)?)
-    };
+    let awake = || Ok(ledger.append_at(waking.seq, &Entry::Awake).map(drop)?);
     let cause = WakeCause::Asked;
     let stages = sandbox::restore(node, &pod, &image, &parts, cause, awake)?;
     let note = stages.note(cause, Depth::Hibernated);

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_gvisor::control::Control;
 use torpor_gvisor::keeper::Answer;
-use torpor_gvisor::record::{ContainerRecord, SandboxState};
+use torpor_gvisor::record::SandboxState;
 use torpor_gvisor::{pause, traffic};
 
 use crate::node::{CALL_LIMIT, Node};
@@ -14,17 +14,9 @@ use crate::restore;
 /// The OCI runtime spec version of the state that is printed.
 const OCI_VERSION: &str = "1.2.0";
 
-fn keeper_lives(record: &ContainerRecord) -> bool {
-    // A pid that was given to another process is no keeper of ours.
-    std::fs::read(format!("/proc/{}/cmdline", record.keeper_pid)).is_ok_and(|line| {
-        line.split(|byte| *byte == 0)
-            .any(|part| part == record.id.as_str().as_bytes())
-    })
-}
-
 pub(crate) fn state(node: &Node, id: &ContainerId) -> anyhow::Result<Value> {
     let record = node.container(id)?;
-    let lives = keeper_lives(&record);
+    let lives = record.keeper_lives();
     let status = match node.records.state(&record.sandbox)? {
         _ if !lives => "stopped",
         // A doze is nobody's wish, and ends as soon as somebody wants something.
@@ -48,7 +40,7 @@ pub(crate) fn state(node: &Node, id: &ContainerId) -> anyhow::Result<Value> {
 
 pub(crate) fn processes(node: &Node, id: &ContainerId) -> anyhow::Result<Value> {
     let record = node.container(id)?;
-    Ok(if keeper_lives(&record) {
+    Ok(if record.keeper_lives() {
         json!([record.keeper_pid])
     } else {
         json!([])

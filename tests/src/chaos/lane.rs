@@ -19,6 +19,7 @@ use super::counting::News;
 use super::schedule::{Cycle, Depth, Moment, Strike, Victim, Waker};
 use super::strike::strike;
 use crate::case::Case;
+use crate::machine::Process;
 use crate::remains::Footprint;
 use crate::sandboxes::{said, sandbox};
 use crate::sleep::{is_ready, restarts};
@@ -296,9 +297,13 @@ impl<'a> Lane<'a> {
             }
             let node = &shared.case.node;
             let left: Vec<String> = (footprints.iter())
-                .flat_map(|footprint| [footprint.of_sandbox(node), footprint.of_memory(node)])
+                .flat_map(|footprint| {
+                    [
+                        footprint.of_sandbox_but(node, is_lost_shim),
+                        footprint.of_memory(node),
+                    ]
+                })
                 .flatten()
-                .filter(|left| !is_lost_shim(left))
                 .collect();
             Ok(match left.is_empty() {
                 true => Ok(()),
@@ -327,13 +332,11 @@ impl fmt::Debug for Lane<'_> {
 }
 
 /// containerd 2.4, killed again while it takes up its shims, forgets one now and then, which then waits for nothing: with runc too.
-fn is_lost_shim(left: &str) -> bool {
-    let pid = left
-        .strip_prefix("process ")
-        .filter(|left| left.contains("/containerd-shim-runc-v2 "))
-        .and_then(|left| left.split(' ').next());
-    let children = |pid| std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
-    pid.is_some_and(|pid| children(pid).is_ok_and(|children| children.trim().is_empty()))
+fn is_lost_shim(process: &Process) -> bool {
+    let pid = process.pid;
+    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
+    process.command.contains("/containerd-shim-runc-v2 ")
+        && children.is_ok_and(|children| children.trim().is_empty())
 }
 
 /// Asks until there is an answer. `smoothly`: nobody may say no meanwhile.

@@ -1,14 +1,14 @@
 //! Notes beside a pod's record: who uses its sandbox, that it dozes, and how it last fell asleep and woke.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::ErrorKind;
 
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 use torpor_core::ids::SandboxId;
 
-use super::{Error, PodLock, Records, read_json, write_error, write_json};
-use crate::process;
+use super::{
+    Error, PodLock, Records, read_if_there, read_json, remove_file, write_error, write_json,
+};
 use crate::traffic::Watch;
 
 /// The kubelet's probes of a pod: what they do is nobody's use of the sandbox.
@@ -122,6 +122,9 @@ impl SleepNote {
     }
 }
 
+/// Why a pod is not woken that is not held open ([`Records::is_held_open`]).
+pub const NOT_HELD_OPEN: &str = "containerd's shim of the Pod has died, or the keeper of its pause container: the kubelet makes its sandbox anew";
+
 impl Records {
     /// Held by a process that somebody runs in the sandbox (exec), for as long as it runs.
     pub fn join_sessions(&self, sandbox: &SandboxId, session: Session) -> Result<PodLock, Error> {
@@ -173,18 +176,15 @@ impl Records {
 
     /// What [`Self::note_probe`] has added up.
     pub fn probed(&self, sandbox: &SandboxId) -> Result<ProbeNote, Error> {
-        match read_json(&self.pod_dir(sandbox).join("probed.json")) {
-            Err(Error::Missing(_)) => Ok(ProbeNote::default()),
-            other => other,
-        }
+        let noted = read_if_there(&self.pod_dir(sandbox).join("probed.json"))?;
+        Ok(noted.unwrap_or_default())
     }
 
     /// Whether the processes are there by which the kubelet knows the pod: its pause container's keeper and containerd's shim. If one of
     /// them has died, everything of the sandbox is ended at once, and the kubelet makes another one: what would be woken now would be lost.
     pub fn is_held_open(&self, sandbox: &SandboxId) -> Result<bool, Error> {
         let pause = self.container(&sandbox.clone().into())?;
-        let keeper = i32::try_from(pause.keeper_pid).unwrap_or_default();
-        Ok(process::lives(keeper) && !pause.has_lost_its_shim())
+        Ok(pause.keeper_lives() && !pause.has_lost_its_shim())
     }
 
     /// Notes where the times of the pod's packets are, or why there are none.
@@ -211,19 +211,13 @@ impl Records {
 
     /// What the kubelet probes; nothing as long as the agent has not said.
     pub fn probes(&self, sandbox: &SandboxId) -> Result<Probes, Error> {
-        match read_json(&self.pod_dir(sandbox).join("probes.json")) {
-            Err(Error::Missing(_)) => Ok(Probes::default()),
-            other => other,
-        }
+        let noted = read_if_there(&self.pod_dir(sandbox).join("probes.json"))?;
+        Ok(noted.unwrap_or_default())
     }
 
     /// The note that the sandbox dozes; see [`DozeNote`].
     pub fn doze(&self, sandbox: &SandboxId) -> Result<Option<DozeNote>, Error> {
-        match read_json(&self.pod_dir(sandbox).join("doze.json")) {
-            Ok(note) => Ok(Some(note)),
-            Err(Error::Missing(_)) => Ok(None),
-            Err(error) => Err(error),
-        }
+        read_if_there(&self.pod_dir(sandbox).join("doze.json"))
     }
 
     /// Replaces or removes that note.
@@ -231,10 +225,7 @@ impl Records {
         let path = self.pod_dir(sandbox).join("doze.json");
         match note {
             Some(note) => write_json(&path, &note),
-            None => match std::fs::remove_file(&path) {
-                Err(error) if error.kind() != ErrorKind::NotFound => Err(write_error(&path, error)),
-                _ => Ok(()),
-            },
+            None => remove_file(&path),
         }
     }
 }

@@ -1,11 +1,13 @@
 //! What is known of a Pod beyond the life of its sandboxes: how its last restore ended, and that it is being suspended.
 
-use std::io::ErrorKind;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use torpor_core::ids::PodUid;
 
-use super::{Error, Records, RestoreReport, list, make_dir, read_json, write_error, write_json};
+use super::{
+    Error, Records, RestoreReport, list, make_dir, read_if_there, remove_file, write_error,
+    write_json,
+};
 
 impl Records {
     /// The report outlives the sandbox: one that could not be restored is taken away by the kubelet at once.
@@ -16,11 +18,7 @@ impl Records {
 
     /// How the last restore of this Pod ended; none if there was none.
     pub fn report(&self, pod: &PodUid) -> Result<Option<RestoreReport>, Error> {
-        match read_json(&self.report_path(pod)) {
-            Ok(report) => Ok(Some(report)),
-            Err(Error::Missing(_)) => Ok(None),
-            Err(error) => Err(error),
-        }
+        read_if_there(&self.report_path(pod))
     }
 
     /// The Pods of which there is a report.
@@ -61,12 +59,5 @@ impl Records {
 
     fn report_path(&self, pod: &PodUid) -> PathBuf {
         self.reports.join(format!("{}.json", pod.as_str()))
-    }
-}
-
-fn remove_file(path: &Path) -> Result<(), Error> {
-    match std::fs::remove_file(path) {
-        Err(error) if error.kind() != ErrorKind::NotFound => Err(write_error(path, error)),
-        _ => Ok(()),
     }
 }

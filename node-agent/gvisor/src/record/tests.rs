@@ -26,10 +26,12 @@ pub(crate) fn one_pod() -> (tempfile::TempDir, Records, SandboxId) {
 fn a_pod_is_held_open_by_its_pause_keeper_as_long_as_that_has_its_shim() {
     let (_dir, records, sandbox) = one_pod();
     let shim = |name: &str| {
-        // It waits for what it has started: so it stays that one's parent.
+        // It waits for the keeper that it has started, which tells its pid when it runs, and stands still.
+        let keeper = r#"sh -c 'echo $$; kill -STOP $$' "$KEEPER" & wait"#;
         let mut shim = Command::new("sh")
-            .args(["-c", "sleep 60 & echo $!; wait", name])
-            .stdin(Stdio::piped())
+            .args(["-c", keeper, name])
+            .env("KEEPER", sandbox.as_str())
+            .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()
             .expect("sh runs");

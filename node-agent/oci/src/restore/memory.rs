@@ -5,6 +5,7 @@ use torpor_core::Entry;
 use torpor_core::ids::{ImageId, SandboxId};
 use torpor_gvisor::control::Control;
 use torpor_gvisor::pause;
+use torpor_gvisor::record::NOT_HELD_OPEN;
 use torpor_snapshots::LedgerFile;
 
 use super::{end, store};
@@ -52,8 +53,7 @@ pub(crate) fn sleep_on(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool>
 pub(super) fn ensure_held_open(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
     ensure!(
         node.records.is_held_open(sandbox)?,
-        "containerd's shim of the Pod has died, or the keeper of its pause container: the kubelet makes its sandbox anew, which goes on from \
-         its image; try again in a moment"
+        "{NOT_HELD_OPEN}, which goes on from its image; try again in a moment"
     );
     Ok(())
 }

@@ -20,6 +20,7 @@ use torpor_gvisor::spec::{Role, Spec};
 use torpor_gvisor::turns::Turns;
 use torpor_snapshots::Image;
 
+use super::memory::ensure_held_open;
 use crate::console::Terminal;
 use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
 use crate::stages::Stages;
@@ -167,9 +168,10 @@ fn attempt(
         }
         keeper::ask(&dir, &Request::Attach, &[], CALL_LIMIT)?;
     }
-    // A pod without its first keeper is about to be taken away: as long as nobody has heard the sandbox, its memory is the image's.
+    // A pod without its first keeper or its shim is about to be taken away: as long as nobody has heard the sandbox, its memory is the image's.
     let root_dir = node.records.container_dir(&root.id);
     keeper::ask(&root_dir, &Request::Stdio, &[], CALL_LIMIT)?;
+    ensure_held_open(node, &pod.sandbox)?;
     awake()?;
     stages.over("recorded");
     drop(hush);
