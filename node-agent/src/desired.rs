@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use k8s_openapi::api::core::v1::{Container, LifecycleHandler, Pod, Probe};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt;
-use torpor_api::annotations;
 use torpor_api::snapshot::{SandboxSnapshot, SnapshotReason as ApiReason};
+use torpor_api::{annotations, conditions};
 use torpor_core::ids::{ContainerName, ImageId, PodUid, SnapshotUid};
 use torpor_core::pressure::Pressure;
 use torpor_core::state::{
@@ -133,8 +133,18 @@ pub(crate) fn desired(
         keep_last_image: pod.is_some_and(goes_back),
         wake_up: pod.and_then(wake_up),
         snapshots,
+        told: pod.is_some_and(is_told_of),
         containers: pod.map(to_run).unwrap_or_default(),
     }
+}
+
+fn is_told_of(pod: &Pod) -> bool {
+    let status = pod.status.as_ref();
+    let conditions = status.and_then(|status| status.conditions.as_ref());
+    conditions
+        .into_iter()
+        .flatten()
+        .any(|condition| condition.type_ == conditions::POD_HIBERNATED)
 }
 
 /// The containers that run, or that the kubelet is going to start again: all but those that have ended and are left so.
@@ -374,6 +384,22 @@ mod tests {
         );
         assert_eq!(power(json!({ "torpor.dev/freeze": "true" })), Power::Frozen);
         assert_eq!(power(json!({})), Power::Awake);
+    }
+
+    #[test]
+    fn a_pod_is_told_of_when_it_has_a_word_about_its_sleep() {
+        let told = |kind: &str| {
+            let mut pod = pod(json!({}));
+            pod.status = Some(
+                serde_json::from_value(
+                    json!({ "conditions": [{ "type": kind, "status": "False" }] }),
+                )
+                .expect("a status"),
+            );
+            desired(&uid(), Some(&pod), &[]).told
+        };
+        assert!(told("torpor.dev/Hibernated"));
+        assert!(!told("Ready"));
     }
 
     #[test]

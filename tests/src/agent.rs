@@ -58,8 +58,12 @@ impl Agent {
         let old = self.process;
         wait::until("another agent", COMEBACK_LIMIT, async || {
             Ok(match Self::find() {
-                // The kubelet may start the old Pod's container once more before it hears of the deletion.
-                Ok(agent) if pod.is_some() && agent.pod() == pod => Err("the old Pod's".to_owned()),
+                // The kubelet may start the old Pod's container once more before it hears of the deletion; and who is ending is in
+                // no Pod's cgroup any more.
+                Ok(agent) if pod.is_some() => match agent.pod() {
+                    Some(now) if Some(&now) != pod.as_ref() => Ok(agent),
+                    now => Err(format!("that of Pod {now:?}")),
+                },
                 Ok(agent) if agent.process.pid == old.pid => Err("the old one".to_owned()),
                 Ok(agent) => Ok(agent),
                 Err(error) => Err(error.to_string()),

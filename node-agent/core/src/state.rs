@@ -95,6 +95,8 @@ pub struct Desired {
     /// A time at which it is to be awake, whatever made it sleep, unless it is frozen or being suspended.
     pub wake_up: Option<Timestamp>,
     pub snapshots: Vec<SnapshotIntent>,
+    /// Whether its Pod has a word about its sleep already, which may be that of an agent that died right after it: it is kept true.
+    pub told: bool,
     /// Its containers but for those that have ended for good: an image without one of them would have no place for it.
     pub containers: BTreeSet<ContainerName>,
 }

@@ -96,6 +96,7 @@ fn wishes() -> Vec<(&'static str, Desired)> {
         sleep: SleepAfter::default(),
         pressure: Default::default(),
         keep_last_image: false,
+        told: false,
         wake_up: None,
         containers: BTreeSet::new(),
         snapshots: reason

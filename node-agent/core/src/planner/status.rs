@@ -138,7 +138,7 @@ impl Telling<'_> {
         let (view, observed) = (self.view, self.view.observed);
         let asked =
             view.target != Power::Awake || view.shallow || view.desired.sleep.first().is_some();
-        let known = view.ledger.seq > 0 || view.corrupt.is_some();
+        let known = view.ledger.seq > 0 || view.corrupt.is_some() || view.desired.told;
         if view.desired.pod == PodPresence::Gone || !(asked || known) {
             return None;
         }

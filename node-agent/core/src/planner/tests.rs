@@ -40,8 +40,25 @@ fn desired(power: Power) -> Desired {
         keep_last_image: false,
         wake_up: None,
         snapshots: Vec::new(),
+        told: false,
         containers: BTreeSet::new(),
     }
+}
+
+#[test]
+fn what_an_agent_said_of_a_sleep_before_it_died_is_kept_true() {
+    let awake = desired(Power::Awake);
+    let never = planned(&awake, &observed(Live::Running, &[], &[]));
+    assert_eq!(
+        never.status.hibernated, None,
+        "nobody asked about its sleep"
+    );
+    let told = Desired {
+        told: true,
+        ..awake
+    };
+    let plan = planned(&told, &observed(Live::Running, &[], &[]));
+    assert_eq!(plan.status.hibernated.unwrap().reason, "Awake");
 }
 
 #[test]

@@ -241,6 +241,7 @@ impl World {
                 short_of: None,
             },
             keep_last_image: self.keep_last,
+            told: false,
             wake_up: None,
             snapshots: self.cached.clone(),
             containers: BTreeSet::new(),

@@ -347,6 +347,7 @@ fn desired(power: Power, doze: bool) -> Desired {
         keep_last_image: false,
         wake_up: None,
         snapshots: Vec::new(),
+        told: false,
         containers: std::collections::BTreeSet::new(),
     }
 }
