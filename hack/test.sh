@@ -81,9 +81,11 @@ go_checks() {
 
 # The end-to-end tests need a cluster and are a test target of their own crate.
 unit_tests() {
-	cargo test --locked --workspace --exclude torpor-tests
-	cargo test --locked -p torpor-tests --lib
+	cargo test --locked --workspace --exclude torpor-tests "$@"
+	cargo test --locked -p torpor-tests --lib "$@"
 }
+# What runs beside something that waits is built before, so that only its tests take processors.
+build_unit_tests() { unit_tests --no-run; }
 
 # beside NAME COMMAND…: runs it while something else goes on. Its words come when it is waited for (ended NAME).
 beside() {
@@ -176,39 +178,36 @@ by_helm() {
 
 e2e() { cargo test --locked -p torpor-tests --test e2e -- "$@"; }
 
-# The end-to-end tests come in three parts. Modules of the second need no agent, and only containers that start and end.
-WITHOUT_AGENT=(leftovers:: oci:: resources:: volumes::)
+# The end-to-end tests come in three parts. Modules that run in the second do not mind that the agent is replaced now and then.
+BESIDE_AGENT=(claims:: leftovers:: oci:: resources:: router:: sandbox:: sdk:: volumes::)
 
 end_to_end() {
 	# The tests run the plugin as kubectl finds it. Built as a check builds it: nobody measures it here.
 	export TORPOR_PLUGIN=${CARGO_TARGET_DIR:-$REPO_ROOT/target}/plugin
 	PROFILE=dev hack/plugin "$TORPOR_PLUGIN"
 	local others=() module
-	for module in "${WITHOUT_AGENT[@]}"; do
+	for module in "${BESIDE_AGENT[@]}"; do
 		others+=(--skip "$module")
 	done
 	e2e --skip alone:: "${others[@]}" --test-threads="${E2E_THREADS:-8}"
 }
 
-# Tests that replace or starve the agent wait for most of their time: those that need none run beside them.
+# Tests that replace or starve the agent wait for most of their time: others run beside them.
 end_to_end_agent() {
 	local status=0
-	beside without_agent e2e --skip alone:: "${WITHOUT_AGENT[@]}" --test-threads=3
+	beside others e2e --skip alone:: "${BESIDE_AGENT[@]}" --test-threads=4
 	e2e alone:: --skip alone::killed --skip alone::drain --test-threads=1 || status=$?
-	ended without_agent || status=$?
+	ended others || status=$?
 	return "$status"
 }
 
 # Those that disturb the whole node, one after the other.
 end_to_end_node() { e2e alone::killed alone::drain --test-threads=1; }
 
-# The unit tests run beside those that wait, not beside what compares the machine with what it was before: they make network namespaces.
 all_end_to_end() {
 	step "end-to-end tests" end_to_end
-	beside unit_tests unit_tests
-	step "end-to-end tests that disturb the agent, and those without it" end_to_end_agent
+	step "end-to-end tests that disturb the agent, and those that do not mind" end_to_end_agent
 	step "end-to-end tests that disturb the node" end_to_end_node
-	step "the rest of the unit tests" ended unit_tests
 }
 
 # Kills the whole cluster and starts it again, so nothing else runs beside it.
@@ -226,8 +225,10 @@ if [ -n "${SKIP_E2E:-}" ]; then
 	step "unit tests" unit_tests
 	exit 0
 fi
+step "unit tests: build" build_unit_tests
 if [ -n "$foreign_cluster" ]; then
 	say "the end-to-end tests use the cluster of KUBECONFIG=$foreign_cluster"
+	step "unit tests" unit_tests
 	all_end_to_end
 	exit 0
 fi
@@ -244,12 +245,16 @@ KUBECONFIG=$("$cluster" kubeconfig)
 TORPOR_DEV=$cluster
 export KUBECONFIG TORPOR_DEV
 if [ -n "${KEEP:-}" ] && [ -e /opt/torpor/bin ]; then
+	step "unit tests" unit_tests
 	step "install Torpor" "$cluster" install-torpor
 	all_end_to_end
 	step "reboot of the node" reboot
 	exit 0
 fi
+# Beside what waits for the cluster, not beside what compares the machine with what it was before: they make network namespaces.
+beside unit_tests unit_tests
 step "install by Helm, and take it off" by_helm
+step "the rest of the unit tests" ended unit_tests
 step "install Torpor" install
 all_end_to_end
 step "reboot of the node" reboot

@@ -89,7 +89,17 @@ impl Agent {
         rolled_out(kubectl).await
     }
 
-    /// Runs the body while the agent has these variables in its environment, which the agent of the DaemonSet has not otherwise.
+    /// Waits until the DaemonSet's agent is the one that it is to be: a test that changed it does not wait for the way back. One that runs
+    /// by hand is left as it is.
+    pub async fn settled(kubectl: &Kubectl) -> anyhow::Result<()> {
+        if Self::find().is_ok_and(|agent| agent.pod().is_none()) {
+            return Ok(());
+        }
+        rolled_out(kubectl).await
+    }
+
+    /// Runs the body while the agent has these variables in its environment, which the agent of the DaemonSet has not otherwise. It is
+    /// replaced by the usual one afterwards, which the next test that has the machine to itself waits for ([`Self::settled`]).
     pub async fn with_environment(
         kubectl: &Kubectl,
         variables: &[(&str, &str)],
@@ -109,11 +119,11 @@ impl Agent {
             Err(error) => Err(error),
         };
         daemon_set(kubectl, &["set", "env", "-c", "agent"], &unset).await?;
-        rolled_out(kubectl).await?;
         done
     }
 
-    /// Runs the body while the DaemonSet is patched: a strategic merge patch, in YAML or JSON.
+    /// Runs the body while the DaemonSet is patched: a strategic merge patch, in YAML or JSON. It is taken back as
+    /// [`Self::with_environment`] does.
     pub async fn with_patch(
         kubectl: &Kubectl,
         patch: &str,
@@ -130,7 +140,6 @@ impl Agent {
             Err(error) => Err(error),
         };
         daemon_set(kubectl, &["rollout", "undo"], &[]).await?;
-        rolled_out(kubectl).await?;
         done
     }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::Context;
 use futures::FutureExt;
 use k8s_openapi::api::core::v1::{Namespace, Pod};
-use kube::api::{Api, DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams};
+use kube::api::{Api, DeleteParams, DynamicObject, Patch, PatchParams, PostParams};
 use kube::core::GroupVersionKind;
 use kube::discovery::ApiResource;
 use kube::{Client, ResourceExt};
@@ -15,6 +15,7 @@ use tokio::sync::RwLock;
 use torpor_api::Sandbox;
 use torpor_api::snapshot::SandboxSnapshot;
 
+use crate::agent::Agent;
 use crate::cluster::Cluster;
 use crate::kubectl::Kubectl;
 use crate::node::Node;
@@ -63,7 +64,11 @@ pub async fn alone_within(
     body: impl AsyncFnOnce(&Case) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
     let _turn = MACHINE.write().await;
-    run(limit, name, body).await
+    run(limit, name, async |case| {
+        Agent::settled(&case.kubectl).await?;
+        body(case).await
+    })
+    .await
 }
 
 async fn run(
@@ -129,13 +134,7 @@ impl Case {
         namespaces
             .delete(&self.namespace, &DeleteParams::background())
             .await?;
-        let pods: Api<Pod> = self.api();
-        wait::until("the end of the test's Pods", REMOVAL_LIMIT, async || {
-            let left = pods.list(&ListParams::default()).await?.items;
-            let names: Vec<String> = left.iter().map(ResourceExt::name_any).collect();
-            wait::holds(left.is_empty(), || format!("still there: {names:?}"))
-        })
-        .await
+        wait::none(&self.pods(), "the end of the test's Pods", REMOVAL_LIMIT).await
     }
 
     pub fn client(&self) -> Client {

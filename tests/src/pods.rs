@@ -48,7 +48,7 @@ fn merge(base: &mut Value, over: Value) {
 pub fn pod_spec(spec: Value) -> Value {
     let base = json!({
         "runtimeClassName": "torpor",
-        "terminationGracePeriodSeconds": 2,
+        "terminationGracePeriodSeconds": 1,
         "automountServiceAccountToken": false,
     });
     with(base, spec)

@@ -5,8 +5,9 @@ use std::pin::pin;
 use std::time::{Duration, Instant};
 
 use futures::StreamExt;
+use kube::api::{ListParams, WatchEvent, WatchParams};
 use kube::runtime::{WatchStreamExt, watcher};
-use kube::{Api, Resource};
+use kube::{Api, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
 
 /// Between two looks.
@@ -62,6 +63,40 @@ where
     let seen = tokio::time::timeout(limit, Box::pin(seen)).await;
     let seen = seen.ok().flatten();
     seen.ok_or_else(|| anyhow::anyhow!("not seen within {limit:?}: {words} (last: {last})"))
+}
+
+/// Waits until there is no object of the kind any more.
+pub async fn none<K>(api: &Api<K>, words: &str, limit: Duration) -> anyhow::Result<()>
+where
+    K: Resource<DynamicType: Default> + Clone + DeserializeOwned + Debug,
+{
+    let mut left = Vec::new();
+    let gone = async {
+        loop {
+            let found = api.list(&ListParams::default()).await?;
+            left = found.items.iter().map(ResourceExt::name_any).collect();
+            if left.is_empty() {
+                return anyhow::Ok(());
+            }
+            let version = found.metadata.resource_version.unwrap_or_default();
+            let mut changes = pin!(api.watch(&WatchParams::default(), &version).await?);
+            while let Some(change) = changes.next().await {
+                // One that is gone, or a watch that has to begin again.
+                if matches!(
+                    change,
+                    Ok(WatchEvent::Deleted(_) | WatchEvent::Error(_)) | Err(_)
+                ) {
+                    break;
+                }
+            }
+        }
+    };
+    let gone = tokio::time::timeout(limit, Box::pin(gone)).await;
+    gone.unwrap_or_else(|_| {
+        Err(anyhow::anyhow!(
+            "not seen within {limit:?}: {words} (still there: {left:?})"
+        ))
+    })
 }
 
 /// The look of a condition that is only true or false.

@@ -216,6 +216,17 @@ impl Control {
             .map(drop)
     }
 
+    /// Lets go of a container other than the sandbox' first: its processes are killed, and gVisor knows it no more.
+    pub(crate) fn destroy_container(
+        &mut self,
+        container: &str,
+        timeout: Duration,
+    ) -> Result<(), Error> {
+        let method = "containerManager.DestroySubcontainer";
+        self.call::<Value>(method, &json!(container), &[], timeout)
+            .map(drop)
+    }
+
     /// State of one container. Answers also while the sandbox is paused, and so tells whether it is alive.
     pub fn container_state(
         &mut self,

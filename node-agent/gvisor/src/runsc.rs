@@ -10,12 +10,11 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::MemfdFlags;
 
 use crate::config::Config;
-use crate::process;
+
+mod records;
 
 /// What of a command's log is read for an error message.
 const KEPT_OUTPUT: u64 = 16 << 10;
-/// runsc's record of a sandbox holds the OCI spec.
-const MAX_RECORD: u64 = 16 << 20;
 /// What of a help text is read.
 const PRINTED_OUTPUT: u64 = 256 << 10;
 
@@ -66,28 +65,6 @@ pub struct Stdio3 {
     pub stdin: OwnedFd,
     pub stdout: OwnedFd,
     pub stderr: OwnedFd,
-}
-
-/// What is read of runsc's record of a sandbox.
-#[derive(serde::Deserialize)]
-struct RunscState {
-    sandbox: RunscSandbox,
-}
-
-#[derive(serde::Deserialize)]
-struct RunscSandbox {
-    #[serde(default)]
-    uid: u32,
-    #[serde(default)]
-    gid: u32,
-}
-
-/// What is read of runsc's record of a container.
-#[derive(serde::Deserialize)]
-struct RunscContainer {
-    /// 0: it has none.
-    #[serde(rename = "goferPid", default)]
-    gofer_pid: i32,
 }
 
 /// The runsc of this node, with its root directory and flags.
@@ -196,78 +173,10 @@ impl Runsc {
 
     /// Removes a container, killing what is left of it. A container that is not known is a success.
     pub fn delete(&self, id: &str, limit: Duration) -> Result<(), Error> {
+        self.forget_torn(id, limit)?;
         self.run("delete", None, limit, |command| {
             command.arg("--force").arg(id);
         })
-    }
-
-    /// Whether runsc has a record of the container; reading it is left to runsc.
-    pub fn knows(&self, id: &str, sandbox: &str) -> bool {
-        self.root
-            .join(format!("{id}_sandbox:{sandbox}.state"))
-            .exists()
-    }
-
-    /// What runsc keeps of the sandbox' containers: a state and a lock each.
-    fn records_of(&self, sandbox: &str) -> Result<Vec<PathBuf>, Error> {
-        let failed = |source| Error::Record {
-            path: self.root.clone(),
-            source,
-        };
-        let part = format!("_sandbox:{sandbox}.");
-        let mut found = Vec::new();
-        for entry in std::fs::read_dir(&self.root).map_err(failed)? {
-            let path = entry.map_err(failed)?.path();
-            let name = path.file_name().unwrap_or_default();
-            if name.to_string_lossy().contains(&part) {
-                found.push(path);
-            }
-        }
-        Ok(found)
-    }
-
-    /// Removes what a runsc that was killed has left of a sandbox whose processes have ended: its control socket, and locks.
-    pub fn sweep(&self, sandbox: &str) -> Result<(), Error> {
-        let mut left = self.records_of(sandbox)?;
-        left.push(crate::control::socket_path(&self.root, sandbox));
-        for path in left {
-            match std::fs::remove_file(&path) {
-                Err(source) if source.kind() != std::io::ErrorKind::NotFound => {
-                    return Err(Error::Record { path, source });
-                }
-                _ => {}
-            }
-        }
-        Ok(())
-    }
-
-    /// Whether each of the sandbox' gofers lives, by runsc's own records. A container without its gofer is killed by gVisor as soon as it may run.
-    pub fn has_its_gofers(&self, sandbox: &str) -> Result<bool, Error> {
-        for path in self.records_of(sandbox)? {
-            if path.extension() != Some("state".as_ref()) {
-                continue;
-            }
-            let container: RunscContainer = match read_record(&path) {
-                // Its container was deleted meanwhile.
-                Err(Error::Record { source, .. })
-                    if source.kind() == std::io::ErrorKind::NotFound =>
-                {
-                    continue;
-                }
-                read => read?,
-            };
-            if container.gofer_pid > 0 && !process::lives(container.gofer_pid) {
-                return Ok(false);
-            }
-        }
-        Ok(true)
-    }
-
-    /// User and group that the sandbox' processes run as, from runsc's own record.
-    pub fn sandbox_user(&self, sandbox: &str) -> Result<(u32, u32), Error> {
-        let path = self.root.join(format!("{sandbox}_sandbox:{sandbox}.state"));
-        let state: RunscState = read_record(&path)?;
-        Ok((state.sandbox.uid, state.sandbox.gid))
     }
 
     /// First line of `runsc --version`, without its prefix.
@@ -417,16 +326,6 @@ fn wait_within(mut child: Child, limit: Duration) -> std::io::Result<Option<Exit
     }
 }
 
-/// Reads one of runsc's own records.
-fn read_record<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, Error> {
-    let record = |source| Error::Record {
-        path: path.to_owned(),
-        source,
-    };
-    let file = std::fs::File::open(path).map_err(record)?;
-    serde_json::from_reader(file.take(MAX_RECORD)).map_err(|error| record(error.into()))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -448,29 +347,6 @@ mod tests {
             .capture("60", &[], limit)
             .expect_err("too slow");
         assert!(matches!(error, Error::TimedOut { .. }));
-    }
-
-    #[test]
-    fn a_sandbox_is_whole_while_each_of_its_gofers_lives() {
-        let dir = tempfile::tempdir().expect("a directory");
-        let runsc = Runsc {
-            root: dir.path().to_owned(),
-            ..runsc_that_is("true")
-        };
-        let write = |container: &str, sandbox: &str, pid: u32| {
-            let path = dir
-                .path()
-                .join(format!("{container}_sandbox:{sandbox}.state"));
-            std::fs::write(path, format!(r#"{{"goferPid":{pid}}}"#)).expect("written");
-        };
-        let mut gone = Command::new("true").spawn().expect("a process");
-        write("s", "s", std::process::id());
-        write("a", "s", 0);
-        write("b", "other", gone.id());
-        assert!(runsc.has_its_gofers("s").expect("known"));
-        write("c", "s", gone.id());
-        gone.wait().expect("it ends");
-        assert!(!runsc.has_its_gofers("s").expect("known"));
     }
 
     #[test]

@@ -127,3 +127,39 @@ async fn the_kubelet_recovers_a_pod_whose_sentry_was_killed() -> anyhow::Result<
 async fn the_kubelet_recovers_a_pod_whose_gofer_was_killed() -> anyhow::Result<()> {
     killed("killgofer", async |case, uid| case.node.gofer(uid)?.kill()).await
 }
+
+/// runsc writes its state of a container in its place: one that is killed meanwhile leaves a part of it, which no runsc reads.
+#[tokio::test]
+async fn a_container_whose_state_a_killed_runsc_left_half_written_is_brought_back()
+-> anyhow::Result<()> {
+    case("torn", async |case| {
+        let pod = case.start(two_containers()).await?;
+        let mut footprint = Footprint::take(&case.node, &case.namespace, &uid(&pod))?;
+        let record = case.node.container(&uid(&pod), "a")?;
+        let (id, sandbox) = (record.id.as_str(), record.sandbox.as_str());
+        let state = case.node.config.runsc_root();
+        let state = state.join(format!("{id}_sandbox:{sandbox}.state"));
+        std::fs::OpenOptions::new()
+            .write(true)
+            .open(&state)?
+            .set_len(100)?;
+        case.node.keeper(&uid(&pod), "a")?.kill()?;
+        let back = |pod: &Pod| restarts(pod) == 1 && is_ready(pod);
+        case.pod_until("p", "a is there again", RECOVERY_LIMIT, back)
+            .await?;
+        assert!(!state.exists(), "gone with its container");
+        // Nor is it in the way of a save or a restore.
+        let before = case.kubectl.sh("p", "b", "cat /n").await?;
+        case.hibernate("p").await?;
+        let pod = case.wake("p").await?;
+        let after = case.kubectl.sh("p", "b", "cat /n").await?;
+        anyhow::ensure!(
+            after.parse::<u64>()? >= before.parse()?,
+            "b went on: {before} → {after}"
+        );
+        assert_eq!(restarts(&pod), 1);
+        footprint.add(&case.node)?;
+        nothing_is_left(case, &footprint).await
+    })
+    .await
+}

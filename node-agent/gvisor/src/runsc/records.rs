@@ -1,0 +1,239 @@
+//! runsc's own records: a state and a lock for each container, in its root directory.
+
+use std::io::{ErrorKind, Read};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use super::{Error, Runsc};
+use crate::control::Control;
+use crate::process;
+
+/// A state holds the container's whole OCI spec.
+const MAX_RECORD: u64 = 16 << 20;
+
+/// What is read of runsc's record of a sandbox.
+#[derive(serde::Deserialize)]
+struct RunscState {
+    sandbox: RunscSandbox,
+}
+
+#[derive(serde::Deserialize)]
+struct RunscSandbox {
+    #[serde(default)]
+    uid: u32,
+    #[serde(default)]
+    gid: u32,
+}
+
+/// What is read of runsc's record of a container.
+#[derive(serde::Deserialize)]
+struct RunscContainer {
+    /// 0: it has none.
+    #[serde(rename = "goferPid", default)]
+    gofer_pid: i32,
+}
+
+impl Runsc {
+    /// Whether runsc has a record of the container; reading it is left to runsc.
+    pub fn knows(&self, id: &str, sandbox: &str) -> bool {
+        self.root
+            .join(format!("{id}_sandbox:{sandbox}.state"))
+            .exists()
+    }
+
+    /// What runsc keeps of the sandbox' containers: a state and a lock each.
+    fn records_of(&self, sandbox: &str) -> Result<Vec<PathBuf>, Error> {
+        let part = format!("_sandbox:{sandbox}.");
+        self.records(|name| name.contains(&part))
+    }
+
+    fn records(&self, wanted: impl Fn(&str) -> bool) -> Result<Vec<PathBuf>, Error> {
+        let failed = |source| Error::Record {
+            path: self.root.clone(),
+            source,
+        };
+        let entries = match std::fs::read_dir(&self.root) {
+            // No runsc has run yet.
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries.map_err(failed)?,
+        };
+        let mut found = Vec::new();
+        for entry in entries {
+            let path = entry.map_err(failed)?.path();
+            let name = path.file_name().unwrap_or_default();
+            if wanted(&name.to_string_lossy()) {
+                found.push(path);
+            }
+        }
+        Ok(found)
+    }
+
+    /// runsc writes a state in its place, and reads none of which it had written only a part when it was killed: neither that of a
+    /// container that it is to delete, nor that of another one of a sandbox that it restores. Such a state goes, once gVisor has let go of
+    /// its container.
+    pub(super) fn forget_torn(&self, id: &str, limit: Duration) -> Result<(), Error> {
+        let part = format!("{id}_sandbox:");
+        for path in self.records(|name| name.starts_with(&part) && name.ends_with(".state"))? {
+            if !is_torn(&path)? {
+                continue;
+            }
+            let name = path.file_stem().unwrap_or_default().to_string_lossy();
+            let sandbox = name.strip_prefix(&part).unwrap_or_default();
+            // Who does not answer has ended, and holds no container any more; one that gVisor does not know it has let go of.
+            if sandbox != id
+                && let Ok(mut control) = Control::connect(&self.root, sandbox)
+            {
+                let _ = control.destroy_container(id, limit);
+            }
+            remove(&path)?;
+        }
+        Ok(())
+    }
+
+    /// Removes what a runsc that was killed has left of a sandbox whose processes have ended: its control socket, locks, and states.
+    pub fn sweep(&self, sandbox: &str) -> Result<(), Error> {
+        let mut left = self.records_of(sandbox)?;
+        left.push(crate::control::socket_path(&self.root, sandbox));
+        left.iter().try_for_each(|path| remove(path))
+    }
+
+    /// Whether each of the sandbox' gofers lives, by runsc's own records. A container without its gofer is killed by gVisor as soon as it may run.
+    pub fn has_its_gofers(&self, sandbox: &str) -> Result<bool, Error> {
+        for path in self.records_of(sandbox)? {
+            if path.extension() != Some("state".as_ref()) {
+                continue;
+            }
+            let container: RunscContainer = match read_record(&path) {
+                // Its container was deleted meanwhile.
+                Err(Error::Record { source, .. }) if source.kind() == ErrorKind::NotFound => {
+                    continue;
+                }
+                read => read?,
+            };
+            if container.gofer_pid > 0 && !process::lives(container.gofer_pid) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// User and group that the sandbox' processes run as, from runsc's own record.
+    pub fn sandbox_user(&self, sandbox: &str) -> Result<(u32, u32), Error> {
+        let path = self.root.join(format!("{sandbox}_sandbox:{sandbox}.state"));
+        let state: RunscState = read_record(&path)?;
+        Ok((state.sandbox.uid, state.sandbox.gid))
+    }
+}
+
+fn remove(path: &Path) -> Result<(), Error> {
+    match std::fs::remove_file(path) {
+        Err(source) if source.kind() != ErrorKind::NotFound => Err(Error::Record {
+            path: path.to_owned(),
+            source,
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Whether a killed runsc has left it half written. One that writes has the lock beside it.
+fn is_torn(state: &Path) -> Result<bool, Error> {
+    let lock = std::fs::File::open(state.with_extension("lock"));
+    if let Ok(lock) = &lock
+        && rustix::fs::flock(lock, rustix::fs::FlockOperation::NonBlockingLockExclusive).is_err()
+    {
+        return Ok(false);
+    }
+    match read_record::<serde::de::IgnoredAny>(state) {
+        Err(Error::Record { source, .. }) => match source.kind() {
+            ErrorKind::UnexpectedEof | ErrorKind::InvalidData => Ok(true),
+            ErrorKind::NotFound => Ok(false),
+            _ => Err(Error::Record {
+                path: state.to_owned(),
+                source,
+            }),
+        },
+        read => read.map(|_| false),
+    }
+}
+
+/// Reads one of runsc's own records.
+fn read_record<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, Error> {
+    let record = |source| Error::Record {
+        path: path.to_owned(),
+        source,
+    };
+    let file = std::fs::File::open(path).map_err(record)?;
+    serde_json::from_reader(file.take(MAX_RECORD)).map_err(|error| record(error.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    fn runsc_in(root: &Path) -> Runsc {
+        Runsc {
+            path: "true".into(),
+            root: root.to_owned(),
+            platform: "systrap".into(),
+            debug_log_dir: None,
+            lenient: false,
+        }
+    }
+
+    #[test]
+    fn a_sandbox_is_whole_while_each_of_its_gofers_lives() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let runsc = runsc_in(dir.path());
+        let write = |container: &str, sandbox: &str, pid: u32| {
+            let path = dir
+                .path()
+                .join(format!("{container}_sandbox:{sandbox}.state"));
+            std::fs::write(path, format!(r#"{{"goferPid":{pid}}}"#)).expect("written");
+        };
+        let mut gone = Command::new("true").spawn().expect("a process");
+        write("s", "s", std::process::id());
+        write("a", "s", 0);
+        write("b", "other", gone.id());
+        assert!(runsc.has_its_gofers("s").expect("known"));
+        write("c", "s", gone.id());
+        gone.wait().expect("it ends");
+        assert!(!runsc.has_its_gofers("s").expect("known"));
+    }
+
+    #[test]
+    fn a_state_that_a_killed_runsc_has_left_half_written_goes_and_no_other() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let runsc = runsc_in(dir.path());
+        let path = |container: &str| dir.path().join(format!("{container}_sandbox:s.state"));
+        let whole = r#"{"goferPid":0}"#;
+        for (container, state) in [
+            ("s", whole),
+            ("empty", ""),
+            ("cut", &whole[..9]),
+            ("whole", whole),
+        ] {
+            std::fs::write(path(container), state).expect("written");
+            std::fs::write(path(container).with_extension("lock"), "").expect("written");
+        }
+        // Somebody is writing this one.
+        std::fs::write(path("held"), "").expect("written");
+        let held = std::fs::File::create(path("held").with_extension("lock")).expect("a lock");
+        let exclusive = rustix::fs::FlockOperation::NonBlockingLockExclusive;
+        rustix::fs::flock(&held, exclusive).expect("locked");
+        let limit = Duration::from_secs(5);
+        for container in ["empty", "cut", "whole", "held", "unknown"] {
+            runsc
+                .delete(container, limit)
+                .expect("nothing is in its way");
+        }
+        let left = |container: &str| path(container).exists();
+        assert!(!left("empty") && !left("cut"));
+        assert!(
+            left("s") && left("whole") && left("held"),
+            "they are runsc's"
+        );
+        assert!(!runsc.knows("empty", "s"));
+    }
+}
