@@ -98,14 +98,27 @@ pub(crate) struct RunArgs {
     pub(crate) saves_at_once: Option<usize>,
     /// Bytes a second (200Mi, 1G) of the images' disk that saves of idle sandboxes keep to on average, those that somebody asked for counted in; or off
     #[arg(long, default_value = "off", env = "TORPOR_SAVE_BANDWIDTH")]
-    pub(crate) save_bandwidth: ByteRate,
+    pub(crate) save_bandwidth: Bytes,
     /// Where the host's cgroups are mounted: there it is read what sandboxes use of the processors
     #[arg(long, default_value = "/sys/fs/cgroup", value_parser = absolute, env = "TORPOR_CGROUP_ROOT")]
     pub(crate) cgroup_root: PathBuf,
     #[command(flatten)]
     pub(crate) pressure: PressureArgs,
     #[command(flatten)]
+    pub(crate) swap: SwapArgs,
+    #[command(flatten)]
     pub(crate) kata: KataArgs,
+}
+
+/// What swap dozing sandboxes may take. One that is awake and would need more does not doze; it hibernates when it is its time.
+#[derive(Debug, Clone, clap::Args)]
+pub(crate) struct SwapArgs {
+    /// Most memory (512Mi, 2Gi) that a sandbox may have that dozes, or off
+    #[arg(long, default_value = "off", env = "TORPOR_DOZE_SWAP_PER_SANDBOX")]
+    pub(crate) doze_swap_per_sandbox: Bytes,
+    /// Bytes (8Gi) of the node's swap that may be in use, with the memory of the next that dozes, or off
+    #[arg(long, default_value = "off", env = "TORPOR_DOZE_SWAP_PER_NODE")]
+    pub(crate) doze_swap_per_node: Bytes,
 }
 
 /// What is needed for sandboxes that Kata runs. Without a handler the agent has nothing to do with them, and connects to no containerd.
@@ -167,18 +180,18 @@ impl FromStr for Limit {
     }
 }
 
-/// Bytes a second, or off.
+/// A number of bytes, or of bytes a second; or off.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct ByteRate(Option<NonZeroU64>);
+pub(crate) struct Bytes(Option<NonZeroU64>);
 
-impl ByteRate {
+impl Bytes {
     /// None: off.
     pub(crate) fn bytes(self) -> Option<NonZeroU64> {
         self.0
     }
 }
 
-impl FromStr for ByteRate {
+impl FromStr for Bytes {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -400,7 +413,7 @@ mod tests {
 
     #[test]
     fn a_bandwidth_is_read_as_a_quantity_and_can_be_switched_off() {
-        let read = |text: &str| text.parse().map(ByteRate::bytes);
+        let read = |text: &str| text.parse().map(Bytes::bytes);
         assert_eq!(read("off"), Ok(None));
         for (text, bytes) in [
             ("1", 1),

@@ -29,7 +29,8 @@ use crate::args::KataArgs;
 use crate::idle::Watched;
 use crate::metrics::Metrics;
 use crate::node::CALL_LIMIT;
-use crate::observe::{can_doze, words};
+use crate::observe::words;
+use crate::swap::{SwapLimits, can_doze};
 
 mod ear;
 mod report;
@@ -69,6 +70,7 @@ struct Entry {
 pub(crate) struct Kata {
     driver: Driver,
     handlers: Vec<String>,
+    swap: SwapLimits,
     kubelet_port: u16,
     runtime: Handle,
     metrics: Arc<Metrics>,
@@ -105,6 +107,7 @@ impl Kata {
     /// None where no handler is named. Pods to look at anew come out of the second part.
     pub(crate) fn new(
         args: &KataArgs,
+        swap: SwapLimits,
         cgroup_root: &Path,
         kubelet_port: u16,
         metrics: Arc<Metrics>,
@@ -121,6 +124,7 @@ impl Kata {
         let kata = Self {
             driver: Driver::new(containerd, runtimes.collect(), cgroup_root)?,
             handlers: args.kata_handlers.clone(),
+            swap,
             kubelet_port,
             runtime,
             metrics,
@@ -177,6 +181,10 @@ impl Kata {
         observed.doze = known
             .doze
             .filter(|_| seen.standing.live == Live::Paused && !seen.standing.half);
+        if observed.live == Live::Running {
+            let working_set = || self.driver.working_set(&seen.sandbox);
+            observed.can_doze = self.swap.may_doze(working_set);
+        }
         (observed.awake_since, observed.woke_at) = (known.awake_since, known.woke_at);
         observed.asleep_since = known.asleep_since;
         let idle = self.watch(&mut known, wish, &seen, &mut observed, idle, now);

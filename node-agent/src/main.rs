@@ -19,6 +19,7 @@ mod sandboxes;
 mod saves;
 mod server;
 mod spans;
+mod swap;
 
 use std::process::ExitCode;
 

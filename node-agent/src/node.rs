@@ -12,6 +12,8 @@ use torpor_gvisor::record::{PodLock, PodRecord, Records};
 use torpor_gvisor::runsc::Runsc;
 use torpor_snapshots::{Fingerprint, SaveError, Store};
 
+use crate::swap::SwapLimits;
+
 /// Calls on a control socket that do no work. A sandbox that is busy with its pages answers late.
 pub(crate) const CALL_LIMIT: Duration = Duration::from_secs(10);
 
@@ -32,10 +34,16 @@ pub(crate) struct Node {
     pub(crate) kubelet_port: u16,
     /// None where the agent is not given the host's.
     pub(crate) cgroups: Option<Hierarchies>,
+    /// What swap its dozing sandboxes may take.
+    pub(crate) swap: SwapLimits,
 }
 
 impl Node {
-    pub(crate) fn new(config: Config, cgroup_root: &Path) -> Result<Self, SaveError> {
+    pub(crate) fn new(
+        config: Config,
+        cgroup_root: &Path,
+        swap: SwapLimits,
+    ) -> Result<Self, SaveError> {
         let runsc = Runsc::new(&config);
         Ok(Self {
             ability: probe(&config, &runsc),
@@ -43,6 +51,7 @@ impl Node {
             store: Store::open(&config.store_dir)?,
             kubelet_port: config.kubelet_port,
             cgroups: Hierarchies::find(cgroup_root).ok(),
+            swap,
             runsc,
         })
     }

@@ -10,6 +10,7 @@ use torpor_gvisor::record::{self, PodRecord, RestoreReport, SandboxState, Sessio
 use torpor_gvisor::spec::Role;
 
 use crate::node::{CALL_LIMIT, Node};
+use crate::swap::can_doze;
 
 /// What is on the node of the Pod `pod`, whose current sandbox is `record`. The caller holds the sandbox' lock, or says
 /// that somebody else does (`busy`).
@@ -40,7 +41,7 @@ pub(crate) fn observe(
         doze: doze.map(|note| Doze {
             reclaimed: note.reclaimed,
         }),
-        can_doze: can_doze(),
+        can_doze: may_doze(node, record, doze.is_some()),
         ledger: node
             .store
             .ledger(pod)
@@ -63,6 +64,16 @@ pub(crate) fn observe(
         failures: failures.clone(),
         busy,
     }
+}
+
+/// What dozes has its swap already.
+fn may_doze(node: &Node, record: Option<&PodRecord>, dozes: bool) -> Result<(), String> {
+    if dozes {
+        return can_doze();
+    }
+    let pod = || record?.cgroup.parent();
+    let working_set = || node.cgroups.as_ref()?.working_set(pod()?);
+    node.swap.may_doze(working_set)
 }
 
 /// How many is not told: none or some.
@@ -175,22 +186,6 @@ fn restoring(node: &Node) -> BTreeSet<ImageId> {
         .collect()
 }
 
-/// Whether this node has anywhere to push memory out to. What a cgroup forbids is found when it is tried.
-pub(crate) fn can_doze() -> Result<(), String> {
-    let swaps = std::fs::read_to_string("/proc/swaps");
-    match swaps.map(|text| has_swap(&text)) {
-        Ok(true) => Ok(()),
-        Ok(false) => Err("this node has no swap".to_owned()),
-        Err(error) => Err(format!("cannot read /proc/swaps: {error}")),
-    }
-}
-
-/// A line of names, then one for each swap device: name, type, KiB, KiB in use, priority.
-fn has_swap(swaps: &str) -> bool {
-    let size = |line: &str| line.split_whitespace().nth(2)?.parse::<u64>().ok();
-    swaps.lines().skip(1).any(|line| size(line) > Some(0))
-}
-
 fn capable(node: &Node) -> Result<(), String> {
     match &node.ability {
         Ok(ability) if ability.capabilities.hibernate && ability.capabilities.restore => Ok(()),
@@ -263,15 +258,6 @@ mod tests {
         assert_eq!(noted(Ok(None)), Some(false));
         assert_eq!(noted(Ok(Some(PauseMark::Paused))), Some(true));
         assert_eq!(noted(Ok(Some(PauseMark::Changing))), None);
-    }
-
-    #[test]
-    fn swap_is_a_line_with_a_size() {
-        let names = "Filename\t\t\t\tType\t\tSize\t\tUsed\t\tPriority\n";
-        assert!(!has_swap(names));
-        assert!(has_swap(&format!(
-            "{names}/dev/zram0 partition\t1048572\t\t0\t\t100\n"
-        )));
     }
 
     #[test]

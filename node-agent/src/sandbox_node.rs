@@ -23,10 +23,10 @@ use torpor_snapshots::Listed;
 use crate::kata::Kata;
 use crate::metrics::Metrics;
 use crate::node::Node;
-use crate::observe::can_doze;
 use crate::pressure::NodePressure;
 use crate::publish::{API_LIMIT, fingerprint};
 use crate::sandboxes::{Sandboxes, signed};
+use crate::swap::can_doze;
 
 /// A node whose heartbeat is older than three of these has no agent.
 const HEARTBEAT: Duration = Duration::from_secs(30);

@@ -63,6 +63,8 @@ impl Kubectl {
     /// Starts it; it is killed when the answer is dropped.
     pub fn spawn(&self, args: &[&str], input: bool) -> anyhow::Result<Child> {
         Command::new(&self.program)
+            // It ends long before it has to collect garbage: a quarter of its time.
+            .env("GOGC", "off")
             .arg("--namespace")
             .arg(&self.namespace)
             .args(args)

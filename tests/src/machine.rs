@@ -40,6 +40,15 @@ impl Process {
         Ok(kill(Pid::from_raw(self.pid), Signal::SIGKILL)?)
     }
 
+    /// Lets it stand still, as one that gets no processor, until [`Self::go_on`].
+    pub fn stop(&self) -> anyhow::Result<()> {
+        Ok(kill(Pid::from_raw(self.pid), Signal::SIGSTOP)?)
+    }
+
+    pub fn go_on(&self) -> anyhow::Result<()> {
+        Ok(kill(Pid::from_raw(self.pid), Signal::SIGCONT)?)
+    }
+
     /// Whether the same process still runs.
     pub fn lives(&self) -> bool {
         Self::read(self.pid).is_some_and(|now| now == *self)

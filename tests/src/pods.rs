@@ -64,9 +64,8 @@ pub fn shell_pod(name: &str, line: &str) -> Value {
     pod(name, json!({ "containers": [shell("a", line)] }))
 }
 
-/// A shell line that counts ten times a second in a variable, prints it to its log and writes it to /n.
-pub const COUNT: &str =
-    "n=0; while true; do n=$((n+1)); echo $n >/n.new; mv /n.new /n; echo count $n; sleep 0.1; done";
+/// A shell line that counts four times a second in a variable, prints it to its log and writes it to /n.
+pub const COUNT: &str = "n=0; while true; do n=$((n+1)); echo $n >/n.new; mv /n.new /n; echo count $n; sleep 0.25; done";
 
 /// Mounts of volumes: pairs of name and path.
 pub fn mounts(pairs: &[(&str, &str)]) -> Value {

@@ -1,6 +1,7 @@
 //! Talking to `witness.py`, the program in a sandbox that can tell whether it is still the same.
 
 use std::collections::BTreeMap;
+use std::io::{Read as _, Write as _};
 use std::time::Duration;
 
 use anyhow::Context;
@@ -135,6 +136,31 @@ pub async fn ask_by_datagram(pod: &Pod) -> anyhow::Result<State> {
     let length = tokio::time::timeout(ANSWER_LIMIT, socket.recv(&mut answer));
     let length = length.await.context("no answer in time")??;
     Ok(serde_json::from_slice(&answer[..length])?)
+}
+
+/// An ICMP echo request to the Pod, one only, and its reply.
+pub async fn echo(pod: &Pod) -> anyhow::Result<()> {
+    let address: std::net::Ipv4Addr = address(pod)?.parse()?;
+    let replied = tokio::task::spawn_blocking(move || {
+        let icmp = Some(socket2::Protocol::ICMPV4);
+        let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::RAW, icmp)?;
+        socket.set_read_timeout(Some(ANSWER_LIMIT))?;
+        socket.connect(&std::net::SocketAddrV4::new(address, 0).into())?;
+        // Type 8, then code, checksum, identifier and number (RFC 792): the checksum is what the rest adds up to.
+        const REQUEST: [u8; 8] = [8, 0, 0x9f, 0x7f, 0x58, 0x7f, 0, 1];
+        (&socket).write_all(&REQUEST)?;
+        loop {
+            let mut packet = [0; 128];
+            let length = (&socket).read(&mut packet)?;
+            // Behind the IPv4 header, whose length is in its first byte.
+            let header = usize::from(packet[0] & 0xf) * 4;
+            let message = packet.get(header..length).unwrap_or_default();
+            if message.first() == Some(&0) && message.get(4..8) == Some(&REQUEST[4..]) {
+                return Ok(());
+            }
+        }
+    });
+    replied.await?
 }
 
 /// The Pod's address.

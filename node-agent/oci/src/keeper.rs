@@ -11,7 +11,7 @@ use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitCode, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -32,12 +32,14 @@ mod loopback;
 mod others;
 mod relay;
 mod text;
+mod typing;
 mod watch;
 
 use children::{Children, Purpose};
 use loopback::{Arrival, Loopback, MOST_FORWARDS};
 use others::Others;
 use relay::Relay;
+use typing::Typing;
 use watch::Watch;
 
 /// How often a keeper that holds packets back makes sure that it still has to: whoever was to tell it may have died.
@@ -60,6 +62,7 @@ struct Keeper<'a> {
     relay: Option<Relay>,
     /// Of the terminal that went to sleep.
     terminal_mode: Option<Termios>,
+    typing: Typing,
     children: Children,
     /// The pause container's keeper minds those of the other containers.
     others: Others,
@@ -84,6 +87,7 @@ pub(crate) fn run(node: &Node, args: &KeeperArgs) -> anyhow::Result<ExitCode> {
         waiting: None,
         relay: None,
         terminal_mode: None,
+        typing: Typing::new(relay::borrow_stdin()),
         children: Children::default(),
         others: Others::default(),
         loopback,
@@ -136,16 +140,30 @@ impl Keeper<'_> {
         }
         if ready.relay
             && let Some(relay) = &mut self.relay
-            && !relay.turn()?
         {
-            self.terminal_mode = relay.mode();
-            self.relay = None;
+            let (goes_on, typed) = (relay.turn()?, relay.has_taken());
+            if !goes_on {
+                self.terminal_mode = relay.mode();
+                self.relay = None;
+            }
+            // A dozing sandbox reads its terminal as little as one that hibernates.
+            if typed && self.dozes() {
+                self.typed();
+            }
+        }
+        if let Some(seen) = ready.typed
+            && self.typing.calls(seen, Instant::now())
+        {
+            self.typed();
         }
         // Before requests: one may bring another wait.
-        if ready.ended
-            && let Some(code) = self.container_ended()
-        {
-            return Ok(Some(code));
+        if ready.ended {
+            if let Some(code) = self.container_ended() {
+                return Ok(Some(code));
+            }
+            if self.waiting.is_none() {
+                self.typing.fell_asleep();
+            }
         }
         if ready.request
             && let Handled::Exit(code) = self.serve()?
@@ -170,6 +188,8 @@ impl Keeper<'_> {
         if let Some(relay) = &self.relay {
             fds.extend(relay.interests());
         }
+        let typing = fds.len();
+        fds.extend(self.typing.interest(relay::borrow_stdin(), Instant::now()));
         let packets = fds.len();
         // Waking up is all that these are for.
         if let Some(watch) = &self.watch {
@@ -187,7 +207,11 @@ impl Keeper<'_> {
             request: happened(&fds[0]),
             ended: fds[waiting..loopback].iter().any(happened),
             dialled: fds[loopback..relay].iter().any(happened),
-            relay: fds[relay..packets].iter().any(happened),
+            relay: fds[relay..typing].iter().any(happened),
+            typed: fds[typing..packets]
+                .first()
+                .filter(|fd| happened(fd))
+                .and_then(PollFd::revents),
             quiet,
         })
     }
@@ -201,6 +225,7 @@ impl Keeper<'_> {
         let turn = self.watch.as_mut().and_then(Watch::turn_again);
         look.into_iter()
             .chain(turn)
+            .chain(self.typing.patience(Instant::now()))
             .min()
             .map_or(PollTimeout::NONE, |wait| {
                 // Rounded up: a poll that ends too early would only be made again.
@@ -357,6 +382,23 @@ impl Keeper<'_> {
         code
     }
 
+    fn dozes(&self) -> bool {
+        let doze = self.node.records.doze(&self.record.sandbox);
+        doze.is_ok_and(|doze| doze.is_some())
+    }
+
+    /// A client of `attach` has typed something into a sandbox that sleeps.
+    fn typed(&mut self) {
+        match spawn("torpor-wake", "wake", self.record.sandbox.as_str()) {
+            Ok(child) => self.children.add(Purpose::Rouse, child),
+            Err(error) => {
+                eprintln!(
+                    "torpor-oci: an attached client wants the sandbox, which cannot be woken: {error}"
+                );
+            }
+        }
+    }
+
     /// A sandbox that is asleep is not dead. Whoever puts it to sleep says so before its processes end.
     fn sandbox_gone(&self) -> Option<u8> {
         match self.node.records.state(&self.record.sandbox) {
@@ -431,6 +473,7 @@ impl Keeper<'_> {
                     answer(&peer, &done, &[]);
                     return Handled::Exit(code);
                 }
+                self.typing.woke();
                 self.release();
                 answer(&peer, &done, &[]);
             }
@@ -527,6 +570,8 @@ struct Ready {
     ended: bool,
     dialled: bool,
     relay: bool,
+    /// What was seen of the container's standard input, while gVisor does not read it.
+    typed: Option<PollFlags>,
     /// Nothing for as long as it was willing to wait.
     quiet: bool,
 }

@@ -11,8 +11,8 @@ use torpor_api::node::{
 use torpor_gvisor::record::{SleepNote, WakeNote};
 
 use super::{Kata, NO_IMAGES};
-use crate::observe::can_doze;
 use crate::sandboxes::{Sandboxes, signed};
+use crate::swap::can_doze;
 
 /// How it last slept and woke.
 #[derive(Debug, Default)]

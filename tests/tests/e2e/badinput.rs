@@ -6,11 +6,13 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
-use torpor_api::annotations::HIBERNATE;
+use serde_json::json;
+use torpor_api::annotations::{HIBERNATE, HIBERNATE_AFTER};
 use torpor_api::conditions::POD_HIBERNATED;
+use torpor_api::reasons::hibernated::SAVE_FAILED;
 use torpor_tests::case::{Case, case, condition, uid};
 use torpor_tests::fullness::FullDisk;
-use torpor_tests::pods::{COUNT, shell_pod};
+use torpor_tests::pods::{COUNT, annotated, mounts, pod, shell, shell_pod, with};
 use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
 
 /// A counting Pod that sleeps, the number that it had reached, and its image.
@@ -53,6 +55,46 @@ fn flip_a_byte(path: &Path) -> anyhow::Result<()> {
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     Ok(fs::write(path, bytes)?)
+}
+
+/// gVisor saves what was deleted and is still open when it is a file, and nothing else: so a pipe on a volume of the node's, with its name gone,
+/// makes it refuse.
+#[tokio::test]
+async fn a_sandbox_that_gvisor_refuses_to_save_runs_on_says_why_and_is_not_asked_all_the_time()
+-> anyhow::Result<()> {
+    case("refused", async |case| {
+        case.create(json!({
+            "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": { "name": "data" },
+            "spec": { "accessModes": ["ReadWriteOnce"], "resources": { "requests": { "storage": "1Mi" } } },
+        }))
+        .await?;
+        let line = "mkfifo /data/pipe; exec 3<>/data/pipe; rm /data/pipe; echo kept >/mem; sleep 1000000";
+        let volume = json!({ "volumeMounts": mounts(&[("data", "/data")]) });
+        let spec = json!({
+            "containers": [with(shell("a", line), volume)],
+            "volumes": [{ "name": "data", "persistentVolumeClaim": { "claimName": "data" } }],
+        });
+        case.start(annotated(pod("p", spec), HIBERNATE_AFTER, "3s")).await?;
+        let failed = |pod: &Pod| condition(pod, POD_HIBERNATED).1 == SAVE_FAILED;
+        let refused = case
+            .pod_until("p", "gVisor refuses", SLEEP_LIMIT, failed)
+            .await?;
+        let told = condition(&refused, POD_HIBERNATED).2.to_owned();
+        for word in ["attempt 1", "cannot save the sandbox", "deleted=true", "next attempt from"] {
+            anyhow::ensure!(told.contains(word), "{word:?} is not in: {told}");
+        }
+        // It would have been tried again by now if it were not for the refusal.
+        tokio::time::sleep(Duration::from_secs(8)).await;
+        let now = case.pods().get("p").await?;
+        assert_eq!(condition(&now, POD_HIBERNATED).2, told, "asked again");
+        let images = case.node.images_of(&case.namespace, &uid(&now));
+        assert_eq!(images, Vec::<PathBuf>::new());
+        // It runs, the same program as before.
+        assert_eq!(case.kubectl.sh("p", "a", "cat /mem").await?, "kept");
+        assert_eq!(restarts(&case.pods().get("p").await?), 0);
+        Ok(())
+    })
+    .await
 }
 
 #[tokio::test]

@@ -289,7 +289,10 @@ async fn a_terminal_survives_hibernation() -> anyhow::Result<()> {
         terminal.shows("ready-42").await?;
         for round in 1..=2 {
             case.hibernate("p").await?;
-            case.wake("p").await?;
+            // In the second round it wakes by what is typed.
+            if round == 1 {
+                case.wake("p").await?;
+            }
             terminal.line("[ -t 0 ] && [ -t 1 ] && [ -t 2 ] && echo told-$told-$((round+1)); round=$((round+1))")?;
             terminal.shows(&format!("told-before-{round}")).await?;
             terminal.line("stty -a | grep -q -- '-echo ' && echo quiet-$round")?;

@@ -8,6 +8,7 @@ use kube::Api;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
+use torpor_api::annotations::HIBERNATE;
 use torpor_tests::case::{Case, case};
 use torpor_tests::pods::{PYTHON, shell, with};
 use torpor_tests::sandboxes::sandbox;
@@ -73,6 +74,12 @@ async fn a_request_reaches_a_sandbox_by_its_name_and_resumes_it_with_its_memory(
         assert_eq!(ask(case).await?, (200, "2".to_owned()));
         case.suspend("s").await?;
         assert_eq!(ask(case).await?, (200, "3".to_owned()));
+        // In place, it is the request's first packet that wakes it.
+        let sleep = json!({ "metadata": { "annotations": { HIBERNATE: "true" } } });
+        case.patch("s", sleep).await?;
+        case.sandbox_says("s", "Hibernated", "True", "Hibernated")
+            .await?;
+        assert_eq!(ask(case).await?, (200, "4".to_owned()));
         Ok(())
     })
     .await

@@ -10,9 +10,11 @@ use torpor_api::conditions::POD_HIBERNATED;
 use torpor_api::reasons::hibernated::{AWAKE, DOZING};
 use torpor_gvisor::record::SandboxState;
 use torpor_tests::case::{Case, START_LIMIT, case, condition, uid};
+use torpor_tests::node::PAUSE;
 use torpor_tests::pods::{COUNT, mounts, pod, python, shell, with};
 use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
 use torpor_tests::swap::Swap;
+use torpor_tests::terminal::Terminal;
 use torpor_tests::wait;
 
 /// The file lies in the sandbox' memory: whoever starts cold does not have it.
@@ -234,6 +236,23 @@ async fn a_dozing_pod_gives_its_memory_back_and_an_exec_finds_it_as_it_was() -> 
 }
 
 #[tokio::test]
+async fn what_is_typed_into_its_terminal_wakes_a_dozing_pod() -> anyhow::Result<()> {
+    let _swap = Swap::on()?;
+    case("dozetty", async |case| {
+        let terminal = json!({ "command": ["sh"], "stdin": true, "tty": true });
+        let spec = json!({ "containers": [with(shell("a", ""), terminal)] });
+        case.start(sleepy(DOZE_AFTER, spec)).await?;
+        let mut terminal = Terminal::open(&case.kubectl, &["attach", "-it", "p"])?;
+        terminal.line("kept=first; echo ready-$((40+2))")?;
+        terminal.shows("ready-42").await?;
+        dozes(case, 12 * MIB).await?;
+        terminal.line("echo still-$kept")?;
+        terminal.shows("still-first").await
+    })
+    .await
+}
+
+#[tokio::test]
 async fn a_pod_that_dies_while_it_dozes_comes_back_with_its_memory_and_one_that_dies_awake_does_not()
 -> anyhow::Result<()> {
     let _swap = Swap::on()?;
@@ -277,6 +296,44 @@ async fn memory_survives_the_death_of_a_keeper_of_a_dozing_pod() -> anyhow::Resu
         let restarted = |pod: &Pod| restarts(pod) > 0;
         case.pod_until("p", "the kubelet noticed", START_LIMIT, restarted)
             .await?;
+        wait::until("it goes on with its memory", START_LIMIT, async || {
+            let found = case.kubectl.sh("p", "a", "cat /mem").await;
+            anyhow::ensure!(found.as_ref().map_or(true, |found| *found == kept), "{found:?}, not {kept}");
+            wait::holds(found.is_ok(), || format!("{found:?}"))
+        })
+        .await
+    })
+    .await
+}
+
+/// Who would notice the keeper's death stands still: the agent, asked to wake the sandbox in that moment, does not let it run into the loss of
+/// its container.
+#[tokio::test]
+async fn a_wake_right_after_a_keepers_death_does_not_let_a_dozing_pod_run_without_it()
+-> anyhow::Result<()> {
+    let _swap = Swap::on()?;
+    case("dozelost", async |case| {
+        let spec = json!({ "containers": [shell("a", "cat /proc/sys/kernel/random/uuid >/mem; sleep 1000000")] });
+        case.start(sleepy(DOZE_AFTER, spec)).await?;
+        let kept = case.kubectl.sh("p", "a", "cat /mem").await?;
+        let uid = uid(&dozes(case, 12 * MIB).await?);
+        let entries = case.node.ledger_seq(&uid)?;
+        let (shim, pause) = (case.node.shim(&uid)?, case.node.keeper(&uid, PAUSE)?);
+        shim.stop()?;
+        pause.stop()?;
+        let asked = async {
+            case.node.keeper(&uid, "a")?.kill()?;
+            case.annotate("p", DOZE_AFTER, None).await?;
+            wait::until("the agent has tried to wake it", START_LIMIT, async || {
+                let now = case.node.ledger_seq(&uid)?;
+                wait::holds(now > entries, || format!("entry {now}"))
+            })
+            .await
+        };
+        let asked = asked.await;
+        shim.go_on()?;
+        pause.go_on()?;
+        asked?;
         wait::until("it goes on with its memory", START_LIMIT, async || {
             let found = case.kubectl.sh("p", "a", "cat /mem").await;
             anyhow::ensure!(found.as_ref().map_or(true, |found| *found == kept), "{found:?}, not {kept}");

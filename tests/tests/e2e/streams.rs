@@ -86,7 +86,8 @@ async fn attach_reaches_the_shell_of_a_container_with_a_terminal() -> anyhow::Re
 }
 
 #[tokio::test]
-async fn attach_shows_what_a_container_without_a_terminal_prints() -> anyhow::Result<()> {
+async fn attach_shows_what_a_container_without_a_terminal_prints_and_wakes_it() -> anyhow::Result<()>
+{
     case("attachout", async |case| {
         let line = "while read line; do echo got $line; done";
         let container = with(shell("a", line), json!({ "stdin": true }));
@@ -100,6 +101,14 @@ async fn attach_shows_what_a_container_without_a_terminal_prints() -> anyhow::Re
         let mut lines = BufReader::new(stdout.ok_or_else(|| anyhow::anyhow!("no output"))?).lines();
         let line = tokio::time::timeout(Duration::from_secs(20), lines.next_line()).await??;
         assert_eq!(line.as_deref(), Some("got a word"));
+        // What is written to it wakes it.
+        case.hibernate("p").await?;
+        if let Some(stdin) = &mut stdin {
+            stdin.write_all(b"another\n").await?;
+        }
+        let line = tokio::time::timeout(Duration::from_secs(20), lines.next_line()).await??;
+        assert_eq!(line.as_deref(), Some("got another"));
+        assert_eq!(restarts(&case.pods().get("p").await?), 0);
         Ok(())
     })
     .await

@@ -2,13 +2,15 @@
 
 use std::time::{Duration, Instant};
 
+use k8s_openapi::api::core::v1::Pod;
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use torpor_api::annotations::{HIBERNATE, WAKE_ON};
+use torpor_api::annotations::{DOZE_AFTER, HIBERNATE, WAKE_ON};
 use torpor_api::conditions::POD_HIBERNATED;
 use torpor_tests::case::{Case, case, condition, uid};
 use torpor_tests::pods::{pod, python, with};
 use torpor_tests::sleep::{is_ready, restarts};
+use torpor_tests::swap::Swap;
 use torpor_tests::wait;
 use torpor_tests::witness::{self, Connection, State};
 
@@ -47,30 +49,114 @@ async fn any_packet_wakes_a_hibernated_pod_and_is_answered() -> anyhow::Result<(
         connection.ask().await?;
         answers_from_sleep(case, &before, async || connection.ask().await).await?;
         // A datagram, which nobody sends again.
-        answers_from_sleep(case, &before, async || witness::ask_by_datagram(&pod).await).await
+        answers_from_sleep(case, &before, async || witness::ask_by_datagram(&pod).await).await?;
+        // An echo request, which gVisor itself answers.
+        answers_from_sleep(case, &before, async || {
+            witness::echo(&pod).await?;
+            witness::ask(&pod).await
+        })
+        .await
     })
     .await
+}
+
+const MANY: usize = 1000;
+
+/// Answers each line with a word that it drew at its start, to as many at once as may wait for a connection.
+const NAMED: &str = "import asyncio, os
+name = os.urandom(8).hex().encode() + b'\\n'
+async def answer(reader, writer):
+    await reader.readline()
+    writer.write(name)
+    writer.close()
+async def main():
+    server = await asyncio.start_server(answer, '', 8080, backlog=1024)
+    await server.serve_forever()
+asyncio.run(main())";
+
+async fn name_of(address: &str) -> anyhow::Result<String> {
+    let asked = async {
+        let mut stream = tokio::net::TcpStream::connect((address, 8080)).await?;
+        stream.write_all(b"?\n").await?;
+        let mut name = String::new();
+        stream.read_to_string(&mut name).await?;
+        anyhow::Ok(name)
+    };
+    tokio::time::timeout(LIMIT, asked).await?
 }
 
 #[tokio::test]
 async fn many_connections_at_once_are_one_wake_and_all_are_answered() -> anyhow::Result<()> {
     case("packets", async |case| {
+        let spec = json!({ "containers": [python("a", NAMED)] });
+        let pod = case.start(pod("p", spec)).await?;
+        let address = witness::address(&pod)?;
+        let before = wait::until("it answers", LIMIT, async || {
+            let name = name_of(&address).await;
+            Ok(name.map_err(|error| error.to_string()))
+        })
+        .await?;
+        let uid = uid(&case.hibernate("p").await?);
+        let asleep = case.node.ledger_seq(&uid)?;
+        let answers = futures::future::join_all((0..MANY).map(|_| name_of(&address))).await;
+        for answer in answers {
+            assert_eq!(answer?, before);
+        }
+        woken_once(case, &uid, asleep)
+    })
+    .await
+}
+
+/// That it wakes, that it is awake, and by now or soon that its image is gone.
+fn woken_once(case: &Case, uid: &str, asleep: u64) -> anyhow::Result<()> {
+    let entries = case.node.ledger_seq(uid)? - asleep;
+    let once = (2..=3).contains(&entries);
+    anyhow::ensure!(once, "{entries} entries in the ledger");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_port_scan_wakes_a_pod_once_and_who_gives_up_leaves_it_whole() -> anyhow::Result<()> {
+    case("scan", async |case| {
         let pod = case.start(witness_pod()).await?;
         let before = witness::ask(&pod).await?;
         let uid = uid(&case.hibernate("p").await?);
         let asleep = case.node.ledger_seq(&uid)?;
-        let ask = || async { Connection::open(&pod).await?.ask().await };
-        let answers = futures::future::join_all((0..100).map(|_| ask())).await;
-        for answer in answers {
-            answer?.goes_on_from(&before)?;
-        }
-        // That it wakes, that it is awake, and by now or soon that its image is gone.
-        let entries = case.node.ledger_seq(&uid)? - asleep;
+        let address = witness::address(&pod)?;
+        let knock = |port| {
+            let connect = tokio::net::TcpStream::connect((address.as_str(), port));
+            tokio::time::timeout(Duration::from_secs(3), connect)
+        };
+        let scan = futures::future::join_all((1..=500).map(knock)).await;
         anyhow::ensure!(
-            (2..=3).contains(&entries),
-            "{entries} entries in the ledger"
+            !scan.iter().any(|port| matches!(port, Ok(Ok(_)))),
+            "nobody listens there"
         );
-        Ok(())
+        let after = Connection::open(&pod).await?.ask().await?;
+        after.goes_on_from(&before)?;
+        woken_once(case, &uid, asleep)?;
+        // Its wish stands: it sleeps again when nobody speaks to it.
+        let asleep_again = |pod: &Pod| {
+            let told = condition(pod, POD_HIBERNATED).0 == "True";
+            told && case.node.ledger_seq(&uid).is_ok_and(|now| now > asleep + 3)
+        };
+        case.pod_until("p", "it sleeps again", LIMIT, asleep_again)
+            .await?;
+        let asleep = case.node.ledger_seq(&uid)?;
+        // Gone before anybody can have answered.
+        let gives_up = tokio::net::TcpStream::connect((address.as_str(), witness::PORT));
+        let gave_up = tokio::time::timeout(Duration::from_millis(1), gives_up).await;
+        anyhow::ensure!(gave_up.is_err(), "{gave_up:?}");
+        let asleep_again = |pod: &Pod| {
+            let told = condition(pod, POD_HIBERNATED).0 == "True";
+            told && case.node.ledger_seq(&uid).is_ok_and(|now| now > asleep + 3)
+        };
+        let slept = case
+            .pod_until("p", "it has woken and sleeps again", LIMIT, asleep_again)
+            .await?;
+        assert_eq!(restarts(&slept), 0);
+        let after = Connection::open(&pod).await?.ask().await?;
+        after.goes_on_from(&before)
     })
     .await
 }
@@ -119,7 +205,7 @@ async fn a_pod_is_woken_by_the_packets_that_were_named_and_silent_to_all_others(
         let answer = Connection::open(&pod).await?.ask().await?;
         answer.goes_on_from(&before)?;
         // It falls asleep again, and from now on goes by something else.
-        let asleep = |pod: &k8s_openapi::api::core::v1::Pod| {
+        let asleep = |pod: &Pod| {
             condition(pod, POD_HIBERNATED).0 == "True"
                 && case
                     .node
@@ -185,39 +271,75 @@ fn probed(probe: serde_json::Value) -> serde_json::Value {
 }
 
 /// HTTP, TCP and exec; the witness' port is asked by each of the first two.
+fn probed_pod() -> serde_json::Value {
+    let server = "import http.server as h; \
+                  h.HTTPServer(('', 8081), h.SimpleHTTPRequestHandler).serve_forever()";
+    let web = with(
+        python("web", server),
+        json!({
+            "startupProbe": { "tcpSocket": { "port": 8081 }, "periodSeconds": 1, "failureThreshold": 60 },
+            "readinessProbe": probed(json!({ "httpGet": { "path": "/", "port": 8081 } })),
+            "livenessProbe": probed(json!({ "tcpSocket": { "port": 8081 } })),
+        }),
+    );
+    let witness = with(
+        witness::container(5, &[]),
+        json!({
+            "readinessProbe": probed(json!({ "tcpSocket": { "port": witness::PORT } })),
+            "livenessProbe": probed(json!({ "exec": { "command": ["true"] } })),
+        }),
+    );
+    pod("p", json!({ "containers": [web, witness] }))
+}
+
+/// Longer than any of the probes waits: what fails once makes the Pod unready or restarts a container.
+async fn sleeps_on(case: &Case, sleeps: impl Fn() -> anyhow::Result<bool>) -> anyhow::Result<()> {
+    let end = Instant::now() + Duration::from_secs(5);
+    while Instant::now() < end {
+        let now = case.pods().get("p").await?;
+        anyhow::ensure!(is_ready(&now) && restarts(&now) == 0, "a probe has failed");
+        anyhow::ensure!(sleeps()?, "a probe has woken the Pod");
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    Ok(())
+}
+
 #[tokio::test]
 async fn probes_neither_wake_a_hibernated_pod_nor_fail() -> anyhow::Result<()> {
     case("probes", async |case| {
-        let server = "import http.server as h; \
-                      h.HTTPServer(('', 8081), h.SimpleHTTPRequestHandler).serve_forever()";
-        let web = with(
-            python("web", server),
-            json!({ "readinessProbe": probed(json!({ "httpGet": { "path": "/", "port": 8081 } })) }),
-        );
-        let witness = with(
-            witness::container(5, &[]),
-            json!({
-                "readinessProbe": probed(json!({ "tcpSocket": { "port": witness::PORT } })),
-                "livenessProbe": probed(json!({ "exec": { "command": ["true"] } })),
-            }),
-        );
-        let pod = case.start(pod("p", json!({ "containers": [web, witness] }))).await?;
+        let pod = case.start(probed_pod()).await?;
         let before = witness::ask(&pod).await?;
         let uid = uid(&case.hibernate("p").await?);
         let asleep = case.node.ledger_seq(&uid)?;
-        // Longer than any of the probes waits: what fails once makes the Pod unready or restarts a container.
-        let end = Instant::now() + Duration::from_secs(5);
-        while Instant::now() < end {
-            let now = case.pods().get("p").await?;
-            anyhow::ensure!(is_ready(&now) && restarts(&now) == 0, "a probe has failed");
-            anyhow::ensure!(case.node.ledger_seq(&uid)? == asleep, "a probe has woken the Pod");
-            tokio::time::sleep(Duration::from_millis(200)).await;
-        }
+        sleeps_on(case, || Ok(case.node.ledger_seq(&uid)? == asleep)).await?;
         // Anybody else's connection to a probed port does.
         let after = Connection::open(&pod).await?.ask().await?;
         after.goes_on_from(&before)?;
         anyhow::ensure!(case.node.ledger_seq(&uid)? > asleep, "not woken");
         Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn probes_neither_wake_a_dozing_pod_nor_fail() -> anyhow::Result<()> {
+    let _swap = Swap::on()?;
+    case("dozeprobes", async |case| {
+        let idle = json!({ "metadata": { "annotations": { DOZE_AFTER: "3s" } } });
+        let pod = case.start(with(probed_pod(), idle)).await?;
+        let before = witness::ask(&pod).await?;
+        let sandbox = case.node.sandbox_of(&uid(&pod))?.sandbox;
+        let dozes = || {
+            let note = case.node.records.doze(&sandbox)?;
+            Ok(note.is_some_and(|note| note.reclaimed))
+        };
+        wait::until("it dozes", LIMIT, async || {
+            wait::holds(dozes()?, || "awake".to_owned())
+        })
+        .await?;
+        sleeps_on(case, dozes).await?;
+        let after = Connection::open(&pod).await?.ask().await?;
+        after.goes_on_from(&before)
     })
     .await
 }

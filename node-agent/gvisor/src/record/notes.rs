@@ -123,7 +123,7 @@ impl SleepNote {
 }
 
 /// Why a pod is not woken that is not held open ([`Records::is_held_open`]).
-pub const NOT_HELD_OPEN: &str = "containerd's shim of the Pod has died, or the keeper of its pause container: the kubelet makes its sandbox anew";
+pub const NOT_HELD_OPEN: &str = "containerd's shim of the Pod has died, or the keeper of one of its containers: the kubelet brings the sandbox back";
 
 impl Records {
     /// Held by a process that somebody runs in the sandbox (exec), for as long as it runs.
@@ -180,11 +180,15 @@ impl Records {
         Ok(noted.unwrap_or_default())
     }
 
-    /// Whether the processes are there by which the kubelet knows the pod: its pause container's keeper and containerd's shim. If one of
-    /// them has died, everything of the sandbox is ended at once, and the kubelet makes another one: what would be woken now would be lost.
+    /// Whether the processes are there by which the kubelet knows the pod: containerd's shim, and its containers' keepers. If one of them has
+    /// died, what it stood for is ended as soon as somebody has noticed, and the kubelet makes it anew: what would be woken now would be lost.
     pub fn is_held_open(&self, sandbox: &SandboxId) -> Result<bool, Error> {
         let pause = self.container(&sandbox.clone().into())?;
-        Ok(pause.keeper_lives() && !pause.has_lost_its_shim())
+        let containers = self.containers_of(sandbox)?;
+        let mut keepers = containers.iter().filter(|one| one.completed.is_none());
+        Ok(pause.keeper_lives()
+            && !pause.has_lost_its_shim()
+            && keepers.all(|one| one.keeper_lives()))
     }
 
     /// Notes where the times of the pod's packets are, or why there are none.

@@ -66,6 +66,19 @@ fn a_pod_is_held_open_by_its_pause_keeper_as_long_as_that_has_its_shim() {
     let (mut other, stranger) = shim("another");
     assert!(holds(keeper));
     assert!(!holds(stranger), "its parent is not the pod's shim");
+    // A container beside it, whose keeper is gone: it counts unless it had ended before the image that the pod came from.
+    let id = ContainerId::try_from("c".repeat(64)).expect("an id");
+    records.create_container_dir(&id).expect("made");
+    for (completed, held) in [(None, false), (Some(0), true)] {
+        let container = ContainerRecord {
+            id: id.clone(),
+            role: Role::Container,
+            completed,
+            ..pause(0)
+        };
+        records.write_container(&container).expect("written");
+        assert_eq!(holds(keeper), held, "{completed:?}");
+    }
     let pid = |pid: u32| nix::unistd::Pid::from_raw(pid.cast_signed());
     for keeper in [keeper, stranger] {
         nix::sys::signal::kill(pid(keeper), nix::sys::signal::Signal::SIGKILL).expect("killed");

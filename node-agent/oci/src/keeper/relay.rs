@@ -24,6 +24,8 @@ pub(super) struct Relay {
     /// Read from one side and not yet taken by the other.
     to_container: Vec<u8>,
     to_shim: Vec<u8>,
+    /// The last turn has read something from the shim's side.
+    taken: bool,
 }
 
 impl Relay {
@@ -52,6 +54,7 @@ impl Relay {
             resized,
             to_container: Vec::new(),
             to_shim: Vec::new(),
+            taken: false,
         };
         relay.copy_size();
         Ok(relay)
@@ -90,9 +93,11 @@ impl Relay {
         }
         let stdin = borrow_stdin();
         // The shim's side ends only with the shim; a client that detaches leaves it open.
-        if self.to_container.is_empty() && !fill(stdin, &mut self.to_container) {
+        let reads = self.to_container.is_empty();
+        if reads && !fill(stdin, &mut self.to_container) {
             return Ok(false);
         }
+        self.taken = reads && !self.to_container.is_empty();
         if self.to_shim.is_empty() && !fill(self.console.as_fd(), &mut self.to_shim) {
             flush(stdin, &mut self.to_shim);
             return Ok(false);
@@ -100,6 +105,11 @@ impl Relay {
         flush(self.console.as_fd(), &mut self.to_container);
         flush(stdin, &mut self.to_shim);
         Ok(true)
+    }
+
+    /// Whether a client has typed something in the last turn.
+    pub(super) fn has_taken(&self) -> bool {
+        self.taken
     }
 
     /// What the container wrote before it ended.
@@ -130,7 +140,7 @@ impl Relay {
 }
 
 #[allow(unsafe_code)]
-fn borrow_stdin() -> std::os::fd::BorrowedFd<'static> {
+pub(super) fn borrow_stdin() -> std::os::fd::BorrowedFd<'static> {
     // SAFETY: descriptor 0 is open for the whole life of the keeper.
     unsafe { std::os::fd::BorrowedFd::borrow_raw(0) }
 }
