@@ -3,7 +3,10 @@
 //! A pool never has more than it is asked for: members that were asked for and that the watch has not shown yet count as there ([`memory::Memory`]), and the name of a member is
 //! chosen before it is made, so that a create without an answer is repeated under the same name and makes one object.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use jiff::Timestamp;
 use kube::ResourceExt;
@@ -24,7 +27,7 @@ pub mod member;
 pub mod memory;
 pub mod plan;
 
-use self::plan::Observed;
+use self::{memory::Remembered, plan::Observed};
 
 /// A pass did not come through; it is tried again with a growing delay.
 #[derive(Debug, thiserror::Error)]
@@ -65,8 +68,16 @@ pub async fn reconcile(
     // What was done shows in the status, whether all of it came through or not.
     let status_due = write_status(&pool, &context).await?;
     let pressed = done?;
-    let looks = [plan.requeue, status_due, pressed];
+    // Read once more: most of what is expected was asked for in this very pass.
+    let remembered = remembered(&pool, &context);
+    let looks = [plan.requeue, status_due, pressed, remembered.forgotten_in];
     Ok(looks.into_iter().flatten().min())
+}
+
+fn remembered(pool: &SandboxWarmPool, context: &Context) -> Remembered {
+    let uid = pool.uid().unwrap_or_default();
+    let settings = &context.settings.pools;
+    context.pools.remembered(&uid, settings, Instant::now())
 }
 
 /// Reads the caches and what this process remembers of the pool.
@@ -78,7 +89,7 @@ fn gather(pool: &Arc<SandboxWarmPool>, context: &Context) -> Observed {
     let template = &pool.spec.sandbox_template_ref.name;
     let settings = context.settings.pools.clone();
     // What is remembered is read before the cache: what the watch shows in between is then counted twice and not missed.
-    let mut remembered = context.pools.remembered(&uid, &settings);
+    let mut remembered = remembered(pool, context);
     remembered.creating.retain(|name| {
         // Seen, and perhaps claimed already.
         let seen = caches.sandboxes.get(&namespace, name);

@@ -125,6 +125,21 @@ async fn a_pool_does_not_overshoot_while_the_watch_is_behind() {
     assert_eq!(cluster.get_pool("p")["status"]["replicas"], 5);
 }
 
+#[tokio::test]
+async fn a_member_that_came_and_went_in_a_gap_of_the_watch_is_made_again_in_the_end() {
+    let cluster = Cluster::new();
+    cluster.template(json!({}));
+    cluster.pool(1, json!({}));
+    cluster.sync();
+    cluster.stale_pool_pass("p").await.unwrap();
+    let lost = members(&cluster).remove(0);
+    cluster.api.remove("sandboxes", NS, &lost);
+    // No event will ever tell of it, so the pass itself asks for the next look.
+    let again = cluster.pool_pass("p").await.unwrap().unwrap();
+    assert!(members(&cluster).is_empty(), "it may still be there");
+    assert!((295..=300).contains(&again.as_secs()), "{again:?}");
+}
+
 #[rstest]
 #[case(FaultAnswer::LoseAnswer)]
 #[case(FaultAnswer::Refuse(500))]
