@@ -1,17 +1,13 @@
 //! SandboxTemplates and SandboxWarmPools: upstream's cases for filling, rolling over, replacing and scaling.
 
-use std::sync::Arc;
+use std::time::Duration;
 
 use rstest::rstest;
 use serde_json::{Value, json};
-use tokio_util::sync::CancellationToken;
-use torpor_controller::{
-    run,
-    settings::{PoolSettings, Settings},
-};
+use torpor_controller::settings::{PoolSettings, Settings};
 
 use crate::{
-    apiserver::{Apiserver, Fault, FaultAnswer},
+    apiserver::{Fault, FaultAnswer},
     cluster::{Cluster, name, settings},
     objects::{NS, condition},
 };
@@ -172,63 +168,6 @@ async fn a_create_that_fails_or_has_no_answer_neither_overshoots_nor_leaves_a_ga
     assert_eq!(members(&cluster).len(), 4);
 }
 
-/// Settings under which a pass has had its turn at once.
-fn hasty() -> Settings {
-    let mut settings = settings();
-    settings.pools.turn = std::time::Duration::ZERO;
-    settings
-}
-
-#[tokio::test]
-async fn a_pass_over_a_large_pool_gives_way_to_others_and_goes_on_later() {
-    let cluster = Cluster::with(hasty());
-    cluster.template(json!({}));
-    cluster.pool(8, json!({}));
-    let other = ("other".to_owned(), "q".to_owned());
-    let queue = &cluster.context.queues.pools;
-    queue.add(other.clone());
-    let again = cluster.pool_pass("p").await.unwrap().unwrap();
-    assert_eq!(members(&cluster).len(), 1);
-    assert!(again.as_millis() <= 1, "{again:?}");
-    assert_eq!(queue.next().await, other);
-    // Nobody waits any longer.
-    cluster.pool_pass("p").await.unwrap();
-    assert_eq!(members(&cluster).len(), 8);
-}
-
-#[tokio::test]
-async fn a_large_pool_does_not_keep_one_of_another_namespace_empty() {
-    let cluster = Cluster::with(hasty());
-    for (namespace, replicas) in [(NS, 40), ("other", 2)] {
-        let here = json!({"metadata": {"namespace": namespace}});
-        cluster.template(here.clone());
-        cluster.pool(replicas, here);
-    }
-    let stop = CancellationToken::new();
-    let work = tokio::spawn(run::run(Arc::clone(&cluster.context), stop.clone()));
-    let full = |api: &Apiserver| api.list("sandboxes").len() == 42;
-    cluster.api.until("both pools are full", full).await;
-    stop.cancel();
-    work.await.unwrap();
-    let made = cluster.api.list("sandboxes");
-    let number = |sandbox: &Value| {
-        let uid = sandbox["metadata"]["uid"].as_str().unwrap();
-        u64::from_str_radix(&uid[..8], 16).unwrap()
-    };
-    let of = |namespace: &str| {
-        let mut all: Vec<u64> = made
-            .iter()
-            .filter(|sandbox| sandbox["metadata"]["namespace"] == namespace)
-            .map(number)
-            .collect();
-        all.sort_unstable();
-        all
-    };
-    let (large, small) = (of(NS), of("other"));
-    let before = large.iter().filter(|made| **made < small[0]).count();
-    assert!(before < 40, "the small pool came last: {small:?}");
-}
-
 #[tokio::test]
 async fn a_restarted_controller_does_not_overshoot() {
     let cluster = Cluster::new();
@@ -260,7 +199,7 @@ async fn a_refill_can_be_limited_to_a_rate_and_made_to_wait() {
     assert_eq!(members(&slow).len(), 2);
     assert!(again.as_millis() <= 500, "{again:?}");
     let patient = limited(PoolSettings {
-        replenish_delay: std::time::Duration::from_secs(600),
+        replenish_delay: Duration::from_secs(600),
         ..settings().pools
     });
     patient.settle().await;
@@ -419,7 +358,7 @@ async fn a_pool_takes_its_members_along() {
 #[tokio::test]
 async fn in_a_storm_the_status_is_written_now_and_then_and_right_in_the_end() {
     let mut settings = settings();
-    settings.pools.status_interval = std::time::Duration::from_secs(600);
+    settings.pools.status_interval = Duration::from_secs(600);
     let cluster = Cluster::with(settings);
     cluster.template(json!({}));
     cluster.pool(3, json!({}));
