@@ -22,6 +22,7 @@ use crate::{
     watches::extensions::orphan_index,
 };
 
+pub mod advice;
 mod apply;
 pub mod member;
 pub mod memory;
@@ -63,6 +64,9 @@ pub async fn reconcile(
     let plan = plan::plan(&observed, Timestamp::now());
     let done = apply::apply(&plan, &observed, &context).await;
     if let Some(note) = context.pools.notes(&pool, &plan) {
+        publish(&pool, note, &context).await;
+    }
+    if let Some(note) = advise(&observed, &context) {
         publish(&pool, note, &context).await;
     }
     // What was done shows in the status, whether all of it came through or not.
@@ -108,6 +112,19 @@ fn gather(pool: &Arc<SandboxWarmPool>, context: &Context) -> Observed {
         remembered,
         settings,
     }
+}
+
+/// What the pool's user is told once; each controller that leads tells it anew.
+fn advise(observed: &Observed, context: &Context) -> Option<Note> {
+    let uid = observed.pool.uid().unwrap_or_default();
+    if context.pools.is_advised(&uid) {
+        return None;
+    }
+    let classes = context.caches.runtime_classes.filtered(|_| true);
+    let nodes = context.caches.nodes.filtered(|_| true);
+    let note = advice::plain_template(observed.template.as_ref()?, &classes, &nodes)?;
+    context.pools.advised(&uid);
+    Some(note)
 }
 
 async fn publish(pool: &SandboxWarmPool, note: Note, context: &Context) {

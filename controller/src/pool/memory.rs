@@ -33,6 +33,8 @@ struct Pool {
     status_written: Option<Instant>,
     /// The pool was said not to progress.
     stalled: bool,
+    /// The pool's user was told what there is to know.
+    advised: bool,
     /// Makes names differ from pass to pass.
     names: u64,
 }
@@ -191,6 +193,16 @@ impl Memory {
             }),
             _ => None,
         }
+    }
+
+    /// Whether the pool's user was told what there is to know.
+    pub fn is_advised(&self, uid: &str) -> bool {
+        self.lock().get(uid).is_some_and(|pool| pool.advised)
+    }
+
+    /// The pool's user is told.
+    pub fn advised(&self, uid: &str) {
+        self.lock().entry(uid.to_owned()).or_default().advised = true;
     }
 
     // A panic elsewhere leaves the map as it was.

@@ -8,8 +8,8 @@ use torpor_controller::settings::{PoolSettings, Settings};
 
 use crate::{
     apiserver::{Fault, FaultAnswer},
-    cluster::{Cluster, name, settings},
-    objects::{NS, condition},
+    cluster::{Cluster, merged, name, settings},
+    objects::{NS, condition, runtime_class, sandbox_node},
 };
 
 const POOL: &str = "agents.x-k8s.io/warm-pool-sandbox";
@@ -332,6 +332,28 @@ async fn a_pool_larger_than_the_cluster_says_so_once_and_when_it_is_over() {
     assert_eq!(reasons, ["WarmPoolNotProgressing", "WarmPoolProgressing"]);
     let note = &cluster.events()[0].1;
     assert!(note.contains("0/3 nodes are available"), "{note}");
+}
+
+#[tokio::test]
+async fn the_pool_of_a_template_without_a_runtime_is_told_once_what_keeps_memory() {
+    let cluster = Cluster::new();
+    cluster.api.create("runtimeclasses", runtime_class());
+    cluster.api.create("sandboxnodes", sandbox_node("n1"));
+    cluster.template(json!({}));
+    cluster.pool(1, json!({}));
+    let named = json!({"spec": {"podTemplate": {"spec": {"runtimeClassName": "torpor"}}}});
+    cluster.template(merged(json!({"metadata": {"name": "u"}}), &named));
+    let other = json!({"metadata": {"name": "q"}, "spec": {"sandboxTemplateRef": {"name": "u"}}});
+    cluster.pool(1, other);
+    cluster.settle().await;
+    cluster.edit("sandboxwarmpools", "p", &json!({"spec": {"replicas": 2}}));
+    cluster.settle().await;
+    let told = cluster.api.list("events");
+    assert_eq!(told.len(), 1, "{told:#?}");
+    assert_eq!(told[0]["reason"], "RuntimeNotNamed");
+    assert_eq!(told[0]["regarding"]["name"], "p");
+    let note = told[0]["note"].as_str().unwrap();
+    assert!(note.contains("runtimeClassName to \"torpor\""), "{note}");
 }
 
 #[tokio::test]
