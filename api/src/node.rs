@@ -1,11 +1,16 @@
 //! SandboxNode: what one node can do with sandboxes, and what it holds. Group `torpor.dev/v1alpha1`, written by the node's agent.
 
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
-use kube::{CustomResource, KubeSchema};
+use std::collections::BTreeSet;
+
+use k8s_openapi::{
+    api::node::v1::RuntimeClass,
+    apimachinery::pkg::apis::meta::v1::{Condition, Time},
+};
+use kube::{CustomResource, KubeSchema, ResourceExt};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 
-use crate::{conditions, snapshot::Fingerprint};
+use crate::{conditions, install, snapshot::Fingerprint};
 
 /// Nothing to wish for yet: a SandboxNode is a report.
 #[derive(
@@ -249,6 +254,24 @@ impl SandboxNode {
     }
 }
 
+/// Name of a RuntimeClass whose Pods some node can hibernate; Torpor's own before others.
+pub fn hibernating_class<'a>(
+    classes: impl IntoIterator<Item = &'a RuntimeClass>,
+    nodes: impl IntoIterator<Item = &'a SandboxNode>,
+) -> Option<String> {
+    let statuses = nodes.into_iter().filter_map(|node| node.status.as_ref());
+    let capable: BTreeSet<&str> = statuses
+        .flat_map(|status| &status.runtimes)
+        .filter(|runtime| runtime.capabilities.hibernate)
+        .map(|runtime| runtime.handler.as_str())
+        .collect();
+    let fitting = classes
+        .into_iter()
+        .filter(|class| capable.contains(class.handler.as_str()))
+        .map(ResourceExt::name_any);
+    fitting.min_by_key(|name| (name != install::RUNTIME_CLASS, name.clone()))
+}
+
 fn runtime_kind_schema(_: &mut SchemaGenerator) -> Schema {
     json_schema!({"type": "string", "enum": ["gVisor", "Kata", "Other"]})
 }
@@ -277,6 +300,37 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    fn class(name: &str, handler: &str) -> RuntimeClass {
+        serde_json::from_value(json!({"metadata": {"name": name}, "handler": handler})).unwrap()
+    }
+
+    fn node(handler: &str, hibernate: bool) -> SandboxNode {
+        serde_json::from_value(json!({
+            "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxNode",
+            "metadata": {"name": "n1"}, "spec": {},
+            "status": {"runtimes": [
+                {"handler": handler, "kind": "gVisor", "capabilities": {"hibernate": hibernate}},
+            ]},
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn the_class_to_name_is_one_that_keeps_memory() {
+        let own = class("torpor", "h");
+        let others = [class("b", "h"), class("a", "h"), class("torpor", "i")];
+        let (can, cannot) = (node("h", true), node("h", false));
+        let of = |classes: &[RuntimeClass], nodes: &[&SandboxNode]| {
+            hibernating_class(classes, nodes.iter().copied())
+        };
+        let found = of(&[class("a", "h"), own.clone()], &[&cannot, &can]);
+        assert_eq!(found.as_deref(), Some("torpor"), "our own first");
+        assert_eq!(of(&others, &[&can]).as_deref(), Some("a"));
+        assert_eq!(of(std::slice::from_ref(&own), &[&cannot]), None);
+        assert_eq!(of(&[own], &[]), None, "no node");
+        assert_eq!(of(&[], &[&can]), None, "no class");
+    }
 
     #[test]
     fn capabilities_are_those_of_the_named_handler_only() {

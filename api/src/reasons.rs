@@ -250,11 +250,13 @@ pub mod event {
     pub const CLAIM_EXPIRED: &str = "ClaimExpired";
     pub const WARM_POOL_NOT_PROGRESSING: &str = "WarmPoolNotProgressing";
     pub const WARM_POOL_PROGRESSING: &str = "WarmPoolProgressing";
+    /// A pool's template names no RuntimeClass where there is one that keeps memory.
+    pub const RUNTIME_NOT_NAMED: &str = "RuntimeNotNamed";
     /// A sandbox sleeps before its time, because its node is short of memory or swap.
     pub const NODE_PRESSURE: &str = "NodePressure";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 15] = [
+    pub const ALL: [&str; 16] = [
         MULTIPLE_PODS,
         INVALID_ANNOTATION,
         SNAPSHOT_COMMITTED,
@@ -269,6 +271,7 @@ pub mod event {
         CLAIM_EXPIRED,
         WARM_POOL_NOT_PROGRESSING,
         WARM_POOL_PROGRESSING,
+        RUNTIME_NOT_NAMED,
         NODE_PRESSURE,
     ];
 }

@@ -8,6 +8,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::{
+    annotations::Settings,
     conditions,
     raw::{self, RawClaimSpec, RawPodSpec},
 };
@@ -86,6 +87,15 @@ impl PodTemplate {
     /// Annotations of the template, none when unset.
     pub fn annotations(&self) -> Option<&BTreeMap<String, String>> {
         self.metadata.as_ref()?.annotations.as_ref()
+    }
+
+    /// Whether it asks for nothing of Torpor's: it names no RuntimeClass, and neither it nor the annotations of its Sandbox (`own`) say what a suspension does. Its memory is
+    /// lost then, as with upstream.
+    pub fn is_plain(&self, own: Option<&BTreeMap<String, String>>) -> bool {
+        let named = self.spec.json().get("runtimeClassName");
+        let names_none = named.is_none_or(|name| name.as_str().is_none_or(str::is_empty));
+        let settings = Settings::read(own, self.annotations());
+        names_none && settings.suspension_strategy.is_none()
     }
 }
 
@@ -182,4 +192,27 @@ fn shutdown_policy_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema
 
 fn embedded_metadata_schema(generator: &mut schemars::SchemaGenerator) -> schemars::Schema {
     EmbeddedMetadata::json_schema(generator)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    #[test]
+    fn who_names_no_runtime_and_no_strategy_is_plain() {
+        let template = |spec: Value, annotations: Value| -> PodTemplate {
+            let metadata = json!({"annotations": annotations});
+            serde_json::from_value(json!({"metadata": metadata, "spec": spec})).unwrap()
+        };
+        let stop = json!({"torpor.dev/suspension-strategy": "Stop"});
+        let own = serde_json::from_value(stop.clone()).unwrap();
+        let class = |name: &str| json!({"runtimeClassName": name});
+        assert!(template(json!({}), json!({})).is_plain(None));
+        assert!(template(class(""), json!({})).is_plain(None));
+        assert!(!template(class("kata"), json!({})).is_plain(None));
+        assert!(!template(json!({}), stop).is_plain(None));
+        assert!(!template(json!({}), json!({})).is_plain(Some(&own)));
+    }
 }

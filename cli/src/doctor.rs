@@ -8,6 +8,7 @@ use crate::table::printable;
 pub mod facts;
 pub mod install;
 pub mod nodes;
+pub mod plain;
 pub mod sandboxes;
 
 use facts::{Facts, Unseen};
@@ -88,7 +89,7 @@ type Ask = fn(&Facts) -> Vec<Finding>;
 
 /// Asks all questions.
 pub fn diagnose(facts: &Facts) -> Diagnosis {
-    let questions: [(&'static str, Ask); 9] = [
+    let questions: [(&'static str, Ask); 10] = [
         ("definitions", install::definitions),
         ("controller", install::controller),
         ("leader", install::leader),
@@ -98,6 +99,7 @@ pub fn diagnose(facts: &Facts) -> Diagnosis {
         ("nodes", nodes::abilities),
         ("snapshots", sandboxes::snapshots),
         ("sandboxes", sandboxes::sandboxes),
+        ("runtimes", plain::plain),
     ];
     let checks: Vec<Check> = questions
         .into_iter()

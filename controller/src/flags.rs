@@ -143,7 +143,7 @@ impl Flags {
                 readiness_grace: self.sandbox_warm_pool_readiness_grace_period,
                 unschedulable_recheck: self.sandbox_warm_pool_unschedulable_recheck_interval,
                 eviction: self.enable_warm_pool_eviction,
-                status_interval: PoolSettings::default().status_interval,
+                ..PoolSettings::default()
             },
             claims: ClaimSettings {
                 events: !self.disable_claim_events,

@@ -205,3 +205,28 @@ fn identity() -> String {
     let now = jiff::Timestamp::now().as_nanosecond();
     format!("{host}_{}-{now:x}", std::process::id())
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[test]
+    fn the_allow_list_of_label_domains_need_not_be_there_but_has_to_be_readable() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("allowed-label-domains");
+        let domains = || {
+            let text = label_domains(&file)?;
+            let flags = Flags::parse_from(["torpor-controller"]);
+            anyhow::Ok(flags.settings(text.as_deref()).claims.label_domains)
+        };
+        assert_eq!(domains().unwrap(), ["sandbox.users.io"], "upstream's");
+        std::fs::write(&file, "example.com # ours\n").unwrap();
+        assert_eq!(domains().unwrap(), ["example.com"]);
+        std::fs::remove_file(&file).unwrap();
+        std::fs::create_dir(&file).unwrap();
+        let error = domains().unwrap_err().to_string();
+        assert!(error.contains("allowed-label-domains"), "{error}");
+    }
+}

@@ -3,7 +3,10 @@
 //! A pool never has more than it is asked for: members that were asked for and that the watch has not shown yet count as there ([`memory::Memory`]), and the name of a member is
 //! chosen before it is made, so that a create without an answer is repeated under the same name and makes one object.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use jiff::Timestamp;
 use kube::ResourceExt;
@@ -19,12 +22,13 @@ use crate::{
     watches::extensions::orphan_index,
 };
 
+pub mod advice;
 mod apply;
 pub mod member;
 pub mod memory;
 pub mod plan;
 
-use self::plan::Observed;
+use self::{memory::Remembered, plan::Observed};
 
 /// A pass did not come through; it is tried again with a growing delay.
 #[derive(Debug, thiserror::Error)]
@@ -62,11 +66,22 @@ pub async fn reconcile(
     if let Some(note) = context.pools.notes(&pool, &plan) {
         publish(&pool, note, &context).await;
     }
+    if let Some(note) = advise(&observed, &context) {
+        publish(&pool, note, &context).await;
+    }
     // What was done shows in the status, whether all of it came through or not.
     let status_due = write_status(&pool, &context).await?;
     let pressed = done?;
-    let looks = [plan.requeue, status_due, pressed];
+    // Read once more: most of what is expected was asked for in this very pass.
+    let remembered = remembered(&pool, &context);
+    let looks = [plan.requeue, status_due, pressed, remembered.forgotten_in];
     Ok(looks.into_iter().flatten().min())
+}
+
+fn remembered(pool: &SandboxWarmPool, context: &Context) -> Remembered {
+    let uid = pool.uid().unwrap_or_default();
+    let settings = &context.settings.pools;
+    context.pools.remembered(&uid, settings, Instant::now())
 }
 
 /// Reads the caches and what this process remembers of the pool.
@@ -78,7 +93,7 @@ fn gather(pool: &Arc<SandboxWarmPool>, context: &Context) -> Observed {
     let template = &pool.spec.sandbox_template_ref.name;
     let settings = context.settings.pools.clone();
     // What is remembered is read before the cache: what the watch shows in between is then counted twice and not missed.
-    let mut remembered = context.pools.remembered(&uid, &settings);
+    let mut remembered = remembered(pool, context);
     remembered.creating.retain(|name| {
         // Seen, and perhaps claimed already.
         let seen = caches.sandboxes.get(&namespace, name);
@@ -97,6 +112,19 @@ fn gather(pool: &Arc<SandboxWarmPool>, context: &Context) -> Observed {
         remembered,
         settings,
     }
+}
+
+/// What the pool's user is told once; each controller that leads tells it anew.
+fn advise(observed: &Observed, context: &Context) -> Option<Note> {
+    let uid = observed.pool.uid().unwrap_or_default();
+    if context.pools.is_advised(&uid) {
+        return None;
+    }
+    let classes = context.caches.runtime_classes.filtered(|_| true);
+    let nodes = context.caches.nodes.filtered(|_| true);
+    let note = advice::plain_template(observed.template.as_ref()?, &classes, &nodes)?;
+    context.pools.advised(&uid);
+    Some(note)
 }
 
 async fn publish(pool: &SandboxWarmPool, note: Note, context: &Context) {

@@ -143,6 +143,13 @@ impl Queue {
         !content.known.is_empty() || !content.working.is_empty()
     }
 
+    /// Whether a name waits for a worker, or has waited long enough. One that is being worked on does not, though it was asked for again.
+    pub fn is_waited_for(&self) -> bool {
+        let mut content = self.lock();
+        content.ripen(Instant::now());
+        !content.known.is_empty()
+    }
+
     /// How many names wait for a worker.
     pub fn depth(&self) -> usize {
         self.lock().known.len()
@@ -323,6 +330,32 @@ mod tests {
         queue.add(key("a", "3"));
         assert_eq!(names(&queue, 4).await, ["b/1", "a/3", "a/1", "a/2"]);
         assert_eq!(queue.depth(), 0);
+    }
+
+    #[tokio::test]
+    async fn two_busy_pools_of_different_namespaces_take_turns() {
+        let (a, b) = (key("a", "pool"), key("b", "pool"));
+        let queue = Queue::default();
+        queue.add(a.clone());
+        assert_eq!(queue.next().await, a);
+        queue.add(a.clone());
+        assert!(
+            !queue.is_waited_for(),
+            "what it is asked for again waits for itself"
+        );
+        // Its time comes while the only worker is busy: nobody asks for the next name.
+        queue.add_after(b.clone(), Duration::ZERO);
+        let mut order = Vec::new();
+        let mut at_work = a;
+        for _ in 0..4 {
+            assert!(queue.is_waited_for());
+            // It gives way: a pass ends, and asks for the next one at once.
+            queue.add_after(at_work.clone(), Duration::ZERO);
+            queue.done(&at_work);
+            at_work = queue.next().await;
+            order.push(at_work.0.clone());
+        }
+        assert_eq!(order, ["b", "a", "b", "a"]);
     }
 
     #[rstest]

@@ -38,6 +38,8 @@ pub struct PoolSettings {
     pub eviction: bool,
     /// How often the status of a pool is written at most while members come and go. Torpor's.
     pub status_interval: Duration,
+    /// How long a pass goes on while other pools wait for theirs. Torpor's.
+    pub turn: Duration,
 }
 
 /// How claims are served.
@@ -77,6 +79,8 @@ impl Default for PoolSettings {
             unschedulable_recheck: Duration::from_secs(60),
             eviction: true,
             status_interval: Duration::from_millis(500),
+            // As a pass at 20 claims a second mostly takes: shorter ones are not cut.
+            turn: Duration::from_secs(1),
         }
     }
 }

@@ -7,7 +7,7 @@ use std::{
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     task::{Context, Poll, ready},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use bytes::Bytes;
@@ -65,6 +65,11 @@ impl Seen {
     /// Counts bytes that were no body's.
     pub fn add(&self, bytes: u64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// How many so far.
+    pub fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
     }
 
     /// Whether the body was cut off at the limit.
@@ -140,6 +145,8 @@ pub struct Exchange {
     pub grpc: bool,
     pub begin: Instant,
     pub deadline: Option<Instant>,
+    /// How long the client waits for the head of the answer, if it says so.
+    pub patience: Option<Duration>,
     pub received: Option<Arc<Seen>>,
     pub sent: u64,
     /// The request reached the sandbox.

@@ -32,6 +32,7 @@ pub mod resume;
 pub mod rewrite;
 pub mod scoped_token;
 pub mod server;
+pub mod silence;
 pub mod target;
 pub mod tls;
 pub mod token_review;

@@ -24,7 +24,7 @@ use crate::{
     metrics::{self, DecisionLabels, Metrics, NO_NAMESPACE, ReasonLabels},
     places::Places,
     refusal::{Refusal, json_response},
-    rewrite,
+    rewrite, silence,
     target::{self, Named, Target},
     tunnel::Tunnels,
     upstream::{self, Pool},
@@ -134,6 +134,7 @@ impl Proxy {
             code: CLIENT_GONE,
             grpc,
             begin,
+            patience: None,
             deadline: (!grpc).then(|| begin + self.settings.proxy_timeout),
             received: None,
             sent: 0,
@@ -177,6 +178,9 @@ impl Proxy {
         if exchange.grpc && !by_host && !request.headers().contains_key(target::PORT) {
             return Err(Refusal::NoPort);
         }
+        if !exchange.grpc && !by_host {
+            exchange.patience = silence::allowed(request.headers());
+        }
         let (target, refusal) = self.choose(named?);
         if self.gate.directory().has_namespace(&target.namespace) {
             exchange.namespace = target.namespace.as_str().into();
@@ -191,7 +195,12 @@ impl Proxy {
         if limit > 0 && http_body::Body::size_hint(request.body()).lower() > limit {
             return Err(Refusal::BodyTooLarge);
         }
-        let destination = self.admit(&target, exchange.deadline).await?;
+        let given_up = exchange
+            .patience
+            .and_then(|p| exchange.begin.checked_add(p));
+        let limits = [exchange.deadline, given_up];
+        let destination = self.admit(&target, limits.into_iter().flatten().min());
+        let destination = destination.await?;
         self.forward(peer, request, (&target, by_host), destination, exchange)
             .await
     }
@@ -289,7 +298,8 @@ impl Proxy {
         let answer = if exchange.grpc {
             self.call(&destination, request, deadline).await
         } else {
-            self.ask(&peer.pool, &destination, request, deadline).await
+            let limits = (deadline, exchange.patience);
+            self.ask(&peer.pool, &destination, request, limits).await
         };
         let (response, connection) =
             answer.map_err(|failure| self.failed(target, &failure, &seen))?;
@@ -313,13 +323,22 @@ impl Proxy {
         pool: &Pool,
         to: &Destination,
         mut request: Request<RequestBody>,
-        deadline: Option<Instant>,
+        (deadline, patience): (Option<Instant>, Option<Duration>),
     ) -> Result<Head, Failure> {
+        let seen = request.body().seen();
         *request.uri_mut() = upstream::pool_uri(to, path(request.uri()))?;
         *request.version_mut() = Version::HTTP_11;
         let limit = Instant::now() + self.settings.response_header_timeout;
         let limit = deadline.map_or(limit, |deadline| deadline.min(limit));
-        let response = within(Some(limit), pool.request(request)).await??;
+        let answer = pool.request(request);
+        let response = match patience {
+            Some(patience) => {
+                let answer = silence::answered(patience, &seen, answer);
+                let in_time = within(Some(limit), answer).await?;
+                in_time.map_err(|silence::Silent| Failure::Timeout)??
+            }
+            None => within(Some(limit), answer).await??,
+        };
         Ok((response, None))
     }
 

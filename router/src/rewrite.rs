@@ -105,6 +105,7 @@ pub fn request(
             target::NAMESPACE,
             target::PORT,
             target::POD_IP,
+            target::TIMEOUT,
         ] {
             headers.remove(name);
         }
@@ -242,6 +243,7 @@ mod tests {
             ("x-sandbox-id", "other"),
             ("x-sandbox-uid", "u"),
             ("x-sandbox-port", "1"),
+            ("x-sandbox-timeout", "1"),
         ]);
         request(
             &mut map,

@@ -16,6 +16,8 @@ pub const NAMESPACE: HeaderName = HeaderName::from_static("x-sandbox-namespace")
 pub const PORT: HeaderName = HeaderName::from_static("x-sandbox-port");
 /// Address of the Pod as the client knows it. It is checked, and the watch cache's is used.
 pub const POD_IP: HeaderName = HeaderName::from_static("x-sandbox-pod-ip");
+/// How many seconds the client waits for an answer ([`crate::silence`]).
+pub const TIMEOUT: HeaderName = HeaderName::from_static("x-sandbox-timeout");
 
 /// Namespace where the client names none; upstream's.
 pub const DEFAULT_NAMESPACE: &str = "default";
@@ -94,7 +96,7 @@ fn by_headers(headers: &HeaderMap, policy: AddressPolicy) -> Result<Target, Refu
 }
 
 /// The value of a header. Two different ones are an error: whoever checked the request before us may have looked at the other.
-fn single<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Result<Option<&'a str>, ()> {
+pub(crate) fn single<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Result<Option<&'a str>, ()> {
     let mut all = headers.get_all(name).iter();
     let Some(first) = all.next() else {
         return Ok(None);

@@ -10,7 +10,7 @@ use k8s_openapi::api::node::v1::RuntimeClass;
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
 use kube::api::Api;
 use serde::de::DeserializeOwned;
-use torpor_api::{Sandbox, SandboxNode, SandboxSnapshot};
+use torpor_api::{Sandbox, SandboxNode, SandboxSnapshot, SandboxTemplate};
 
 use crate::connect::Cluster;
 use crate::error::{Error, words};
@@ -55,6 +55,7 @@ pub struct Facts {
     pub sandbox_nodes: Look<SandboxNode>,
     pub snapshots: Look<SandboxSnapshot>,
     pub sandboxes: Look<Sandbox>,
+    pub templates: Look<SandboxTemplate>,
 }
 
 impl Facts {
@@ -68,12 +69,13 @@ impl Facts {
             look("Leases", Api::namespaced(client(), namespace)),
             look("CustomResourceDefinitions", Api::all(client())),
         );
-        let (runtime_classes, nodes, sandbox_nodes, snapshots, sandboxes) = tokio::join!(
+        let (runtime_classes, nodes, sandbox_nodes, snapshots, sandboxes, templates) = tokio::join!(
             look("RuntimeClasses", Api::all(client())),
             look("Nodes", Api::all(client())),
             look("SandboxNodes", Api::all(client())),
             look("SandboxSnapshots", Api::all(client())),
             look("Sandboxes", Api::all(client())),
+            look("SandboxTemplates", Api::all(client())),
         );
         Self {
             now,
@@ -88,6 +90,7 @@ impl Facts {
             sandbox_nodes,
             snapshots,
             sandboxes,
+            templates,
         }
     }
 }

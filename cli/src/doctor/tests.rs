@@ -153,7 +153,27 @@ fn healthy() -> Facts {
                 "2026-11-21T11:00:00Z",
             )],
         ))]),
+        templates: Ok(vec![read(template("fine", json!("torpor"), json!({})))]),
     }
+}
+
+fn template(name: &str, class: Value, annotations: Value) -> Value {
+    json!({
+        "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxTemplate",
+        "metadata": {"name": name, "namespace": "x"},
+        "spec": {"podTemplate": {
+            "metadata": {"annotations": annotations}, "spec": {"runtimeClassName": class, "containers": []},
+        }},
+    })
+}
+
+/// A Sandbox without a runtime.
+fn plain(name: &str, annotations: Value) -> Value {
+    let mut plain = sandbox("Running", Vec::new());
+    plain["metadata"]["name"] = name.into();
+    plain["metadata"]["annotations"] = annotations;
+    plain["spec"]["podTemplate"]["spec"] = json!({"containers": []});
+    plain
 }
 
 fn all(facts: &Facts) -> Vec<Finding> {
@@ -416,4 +436,47 @@ fn a_sandbox_of_a_class_that_is_not_there_is_told() {
     seen["spec"]["podTemplate"]["spec"]["runtimeClassName"] = json!("kata");
     facts.sandboxes = Ok(vec![read(seen)]);
     assert!(only(&facts).text.contains("RuntimeClass kata"));
+}
+
+#[test]
+fn who_names_no_runtime_though_there_is_one_is_told_what_to_name() {
+    let mut facts = healthy();
+    let strategy = json!({"torpor.dev/suspension-strategy": "Stop"});
+    let of = json!({"agents.x-k8s.io/sandbox-template-ref": "plain"});
+    facts.templates = Ok(vec![
+        read(template("plain", Value::Null, json!({}))),
+        read(template("stops", Value::Null, strategy.clone())),
+    ]);
+    facts.sandboxes = Ok(vec![
+        read(plain("a", json!({}))),
+        read(plain("stops", strategy)),
+        read(plain("of-the-template", of)),
+    ]);
+    let found = all(&facts);
+    let subjects: Vec<&str> = found.iter().map(|f| f.subject.as_str()).collect();
+    assert_eq!(subjects, ["SandboxTemplate x/plain", "Sandbox x/a"]);
+    for finding in &found {
+        assert_eq!(finding.severity, Severity::Warning);
+        assert!(finding.remedy.contains("runtimeClassName to torpor"));
+    }
+    let many = ["a", "b", "c", "d"].map(|name| read(plain(name, json!({}))));
+    facts.sandboxes = Ok(many.into());
+    facts.templates = Ok(Vec::new());
+    let one = only(&facts);
+    assert_eq!(one.subject, "4 Sandboxes");
+    assert!(one.text.ends_with("x/a, x/b, x/c, …"), "{}", one.text);
+}
+
+#[test]
+fn where_no_node_keeps_memory_nobody_is_told_to_ask_for_it() {
+    let mut facts = healthy();
+    facts.sandboxes = Ok(vec![read(plain("a", json!({})))]);
+    facts.runtime_classes = Ok(vec![read(
+        json!({"metadata": {"name": "torpor"}, "handler": "another"}),
+    )]);
+    let found = all(&facts);
+    assert!(
+        found.iter().all(|f| !f.text.contains("loses the memory")),
+        "{found:#?}"
+    );
 }

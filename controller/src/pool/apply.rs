@@ -1,13 +1,13 @@
 //! Takes the steps of a plan and makes members, many at once where order does not matter. Without choosing: what goes wrong ends the pass.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kube::ResourceExt;
 use torpor_api::{Sandbox, SandboxTemplate};
 
 use super::{
     Error, member,
-    plan::{Action, Observed, PRESSED_RETRY, Plan},
+    plan::{self, Action, NEXT_TURN, Observed, PRESSED_RETRY, Plan},
 };
 use crate::{
     calls::{self, Answer},
@@ -19,15 +19,26 @@ use crate::{
 const MOST_AT_ONCE: usize = 32;
 
 /// Takes the steps, then makes the members: one, then two, then four at once, so that an apiserver that refuses is not asked a hundred times. Each call waits for its turn
-/// ([`crate::pace`]). Says when to go on, if the apiserver has too much to do.
+/// ([`crate::pace`]). Says when to go on, if the apiserver has too much to do or other pools wait for their passes.
 pub(super) async fn apply(
     plan: &Plan,
     observed: &Observed,
     context: &Context,
 ) -> Result<Option<Duration>, Error> {
+    let begin = Instant::now();
+    // Each pass comes on by something, whoever waits.
+    let mut worked = false;
+    let gives_way = |worked: bool| {
+        let others_wait = context.queues.pools.is_waited_for();
+        worked && plan::gives_way(others_wait, begin.elapsed(), &observed.settings)
+    };
     for steps in plan.steps.chunks(MOST_AT_ONCE) {
+        if gives_way(worked) {
+            return Ok(Some(NEXT_TURN));
+        }
         let steps = steps.iter().map(|step| execute(step, observed, context));
         first_error(futures::future::join_all(steps).await)?;
+        worked = true;
     }
     let Some(template) = &observed.template else {
         return Ok(None);
@@ -38,12 +49,16 @@ pub(super) async fn apply(
         if context.api.is_pressed() {
             return Ok(Some(PRESSED_RETRY));
         }
+        if gives_way(worked) {
+            return Ok(Some(NEXT_TURN));
+        }
         let (batch, rest) = left.split_at(at_once.min(MOST_AT_ONCE).min(left.len()));
         let creates = batch
             .iter()
             .map(|name| create(name, template, observed, context));
         first_error(futures::future::join_all(creates).await)?;
         left = rest;
+        worked = true;
         at_once *= 2;
     }
     Ok(None)

@@ -33,6 +33,8 @@ struct Pool {
     status_written: Option<Instant>,
     /// The pool was said not to progress.
     stalled: bool,
+    /// The pool's user was told what there is to know.
+    advised: bool,
     /// Makes names differ from pass to pass.
     names: u64,
 }
@@ -59,19 +61,20 @@ pub struct Remembered {
     pub allowance: Option<usize>,
     /// How long until one more may be made.
     pub next_token: Option<Duration>,
+    /// How long until the first of those in `creating` and `deleting` is given up.
+    pub forgotten_in: Option<Duration>,
     /// Differs from pass to pass and from process to process.
     pub salt: u64,
 }
 
 impl Memory {
-    /// What is remembered of a pool. What is too old is forgotten.
-    pub fn remembered(&self, uid: &str, settings: &PoolSettings) -> Remembered {
-        let now = Instant::now();
+    /// What is remembered of a pool at a time. What is too old then is forgotten.
+    pub fn remembered(&self, uid: &str, settings: &PoolSettings, now: Instant) -> Remembered {
         let mut all = self.lock();
         let pool = all.entry(uid.to_owned()).or_default();
         pool.creating
-            .retain(|_, creating| now - creating.since < FORGET_AFTER);
-        pool.deleting.retain(|_, since| now - *since < FORGET_AFTER);
+            .retain(|_, creating| left(creating.since, now).is_some());
+        pool.deleting.retain(|_, since| left(*since, now).is_some());
         pool.names = pool.names.wrapping_add(1);
         let (allowance, next_token) = pool.allowance(settings.max_refill_rate, now);
         Remembered {
@@ -88,6 +91,7 @@ impl Memory {
                 .and_then(|until| until.checked_duration_since(now)),
             allowance,
             next_token,
+            forgotten_in: pool.forgotten_in(now),
             salt: salt(pool.names),
         }
     }
@@ -191,13 +195,36 @@ impl Memory {
         }
     }
 
+    /// Whether the pool's user was told what there is to know.
+    pub fn is_advised(&self, uid: &str) -> bool {
+        self.lock().get(uid).is_some_and(|pool| pool.advised)
+    }
+
+    /// The pool's user is told.
+    pub fn advised(&self, uid: &str) {
+        self.lock().entry(uid.to_owned()).or_default().advised = true;
+    }
+
     // A panic elsewhere leaves the map as it was.
     fn lock(&self) -> MutexGuard<'_, HashMap<String, Pool>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
+/// How long something is still remembered.
+fn left(since: Instant, now: Instant) -> Option<Duration> {
+    let left = FORGET_AFTER.checked_sub(now.saturating_duration_since(since));
+    left.filter(|left| !left.is_zero())
+}
+
 impl Pool {
+    /// When something is given up that the watch has not shown.
+    fn forgotten_in(&self, now: Instant) -> Option<Duration> {
+        let made = self.creating.values().map(|creating| creating.since);
+        let all = made.chain(self.deleting.values().copied());
+        all.filter_map(|since| left(since, now)).min()
+    }
+
     /// A token bucket that holds what a second brings, and at least one.
     fn allowance(&mut self, rate: f64, now: Instant) -> (Option<usize>, Option<Duration>) {
         if rate <= 0.0 {
@@ -235,7 +262,11 @@ mod tests {
     }
 
     fn of(memory: &Memory) -> Remembered {
-        memory.remembered("p", &PoolSettings::default())
+        at(memory, Duration::ZERO)
+    }
+
+    fn at(memory: &Memory, later: Duration) -> Remembered {
+        memory.remembered("p", &PoolSettings::default(), Instant::now() + later)
     }
 
     #[test]
@@ -264,17 +295,41 @@ mod tests {
     }
 
     #[test]
+    fn what_the_watch_never_shows_is_given_up_and_the_pool_looked_at_then() {
+        let second = Duration::from_secs(1);
+        for made in [true, false] {
+            let memory = Memory::default();
+            assert_eq!(of(&memory).forgotten_in, None);
+            if made {
+                memory.creating("p", "a");
+                memory.created("p", "a");
+            } else {
+                memory.deleting("p", "u");
+            }
+            let expected = |seen: &Remembered| seen.creating.len() + seen.deleting.len();
+            let before = at(&memory, FORGET_AFTER - second);
+            assert_eq!(expected(&before), 1);
+            assert!(before.forgotten_in.unwrap() <= second + second);
+            let after = at(&memory, FORGET_AFTER);
+            assert_eq!((expected(&after), after.forgotten_in), (0, None));
+        }
+    }
+
+    #[test]
     fn a_refill_takes_what_a_second_brings_and_then_waits() {
         let memory = Memory::default();
         let settings = PoolSettings {
             max_refill_rate: 3.0,
             ..PoolSettings::default()
         };
-        assert_eq!(memory.remembered("p", &settings).allowance, Some(3));
+        assert_eq!(
+            memory.remembered("p", &settings, Instant::now()).allowance,
+            Some(3)
+        );
         for name in ["a", "b", "c"] {
             memory.creating("p", name);
         }
-        let remembered = memory.remembered("p", &settings);
+        let remembered = memory.remembered("p", &settings, Instant::now());
         assert_eq!(remembered.allowance, Some(0));
         let wait = remembered.next_token.unwrap();
         assert!(wait <= Duration::from_secs_f64(0.34), "{wait:?}");

@@ -21,6 +21,8 @@ use crate::{blueprint::Blueprint, pace::Advance, settings::PoolSettings};
 pub const TEMPLATE_RETRY: Duration = Duration::from_secs(60);
 /// How long a pool leaves an apiserver in peace that has too much to do.
 pub const PRESSED_RETRY: Duration = Duration::from_secs(1);
+/// When a pool goes on that has given way to others: behind all that wait by then.
+pub const NEXT_TURN: Duration = Duration::from_millis(1);
 /// What is looked at after a deadline is looked at this much after it, so that it has passed on every clock.
 const SLACK: Duration = Duration::from_secs(2);
 
@@ -79,6 +81,11 @@ enum Health {
     Unschedulable,
     /// It had its time.
     Stuck,
+}
+
+/// Whether a pass ends here, to go on when it is the pool's turn again. `worked` is how long it has lasted.
+pub fn gives_way(others_wait: bool, worked: Duration, settings: &PoolSettings) -> bool {
+    others_wait && worked >= settings.turn
 }
 
 /// Decides.

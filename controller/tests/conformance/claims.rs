@@ -48,6 +48,22 @@ async fn a_claim_that_finds_no_member_gets_a_sandbox_of_its_own_name() {
 }
 
 #[tokio::test]
+async fn a_name_that_is_taken_by_a_sandbox_that_cannot_be_found_is_looked_for_again_soon() {
+    let cluster = cold(json!({}));
+    let (verb, kind) = ("create", "sandboxes");
+    let answer = FaultAnswer::Taken;
+    cluster.api.fail(Fault { verb, kind, answer });
+    let again = cluster.claim_pass("c").await.unwrap();
+    assert_eq!(again.unwrap().as_millis(), 200);
+    assert_eq!(cluster.api.take_reads(), ["sandboxes c"]);
+    let pending = "Sandbox already created; waiting for cache to converge";
+    cluster.assert_claim_says("c", "False", "SandboxCreatePending", pending);
+    cluster.settle().await;
+    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    assert_eq!(cluster.held_by("c").as_deref(), Some("c"));
+}
+
+#[tokio::test]
 async fn when_it_was_seen_and_ready_is_written_once() {
     let cluster = cold(json!({}));
     cluster.settle().await;

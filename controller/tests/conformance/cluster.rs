@@ -3,6 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use serde_json::{Value, json};
+use tokio::sync::Semaphore;
 use torpor_controller::{
     calls, claim, context::Context, pool, sandbox, settings::Settings, template,
 };
@@ -53,6 +54,17 @@ impl Cluster {
         Self {
             api: self.api.clone(),
             context: context(&self.api, settings, Duration::from_millis(50)),
+        }
+    }
+
+    /// The same cluster, whose every call waits until the gate lets it through.
+    pub(crate) fn gated(&self, gate: &Arc<Semaphore>) -> Self {
+        let client = self.api.gated_client(gate);
+        let calls = calls::Apiserver::new(client, Duration::from_secs(120));
+        let settings = self.context.settings.clone();
+        Self {
+            api: self.api.clone(),
+            context: Arc::new(Context::new(calls, "cluster.local".to_owned(), settings)),
         }
     }
 

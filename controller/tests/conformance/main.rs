@@ -15,6 +15,7 @@ mod restore;
 mod schedules;
 mod sync;
 mod tracing;
+mod turns;
 mod wakeup;
 mod warm;
 mod wiring;

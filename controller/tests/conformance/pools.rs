@@ -1,13 +1,15 @@
 //! SandboxTemplates and SandboxWarmPools: upstream's cases for filling, rolling over, replacing and scaling.
 
+use std::time::Duration;
+
 use rstest::rstest;
 use serde_json::{Value, json};
 use torpor_controller::settings::{PoolSettings, Settings};
 
 use crate::{
     apiserver::{Fault, FaultAnswer},
-    cluster::{Cluster, name, settings},
-    objects::{NS, condition},
+    cluster::{Cluster, merged, name, settings},
+    objects::{NS, condition, runtime_class, sandbox_node},
 };
 
 const POOL: &str = "agents.x-k8s.io/warm-pool-sandbox";
@@ -125,6 +127,21 @@ async fn a_pool_does_not_overshoot_while_the_watch_is_behind() {
     assert_eq!(cluster.get_pool("p")["status"]["replicas"], 5);
 }
 
+#[tokio::test]
+async fn a_member_that_came_and_went_in_a_gap_of_the_watch_is_made_again_in_the_end() {
+    let cluster = Cluster::new();
+    cluster.template(json!({}));
+    cluster.pool(1, json!({}));
+    cluster.sync();
+    cluster.stale_pool_pass("p").await.unwrap();
+    let lost = members(&cluster).remove(0);
+    cluster.api.remove("sandboxes", NS, &lost);
+    // No event will ever tell of it, so the pass itself asks for the next look.
+    let again = cluster.pool_pass("p").await.unwrap().unwrap();
+    assert!(members(&cluster).is_empty(), "it may still be there");
+    assert!((295..=300).contains(&again.as_secs()), "{again:?}");
+}
+
 #[rstest]
 #[case(FaultAnswer::LoseAnswer)]
 #[case(FaultAnswer::Refuse(500))]
@@ -182,7 +199,7 @@ async fn a_refill_can_be_limited_to_a_rate_and_made_to_wait() {
     assert_eq!(members(&slow).len(), 2);
     assert!(again.as_millis() <= 500, "{again:?}");
     let patient = limited(PoolSettings {
-        replenish_delay: std::time::Duration::from_secs(600),
+        replenish_delay: Duration::from_secs(600),
         ..settings().pools
     });
     patient.settle().await;
@@ -318,6 +335,28 @@ async fn a_pool_larger_than_the_cluster_says_so_once_and_when_it_is_over() {
 }
 
 #[tokio::test]
+async fn the_pool_of_a_template_without_a_runtime_is_told_once_what_keeps_memory() {
+    let cluster = Cluster::new();
+    cluster.api.create("runtimeclasses", runtime_class());
+    cluster.api.create("sandboxnodes", sandbox_node("n1"));
+    cluster.template(json!({}));
+    cluster.pool(1, json!({}));
+    let named = json!({"spec": {"podTemplate": {"spec": {"runtimeClassName": "torpor"}}}});
+    cluster.template(merged(json!({"metadata": {"name": "u"}}), &named));
+    let other = json!({"metadata": {"name": "q"}, "spec": {"sandboxTemplateRef": {"name": "u"}}});
+    cluster.pool(1, other);
+    cluster.settle().await;
+    cluster.edit("sandboxwarmpools", "p", &json!({"spec": {"replicas": 2}}));
+    cluster.settle().await;
+    let told = cluster.api.list("events");
+    assert_eq!(told.len(), 1, "{told:#?}");
+    assert_eq!(told[0]["reason"], "RuntimeNotNamed");
+    assert_eq!(told[0]["regarding"]["name"], "p");
+    let note = told[0]["note"].as_str().unwrap();
+    assert!(note.contains("runtimeClassName to \"torpor\""), "{note}");
+}
+
+#[tokio::test]
 async fn orphans_come_back_or_go() {
     let cluster = filled(2, json!({})).await;
     let orphan = members(&cluster).remove(0);
@@ -341,7 +380,7 @@ async fn a_pool_takes_its_members_along() {
 #[tokio::test]
 async fn in_a_storm_the_status_is_written_now_and_then_and_right_in_the_end() {
     let mut settings = settings();
-    settings.pools.status_interval = std::time::Duration::from_secs(600);
+    settings.pools.status_interval = Duration::from_secs(600);
     let cluster = Cluster::with(settings);
     cluster.template(json!({}));
     cluster.pool(3, json!({}));

@@ -8,7 +8,7 @@ use torpor_test_apiserver::{Fault, FaultAnswer};
 
 use crate::{
     backend::Backend,
-    client::{Raw, get},
+    client::{Raw, get, nothing, request, send},
     world::{NS, Setup, World, soon, until},
 };
 
@@ -294,6 +294,15 @@ async fn nobody_waits_longer_than_a_request_may_take() {
     let world = World::with(setup).await;
     world.sandbox("s", resumable()).await;
     assert_eq!(get(&world, "s", 80).await.status, 504);
+}
+
+#[tokio::test]
+async fn nobody_waits_longer_than_the_client_does() {
+    let world = World::new().await;
+    world.sandbox("s", resumable()).await;
+    let asked = request("s", 80).header("x-sandbox-timeout", "0.05");
+    let answer = send(&world, asked.body(nothing()).unwrap()).await;
+    assert_eq!(answer.status, 504);
 }
 
 #[tokio::test]

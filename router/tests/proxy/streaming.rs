@@ -6,6 +6,7 @@ use http::Response;
 use http_body_util::BodyExt;
 use hyper::{body::Incoming, upgrade};
 use hyper_util::rt::TokioIo;
+use rstest::rstest;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpListener,
@@ -15,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     backend::{Backend, data, frames, full},
-    client::{Raw, nothing, read, request, start},
+    client::{Raw, nothing, read, request, send, start},
     world::{World, soon, until},
 };
 
@@ -307,10 +308,18 @@ async fn http2_reaches_the_sandbox_too() {
     );
 }
 
+/// By the router's own clock or by the one that the client names; what it names beyond the router's, or wrongly, counts for nothing.
+#[rstest]
+#[case::by_the_routers_clock(300, "")]
+#[case::by_the_clients(30_000, "0.3")]
+#[case::the_client_would_wait_longer(300, "600")]
+#[case::the_client_waits_less_than_no_time(300, "-1")]
+#[case::the_client_waits_for_ever(300, "inf")]
+#[case::the_client_says_nothing_sensible(300, "NaN")]
 #[tokio::test]
-async fn a_sandbox_that_never_answers_is_given_up() {
+async fn a_sandbox_that_never_answers_is_given_up(#[case] router: u64, #[case] client: &str) {
     let mut setup = crate::world::Setup::default();
-    setup.settings.response_header_timeout = std::time::Duration::from_millis(300);
+    setup.settings.response_header_timeout = std::time::Duration::from_millis(router);
     let world = World::with(setup).await;
     let (gone, told) = oneshot::channel::<()>();
     let gone = Arc::new(Mutex::new(Some(gone)));
@@ -323,7 +332,8 @@ async fn a_sandbox_that_never_answers_is_given_up() {
     })
     .await;
     world.running("s", "127.0.0.1").await;
-    let answer = crate::client::get(&world, "s", backend.port).await;
+    let asked = request("s", backend.port).header("x-sandbox-timeout", client);
+    let answer = send(&world, asked.body(nothing()).unwrap()).await;
     assert_eq!(
         answer.line(),
         r#"502 {"detail":"Could not connect to the backend sandbox: s"}"#

@@ -47,6 +47,10 @@ pub struct Fault {
 pub enum FaultAnswer {
     /// Refused with this code; nothing happens.
     Refuse(u16),
+    /// Refused because there is too much to do, with the seconds after which it may be tried again.
+    Busy(u32),
+    /// Refused because the name is taken, whether there is such an object or not.
+    Taken,
     /// It takes effect, but the answer never comes.
     LoseAnswer,
 }
@@ -323,6 +327,15 @@ impl Apiserver {
                     format!("{verb} {} {name}: made to fail", call.kind),
                 ))
             }
+            Some(FaultAnswer::Busy(_)) => Err((
+                StatusCode::TOO_MANY_REQUESTS,
+                "TooManyRequests",
+                "the server is busy: made to fail".to_owned(),
+            )),
+            Some(FaultAnswer::Taken) => {
+                let message = format!("{} \"{name}\" already exists", call.kind);
+                Err((StatusCode::CONFLICT, "AlreadyExists", message))
+            }
             _ => self.write(verb, &call, &name, body),
         };
         let code = answer
@@ -335,10 +348,11 @@ impl Apiserver {
             code,
         };
         self.state.lock().unwrap().writes.push(write);
-        if matches!(fault, Some(FaultAnswer::LoseAnswer)) {
-            return std::future::pending().await;
+        match fault {
+            Some(FaultAnswer::LoseAnswer) => std::future::pending().await,
+            Some(FaultAnswer::Busy(seconds)) => busy(answer, seconds),
+            _ => respond(answer),
         }
-        respond(answer)
     }
 
     fn next_fault(&self, verb: &str, kind: &str) -> Option<FaultAnswer> {
@@ -505,7 +519,22 @@ fn not_found(kind: &str, name: &str) -> (StatusCode, &'static str, String) {
 }
 
 fn respond(answer: Answer) -> Response<Body> {
-    let (code, value) = match answer {
+    let (code, value) = told(answer);
+    response(code, &value)
+}
+
+/// A refusal that says when to try again: to clients that read headers, and to those that read the Status.
+fn busy(answer: Answer, seconds: u32) -> Response<Body> {
+    let (code, mut value) = told(answer);
+    value["details"] = json!({"retryAfterSeconds": seconds});
+    let mut response = response(code, &value);
+    let headers = response.headers_mut();
+    headers.insert(http::header::RETRY_AFTER, seconds.into());
+    response
+}
+
+fn told(answer: Answer) -> (StatusCode, Value) {
+    match answer {
         Ok(value) => (StatusCode::OK, value),
         Err((code, reason, message)) => {
             let status = json!({
@@ -514,7 +543,10 @@ fn respond(answer: Answer) -> Response<Body> {
             });
             (code, status)
         }
-    };
+    }
+}
+
+fn response(code: StatusCode, value: &Value) -> Response<Body> {
     let mut response = Response::new(Body::from(value.to_string()));
     *response.status_mut() = code;
     response

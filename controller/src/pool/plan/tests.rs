@@ -71,6 +71,20 @@ fn observed(members: &[Arc<Sandbox>]) -> Observed {
     }
 }
 
+#[rstest]
+#[case::nobody_waits(false, 3600.0, false)]
+#[case::a_short_pass(true, 0.9, false)]
+#[case::a_long_one(true, 1.0, true)]
+fn a_pass_gives_way_once_it_has_had_its_turn(
+    #[case] others_wait: bool,
+    #[case] worked: f64,
+    #[case] expected: bool,
+) {
+    let worked = Duration::from_secs_f64(worked);
+    let settings = PoolSettings::default();
+    assert_eq!(gives_way(others_wait, worked, &settings), expected);
+}
+
 fn steps(plan: &Plan) -> Vec<String> {
     plan.steps
         .iter()

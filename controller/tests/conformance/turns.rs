@@ -1,0 +1,165 @@
+//! Pools that share a worker and an apiserver: who gives way to whom.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use serde_json::json;
+use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
+use torpor_api::SandboxWarmPool;
+use torpor_controller::{pool::plan, run, settings::Settings};
+
+use crate::{
+    apiserver::{Apiserver, Fault, FaultAnswer},
+    cluster::{Cluster, settings},
+    objects::NS,
+};
+
+fn members(cluster: &Cluster) -> Vec<String> {
+    cluster.controlled_by(&cluster.get_pool("p"))
+}
+
+/// Waits for what this process alone knows.
+async fn until(what: &str, wish: impl Fn() -> bool) {
+    let wished = async {
+        while !wish() {
+            tokio::task::yield_now().await;
+        }
+    };
+    let in_time = tokio::time::timeout(Duration::from_secs(20), wished).await;
+    assert!(in_time.is_ok(), "in vain: {what}");
+}
+
+/// Settings under which a pass has had its turn at once.
+fn hasty() -> Settings {
+    let mut settings = settings();
+    settings.pools.turn = Duration::ZERO;
+    settings
+}
+
+#[tokio::test]
+async fn a_pass_over_a_large_pool_gives_way_to_others_and_goes_on_later() {
+    let cluster = Cluster::with(hasty());
+    cluster.template(json!({}));
+    cluster.pool(8, json!({}));
+    let other = ("other".to_owned(), "q".to_owned());
+    let queue = &cluster.context.queues.pools;
+    queue.add(other.clone());
+    let again = cluster.pool_pass("p").await.unwrap().unwrap();
+    assert_eq!(members(&cluster).len(), 1);
+    assert!(again.as_millis() <= 1, "{again:?}");
+    assert_eq!(queue.next().await, other);
+    // Nobody waits any longer.
+    cluster.pool_pass("p").await.unwrap();
+    assert_eq!(members(&cluster).len(), 8);
+}
+
+#[tokio::test]
+async fn a_large_pool_does_not_keep_one_of_another_namespace_empty() {
+    let cluster = Cluster::with(hasty());
+    let gate = Arc::new(Semaphore::new(1000));
+    let gated = cluster.gated(&gate);
+    let pools = &gated.context.queues.pools;
+    for namespace in [NS, "other"] {
+        cluster.template(json!({"metadata": {"namespace": namespace}}));
+    }
+    let stop = CancellationToken::new();
+    let work = tokio::spawn(run::run(Arc::clone(&gated.context), stop.clone()));
+    let quiet = |api: &Apiserver| api.list("networkpolicies").len() == 2;
+    cluster.api.until("the controller is at work", quiet).await;
+    gate.forget_permits(1000);
+    cluster.pool(40, json!({}));
+    let at_work = || pools.is_busy() && pools.depth() == 0;
+    until("the large pool has the only worker", at_work).await;
+    cluster.pool(2, json!({"metadata": {"namespace": "other"}}));
+    until("the small one waits", || pools.depth() == 1).await;
+    gate.add_permits(1000);
+    let full = |api: &Apiserver| api.list("sandboxes").len() == 42;
+    cluster.api.until("both pools are full", full).await;
+    stop.cancel();
+    work.await.unwrap();
+    let mut made = cluster.api.list("sandboxes");
+    // The apiserver of the tests numbers what is made.
+    made.sort_by_key(|sandbox| sandbox["metadata"]["uid"].as_str().unwrap().to_owned());
+    let last_of_small = made
+        .iter()
+        .rposition(|sandbox| sandbox["metadata"]["namespace"] == "other");
+    assert!(last_of_small < Some(41), "the large pool was filled first");
+}
+
+fn busy(verb: &'static str, kind: &'static str, seconds: u32) -> Fault {
+    let answer = FaultAnswer::Busy(seconds);
+    Fault { verb, kind, answer }
+}
+
+async fn pressed(cluster: &Cluster) {
+    until("the apiserver asks for less", || {
+        cluster.context.api.is_pressed()
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_member_that_a_busy_apiserver_refuses_is_made_when_it_says_and_others_wait_too() {
+    let cluster = Cluster::new();
+    cluster.template(json!({}));
+    cluster.pool(7, json!({}));
+    cluster.pool(1, json!({"metadata": {"name": "q"}}));
+    let gate = Arc::new(Semaphore::new(1));
+    let gated = cluster.gated(&gate);
+    gated.sync();
+    let meanwhile = async {
+        let begun = |api: &Apiserver| api.list("sandboxes").len() == 1;
+        cluster.api.until("the pass is under way", begun).await;
+        cluster.api.fail(busy("create", "sandboxes", 1));
+        let refused = Instant::now();
+        gate.add_permits(100);
+        pressed(&gated).await;
+        let again = gated.stale_pool_pass("q").await.unwrap();
+        assert_eq!(again, Some(plan::PRESSED_RETRY));
+        // The first, and the other one that was under way.
+        assert!(members(&cluster).len() <= 2);
+        refused
+    };
+    let (pass, refused) = tokio::join!(gated.stale_pool_pass("p"), meanwhile);
+    pass.unwrap();
+    assert!(refused.elapsed() >= Duration::from_secs(1));
+    assert_eq!(members(&cluster).len(), 7);
+    assert!(cluster.controlled_by(&cluster.get_pool("q")).is_empty());
+    let codes: Vec<u16> = cluster.api.take_writes().iter().map(|w| w.code).collect();
+    assert_eq!(codes.iter().filter(|code| **code == 429).count(), 1);
+}
+
+#[tokio::test]
+async fn a_pass_ends_when_the_apiserver_asks_somebody_else_for_less() {
+    let cluster = Cluster::new();
+    cluster.template(json!({}));
+    cluster.pool(7, json!({}));
+    let gate = Arc::new(Semaphore::new(0));
+    let gated = cluster.gated(&gate);
+    gated.sync();
+    cluster
+        .api
+        .fail(busy("patch status", "sandboxwarmpools", 30));
+    let (api, nothing) = (&gated.context.api, json!({"status": {}}));
+    let others = api.patch_status::<SandboxWarmPool>(NS, "p", &nothing);
+    let pass = async {
+        let opened = async {
+            gate.add_permits(1);
+            pressed(&gated).await;
+            gate.add_permits(100);
+        };
+        tokio::join!(gated.stale_pool_pass("p"), opened).0
+    };
+    // The other's call comes to the gate first, and is answered while the pass' first create waits there.
+    let pass = tokio::select! {
+        biased;
+        done = others => panic!("it was to wait: {done:?}"),
+        pass = pass => pass.unwrap(),
+    };
+    assert_eq!(pass, Some(plan::PRESSED_RETRY));
+    assert_eq!(members(&cluster).len(), 1, "the one that was under way");
+    assert!(gated.context.api.is_pressed(), "for as long as it says");
+}
