@@ -79,10 +79,17 @@ go_checks() {
 	(cd hack/devcluster && GOFLAGS=-buildvcs=false GOWORK=off go vet ./... && GOFLAGS=-buildvcs=false GOWORK=off go test ./...)
 }
 
+# Crates whose tests leave the machine alone: no mounts, network namespaces, cgroups.
+QUIET=(torpor-api torpor-cli torpor-controller torpor-core torpor-router)
+quiet_unit_tests() { cargo test --locked "${QUIET[@]/#/--package=}" "$@"; }
 # The end-to-end tests need a cluster and are a test target of their own crate.
-unit_tests() {
-	cargo test --locked --workspace --exclude torpor-tests "$@"
+other_unit_tests() {
+	cargo test --locked --workspace --exclude torpor-tests "${QUIET[@]/#/--exclude=}" "$@"
 	cargo test --locked -p torpor-tests --lib "$@"
+}
+unit_tests() {
+	quiet_unit_tests "$@"
+	other_unit_tests "$@"
 }
 # What runs beside something that waits is built before, so that only its tests take processors.
 build_unit_tests() { unit_tests --no-run; }
@@ -192,12 +199,15 @@ end_to_end() {
 	e2e --skip alone:: "${others[@]}" --test-threads="${E2E_THREADS:-8}"
 }
 
-# Tests that replace or starve the agent wait for most of their time: others run beside them.
+# Tests that replace or starve the agent wait for most of their time: others run beside them, and the unit tests that make network namespaces,
+# which may not run beside what compares the machine with what it was before.
 end_to_end_agent() {
 	local status=0
 	beside others e2e --skip alone:: "${BESIDE_AGENT[@]}" --test-threads=4
+	beside other_unit_tests other_unit_tests
 	e2e alone:: --skip alone::killed --skip alone::drain --test-threads=1 || status=$?
 	ended others || status=$?
+	ended other_unit_tests || status=$?
 	return "$status"
 }
 
@@ -228,10 +238,11 @@ fi
 step "unit tests: build" build_unit_tests
 if [ -n "$foreign_cluster" ]; then
 	say "the end-to-end tests use the cluster of KUBECONFIG=$foreign_cluster"
-	step "unit tests" unit_tests
+	step "unit tests" quiet_unit_tests
 	all_end_to_end
 	exit 0
 fi
+beside quiet_unit_tests quiet_unit_tests
 step "Helm chart" "$cluster" check-chart
 if [ -n "${CI:-}" ] || [ ! -e /var/lib/torpor-dev/machine.json ]; then
 	step "development cluster: selftest" hack/selftest --replace
@@ -245,16 +256,14 @@ KUBECONFIG=$("$cluster" kubeconfig)
 TORPOR_DEV=$cluster
 export KUBECONFIG TORPOR_DEV
 if [ -n "${KEEP:-}" ] && [ -e /opt/torpor/bin ]; then
-	step "unit tests" unit_tests
+	step "the rest of the unit tests" ended quiet_unit_tests
 	step "install Torpor" "$cluster" install-torpor
 	all_end_to_end
 	step "reboot of the node" reboot
 	exit 0
 fi
-# Beside what waits for the cluster, not beside what compares the machine with what it was before: they make network namespaces.
-beside unit_tests unit_tests
 step "install by Helm, and take it off" by_helm
-step "the rest of the unit tests" ended unit_tests
+step "the rest of the unit tests" ended quiet_unit_tests
 step "install Torpor" install
 all_end_to_end
 step "reboot of the node" reboot

@@ -1,11 +1,13 @@
-use std::{collections::BTreeMap, fs, path::Path};
+use std::{collections::BTreeMap, fs, path::Path, sync::LazyLock};
 
 use super::*;
 
-fn definition(kind: &str) -> Value {
-    definitions()
-        .into_iter()
-        .find(|crd| crd["spec"]["names"]["kind"] == kind)
+/// To make them takes a quarter of a second.
+static DEFINITIONS: LazyLock<Vec<Value>> = LazyLock::new(definitions);
+
+fn definition(kind: &str) -> &'static Value {
+    let mut all = DEFINITIONS.iter();
+    all.find(|crd| crd["spec"]["names"]["kind"] == kind)
         .unwrap()
 }
 
@@ -55,21 +57,21 @@ fn generating_twice_gives_the_same_bytes() {
 fn the_yaml_says_what_the_json_says() {
     for (name, text) in files().unwrap() {
         let read: Value = serde_saphyr::from_str(&text).unwrap();
-        let crd = definitions()
-            .into_iter()
+        let crd = DEFINITIONS
+            .iter()
             .find(|crd| {
                 let spec = &crd["spec"];
                 let (group, plural) = (spec["group"].as_str(), spec["names"]["plural"].as_str());
                 name == format!("{}_{}.yaml", group.unwrap(), plural.unwrap())
             })
             .unwrap();
-        assert!(read == crd, "{name}");
+        assert!(&read == crd, "{name}");
     }
 }
 
 #[test]
 fn every_definition_fits_into_the_annotation_of_kubectl_apply() {
-    for crd in definitions() {
+    for crd in DEFINITIONS.iter() {
         let bytes = serde_json::to_string(&crd).unwrap().len();
         assert!(bytes < 200 * 1024, "{}: {bytes}", crd["metadata"]["name"]);
     }
@@ -77,7 +79,7 @@ fn every_definition_fits_into_the_annotation_of_kubectl_apply() {
 
 #[test]
 fn schemas_are_structural() {
-    for crd in definitions() {
+    for crd in DEFINITIONS.iter() {
         let name = crd["metadata"]["name"].clone();
         walk(
             &crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"],
@@ -138,7 +140,7 @@ fn walk(schema: &Value, look: &mut impl FnMut(&Map<String, Value>)) {
 #[test]
 fn names_scopes_and_subresources_are_upstreams() {
     let mut lines = Vec::new();
-    for crd in definitions() {
+    for crd in DEFINITIONS.iter() {
         let spec = &crd["spec"];
         let version = &spec["versions"][0];
         let columns: Vec<&str> = version["additionalPrinterColumns"]

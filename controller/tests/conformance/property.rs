@@ -392,7 +392,7 @@ fn play(events: &[Event]) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
 
     #[test]
     fn memory_is_neither_lost_nor_used_twice(events in prop::collection::vec(event(), 1..60)) {

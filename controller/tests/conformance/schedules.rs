@@ -340,7 +340,7 @@ impl Run {
 /// How many schedules; `TORPOR_SCHEDULES` sets more.
 fn cases() -> u32 {
     let wanted = std::env::var("TORPOR_SCHEDULES").ok();
-    wanted.and_then(|n| n.parse().ok()).unwrap_or(100)
+    wanted.and_then(|n| n.parse().ok()).unwrap_or(50)
 }
 
 fn claim_name(number: usize) -> String {

@@ -7,6 +7,8 @@ use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use torpor_api::annotations::{DOZE_AFTER, HIBERNATE, WAKE_ON};
 use torpor_api::conditions::POD_HIBERNATED;
+use torpor_gvisor::record::{SandboxState, WakeCause};
+use torpor_gvisor::turns::{Turn, Turns};
 use torpor_tests::case::{Case, case, condition, uid};
 use torpor_tests::pods::{pod, python, with};
 use torpor_tests::sleep::{is_ready, restarts};
@@ -340,6 +342,38 @@ async fn probes_neither_wake_a_dozing_pod_nor_fail() -> anyhow::Result<()> {
         sleeps_on(case, dozes).await?;
         let after = Connection::open(&pod).await?.ask().await?;
         after.goes_on_from(&before)
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_connection_is_answered_when_it_is_its_sandbox_turn_to_wake() -> anyhow::Result<()> {
+    case("turn", async |case| {
+        let container = witness::container(5, &[]);
+        let pod = case
+            .start(pod("p", json!({ "containers": [container] })))
+            .await?;
+        let before = witness::ask(&pod).await?;
+        let uid = uid(&case.hibernate("p").await?);
+        let limit = case.node.config.wakes_at_once;
+        let turns = Turns::new(&case.node.config.state_dir, limit);
+        anyhow::ensure!(limit > 0, "the installer sets a limit");
+        let taken: Vec<Turn> = (0..limit).map(|_| turns.take(WakeCause::Asked)).collect();
+        let speak = async { Connection::open(&pod).await?.ask().await };
+        let give_back = async {
+            wait::until("the wake waits for its turn", LIMIT, async || {
+                wait::holds(turns.is_somebody_waiting(), || "nobody waits".to_owned())
+            })
+            .await?;
+            let state = case.node.state_of(&uid)?;
+            let asleep = matches!(state, SandboxState::Hibernated { .. });
+            anyhow::ensure!(asleep, "{state:?} out of turn");
+            drop(taken);
+            anyhow::Ok(())
+        };
+        let (answer, given) = tokio::join!(speak, give_back);
+        given?;
+        answer?.goes_on_from(&before)
     })
     .await
 }
