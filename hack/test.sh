@@ -80,19 +80,26 @@ go_checks() {
 }
 
 # Crates whose tests leave the machine alone: no mounts, network namespaces, cgroups.
-QUIET=(torpor-api torpor-cli torpor-controller torpor-core torpor-router)
-quiet_unit_tests() { cargo test --locked "${QUIET[@]/#/--package=}" "$@"; }
-# The end-to-end tests need a cluster and are a test target of their own crate.
+QUIET=api,cli,controller,node-agent/core,router
+# The end-to-end tests need a cluster and are a test target of their own crate. All are built as
+# one, also where only some of them are run: another selection of crates would be another set of features, and another build.
+unit_tests() { cargo test --locked --workspace --exclude torpor-tests "$@"; }
+library_tests() { cargo test --locked -p torpor-tests --lib "$@"; }
+tests_of() { unit_tests --config "target.'cfg(all())'.runner=['$REPO_ROOT/hack/tests-of', '$1']"; }
+quiet_unit_tests() { tests_of "$QUIET"; }
 other_unit_tests() {
-	cargo test --locked --workspace --exclude torpor-tests "${QUIET[@]/#/--exclude=}" "$@"
-	cargo test --locked -p torpor-tests --lib "$@"
+	tests_of "-$QUIET"
+	library_tests
 }
-unit_tests() {
-	quiet_unit_tests "$@"
-	other_unit_tests "$@"
+all_unit_tests() {
+	unit_tests
+	library_tests
 }
 # What runs beside something that waits is built before, so that only its tests take processors.
-build_unit_tests() { unit_tests --no-run; }
+build_unit_tests() {
+	unit_tests --no-run
+	library_tests --no-run
+}
 
 # beside NAME COMMAND…: runs it while something else goes on. Its words come when it is waited for (ended NAME).
 beside() {
@@ -185,7 +192,9 @@ by_helm() {
 
 e2e() { cargo test --locked -p torpor-tests --test e2e -- "$@"; }
 
-# The end-to-end tests come in three parts. Modules that run in the second do not mind that the agent is replaced now and then.
+# The end-to-end tests come in three parts: most; those that disturb the agent, beside modules that do not mind it; and those that have the
+# node for themselves, because they kill containerd, cordon the node, or count what all of it saves.
+LAST=(alone::killed alone::drain alone::capacity::images_of_idle)
 BESIDE_AGENT=(claims:: leftovers:: oci:: resources:: router:: sandbox:: sdk:: volumes::)
 
 end_to_end() {
@@ -205,14 +214,14 @@ end_to_end_agent() {
 	local status=0
 	beside others e2e --skip alone:: "${BESIDE_AGENT[@]}" --test-threads=4
 	beside other_unit_tests other_unit_tests
-	e2e alone:: --skip alone::killed --skip alone::drain --test-threads=1 || status=$?
+	e2e alone:: "${LAST[@]/#/--skip=}" --test-threads=1 || status=$?
 	ended others || status=$?
 	ended other_unit_tests || status=$?
 	return "$status"
 }
 
 # Those that disturb the whole node, one after the other.
-end_to_end_node() { e2e alone::killed alone::drain --test-threads=1; }
+end_to_end_node() { e2e "${LAST[@]}" --test-threads=1; }
 
 all_end_to_end() {
 	step "end-to-end tests" end_to_end
@@ -232,7 +241,7 @@ step "development cluster: format, vet, tests" go_checks
 step "clippy" cargo clippy --locked --workspace --all-targets -- -D warnings
 step "definitions up to date" definitions_current
 if [ -n "${SKIP_E2E:-}" ]; then
-	step "unit tests" unit_tests
+	step "unit tests" all_unit_tests
 	exit 0
 fi
 step "unit tests: build" build_unit_tests

@@ -13,6 +13,7 @@ use torpor_api::reasons::hibernated::SAVE_FAILED;
 use torpor_tests::case::{Case, case, condition, uid};
 use torpor_tests::fullness::FullDisk;
 use torpor_tests::pods::{COUNT, annotated, mounts, pod, shell, shell_pod, with};
+use torpor_tests::sandboxes::sandbox;
 use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
 
 /// A counting Pod that sleeps, the number that it had reached, and its image.
@@ -247,6 +248,30 @@ async fn a_full_disk_fails_the_save_and_the_sandbox_runs_on() -> anyhow::Result<
         case.asleep("p").await?;
         case.node.image_of(&case.namespace, &uid(&pod))?;
         wakes_as_it_was(case, first).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_save_that_failed_is_tried_again_until_the_sandbox_is_suspended() -> anyhow::Result<()> {
+    case("retried", async |case| {
+        let counting = json!({ "containers": [shell("a", COUNT)] });
+        case.create(sandbox("s", counting)).await?;
+        case.sandbox_ready("s").await?;
+        let before = case.counted("s").await?;
+        let dir = case.node.images_dir(&case.namespace);
+        fs::DirBuilder::new().mode(0o700).create(&dir)?;
+        let disk = FullDisk::over(dir, 64 << 10)?;
+        case.set_mode("s", "Suspended").await?;
+        case.sandbox_says("s", "Hibernated", "False", "SaveFailed")
+            .await?;
+        assert!(case.counted("s").await? >= before, "meanwhile it runs");
+        drop(disk);
+        case.sandbox_says("s", "Suspended", "True", "PodTerminated")
+            .await?;
+        case.resume("s").await?;
+        assert!(case.counted("s").await? >= before);
+        Ok(())
     })
     .await
 }

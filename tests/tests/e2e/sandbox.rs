@@ -195,29 +195,6 @@ async fn a_suspension_that_is_taken_back_in_time_keeps_the_pod() -> anyhow::Resu
 }
 
 #[tokio::test]
-async fn a_save_that_failed_is_tried_again_until_the_sandbox_is_suspended() -> anyhow::Result<()> {
-    case("retried", async |case| {
-        case.create(counting()).await?;
-        case.sandbox_ready("s").await?;
-        let before = counted(case).await?;
-        let dir = case.node.images_dir(&case.namespace);
-        fs::DirBuilder::new().mode(0o700).create(&dir)?;
-        let disk = FullDisk::over(dir, 64 << 10)?;
-        case.set_mode("s", "Suspended").await?;
-        case.sandbox_says("s", "Hibernated", "False", "SaveFailed")
-            .await?;
-        assert!(counted(case).await? >= before, "meanwhile it runs");
-        drop(disk);
-        case.sandbox_says("s", "Suspended", "True", "PodTerminated")
-            .await?;
-        case.resume("s").await?;
-        assert!(counted(case).await? >= before);
-        Ok(())
-    })
-    .await
-}
-
-#[tokio::test]
 async fn a_sandbox_hibernates_in_place_on_request_and_stays_ready() -> anyhow::Result<()> {
     case("inplace", async |case| {
         case.create(counting()).await?;
