@@ -21,8 +21,8 @@ cleanup() {
 	[ -z "$SWAP" ] || { swapoff "$SWAP" && rm -f "$SWAP"; }
 }
 trap cleanup EXIT
-if [ "$(wc -l </proc/swaps)" -le 1 ]; then
-	most=$((WOKEN > ASLEEP ? WOKEN : ASLEEP))
+most=$((WOKEN > ASLEEP ? WOKEN : ASLEEP))
+if [ "$(awk '$1 == "SwapFree:" { print $2 }' /proc/meminfo)" -lt $(((most * 60 + 512) * 1024)) ]; then
 	SWAP=$(mktemp /var/tmp/torpor-bench-swap-XXXXXX)
 	fallocate -l $((most * 60 + 512))M "$SWAP"
 	mkswap -q "$SWAP" >/dev/null
