@@ -21,10 +21,10 @@ cleanup() {
 	[ -z "$SWAP" ] || { swapoff "$SWAP" && rm -f "$SWAP"; }
 }
 trap cleanup EXIT
-most=$((WOKEN > ASLEEP ? WOKEN : ASLEEP))
-if [ "$(awk '$1 == "SwapFree:" { print $2 }' /proc/meminfo)" -lt $(((most * 60 + 512) * 1024)) ]; then
+swap_mb=$(((WOKEN > ASLEEP ? WOKEN : ASLEEP) * 60 + 512))
+if [ "$(awk '$1 == "SwapFree:" { print $2 }' /proc/meminfo)" -lt $((swap_mb * 1024)) ]; then
 	SWAP=$(mktemp /var/tmp/torpor-bench-swap-XXXXXX)
-	fallocate -l $((most * 60 + 512))M "$SWAP"
+	fallocate -l "${swap_mb}M" "$SWAP"
 	mkswap -q "$SWAP" >/dev/null
 	swapon "$SWAP"
 fi

@@ -81,8 +81,8 @@ go_checks() {
 
 # Crates whose tests leave the machine alone: no mounts, network namespaces, cgroups.
 QUIET=api,cli,controller,node-agent/core,router
-# The end-to-end tests need a cluster and are a test target of their own crate. All are built as
-# one, also where only some of them are run: another selection of crates would be another set of features, and another build.
+# The end-to-end tests need a cluster and are a test target of their own crate. All are built as one, also where only some of them are run:
+# another selection of crates would be another set of features, and another build.
 unit_tests() { cargo test --locked --workspace --exclude torpor-tests "$@"; }
 library_tests() { cargo test --locked -p torpor-tests --lib "$@"; }
 tests_of() { unit_tests --config "target.'cfg(all())'.runner=['$REPO_ROOT/hack/tests-of', '$1']"; }
@@ -92,14 +92,11 @@ other_unit_tests() {
 	library_tests
 }
 all_unit_tests() {
-	unit_tests
-	library_tests
+	unit_tests "$@"
+	library_tests "$@"
 }
 # What runs beside something that waits is built before, so that only its tests take processors.
-build_unit_tests() {
-	unit_tests --no-run
-	library_tests --no-run
-}
+build_unit_tests() { all_unit_tests --no-run; }
 
 # beside NAME COMMAND…: runs it while something else goes on. Its words come when it is waited for (ended NAME).
 beside() {

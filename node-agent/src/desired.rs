@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use k8s_openapi::api::core::v1::{Container, LifecycleHandler, Pod, Probe};
+use k8s_openapi::api::core::v1::{Container, LifecycleHandler, Pod, PodCondition, Probe};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt;
 use torpor_api::snapshot::{SandboxSnapshot, SnapshotReason as ApiReason};
@@ -133,18 +133,15 @@ pub(crate) fn desired(
         keep_last_image: pod.is_some_and(goes_back),
         wake_up: pod.and_then(wake_up),
         snapshots,
-        told: pod.is_some_and(is_told_of),
+        told: pod.is_some_and(|pod| condition(pod, conditions::POD_HIBERNATED).is_some()),
         containers: pod.map(to_run).unwrap_or_default(),
     }
 }
 
-fn is_told_of(pod: &Pod) -> bool {
-    let status = pod.status.as_ref();
-    let conditions = status.and_then(|status| status.conditions.as_ref());
-    conditions
-        .into_iter()
-        .flatten()
-        .any(|condition| condition.type_ == conditions::POD_HIBERNATED)
+/// What the Pod says of itself under this type.
+pub(crate) fn condition<'a>(pod: &'a Pod, kind: &str) -> Option<&'a PodCondition> {
+    let conditions = pod.status.as_ref()?.conditions.as_ref()?;
+    conditions.iter().find(|condition| condition.type_ == kind)
 }
 
 /// The containers that run, or that the kubelet is going to start again: all but those that have ended and are left so.

@@ -19,6 +19,8 @@ use torpor_api::snapshot::{self, SandboxSnapshot, SandboxSnapshotStatus};
 use torpor_core::status::{ConditionDraft, SnapshotDraft, SnapshotState, StatusDraft};
 use torpor_snapshots::Manifest;
 
+use crate::desired::condition;
+
 /// A call to the apiserver that takes longer is not waited for: its effect will be seen, or it is made again.
 pub(crate) const API_LIMIT: Duration = Duration::from_secs(20);
 
@@ -232,14 +234,7 @@ pub(crate) struct SavedImage {
 
 fn changed_condition(pod: &Pod, kind: &str, draft: &ConditionDraft) -> Option<PodCondition> {
     let status = draft.status.to_string();
-    let held = pod
-        .status
-        .as_ref()
-        .and_then(|status| status.conditions.as_deref());
-    let held = held
-        .unwrap_or_default()
-        .iter()
-        .find(|condition| condition.type_ == kind);
+    let held = condition(pod, kind);
     let same = held.is_some_and(|held| {
         held.status == status
             && held.reason.as_deref() == Some(draft.reason.as_str())

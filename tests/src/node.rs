@@ -61,6 +61,12 @@ impl Node {
         Ok(self.records.state(&self.sandbox_of(uid)?.sandbox)?)
     }
 
+    /// Whether its sandbox dozes with its memory pushed out.
+    pub fn dozes(&self, uid: &str) -> anyhow::Result<bool> {
+        let note = self.records.doze(&self.sandbox_of(uid)?.sandbox)?;
+        Ok(note.is_some_and(|note| note.reclaimed))
+    }
+
     /// The record of a container by its name in the Pod ([`PAUSE`] for the pause container).
     pub fn container(&self, uid: &str, name: &str) -> anyhow::Result<ContainerRecord> {
         let sandbox = self.sandbox_of(uid)?.sandbox;

@@ -276,16 +276,24 @@ impl Keeper<'_> {
         if doze::rouse_at_once(self.node, &self.record.sandbox).is_ok_and(|roused| roused) {
             return self.release();
         }
-        let spawned = spawn("torpor-wake", "wake", self.record.sandbox.as_str());
-        match (spawned, &mut self.watch) {
-            (Ok(child), _) => self.children.add(Purpose::Rouse, child),
-            (Err(error), Some(watch)) => {
-                eprintln!(
-                    "torpor-oci: {cause:?} wants the sandbox, which cannot be woken: {error}"
-                );
-                watch.wake_failed();
+        if !self.begin_wake(format_args!("{cause:?}"))
+            && let Some(watch) = &mut self.watch
+        {
+            watch.wake_failed();
+        }
+    }
+
+    /// Starts the program that wakes the sandbox; answers whether it runs. `who` wants it, in words.
+    fn begin_wake(&mut self, who: std::fmt::Arguments<'_>) -> bool {
+        match spawn("torpor-wake", "wake", self.record.sandbox.as_str()) {
+            Ok(child) => {
+                self.children.add(Purpose::Rouse, child);
+                true
             }
-            (Err(_), None) => {}
+            Err(error) => {
+                eprintln!("torpor-oci: {who} wants the sandbox, which cannot be woken: {error}");
+                false
+            }
         }
     }
 
@@ -387,16 +395,9 @@ impl Keeper<'_> {
         doze.is_ok_and(|doze| doze.is_some())
     }
 
-    /// A client of `attach` has typed something into a sandbox that sleeps.
+    /// A client of `attach` has typed something into a sandbox that sleeps. It stays where it is, and the next look finds it again.
     fn typed(&mut self) {
-        match spawn("torpor-wake", "wake", self.record.sandbox.as_str()) {
-            Ok(child) => self.children.add(Purpose::Rouse, child),
-            Err(error) => {
-                eprintln!(
-                    "torpor-oci: an attached client wants the sandbox, which cannot be woken: {error}"
-                );
-            }
-        }
+        self.begin_wake(format_args!("an attached client"));
     }
 
     /// A sandbox that is asleep is not dead. Whoever puts it to sleep says so before its processes end.

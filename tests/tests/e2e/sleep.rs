@@ -284,6 +284,19 @@ async fn a_pod_that_dies_while_it_dozes_comes_back_with_its_memory_and_one_that_
     .await
 }
 
+/// Whoever answers has the memory that the first start made: never another one's.
+async fn goes_on_with(case: &Case, kept: &str) -> anyhow::Result<()> {
+    wait::until("it goes on with its memory", START_LIMIT, async || {
+        let found = case.kubectl.sh("p", "a", "cat /mem").await;
+        anyhow::ensure!(
+            found.as_ref().map_or(true, |found| found == kept),
+            "{found:?}, not {kept}"
+        );
+        wait::holds(found.is_ok(), || format!("{found:?}"))
+    })
+    .await
+}
+
 #[tokio::test]
 async fn memory_survives_the_death_of_a_keeper_of_a_dozing_pod() -> anyhow::Result<()> {
     let _swap = Swap::on()?;
@@ -296,12 +309,7 @@ async fn memory_survives_the_death_of_a_keeper_of_a_dozing_pod() -> anyhow::Resu
         let restarted = |pod: &Pod| restarts(pod) > 0;
         case.pod_until("p", "the kubelet noticed", START_LIMIT, restarted)
             .await?;
-        wait::until("it goes on with its memory", START_LIMIT, async || {
-            let found = case.kubectl.sh("p", "a", "cat /mem").await;
-            anyhow::ensure!(found.as_ref().map_or(true, |found| *found == kept), "{found:?}, not {kept}");
-            wait::holds(found.is_ok(), || format!("{found:?}"))
-        })
-        .await
+        goes_on_with(case, &kept).await
     })
     .await
 }
@@ -334,12 +342,7 @@ async fn a_wake_right_after_a_keepers_death_does_not_let_a_dozing_pod_run_withou
         shim.go_on()?;
         pause.go_on()?;
         asked?;
-        wait::until("it goes on with its memory", START_LIMIT, async || {
-            let found = case.kubectl.sh("p", "a", "cat /mem").await;
-            anyhow::ensure!(found.as_ref().map_or(true, |found| *found == kept), "{found:?}, not {kept}");
-            wait::holds(found.is_ok(), || format!("{found:?}"))
-        })
-        .await
+        goes_on_with(case, &kept).await
     })
     .await
 }

@@ -117,6 +117,16 @@ fn woken_once(case: &Case, uid: &str, asleep: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Asleep, with more than so many entries in its ledger: it has been awake.
+async fn sleeps_again(case: &Case, uid: &str, entries: u64) -> anyhow::Result<Pod> {
+    let asleep = |pod: &Pod| {
+        let told = condition(pod, POD_HIBERNATED).0 == "True";
+        told && case.node.ledger_seq(uid).is_ok_and(|now| now > entries)
+    };
+    case.pod_until("p", "it has woken and sleeps again", LIMIT, asleep)
+        .await
+}
+
 #[tokio::test]
 async fn a_port_scan_wakes_a_pod_once_and_who_gives_up_leaves_it_whole() -> anyhow::Result<()> {
     case("scan", async |case| {
@@ -138,24 +148,13 @@ async fn a_port_scan_wakes_a_pod_once_and_who_gives_up_leaves_it_whole() -> anyh
         after.goes_on_from(&before)?;
         woken_once(case, &uid, asleep)?;
         // Its wish stands: it sleeps again when nobody speaks to it.
-        let asleep_again = |pod: &Pod| {
-            let told = condition(pod, POD_HIBERNATED).0 == "True";
-            told && case.node.ledger_seq(&uid).is_ok_and(|now| now > asleep + 3)
-        };
-        case.pod_until("p", "it sleeps again", LIMIT, asleep_again)
-            .await?;
+        sleeps_again(case, &uid, asleep + 3).await?;
         let asleep = case.node.ledger_seq(&uid)?;
         // Gone before anybody can have answered.
         let gives_up = tokio::net::TcpStream::connect((address.as_str(), witness::PORT));
         let gave_up = tokio::time::timeout(Duration::from_millis(1), gives_up).await;
         anyhow::ensure!(gave_up.is_err(), "{gave_up:?}");
-        let asleep_again = |pod: &Pod| {
-            let told = condition(pod, POD_HIBERNATED).0 == "True";
-            told && case.node.ledger_seq(&uid).is_ok_and(|now| now > asleep + 3)
-        };
-        let slept = case
-            .pod_until("p", "it has woken and sleeps again", LIMIT, asleep_again)
-            .await?;
+        let slept = sleeps_again(case, &uid, asleep + 3).await?;
         assert_eq!(restarts(&slept), 0);
         let after = Connection::open(&pod).await?.ask().await?;
         after.goes_on_from(&before)
@@ -207,15 +206,7 @@ async fn a_pod_is_woken_by_the_packets_that_were_named_and_silent_to_all_others(
         let answer = Connection::open(&pod).await?.ask().await?;
         answer.goes_on_from(&before)?;
         // It falls asleep again, and from now on goes by something else.
-        let asleep = |pod: &Pod| {
-            condition(pod, POD_HIBERNATED).0 == "True"
-                && case
-                    .node
-                    .ledger_seq(&uid)
-                    .is_ok_and(|entries| entries > asleep + 2)
-        };
-        case.pod_until("p", "it sleeps again", LIMIT, asleep)
-            .await?;
+        sleeps_again(case, &uid, asleep + 2).await?;
         case.annotate("p", WAKE_ON, Some("udp")).await?;
         wait::until("a datagram wakes it", LIMIT, async || {
             let asked = tokio::time::timeout(soon, witness::ask_by_datagram(&pod)).await;
@@ -330,11 +321,8 @@ async fn probes_neither_wake_a_dozing_pod_nor_fail() -> anyhow::Result<()> {
         let idle = json!({ "metadata": { "annotations": { DOZE_AFTER: "3s" } } });
         let pod = case.start(with(probed_pod(), idle)).await?;
         let before = witness::ask(&pod).await?;
-        let sandbox = case.node.sandbox_of(&uid(&pod))?.sandbox;
-        let dozes = || {
-            let note = case.node.records.doze(&sandbox)?;
-            Ok(note.is_some_and(|note| note.reclaimed))
-        };
+        let uid = uid(&pod);
+        let dozes = || case.node.dozes(&uid);
         wait::until("it dozes", LIMIT, async || {
             wait::holds(dozes()?, || "awake".to_owned())
         })
@@ -349,10 +337,7 @@ async fn probes_neither_wake_a_dozing_pod_nor_fail() -> anyhow::Result<()> {
 #[tokio::test]
 async fn a_connection_is_answered_when_it_is_its_sandbox_turn_to_wake() -> anyhow::Result<()> {
     case("turn", async |case| {
-        let container = witness::container(5, &[]);
-        let pod = case
-            .start(pod("p", json!({ "containers": [container] })))
-            .await?;
+        let pod = case.start(witness_pod()).await?;
         let before = witness::ask(&pod).await?;
         let uid = uid(&case.hibernate("p").await?);
         let limit = case.node.config.wakes_at_once;

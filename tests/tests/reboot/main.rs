@@ -54,12 +54,8 @@ async fn answers(case: &Case, name: &str) -> anyhow::Result<State> {
 }
 
 async fn dozes(case: &Case, pod: &Pod) -> anyhow::Result<()> {
-    let sandbox = case.node.sandbox_of(&uid(pod))?.sandbox;
     wait::until("it dozes", COMEBACK_LIMIT, async || {
-        let note = case.node.records.doze(&sandbox)?;
-        wait::holds(note.is_some_and(|note| note.reclaimed), || {
-            format!("{note:?}")
-        })
+        wait::holds(case.node.dozes(&uid(pod))?, || "awake".to_owned())
     })
     .await
 }
