@@ -143,6 +143,12 @@ class Pod:
                 return int(open(path).read()) / 1e9
         return int(open(f"/sys/fs/cgroup/{self.cgroup}/cpu.stat").readline().split()[1]) / 1e6
 
+    def stages(self):
+        """How long each stage of the last wake took, in milliseconds."""
+        ends = {"began": 0} | self.note("wake.json")["stagesEndMicros"]
+        names = sorted(ends, key=ends.get)
+        return {after: (ends[after] - ends[before]) / 1000 for before, after in zip(names, names[1:])}
+
     def dozes(self):
         return self.note("doze.json").get("reclaimed", False)
 
@@ -168,10 +174,17 @@ def asleep(annotation, condition):
     time.sleep(2)
 
 
-def woken(times, group, wake):
+def woken(times, group, wake, stages=None):
     for pod in group:
         times.append(wake(pod))
         time.sleep(0.3)
+    if stages is not None:
+        stages += [pod.stages() for pod in group]
+
+
+def say_stages(words, stages):
+    middle = lambda name: sorted(one.get(name, 0.0) for one in stages)[len(stages) // 2]
+    print(f"    stages of {words}, p50 in ms:", ", ".join(f"{name} {middle(name):.1f}" for name in stages[0]), flush=True)
 
 
 touch = lambda pod: pod.exchange(b"touch")
@@ -186,6 +199,7 @@ say("exec, awake", base_exec, base_exec)
 
 memory = sum(pod.memory() for pod in smalls) / len(smalls)
 dozing, dozing_large, dozing_exec, hibernated, hibernated_large, hibernated_exec = [], [], [], [], [], []
+stages_dozing, stages_hibernated = [], []
 for turn in range(rounds):
     asleep("torpor.dev/doze-after=1s", Pod.dozes)
     if turn == 0:
@@ -194,20 +208,21 @@ for turn in range(rounds):
         time.sleep(seconds)
         share = (sum(pod.cpu() for pod in smalls) - cpu) / seconds / len(smalls) * 100
         print(f"dozing, small: {left:.1f} MiB of {memory:.1f} ({left / memory:.2f} x), {share:.3f} % of a processor over {seconds} s", flush=True)
-    woken(dozing, smalls, Pod.exchange)
+    woken(dozing, smalls, Pod.exchange, stages_dozing)
     woken(dozing_large, larges, touch)
     woken(dozing_exec, execs, Pod.exec)
     kubectl("annotate", "pod", "--all", "torpor.dev/doze-after-")
     asleep("torpor.dev/hibernate=true", Pod.hibernates)
-    woken(hibernated, smalls, Pod.exchange)
+    woken(hibernated, smalls, Pod.exchange, stages_hibernated)
     woken(hibernated_large, larges, touch)
     woken(hibernated_exec, execs, Pod.exec)
     kubectl("annotate", "pod", "--all", "torpor.dev/hibernate-")
 say("dozing, first packet to first byte, small", dozing, base)
+say_stages("it", stages_dozing)
 say("dozing, the same, 100 MB of which 5 are touched", dozing_large, base_large)
 say("dozing, exec", dozing_exec, base_exec)
 say("hibernated, first packet to first byte, small", hibernated, base)
+say_stages("it", stages_hibernated)
 say("hibernated, the same, 100 MB of which 5 are touched", hibernated_large, hibernated)
 say("hibernated, exec", hibernated_exec, base_exec)
-print("    last wake, stages (us since its begin):", json.dumps(smalls[-1].note("wake.json").get("stagesEndMicros")))
 P

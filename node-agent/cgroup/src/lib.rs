@@ -343,14 +343,16 @@ impl Quota {
 
 /// Bytes of file cache that nobody used lately, of the cgroup and those below it, from `memory.stat` of v1 or v2.
 fn idle_cache(stat: &str) -> u64 {
-    let value = |key: &str| {
-        stat.lines()
-            .find_map(|line| line.strip_prefix(key)?.strip_prefix(' ')?.parse().ok())
-    };
     // v1's `inactive_file` is the cgroup's own alone.
-    value("total_inactive_file")
-        .or_else(|| value("inactive_file"))
+    counted(stat, "total_inactive_file")
+        .or_else(|| counted(stat, "inactive_file"))
         .unwrap_or(0)
+}
+
+/// One number of `memory.stat`.
+fn counted(stat: &str, key: &str) -> Option<u64> {
+    stat.lines()
+        .find_map(|line| line.strip_prefix(key)?.strip_prefix(' ')?.parse().ok())
 }
 
 /// How "no limit" is written in place of `value`: on v1 a number, on v2 `max` and the period.

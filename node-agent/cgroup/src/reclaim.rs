@@ -10,15 +10,78 @@
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::{self as cgroup, Hierarchies, MemoryGroup, write};
+use crate::{self as cgroup, Hierarchies, MemoryGroup, counted, write};
 
-/// Each frees what the kernel finds in one go: the first makes pages old that were used a moment ago, the next takes them.
-const MOST_ROUNDS: u32 = 8;
-/// A round that frees less than this was the last one.
-const WORTH_ANOTHER: u64 = 1 << 20;
+/// Rounds of reclaim. The kernel ends each at the first look that frees no page, which says little: such a look has often made pages old
+/// that the next one takes, 32 at a time, and where the cgroup holds a page of a file that is being written, the kernel looks at files alone.
+#[derive(Debug)]
+struct Rounds {
+    left: u32,
+    patience: u32,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Round {
+    AtOnce,
+    /// Nothing can be waited for: the kernel does not tell when it has written.
+    After(Duration),
+    Enough,
+}
+
+impl Rounds {
+    const MOST: u32 = 64;
+    const PATIENCE: u32 = 8;
+    /// Less than this is not worth a wait.
+    const WORTH: u64 = 1 << 20;
+    /// Of 4096 bytes; what one look makes old.
+    const PAGES: u64 = 32;
+
+    fn begin() -> Self {
+        Self {
+            left: Self::MOST,
+            patience: Self::PATIENCE,
+        }
+    }
+
+    /// What follows a round that freed so many bytes; `left`: bytes that the kernel could still push out.
+    fn next(&mut self, freed: u64, left: u64) -> Round {
+        self.left -= 1;
+        if self.left == 0 || left < Self::WORTH {
+            return Round::Enough;
+        }
+        if freed >= Self::PAGES * 4096 / 2 {
+            return Round::AtOnce;
+        }
+        self.patience -= 1;
+        match self.patience {
+            0 => Round::Enough,
+            _ => Round::After(Duration::from_millis(5)),
+        }
+    }
+
+    /// Waits, if that is what follows. Whether there is another round.
+    fn go_on(&mut self, group: &Path, freed: u64) -> bool {
+        match self.next(freed, swappable(group)) {
+            Round::AtOnce => true,
+            Round::After(pause) => {
+                std::thread::sleep(pause);
+                true
+            }
+            Round::Enough => false,
+        }
+    }
+}
+
+/// Bytes of the cgroup that are in main memory and could be in swap; nothing where the kernel does not say.
+fn swappable(group: &Path) -> u64 {
+    let stat = std::fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
+    let lists = ["active_anon", "inactive_anon"];
+    lists.iter().filter_map(|key| counted(&stat, key)).sum()
+}
 
 /// Why memory could not be pushed out.
 #[derive(Debug, thiserror::Error)]
@@ -81,10 +144,16 @@ pub fn reclaim(
     }
 }
 
-/// Asks for a limit that cannot be: the kernel pushes out what it can before it refuses. Answers how many bytes are left. One round makes pages old that were used a moment ago, the next takes them.
-fn push_out(usage: &Path, limit: &Path, limited: u64, bytes: u64) -> Result<u64, Error> {
+/// Of v1.
+const USAGE: &str = "memory.usage_in_bytes";
+const LIMIT: &str = "memory.limit_in_bytes";
+
+/// Asks for a limit that cannot be: the kernel pushes out what it can before it refuses. Answers how many bytes are left.
+fn push_out(group: &Path, limited: u64, bytes: u64) -> Result<u64, Error> {
+    let limit = &group.join(LIMIT);
     let mut left = bytes;
-    for _ in 0..MOST_ROUNDS {
+    let mut rounds = Rounds::begin();
+    loop {
         match write(limit, "4096") {
             Err(error) if refused_with(&error, ErrorKind::ResourceBusy) => {}
             // Nothing is in it.
@@ -97,24 +166,21 @@ fn push_out(usage: &Path, limit: &Path, limited: u64, bytes: u64) -> Result<u64,
             }
         }
         let before = left;
-        left = number(usage)?;
-        if before.saturating_sub(left) < WORTH_ANOTHER {
-            break;
+        left = number(&group.join(USAGE))?;
+        if !rounds.go_on(group, before.saturating_sub(left)) {
+            return Ok(left);
         }
     }
-    Ok(left)
 }
 
 fn reclaim_v1(group: &Path, whose: Whose) -> Result<Reclaimed, Error> {
-    let usage = group.join("memory.usage_in_bytes");
-    let bytes_before = number(&usage)?;
-    let limit = group.join("memory.limit_in_bytes");
-    let limited = number(&limit)?;
+    let bytes_before = number(&group.join(USAGE))?;
+    let limited = number(&group.join(LIMIT))?;
     // What it inherited may say that nothing is swapped.
     let swappiness = group.join("memory.swappiness");
     let was = number(&swappiness)?;
     write(&swappiness, "100")?;
-    let asked = push_out(&usage, &limit, limited, bytes_before);
+    let asked = push_out(group, limited, bytes_before);
     if whose == Whose::Others {
         write(&swappiness, &was.to_string())?;
     }
@@ -128,7 +194,8 @@ fn reclaim_v2(group: &Path) -> Result<Reclaimed, Error> {
     let usage = group.join("memory.current");
     let bytes_before = number(&usage)?;
     let mut left = bytes_before;
-    for _ in 0..MOST_ROUNDS {
+    let mut rounds = Rounds::begin();
+    loop {
         let path = group.join("memory.reclaim");
         let asked = write(&path, &left.to_string());
         let before = left;
@@ -139,7 +206,7 @@ fn reclaim_v2(group: &Path) -> Result<Reclaimed, Error> {
             Ok(()) => {}
             Err(source) => return Err(Error::Refused { path, source }),
         }
-        if before.saturating_sub(left) < WORTH_ANOTHER {
+        if !rounds.go_on(group, before.saturating_sub(left)) {
             break;
         }
     }
@@ -181,6 +248,46 @@ fn number(path: &Path) -> Result<u64, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Rounds and pauses until it is enough, of bytes freed and bytes left after each round.
+    fn rounds_of(seen: impl IntoIterator<Item = (u64, u64)>) -> (usize, usize) {
+        let mut rounds = Rounds::begin();
+        let (mut done, mut pauses) = (0, 0);
+        for (freed, left) in seen {
+            done += 1;
+            match rounds.next(freed, left) {
+                Round::AtOnce => {}
+                Round::After(_) => pauses += 1,
+                Round::Enough => break,
+            }
+        }
+        (done, pauses)
+    }
+
+    #[test]
+    fn what_could_go_is_waited_for_and_not_for_ever() {
+        const MIB: u64 = 1 << 20;
+        // A Python program of 28 MB that had just been saved: 32 pages at a time, then none, and a moment later all of them.
+        let few = (128 << 10, 5 * MIB);
+        let shown = [(20 * MIB, 6 * MIB), few, few, (0, 5 * MIB), (5 * MIB, 0)];
+        assert_eq!(rounds_of(shown), (5, 1));
+        assert_eq!(rounds_of([(0, MIB / 2)]), (1, 0), "nothing is left");
+        let stuck = std::iter::repeat((0, 9 * MIB));
+        let patience = Rounds::PATIENCE as usize;
+        assert_eq!(rounds_of(stuck), (patience, patience - 1));
+        let endless = std::iter::repeat((MIB, 9 * MIB));
+        assert_eq!(rounds_of(endless), (Rounds::MOST as usize, 0));
+    }
+
+    #[test]
+    fn what_could_be_in_swap_is_not_what_is_of_files() {
+        let dir = tempfile::tempdir().expect("a directory");
+        assert_eq!(swappable(dir.path()), 0, "nobody says");
+        let stat =
+            "anon 9\ninactive_anon 100\nactive_anon 20\ninactive_file 7\ntotal_active_anon 5\n";
+        std::fs::write(dir.path().join("memory.stat"), stat).expect("written");
+        assert_eq!(swappable(dir.path()), 120);
+    }
 
     fn v2_tree() -> (tempfile::TempDir, Hierarchies) {
         let root = tempfile::tempdir().expect("a directory");

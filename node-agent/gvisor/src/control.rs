@@ -5,7 +5,7 @@
 //! pkg/urpc and runsc/boot/controller.go). The protocol is internal to a runsc build: we ship that build, name its
 //! digest in every image, and the e2e tests run against it. A call costs 0.1–0.5 ms where the command costs 16.
 
-use std::io::{ErrorKind, IoSlice, Read, Write};
+use std::io::{BufReader, ErrorKind, IoSlice, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -164,7 +164,8 @@ impl Control {
     }
 
     fn receive<T: DeserializeOwned>(&mut self, method: &'static str) -> Result<T, Error> {
-        let limited = (&mut self.stream).take(MAX_ANSWER);
+        // One call at a time: nothing comes after its answer. Without a buffer each byte would be a call of the kernel's.
+        let limited = BufReader::new((&mut self.stream).take(MAX_ANSWER));
         let mut values = serde_json::Deserializer::from_reader(limited).into_iter::<Answer>();
         let answer = match values.next() {
             Some(Ok(answer)) => answer,

@@ -16,6 +16,7 @@
 //! pods/<sandbox id>/probes.json     what the kubelet probes, as the agent has read it from the Pod ([`Probes`])
 //! pods/<sandbox id>/probing         locked (shared) by every process that a probe runs in the sandbox
 //! pods/<sandbox id>/called          when an exec or a signal last woke the sandbox: the time of the file
+//! pods/<sandbox id>/containers/     the names of its containers, an empty file each ([`Records::containers_of`])
 //! reports/<pod UID>.json            how the last restore of this Pod ended ([`RestoreReport`])
 //! containers/<id>/container.json    the container, written once
 //! containers/<id>/config.json       its OCI spec as runsc gets it: the directory is runsc's bundle
@@ -43,6 +44,7 @@ use crate::process;
 use crate::spec::{Role, SandboxVolume};
 use torpor_cgroup::Quota;
 
+mod members;
 mod notes;
 mod reports;
 
@@ -238,11 +240,6 @@ impl Records {
         self.containers.join(container.as_str())
     }
 
-    /// Makes a pod's directory.
-    pub fn create_pod_dir(&self, sandbox: &SandboxId) -> Result<(), Error> {
-        make_dir(&self.pod_dir(sandbox))
-    }
-
     /// Makes a container's directory.
     pub fn create_container_dir(&self, container: &ContainerId) -> Result<(), Error> {
         make_dir(&self.container_dir(container))
@@ -306,13 +303,6 @@ impl Records {
 
     pub fn state(&self, sandbox: &SandboxId) -> Result<SandboxState, Error> {
         read_json(&self.pod_dir(sandbox).join("state.json"))
-    }
-
-    pub fn write_container(&self, container: &ContainerRecord) -> Result<(), Error> {
-        write_json(
-            &self.container_dir(&container.id).join("container.json"),
-            container,
-        )
     }
 
     pub fn container(&self, container: &ContainerId) -> Result<ContainerRecord, Error> {
@@ -459,26 +449,6 @@ impl Records {
             .into_iter()
             .filter_map(|name| SandboxId::try_from(name).ok());
         Ok(ids.filter_map(|id| self.pod(&id).ok()).collect())
-    }
-
-    /// The containers of a pod, the pause container first, then by name.
-    pub fn containers_of(&self, sandbox: &SandboxId) -> Result<Vec<ContainerRecord>, Error> {
-        let mut found: Vec<ContainerRecord> = list(&self.containers)?
-            .into_iter()
-            .filter_map(|name| ContainerId::try_from(name).ok())
-            .filter_map(|id| self.container(&id).ok())
-            .filter(|record| record.sandbox == *sandbox)
-            .collect();
-        found.sort_by(|a, b| {
-            let key = |c: &ContainerRecord| (c.role == Role::Container, c.name.clone());
-            key(a).cmp(&key(b))
-        });
-        Ok(found)
-    }
-
-    /// Forgets a container.
-    pub fn remove_container(&self, container: &ContainerId) -> Result<(), Error> {
-        remove_dir(&self.container_dir(container))
     }
 
     /// Forgets a pod.

@@ -49,11 +49,11 @@ pub(crate) fn wake(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Answer> {
 
 /// Resumes the sandbox if it dozes; answers whether it did. The caller holds the lock.
 pub(crate) fn rouse(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<bool> {
+    let mut stages = Stages::new();
     if is_broken(node, sandbox)? && restore::sleep_on(node, sandbox)? {
         restore::wake_locked(node, sandbox, cause)?;
         return Ok(true);
     }
-    let mut stages = Stages::new();
     if !resume(node, sandbox, &mut stages)? {
         return Ok(false);
     }
@@ -72,10 +72,10 @@ pub(crate) fn rouse_at_once(node: &Node, sandbox: &SandboxId) -> anyhow::Result<
     let Some(_lock) = node.records.try_lock(sandbox)? else {
         return Ok(false);
     };
+    let mut stages = Stages::new();
     if is_broken(node, sandbox)? {
         return Ok(false);
     }
-    let mut stages = Stages::new();
     let resumed = resume(node, sandbox, &mut stages)?;
     if resumed {
         node.records

@@ -163,7 +163,11 @@ fn read_record<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, Error> 
         source,
     };
     let file = std::fs::File::open(path).map_err(record)?;
-    serde_json::from_reader(file.take(MAX_RECORD)).map_err(|error| record(error.into()))
+    let mut bytes = Vec::new();
+    file.take(MAX_RECORD)
+        .read_to_end(&mut bytes)
+        .map_err(record)?;
+    serde_json::from_slice(&bytes).map_err(|error| record(error.into()))
 }
 
 #[cfg(test)]
