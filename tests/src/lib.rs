@@ -5,6 +5,7 @@
 //! about processes, cgroups, mounts and files is looked up there and not asked for through the API.
 
 pub mod agent;
+pub mod attached;
 pub mod case;
 pub mod chaos;
 pub mod cluster;

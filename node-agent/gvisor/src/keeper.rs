@@ -59,6 +59,8 @@ pub enum Request {
     Hold(Rules),
     /// The sandbox stands still with its memory: as for [`Request::Hold`], and it sleeps from now on.
     Watch(Rules),
+    /// The sandbox stands still because it was idle, and reads nothing: wake it for what is written to the container's standard input.
+    Doze,
     /// Other rules for what is held and wakes, if anything is.
     Rules(Rules),
     /// The sandbox was not put to sleep after all.

@@ -131,6 +131,10 @@ impl Keeper<'_> {
             self.follow(next);
         }
         self.look_at_sandbox(&ended);
+        // Who woke it from a doze may not have told.
+        if ended.contains(&Purpose::Rouse) && self.waiting.is_some() && !self.dozes() {
+            self.typing.woke();
+        }
         if ready.quiet && self.waiting.is_none() && self.children.is_empty() {
             text::give_back();
             self.stirred = false;
@@ -492,6 +496,10 @@ impl Keeper<'_> {
                 answer(&peer, &answered, &[]);
                 let next = self.watch.as_mut().map(Watch::standing);
                 self.follow(next.unwrap_or(Next::Nothing));
+            }
+            Request::Doze => {
+                self.typing.fell_asleep();
+                answer(&peer, &done, &[]);
             }
             Request::Release => {
                 self.release();

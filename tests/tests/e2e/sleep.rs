@@ -9,6 +9,7 @@ use torpor_api::annotations::{DOZE_AFTER, HIBERNATE_AFTER};
 use torpor_api::conditions::POD_HIBERNATED;
 use torpor_api::reasons::hibernated::{AWAKE, DOZING};
 use torpor_gvisor::record::SandboxState;
+use torpor_tests::attached::{self, Attached};
 use torpor_tests::case::{Case, START_LIMIT, case, condition, uid};
 use torpor_tests::node::PAUSE;
 use torpor_tests::pods::{COUNT, mounts, pod, python, shell, with};
@@ -248,6 +249,27 @@ async fn what_is_typed_into_its_terminal_wakes_a_dozing_pod() -> anyhow::Result<
         dozes(case, 12 * MIB).await?;
         terminal.line("echo still-$kept")?;
         terminal.shows("still-first").await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn what_is_written_to_its_input_wakes_a_dozing_pod_without_a_terminal() -> anyhow::Result<()>
+{
+    let _swap = Swap::on()?;
+    case("dozeinput", async |case| {
+        let first = case.start(sleepy(DOZE_AFTER, attached::echoes())).await?;
+        let mut attached = Attached::to(case)?;
+        attached.answers("first").await?;
+        for word in ["second", "third"] {
+            dozes(case, 12 * MIB).await?;
+            attached.answers(word).await?;
+            let awake = |pod: &Pod| condition(pod, POD_HIBERNATED).1 == AWAKE;
+            case.pod_until("p", "it is awake", SLEEP_LIMIT, awake)
+                .await?;
+        }
+        assert_eq!(restarts(&first), restarts(&case.pods().get("p").await?));
+        Ok(())
     })
     .await
 }

@@ -1,15 +1,10 @@
 //! Streams into and out of containers: exec, attach, terminals, cp, port-forward.
 
-use std::time::Duration;
-
 use serde_json::json;
-use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use torpor_tests::case::case;
 use torpor_tests::forward::Forward;
 use torpor_tests::pods::{BUSYBOX, PYTHON, pod, python, shell, shell_pod, with};
-use torpor_tests::sleep::restarts;
 use torpor_tests::terminal::Terminal;
-use torpor_tests::witness::{self, Connection};
 
 const IDLE: &str = "exec sleep 1000000";
 
@@ -80,35 +75,6 @@ async fn attach_reaches_the_shell_of_a_container_with_a_terminal() -> anyhow::Re
         terminal.line("echo still-$kept")?;
         terminal.shows("still-first").await?;
         assert!(case.kubectl.ok(&["logs", "p"]).await?.contains("answer-42"), "logs show the terminal too");
-        Ok(())
-    })
-    .await
-}
-
-#[tokio::test]
-async fn attach_shows_what_a_container_without_a_terminal_prints_and_wakes_it() -> anyhow::Result<()>
-{
-    case("attachout", async |case| {
-        let line = "while read line; do echo got $line; done";
-        let container = with(shell("a", line), json!({ "stdin": true }));
-        case.start(pod("p", json!({ "containers": [container] })))
-            .await?;
-        let mut child = case.kubectl.spawn(&["attach", "-i", "p"], true)?;
-        let (mut stdin, stdout) = (child.stdin.take(), child.stdout.take());
-        if let Some(stdin) = &mut stdin {
-            stdin.write_all(b"a word\n").await?;
-        }
-        let mut lines = BufReader::new(stdout.ok_or_else(|| anyhow::anyhow!("no output"))?).lines();
-        let line = tokio::time::timeout(Duration::from_secs(20), lines.next_line()).await??;
-        assert_eq!(line.as_deref(), Some("got a word"));
-        // What is written to it wakes it.
-        case.hibernate("p").await?;
-        if let Some(stdin) = &mut stdin {
-            stdin.write_all(b"another\n").await?;
-        }
-        let line = tokio::time::timeout(Duration::from_secs(20), lines.next_line()).await??;
-        assert_eq!(line.as_deref(), Some("got another"));
-        assert_eq!(restarts(&case.pods().get("p").await?), 0);
         Ok(())
     })
     .await
@@ -206,48 +172,6 @@ async fn port_forward_to_a_closed_port_says_so() -> anyhow::Result<()> {
         let words = forward.complaint().await?;
         assert!(words.contains("reset by peer"), "{words}");
         Ok(())
-    })
-    .await
-}
-
-fn witness_pod() -> serde_json::Value {
-    pod("p", json!({ "containers": [witness::container(5, &[])] }))
-}
-
-#[tokio::test]
-async fn port_forward_wakes_a_hibernated_sandbox() -> anyhow::Result<()> {
-    case("forwardwake", async |case| {
-        let pod = case.start(witness_pod()).await?;
-        let before = witness::ask(&pod).await?;
-        case.hibernate("p").await?;
-        let forward = Forward::open(&case.kubectl, "p", witness::PORT).await?;
-        let mut connection = Connection::over(forward.connect().await?);
-        connection.ask().await?.goes_on_from(&before)?;
-        assert_eq!(restarts(&case.pods().get("p").await?), 0);
-        Ok(())
-    })
-    .await
-}
-
-#[tokio::test]
-async fn a_pod_with_an_open_port_forward_can_be_hibernated() -> anyhow::Result<()> {
-    case("forwardsave", async |case| {
-        let pod = case.start(witness_pod()).await?;
-        witness::ask(&pod).await?;
-        let forward = Forward::open(&case.kubectl, "p", witness::PORT).await?;
-        let mut connection = Connection::over(forward.connect().await?);
-        let before = connection.ask().await?;
-        case.hibernate("p").await?;
-        // The connection is part of nothing that is kept.
-        connection
-            .ask()
-            .await
-            .expect_err("the connection was ended");
-        let awake = case.wake("p").await?;
-        witness::ask(&awake).await?.goes_on_from(&before)?;
-        let forward = Forward::open(&case.kubectl, "p", witness::PORT).await?;
-        let mut connection = Connection::over(forward.connect().await?);
-        connection.ask().await?.goes_on_from(&before)
     })
     .await
 }
