@@ -1,16 +1,19 @@
 package main
 
 import (
+	"encoding/json"
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 )
 
 func TestANodesPathsPortsAndRangesDifferFromAnothers(t *testing.T) {
 	a, b := node{0}, node{1}
 	pairs := [][2]any{
-		{a.state(), b.state()}, {a.containerdSocket(), b.containerdSocket()}, {a.podCIDR(), b.podCIDR()},
+		{a.state(), b.state()}, {a.containerdSocket(), b.containerdSocket()}, {a.podCIDR(), b.podCIDR()}, {a.podCIDR6(), b.podCIDR6()},
 		{a.podBridge(), b.podBridge()}, {a.address(), b.address()}, {a.kubeletPort(), b.kubeletPort()}, {a.cgroup(), b.cgroup()},
 	}
 	for _, p := range pairs {
@@ -20,6 +23,34 @@ func TestANodesPathsPortsAndRangesDifferFromAnothers(t *testing.T) {
 	}
 	if len(a.podBridge()) > 15 {
 		t.Errorf("%s is too long for the name of a link", a.podBridge())
+	}
+}
+
+func TestPodsGetIPv6UnlessTheMachineWouldLoseItsDefaultRoute(t *testing.T) {
+	const rest = " 00000000000000000000000000000000 00 fd000000000000000000000000000001 00000400 00000001 00000000 %08x     eth0\n"
+	route := func(destination string, flags int) string { return destination + fmt.Sprintf(rest, flags) }
+	const anywhere, link = "00000000000000000000000000000000 00", "fd000000000000000000000000000000 40"
+	for routes, wanted := range map[string]bool{
+		"":                           false,
+		route(link, 0x40001):         false,
+		route(anywhere, 0x3):         false,
+		route(anywhere, 0x40000|0x3): true,
+		route(link, 1) + route(anywhere, 0x450003): true,
+		"cannot be read\n":                         false,
+	} {
+		if got := hasAdvertisedDefaultRoute(routes); got != wanted {
+			t.Errorf("%v of %q", got, routes)
+		}
+	}
+	n := node{0}
+	for _, ipv6 := range []bool{false, true} {
+		var config map[string]any
+		if err := json.Unmarshal([]byte(n.cniConfig(ipv6)), &config); err != nil {
+			t.Error(err)
+		}
+		if got := strings.Contains(n.cniConfig(ipv6), n.podCIDR6()); got != ipv6 {
+			t.Errorf("IPv6 %v: %s", ipv6, n.cniConfig(ipv6))
+		}
 	}
 }
 

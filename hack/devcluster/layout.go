@@ -56,6 +56,7 @@ func (n node) run(p ...string) string {
 }
 func (n node) address() string          { return fmt.Sprintf("10.245.0.%d", n.index+1) }
 func (n node) podCIDR() string          { return fmt.Sprintf("10.246.%d.0/22", n.index*4) } // 1021 Pods
+func (n node) podCIDR6() string         { return fmt.Sprintf("fd74:6f72:706f:%x::/64", n.index) }
 func (n node) podBridge() string        { return fmt.Sprintf("trpcni%d", n.index) }
 func (n node) cgroup() string           { return filepath.Join(cgroupName, n.name()) }
 func (n node) containerdSocket() string { return n.run("containerd.sock") }

@@ -40,6 +40,8 @@ var changedSysctls = map[string]string{
 	// The kubelet sets these by itself.
 	"vm/overcommit_memory": "", "vm/panic_on_oom": "", "kernel/panic": "", "kernel/panic_on_oops": "",
 	"kernel/keys/root_maxkeys": "", "kernel/keys/root_maxbytes": "",
+	// The bridge plugin sets it where Pods have IPv6 addresses.
+	"net/ipv6/conf/all/forwarding": "",
 	// kube-proxy touches this one even when it is told to leave conntrack alone.
 	"net/netfilter/nf_conntrack_tcp_be_liberal": "",
 	// torpor-oci sets it for the moment of a wake; one that is killed leaves it to the next.

@@ -3,6 +3,7 @@ package main
 import (
 	"fmt"
 	"os"
+	"strconv"
 	"strings"
 )
 
@@ -43,7 +44,7 @@ func (n node) write() error {
 	}
 	files := map[string]string{
 		n.containerdConfig():                       n.containerdTOML(),
-		n.state("cni", "net.d", "10-dev.conflist"): n.cniConfig(),
+		n.state("cni", "net.d", "10-dev.conflist"): n.cniConfig(podsHaveIPv6()),
 		n.state("kubelet.yaml"):                    n.kubeletYAML(),
 		n.state("kube-proxy.yaml"):                 n.proxyYAML(),
 		// Pods with dnsPolicy Default get this; there is nothing outside the cluster to ask.
@@ -101,9 +102,40 @@ disabled_plugins = ["io.containerd.nri.v1.nri", "io.containerd.snapshotter.v1.bt
 		pauseImage, !hasResourceCapability(), binDir(), n.state("cni", "net.d"), n.run("runc"))
 }
 
-// cniConfig is a bridge with addresses of the node's own range. Pods are not masqueraded: nothing outside
+// ipv6Routes is missing where the kernel has no IPv6.
+const ipv6Routes = "/proc/net/ipv6_route"
+
+// podsHaveIPv6 says whether Pods get IPv6 addresses too. The bridge plugin makes the machine forward then, and a machine that
+// forwards does not heed routers' advertisements: one that has its default route from them would lose it.
+func podsHaveIPv6() bool {
+	routes, err := os.ReadFile(ipv6Routes)
+	return err == nil && len(routes) > 0 && !hasAdvertisedDefaultRoute(string(routes))
+}
+
+// hasAdvertisedDefaultRoute reads /proc/net/ipv6_route: destination, its prefix's length, source, its prefix's length, next hop,
+// metric, references, uses, flags, link. RTF_ADDRCONF is said of what came by an advertisement.
+func hasAdvertisedDefaultRoute(routes string) bool {
+	const addrconf = 0x40000
+	for line := range strings.Lines(routes) {
+		fields := strings.Fields(line)
+		if len(fields) < 10 || fields[1] != "00" {
+			continue
+		}
+		if flags, err := strconv.ParseUint(fields[8], 16, 32); err == nil && flags&addrconf != 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// cniConfig is a bridge with addresses of the node's own ranges. Pods are not masqueraded: nothing outside
 // the machine is to be reached.
-func (n node) cniConfig() string {
+func (n node) cniConfig(ipv6 bool) string {
+	ranges, routes := fmt.Sprintf(`[{"subnet": "%s"}]`, n.podCIDR()), `{"dst": "0.0.0.0/0"}`
+	if ipv6 {
+		ranges += fmt.Sprintf(`, [{"subnet": "%s"}]`, n.podCIDR6())
+		routes += `, {"dst": "::/0"}`
+	}
 	return fmt.Sprintf(`{
   "cniVersion": "1.0.0",
   "name": "torpor-dev-%d",
@@ -112,13 +144,13 @@ func (n node) cniConfig() string {
       "type": "bridge", "bridge": "%s", "isGateway": true, "hairpinMode": true, "ipMasq": false,
       "ipam": {
         "type": "host-local", "dataDir": "%s",
-        "ranges": [[{"subnet": "%s"}]], "routes": [{"dst": "0.0.0.0/0"}]
+        "ranges": [%s], "routes": [%s]
       }
     },
     {"type": "portmap", "capabilities": {"portMappings": true}, "backend": "nftables"}
   ]
 }
-`, n.index, n.podBridge(), n.state("cni", "addresses"), n.podCIDR())
+`, n.index, n.podBridge(), n.state("cni", "addresses"), ranges, routes)
 }
 
 func (n node) kubeletYAML() string {

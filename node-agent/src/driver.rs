@@ -41,6 +41,7 @@ use crate::saves::{SaveTurn, Saves, memory_of};
 use crate::spans::Spans;
 
 mod draft;
+pub(crate) use draft::saved_name;
 mod of_kata;
 
 /// How often a task looks although nobody said that something changed.

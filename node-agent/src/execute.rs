@@ -4,15 +4,18 @@ use std::cell::{Cell, RefCell};
 use std::time::{Duration, Instant};
 
 use torpor_core::Entry;
-use torpor_core::ids::{ImageId, Namespace, PodUid};
+use torpor_core::ids::{ContainerId, ImageId, Namespace, PodUid, SandboxId};
 use torpor_core::ledger::Memory;
 use torpor_core::steps::{Action, Outcome, Step};
 use torpor_gvisor::control::Control;
 use torpor_gvisor::keeper::{self, Request, Rules, Verb};
-use torpor_gvisor::record::{Depth, NOT_HELD_OPEN, PodLock, PodRecord, WakeCause, WakeNote};
+use torpor_gvisor::record::{
+    self, ContainerRecord, Depth, NOT_HELD_OPEN, PodLock, PodRecord, WakeCause, WakeNote,
+};
 use torpor_gvisor::{pause, save};
 use torpor_snapshots::{LedgerFile, ManifestDraft, Partial, Removed, SaveError};
 
+use crate::driver::saved_name;
 use crate::node::{CALL_LIMIT, Node};
 use crate::observe::words;
 
@@ -282,8 +285,11 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
     };
     // What arrives from now on finds a sandbox whose image does not know of it.
     tell_keeper(context, &Request::Hold(context.rules.clone()));
-    let root = context.node.runsc.root();
-    let saved = save::checkpoint(root, &record.sandbox, &partial, SAVE_LIMIT);
+    let runsc = &context.node.runsc;
+    let saved = match containers_in(context, &record.sandbox) {
+        Ok(all) => save::checkpoint(runsc, &record.sandbox, &all, &partial, SAVE_LIMIT),
+        Err(error) => return failed("NoRecord", &error),
+    };
     match partial.size() {
         Ok(bytes) => context.written.set(context.written.get() + bytes),
         Err(error) => {
@@ -300,6 +306,23 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
         },
         Err(error) => failed(error.reason(), &error),
     }
+}
+
+/// The containers that the image's manifest will name.
+fn containers_in(
+    context: &Context<'_>,
+    sandbox: &SandboxId,
+) -> Result<Vec<ContainerId>, record::Error> {
+    let draft = (context.draft)();
+    let containers = context.node.records.containers_of(sandbox)?.into_iter();
+    let is_named = |one: &ContainerRecord| {
+        let name = saved_name(one);
+        draft
+            .containers
+            .iter()
+            .any(|saved| Some(&saved.name) == name.as_ref())
+    };
+    Ok(containers.filter(is_named).map(|one| one.id).collect())
 }
 
 fn commit(context: &Context<'_>, image: &ImageId) -> Outcome {

@@ -116,6 +116,15 @@ impl Node {
         self.of_runsc(uid, "runsc-gofer")
     }
 
+    /// The file server of one of the Pod's containers.
+    pub fn gofer_of(&self, uid: &str, name: &str) -> anyhow::Result<Process> {
+        let container = self.container(uid, name)?;
+        let found = self.sandbox_processes(uid)?.into_iter().find(|p| {
+            p.command.starts_with("runsc-gofer") && p.command.contains(container.id.as_str())
+        });
+        found.with_context(|| format!("no gofer of container {name} runs for Pod {uid}"))
+    }
+
     fn of_runsc(&self, uid: &str, name: &str) -> anyhow::Result<Process> {
         let found = self
             .sandbox_processes(uid)?

@@ -87,6 +87,26 @@ class Datagrams(socketserver.DatagramRequestHandler):
         self.wfile.write(json.dumps(state()).encode())
 
 
+class OverIPv6:
+    """Beside a server of IPv4, at the same port."""
+
+    address_family = socket.AF_INET6
+
+    def server_bind(self):
+        self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        super().server_bind()
+
+
+class Server6(OverIPv6, Server):
+    pass
+
+
+class UDPServer6(OverIPv6, socketserver.UDPServer):
+    pass
+
+
 threading.Thread(target=count, daemon=True).start()
-threading.Thread(target=socketserver.UDPServer(("", 8080), Datagrams).serve_forever, daemon=True).start()
+servers = [socketserver.UDPServer(("", 8080), Datagrams), UDPServer6(("::", 8080), Datagrams), Server6(("::", 8080), Lines)]
+for server in servers:
+    threading.Thread(target=server.serve_forever, daemon=True).start()
 Server(("", 8080), Lines).serve_forever()

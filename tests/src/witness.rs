@@ -2,12 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
 use anyhow::Context;
 use k8s_openapi::api::core::v1::Pod;
 use serde::Deserialize;
 use serde_json::{Value, json};
+use socket2::{Domain, Protocol, Socket, Type};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{TcpStream, UdpSocket};
 
@@ -129,8 +131,13 @@ impl Connection {
 
 /// Asks by one datagram, which nobody sends again.
 pub async fn ask_by_datagram(pod: &Pod) -> anyhow::Result<State> {
-    let socket = UdpSocket::bind("0.0.0.0:0").await?;
-    socket.connect((address(pod)?.as_str(), PORT)).await?;
+    let address: IpAddr = address(pod)?.parse()?;
+    let any: IpAddr = match address {
+        IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+    };
+    let socket = UdpSocket::bind((any, 0)).await?;
+    socket.connect((address, PORT)).await?;
     socket.send(b"?").await?;
     let mut answer = vec![0; 4096];
     let length = tokio::time::timeout(ANSWER_LIMIT, socket.recv(&mut answer));
@@ -140,27 +147,45 @@ pub async fn ask_by_datagram(pod: &Pod) -> anyhow::Result<State> {
 
 /// An ICMP echo request to the Pod, one only, and its reply.
 pub async fn echo(pod: &Pod) -> anyhow::Result<()> {
-    let address: std::net::Ipv4Addr = address(pod)?.parse()?;
+    let address: IpAddr = address(pod)?.parse()?;
     let replied = tokio::task::spawn_blocking(move || {
-        let icmp = Some(socket2::Protocol::ICMPV4);
-        let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::RAW, icmp)?;
+        let (domain, protocol) = match address {
+            IpAddr::V4(_) => (Domain::IPV4, Protocol::ICMPV4),
+            IpAddr::V6(_) => (Domain::IPV6, Protocol::ICMPV6),
+        };
+        let socket = Socket::new(domain, Type::RAW, Some(protocol))?;
         socket.set_read_timeout(Some(ANSWER_LIMIT))?;
-        socket.connect(&std::net::SocketAddrV4::new(address, 0).into())?;
-        // Type 8, then code, checksum, identifier and number (RFC 792): the checksum is what the rest adds up to.
-        const REQUEST: [u8; 8] = [8, 0, 0x9f, 0x7f, 0x58, 0x7f, 0, 1];
-        (&socket).write_all(&REQUEST)?;
+        socket.connect(&SocketAddr::new(address, 0).into())?;
+        // Type, code, checksum (what the rest adds up to; RFC 792), identifier and number. The kernel itself sets ICMPv6's (RFC 3542).
+        let (request, reply) = match address {
+            IpAddr::V4(_) => ([8, 0, 0x9f, 0x7f, 0x58, 0x7f, 0, 1], 0),
+            IpAddr::V6(_) => ([128, 0, 0, 0, 0x58, 0x7f, 0, 1], 129),
+        };
+        (&socket).write_all(&request)?;
         loop {
             let mut packet = [0; 128];
             let length = (&socket).read(&mut packet)?;
-            // Behind the IPv4 header, whose length is in its first byte.
-            let header = usize::from(packet[0] & 0xf) * 4;
+            // Behind the header, which is told of IPv4 alone: its length is in its first byte.
+            let header = match address {
+                IpAddr::V4(_) => usize::from(packet[0] & 0xf) * 4,
+                IpAddr::V6(_) => 0,
+            };
             let message = packet.get(header..length).unwrap_or_default();
-            if message.first() == Some(&0) && message.get(4..8) == Some(&REQUEST[4..]) {
+            if message.first() == Some(&reply) && message.get(4..8) == Some(&request[4..]) {
                 return Ok(());
             }
         }
     });
     replied.await?
+}
+
+/// The Pod as one that has its IPv6 address alone; none where its cluster gives Pods none.
+pub fn over_ipv6(pod: &Pod) -> Option<Pod> {
+    let mut pod = pod.clone();
+    let status = pod.status.as_mut()?;
+    let mut ips = status.pod_ips.iter().flatten().map(|entry| &entry.ip);
+    status.pod_ip = Some(ips.find(|ip| ip.contains(':'))?.clone());
+    Some(pod)
 }
 
 /// The Pod's address.

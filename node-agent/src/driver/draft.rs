@@ -82,14 +82,21 @@ fn exit_code(statuses: &[&ContainerStatus], name: &str) -> Option<i32> {
     Some(status.state.as_ref()?.terminated.as_ref()?.exit_code)
 }
 
+/// What a manifest calls it.
+pub(crate) fn saved_name(container: &ContainerRecord) -> Option<SavedName> {
+    match container.role {
+        Role::Sandbox => Some(SavedName::Root),
+        Role::Container => ContainerName::new(container.name.clone())
+            .ok()
+            .map(SavedName::Named),
+    }
+}
+
 fn saved_container(
     container: &ContainerRecord,
     statuses: &[&ContainerStatus],
 ) -> Option<SavedContainer> {
-    let name = match container.role {
-        Role::Sandbox => SavedName::Root,
-        Role::Container => SavedName::Named(ContainerName::new(container.name.clone()).ok()?),
-    };
+    let name = saved_name(container)?;
     let status = statuses.iter().find(|status| status.name == container.name);
     Some(SavedContainer {
         name,

@@ -98,6 +98,37 @@ async fn a_sandbox_that_gvisor_refuses_to_save_runs_on_says_why_and_is_not_asked
     .await
 }
 
+/// Nobody has noticed yet that a container has ended: an image without it could never be restored. Its keeper, which would have, stands still.
+#[tokio::test]
+async fn a_sandbox_that_has_just_lost_a_container_is_not_saved_without_it() -> anyhow::Result<()> {
+    case("halved", async |case| {
+        let pod = case.start(shell_pod("p", COUNT)).await?;
+        let uid = uid(&pod);
+        let keeper = case.node.keeper(&uid, "a")?;
+        let gofer = case.node.gofer_of(&uid, "a")?;
+        keeper.stop()?;
+        gofer.kill()?;
+        case.annotate("p", HIBERNATE, Some("true")).await?;
+        let refused = |pod: &Pod| condition(pod, POD_HIBERNATED).1 == SAVE_FAILED;
+        let refused = case
+            .pod_until("p", "it is not saved", SLEEP_LIMIT, refused)
+            .await;
+        keeper.go_on()?;
+        let told = condition(&refused?, POD_HIBERNATED).2.to_owned();
+        anyhow::ensure!(
+            told.contains("has ended"),
+            "that a container has ended is not in: {told}"
+        );
+        // The kubelet starts it again, and then it sleeps as wished.
+        let sleeps = |pod: &Pod| restarts(pod) == 1 && condition(pod, POD_HIBERNATED).0 == "True";
+        let limit = SLEEP_LIMIT * 2;
+        case.pod_until("p", "it sleeps with a new container", limit, sleeps)
+            .await?;
+        case.counted("p").await.map(drop)
+    })
+    .await
+}
+
 #[tokio::test]
 async fn damage_to_any_file_of_an_image_is_named_and_mending_it_is_enough() -> anyhow::Result<()> {
     case("damage", async |case| {
