@@ -18,6 +18,7 @@ const (
 	machineBridge  = "trpdev0"       // the network the nodes of the cluster share
 	machineNetwork = "10.245.0.0/24" // node-N (N > 0) would be 10.245.0.(N+1), in a network namespace of its own
 	podNetwork     = "10.246.0.0/16"
+	podNetwork6    = "fd74:6f72:706f::/48"
 	serviceNetwork = "10.96.0.0/16"
 	apiServiceIP   = "10.96.0.1"
 	dnsServiceIP   = "10.96.0.10"

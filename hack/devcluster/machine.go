@@ -164,6 +164,7 @@ const firewall = "table " + ownTable + "\ndelete table " + ownTable + "\ntable "
     type filter hook forward priority filter; policy accept;
     ct state established,related accept
     ip saddr ` + podNetwork + ` ip daddr != { ` + podNetwork + `, ` + serviceNetwork + `, ` + machineNetwork + ` } reject
+    ip6 saddr ` + podNetwork6 + ` ip6 daddr != ` + podNetwork6 + ` reject
   }
 }
 `

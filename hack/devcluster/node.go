@@ -102,14 +102,21 @@ disabled_plugins = ["io.containerd.nri.v1.nri", "io.containerd.snapshotter.v1.bt
 		pauseImage, !hasResourceCapability(), binDir(), n.state("cni", "net.d"), n.run("runc"))
 }
 
-// ipv6Routes is missing where the kernel has no IPv6.
-const ipv6Routes = "/proc/net/ipv6_route"
+// ipv6Routes is missing where the kernel has no IPv6, and ipv6Disabled says 1 where new links get none.
+const (
+	ipv6Routes   = "/proc/net/ipv6_route"
+	ipv6Disabled = "/proc/sys/net/ipv6/conf/default/disable_ipv6"
+)
 
 // podsHaveIPv6 says whether Pods get IPv6 addresses too. The bridge plugin makes the machine forward then, and a machine that
 // forwards does not heed routers' advertisements: one that has its default route from them would lose it.
 func podsHaveIPv6() bool {
+	disabled, err := os.ReadFile(ipv6Disabled)
+	if err != nil || strings.TrimSpace(string(disabled)) != "0" {
+		return false
+	}
 	routes, err := os.ReadFile(ipv6Routes)
-	return err == nil && len(routes) > 0 && !hasAdvertisedDefaultRoute(string(routes))
+	return err == nil && !hasAdvertisedDefaultRoute(string(routes))
 }
 
 // hasAdvertisedDefaultRoute reads /proc/net/ipv6_route: destination, its prefix's length, source, its prefix's length, next hop,

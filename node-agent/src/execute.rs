@@ -12,6 +12,7 @@ use torpor_gvisor::keeper::{self, Request, Rules, Verb};
 use torpor_gvisor::record::{
     self, ContainerRecord, Depth, NOT_HELD_OPEN, PodLock, PodRecord, WakeCause, WakeNote,
 };
+use torpor_gvisor::spec::Role;
 use torpor_gvisor::{pause, save};
 use torpor_snapshots::{LedgerFile, ManifestDraft, Partial, Removed, SaveError};
 
@@ -125,6 +126,7 @@ fn act(
                 pause::doze(&node.records, control, &record.sandbox, CALL_LIMIT)
             });
             tell_keeper(context, &Request::Watch(context.rules.clone()));
+            tell_those_with_pipes(context);
             outcome
         }
         Action::Reclaim { image: Some(image) } => run_verb(context, Verb::Doze, image),
@@ -285,9 +287,9 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
     };
     // What arrives from now on finds a sandbox whose image does not know of it.
     tell_keeper(context, &Request::Hold(context.rules.clone()));
-    let runsc = &context.node.runsc;
+    let root = context.node.runsc.root();
     let saved = match containers_in(context, &record.sandbox) {
-        Ok(all) => save::checkpoint(runsc, &record.sandbox, &all, &partial, SAVE_LIMIT),
+        Ok(all) => save::checkpoint(root, &record.sandbox, &all, &partial, SAVE_LIMIT),
         Err(error) => return failed("NoRecord", &error),
     };
     match partial.size() {
@@ -348,6 +350,21 @@ fn tell_keeper(context: &Context<'_>, request: &Request) {
     let dir = context.node.pause_dir(&record.sandbox);
     if let Err(error) = keeper::ask(&dir, request, &[], CALL_LIMIT) {
         tracing::warn!(pod = %context.pod, error = words(&error), "the Pod's keeper does not do as asked");
+    }
+}
+
+/// The keeper of a terminal carries what is typed, and sees it. What stands in a pipe only gVisor reads, which now stands still.
+fn tell_those_with_pipes(context: &Context<'_>) {
+    let Some((record, _)) = context.sandbox else {
+        return;
+    };
+    let records = &context.node.records;
+    let containers = records.containers_of(&record.sandbox).unwrap_or_default();
+    let with_pipes = |one: &&ContainerRecord| one.role == Role::Container && !one.terminal;
+    for container in containers.iter().filter(with_pipes) {
+        let dir = records.container_dir(&container.id);
+        // Of a container that has ended it is gone.
+        let _ = keeper::ask(&dir, &Request::Doze, &[], CALL_LIMIT);
     }
 }
 

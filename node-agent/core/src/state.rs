@@ -396,7 +396,15 @@ impl Failures {
     }
 }
 
+/// Reason of a save that failed because a container had ended, and nobody has noticed yet.
+pub const CONTAINER_NOT_RUNNING: &str = "ContainerNotRunning";
+
 impl Failure {
+    /// Whether it is over in a moment without anybody's doing: the kubelet brings the container back.
+    pub(crate) fn passes(&self) -> bool {
+        self.reason == CONTAINER_NOT_RUNNING
+    }
+
     /// When the work may be tried again: `min`, doubled with each failure, at most `max`.
     pub fn retry_at(&self, min: Duration, max: Duration) -> Timestamp {
         let doubled = 2_u32.saturating_pow(self.count.saturating_sub(1).min(30));

@@ -106,7 +106,6 @@ impl Runsc {
         }
     }
 
-    /// `runsc --root`.
     /// One that keeps its records there and runs nothing.
     #[cfg(test)]
     pub(crate) fn in_root(root: &Path) -> Self {
@@ -119,6 +118,7 @@ impl Runsc {
         }
     }
 
+    /// `runsc --root`.
     pub fn root(&self) -> &Path {
         &self.root
     }

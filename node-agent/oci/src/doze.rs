@@ -6,8 +6,7 @@ use torpor_core::ids::{ImageId, SandboxId};
 use torpor_gvisor::control::Control;
 use torpor_gvisor::keeper::{self, Answer, Request};
 use torpor_gvisor::pause;
-use torpor_gvisor::record::{ContainerRecord, Depth, DozeNote, SandboxState, SleepNote, WakeCause};
-use torpor_gvisor::spec::Role;
+use torpor_gvisor::record::{Depth, DozeNote, SandboxState, SleepNote, WakeCause};
 
 use crate::exec::awake;
 use crate::node::{CALL_LIMIT, Node};
@@ -32,7 +31,6 @@ pub(crate) fn doze(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow:
             reason: error.reason(),
             message: format!("{:#}", anyhow::Error::new(error)),
         })?;
-    tell_keepers(node, sandbox)?;
     let note = DozeNote { reclaimed: true };
     node.records.write_doze(sandbox, Some(note))?;
     if let (Some(before), Some(after)) = (before, working_set()) {
@@ -40,18 +38,6 @@ pub(crate) fn doze(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow:
         node.records.write_sleep(sandbox, &note)?;
     }
     Ok(Answer::ok(serde_json::to_value(reclaimed)?))
-}
-
-/// A terminal's keeper carries what is typed, and sees it. What stands in a pipe only gVisor reads.
-fn tell_keepers(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
-    let with_pipes = |one: &ContainerRecord| one.role == Role::Container && !one.terminal;
-    let containers = node.records.containers_of(sandbox)?;
-    for container in containers.into_iter().filter(with_pipes) {
-        let dir = node.records.container_dir(&container.id);
-        // Of a container that has ended it is gone.
-        let _ = keeper::ask(&dir, &Request::Doze, &[], CALL_LIMIT);
-    }
-    Ok(())
 }
 
 /// Verb of whoever has seen that the sandbox is needed (a packet): wakes it, however deep it sleeps. One that is awake stays so.

@@ -156,7 +156,9 @@ impl Keeper<'_> {
             }
         }
         if let Some(seen) = ready.typed
-            && self.typing.calls(seen, Instant::now())
+            && self
+                .typing
+                .calls(seen, relay::borrow_stdin(), Instant::now())
         {
             self.typed();
         }
@@ -166,7 +168,7 @@ impl Keeper<'_> {
                 return Ok(Some(code));
             }
             if self.waiting.is_none() {
-                self.typing.fell_asleep();
+                self.typing.fell_asleep(relay::borrow_stdin());
             }
         }
         if ready.request
@@ -498,7 +500,7 @@ impl Keeper<'_> {
                 self.follow(next.unwrap_or(Next::Nothing));
             }
             Request::Doze => {
-                self.typing.fell_asleep();
+                self.typing.fell_asleep(relay::borrow_stdin());
                 answer(&peer, &done, &[]);
             }
             Request::Release => {

@@ -41,21 +41,7 @@ pub(super) fn manifest(
         })
         .unwrap_or_default();
     let statuses = statuses(pod);
-    let live: Vec<&ContainerRecord> = containers
-        .iter()
-        .filter(|container| container.completed.is_none())
-        .filter(|container| exit_code(&statuses, &container.name).is_none())
-        .collect();
-    let completed = statuses
-        .iter()
-        .filter_map(|status| {
-            let exit_code = exit_code(&statuses, &status.name)?;
-            Some(CompletedContainer {
-                name: ContainerName::new(status.name.clone()).ok()?,
-                exit_code,
-            })
-        })
-        .collect();
+    let (live, completed) = live_and_completed(&containers, &statuses);
     ManifestDraft {
         pod_name: record.map(|record| record.name.clone()).unwrap_or_default(),
         // A Pod without a Sandbox goes by its own name.
@@ -76,10 +62,37 @@ pub(super) fn manifest(
     }
 }
 
-/// Exit code of a container that has ended and whose keeper is gone with it.
-fn exit_code(statuses: &[&ContainerStatus], name: &str) -> Option<i32> {
-    let status = statuses.iter().find(|status| status.name == name)?;
-    Some(status.state.as_ref()?.terminated.as_ref()?.exit_code)
+/// The containers that run, and those that have ended and whose keepers are gone with them, by their exit codes.
+fn live_and_completed<'a>(
+    containers: &'a [ContainerRecord],
+    statuses: &[&ContainerStatus],
+) -> (Vec<&'a ContainerRecord>, Vec<CompletedContainer>) {
+    let ended = |status: &ContainerStatus| status.state.as_ref()?.terminated.clone();
+    let has_ended = |container: &&ContainerRecord| {
+        let own = |status: &&&ContainerStatus| is_about(status, container);
+        statuses
+            .iter()
+            .find(own)
+            .is_some_and(|s| ended(s).is_some())
+    };
+    let live: Vec<_> = containers
+        .iter()
+        .filter(|container| container.completed.is_none() && !has_ended(container))
+        .collect();
+    let completed = statuses.iter().filter_map(|status| {
+        let exit_code = ended(status)?.exit_code;
+        let name = ContainerName::new(status.name.clone()).ok()?;
+        let runs_again = live.iter().any(|container| container.name == status.name);
+        (!runs_again).then_some(CompletedContainer { name, exit_code })
+    });
+    let completed = completed.collect();
+    (live, completed)
+}
+
+/// The kubelet may still say of a container what was true of the one before it.
+fn is_about(status: &ContainerStatus, container: &ContainerRecord) -> bool {
+    let id = status.container_id.as_deref().unwrap_or_default();
+    status.name == container.name && (id.is_empty() || id.ends_with(container.id.as_str()))
 }
 
 /// What a manifest calls it.
@@ -145,4 +158,68 @@ pub(super) fn saved(node: &Node, namespace: &Namespace, plan: &Plan) -> Vec<Save
             manifest: image.manifest().clone(),
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use serde_json::json;
+    use torpor_core::ids::{ContainerId, SandboxId};
+    use torpor_snapshots::Digest;
+
+    use super::*;
+
+    fn container(id: char, name: &str, completed: Option<u8>) -> ContainerRecord {
+        ContainerRecord {
+            id: ContainerId::try_from(id.to_string().repeat(64)).expect("an id"),
+            sandbox: SandboxId::try_from("a".repeat(64)).expect("an id"),
+            role: Role::Container,
+            name: name.to_owned(),
+            terminal: false,
+            cgroup: PathBuf::new(),
+            spec_digest: Digest::of(b""),
+            keeper_pid: 1,
+            completed,
+        }
+    }
+
+    fn status(name: &str, id: char, exit_code: Option<i32>) -> ContainerStatus {
+        let state = match exit_code {
+            Some(code) => json!({ "terminated": { "exitCode": code } }),
+            None => json!({ "running": {} }),
+        };
+        let id = format!("containerd://{}", id.to_string().repeat(64));
+        serde_json::from_value(json!({
+            "name": name, "containerID": id, "state": state,
+            "image": "", "imageID": "", "ready": true, "restartCount": 0,
+        }))
+        .expect("a status")
+    }
+
+    #[test]
+    fn a_container_that_runs_again_has_not_ended_although_the_one_before_it_is_said_to_have() {
+        let containers = [
+            container('1', "runs", None),
+            container('2', "again", None),
+            container('3', "ended", None),
+            container('4', "before", Some(0)),
+        ];
+        let statuses = [
+            status("runs", '1', None),
+            status("again", '9', Some(137)),
+            status("ended", '3', Some(3)),
+            status("before", '4', Some(0)),
+            status("gone", '5', Some(1)),
+        ];
+        let statuses: Vec<_> = statuses.iter().collect();
+        let (live, completed) = live_and_completed(&containers, &statuses);
+        let names: Vec<_> = live.iter().map(|one| one.name.as_str()).collect();
+        assert_eq!(names, ["runs", "again"]);
+        let codes: Vec<_> = completed
+            .iter()
+            .map(|one| (one.name.as_str(), one.exit_code))
+            .collect();
+        assert_eq!(codes, [("ended", 3), ("before", 0), ("gone", 1)]);
+    }
 }

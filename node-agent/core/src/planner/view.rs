@@ -8,7 +8,7 @@ use jiff::Timestamp;
 use crate::ids::ImageId;
 use crate::ledger::{LedgerState, Memory};
 use crate::state::{
-    Desired, ImageState, Live, Observed, PodPresence, Policy, Power, SnapshotIntent,
+    Desired, Failure, ImageState, Live, Observed, PodPresence, Policy, Power, SnapshotIntent,
     SnapshotReason, SnapshotWish, later,
 };
 
@@ -76,8 +76,17 @@ impl<'a> View<'a> {
         self.desired.pod == PodPresence::Present
     }
 
-    /// How long to wait after a save that failed: a sleep that nobody asked for can wait for longer.
+    /// How long to wait after a save that failed: a sleep that nobody asked for can wait for longer, unless it will do in a moment.
     pub(super) fn save_backoff(&self, policy: &Policy) -> (Duration, Duration) {
+        if self
+            .observed
+            .failures
+            .save
+            .as_ref()
+            .is_some_and(Failure::passes)
+        {
+            return (policy.save_backoff_min, policy.save_backoff_max);
+        }
         let nobody_asked =
             self.desired.target() == Power::Awake && self.needing_image().next().is_none();
         match nobody_asked && self.desired.sleep.first().is_some() {

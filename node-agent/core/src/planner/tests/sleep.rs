@@ -1,6 +1,7 @@
 //! Sleep that nobody asks for, and what ends it.
 
 use super::*;
+use crate::state::CONTAINER_NOT_RUNNING;
 
 #[test]
 fn an_idle_sandbox_falls_asleep_by_itself_when_its_time_has_come() {
@@ -218,6 +219,17 @@ fn a_sandbox_that_cannot_be_saved_is_left_running_and_told_of_and_seldom_tried_a
     running.idle_since = Some(at(1000));
     let told = planned(&sleepy(), &running).status.hibernated.unwrap();
     assert_eq!(told.reason, "SaveFailed");
+}
+
+#[test]
+fn a_save_that_missed_a_container_is_tried_again_in_a_moment_also_of_an_idle_sandbox() {
+    let mut running = idle_since(0, observed(Live::Running, &[], &[]));
+    save_failure(&mut running, 999);
+    if let Some(failure) = &mut running.failures.save {
+        failure.reason = CONTAINER_NOT_RUNNING.to_owned();
+    }
+    let plan = planned(&sleepy(), &running);
+    assert_eq!((kinds(&plan), plan.wake_at), (vec![], Some(at(1004))));
 }
 
 #[test]
