@@ -192,7 +192,9 @@ e2e() { cargo test --locked -p torpor-tests --test e2e -- "$@"; }
 # The end-to-end tests come in three parts: most; those that disturb the agent, beside modules that do not mind it; and those that have the
 # node for themselves, because they kill containerd, cordon the node, or count what all of it saves.
 LAST=(alone::killed alone::drain alone::capacity::images_of_idle)
-BESIDE_AGENT=(claims:: leftovers:: oci:: resources:: router:: sdk:: streams:: volumes::)
+BESIDE_AGENT=(
+	claims:: inject::the_program inject::what_cannot leftovers:: oci:: resources:: router:: sdk:: streams:: volumes::
+)
 
 end_to_end() {
 	# The tests run the plugin as kubectl finds it. Built as a check builds it: nobody measures it here.

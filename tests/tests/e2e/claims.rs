@@ -109,3 +109,35 @@ async fn claims_at_once_get_a_sandbox_each_also_more_of_them_than_the_pool_has()
     })
     .await
 }
+
+#[tokio::test]
+async fn a_pool_is_scaled_by_the_scale_subresource_as_an_autoscaler_does() -> anyhow::Result<()> {
+    case("claimsscale", async |case| {
+        pool(case, 1).await?;
+        for replicas in [2, 1] {
+            let wish = format!("--replicas={replicas}");
+            let pool = "sandboxwarmpools.extensions.agents.x-k8s.io/w";
+            case.kubectl.ok(&["scale", pool, &wish]).await?;
+            pool_is_ready(case, replicas).await?;
+        }
+        // What an autoscaler asks: how many there are, and which Pods they are.
+        let group = "/apis/extensions.agents.x-k8s.io/v1beta1";
+        let path = format!(
+            "{group}/namespaces/{}/sandboxwarmpools/w/scale",
+            case.namespace
+        );
+        let scale: Value = serde_json::from_str(&case.kubectl.ok(&["get", "--raw", &path]).await?)?;
+        assert_eq!(scale["status"]["replicas"], 1);
+        let selector = scale["status"]["selector"].as_str().unwrap_or_default();
+        assert_ne!(selector, "", "{scale}");
+        wait::until("the selector finds its Pods alone", LIMIT, async || {
+            let found = case
+                .kubectl
+                .ok(&["get", "pods", "-o=name", "-l", selector])
+                .await?;
+            wait::holds(found.lines().count() == 1, || found.clone())
+        })
+        .await
+    })
+    .await
+}

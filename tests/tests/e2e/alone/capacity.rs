@@ -240,11 +240,11 @@ async fn a_node_that_is_short_of_swap_hibernates_who_dozes_the_longest_idle_firs
         case.start(holds("awake", HIBERNATE_AFTER, "10h")).await?;
         let short = [
             ("TORPOR_SWAP_PRESSURE_FREE", "99"),
-            ("TORPOR_PRESSURE_IDLE", "15"),
+            ("TORPOR_PRESSURE_IDLE", "10"),
         ];
         Agent::with_environment(&case.kubectl, &short, async || {
             let dozes = |pod: &Pod| condition(pod, POD_HIBERNATED).1 == hibernated::DOZING;
-            case.start(holds("d0", DOZE_AFTER, "3s")).await?;
+            case.start(holds("d0", DOZE_AFTER, "2s")).await?;
             let words = "its memory is in swap";
             case.pod_until("d0", words, SLEEP_LIMIT, dozes).await?;
             let held = megabytes << 20;
@@ -254,7 +254,7 @@ async fn a_node_that_is_short_of_swap_hibernates_who_dozes_the_longest_idle_firs
             })
             .await?;
             let (_, free) = swap()?;
-            case.start(holds("d1", DOZE_AFTER, "3s")).await?;
+            case.start(holds("d1", DOZE_AFTER, "2s")).await?;
             let first = case.asleep("d0").await?;
             let node = sandbox_node(case, &first).await?.status.unwrap_or_default();
             let told = conditions::find(&node.conditions, conditions::PRESSURE).cloned();

@@ -92,7 +92,7 @@ async fn goes_through(case: &Case) -> anyhow::Result<()> {
     let manifest = with(
         base,
         json!({
-            "metadata": { "annotations": { DOZE_AFTER: "3s" } },
+            "metadata": { "annotations": { DOZE_AFTER: "2s" } },
             "spec": { "runtimeClassName": CLASS },
         }),
     );

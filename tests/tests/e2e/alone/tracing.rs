@@ -16,7 +16,7 @@ use torpor_tests::pods::{shell, with};
 use torpor_tests::sandboxes::sandbox;
 use torpor_tests::wait;
 
-/// The exporter sends every 5 s; notes of wakes are read as often.
+/// Notes of wakes are read every 5 s.
 const EXPORT_LIMIT: Duration = Duration::from_secs(40);
 /// What a client wrote on its Sandbox: a trace, and its own span.
 const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
@@ -41,6 +41,8 @@ async fn spans_of_a_save_and_of_a_wake_come_to_the_collector_as_parts_of_the_cli
         let to_collector = [
             ("TORPOR_ENABLE_TRACING", "true"),
             ("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint.as_str()),
+            // Milliseconds; it is 5 s where nobody says so.
+            ("OTEL_BSP_SCHEDULE_DELAY", "500"),
         ];
         Agent::with_environment(&case.kubectl, &to_collector, async || {
             let wish = |value| json!({ "metadata": { "annotations": { HIBERNATE: value } } });
