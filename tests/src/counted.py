@@ -81,7 +81,9 @@ def dial():
     exchange(socket.create_connection((os.environ["HOST"], int(os.environ["PORT"]))))
 
 
+# Who has been dialled may dial back at once.
+server = Server(("", 8090), Exchange)
 threading.Thread(target=Server(("", 8091), Report).serve_forever, daemon=True).start()
 for _ in range(int(os.environ["DIAL"])):
     threading.Thread(target=dial, daemon=True).start()
-Server(("", 8090), Exchange).serve_forever()
+server.serve_forever()
