@@ -195,22 +195,16 @@ LAST=(alone::killed alone::drain alone::capacity::images_of_idle)
 BESIDE_AGENT=(
 	claims:: inject::the_program inject::what_cannot leftovers:: oci:: resources:: router:: sdk:: streams:: volumes::
 )
-# Of the rest, those that wait for most of their time.
-WAITING=(clock:: connections:: forwards:: hooks:: inject:: plugin:: sleep::)
 
 end_to_end() {
 	# The tests run the plugin as kubectl finds it. Built as a check builds it: nobody measures it here.
 	export TORPOR_PLUGIN=${CARGO_TARGET_DIR:-$REPO_ROOT/target}/plugin
 	PROFILE=dev hack/plugin "$TORPOR_PLUGIN"
-	local others=() module status=0
-	for module in "${BESIDE_AGENT[@]}" "${WAITING[@]}"; do
+	local others=() module
+	for module in "${BESIDE_AGENT[@]}"; do
 		others+=(--skip "$module")
 	done
-	# Two at a time, so that the tests that wait longest do not come last, one after the other.
-	beside waiting e2e --skip alone:: "${BESIDE_AGENT[@]/#/--skip=}" "${WAITING[@]}" --test-threads=5
-	e2e --skip alone:: "${others[@]}" --test-threads=5 || status=$?
-	ended waiting || status=$?
-	return "$status"
+	e2e --skip alone:: "${others[@]}" --test-threads="${E2E_THREADS:-8}"
 }
 
 # Tests that replace or starve the agent wait for most of their time: others run beside them, and the unit tests that make network namespaces,
