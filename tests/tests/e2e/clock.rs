@@ -23,7 +23,8 @@ fn ahead() -> anyhow::Result<Timestamp> {
 }
 
 async fn memory(case: &Case, pod: &str) -> anyhow::Result<String> {
-    case.kubectl.sh(pod, "a", "cat /mem").await
+    let read = "until [ -s /mem ]; do sleep 0.1; done; cat /mem";
+    case.kubectl.sh(pod, "a", read).await
 }
 
 #[tokio::test]
