@@ -308,8 +308,9 @@ async fn an_upgrade_of_the_agent_under_load_loses_nothing() -> anyhow::Result<()
         };
         let mut rolling = std::pin::pin!(rolling);
         let mut counts = [0_u64; PODS.len()];
-        let mut round = 0_u32;
-        loop {
+        let (mut rolled, mut round) = (false, 0_u32);
+        // Each was asked to sleep at least once, also where the machine is slow.
+        while !rolled || round < 3 {
             let turn = async {
                 // In turns they are asked to sleep and woken, each by somebody else: an exec, or the API.
                 for (n, name) in (0_u32..).zip(PODS) {
@@ -324,7 +325,11 @@ async fn an_upgrade_of_the_agent_under_load_loses_nothing() -> anyhow::Result<()
                 anyhow::Ok(())
             };
             tokio::select! {
-                done = &mut rolling => break done?,
+                done = &mut rolling, if !rolled => {
+                    done?;
+                    rolled = true;
+                    continue;
+                }
                 turned = turn => turned?,
             }
             round += 1;
