@@ -335,6 +335,8 @@ async fn an_upgrade_of_the_agent_under_load_loses_nothing() -> anyhow::Result<()
             round += 1;
         }
         for (name, before) in PODS.iter().zip(counts) {
+            // It may not have slept yet, if nobody was there to see that it should.
+            case.hibernate(name).await?;
             let awake = case.wake(name).await?;
             assert_eq!(restarts(&awake), 0, "{name} was restarted");
             let now = case.counted(name).await?;
