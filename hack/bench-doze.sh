@@ -182,9 +182,9 @@ def woken(times, group, wake, stages=None):
         stages += [pod.stages() for pod in group]
 
 
-def say_stages(words, stages):
+def say_stages(stages):
     middle = lambda name: sorted(one.get(name, 0.0) for one in stages)[len(stages) // 2]
-    print(f"    stages of {words}, p50 in ms:", ", ".join(f"{name} {middle(name):.1f}" for name in stages[0]), flush=True)
+    print("    stages of it, p50 in ms:", ", ".join(f"{name} {middle(name):.1f}" for name in stages[0]), flush=True)
 
 
 touch = lambda pod: pod.exchange(b"touch")
@@ -218,11 +218,11 @@ for turn in range(rounds):
     woken(hibernated_exec, execs, Pod.exec)
     kubectl("annotate", "pod", "--all", "torpor.dev/hibernate-")
 say("dozing, first packet to first byte, small", dozing, base)
-say_stages("it", stages_dozing)
+say_stages(stages_dozing)
 say("dozing, the same, 100 MB of which 5 are touched", dozing_large, base_large)
 say("dozing, exec", dozing_exec, base_exec)
 say("hibernated, first packet to first byte, small", hibernated, base)
-say_stages("it", stages_hibernated)
+say_stages(stages_hibernated)
 say("hibernated, the same, 100 MB of which 5 are touched", hibernated_large, hibernated)
 say("hibernated, exec", hibernated_exec, base_exec)
 P

@@ -355,16 +355,24 @@ fn tell_keeper(context: &Context<'_>, request: &Request) {
 
 /// The keeper of a terminal carries what is typed, and sees it. What stands in a pipe only gVisor reads, which now stands still.
 fn tell_those_with_pipes(context: &Context<'_>) {
-    let Some((record, _)) = context.sandbox else {
-        return;
-    };
+    let with_pipe = |one: &ContainerRecord| one.role == Role::Container && !one.terminal;
+    if let Some((record, _)) = context.sandbox {
+        tell_keepers(context, &record.sandbox, &Request::Doze, with_pipe);
+    }
+}
+
+/// One that cannot be reached has ended.
+fn tell_keepers(
+    context: &Context<'_>,
+    sandbox: &SandboxId,
+    request: &Request,
+    wanted: impl Fn(&ContainerRecord) -> bool,
+) {
     let records = &context.node.records;
-    let containers = records.containers_of(&record.sandbox).unwrap_or_default();
-    let with_pipes = |one: &&ContainerRecord| one.role == Role::Container && !one.terminal;
-    for container in containers.iter().filter(with_pipes) {
+    let containers = records.containers_of(sandbox).unwrap_or_default();
+    for container in containers.iter().filter(|one| wanted(one)) {
         let dir = records.container_dir(&container.id);
-        // Of a container that has ended it is gone.
-        let _ = keeper::ask(&dir, &Request::Doze, &[], CALL_LIMIT);
+        let _ = keeper::ask(&dir, request, &[], CALL_LIMIT);
     }
 }
 
@@ -395,11 +403,7 @@ fn forget_sleep(context: &Context<'_>) -> Outcome {
     if let Err(error) = records.write_state(&record.sandbox, &state) {
         return failed("RecordFailed", &error);
     }
-    let containers = records.containers_of(&record.sandbox).unwrap_or_default();
-    for container in containers {
-        // A keeper that cannot be reached has ended, which is what it is asked to find out.
-        let dir = records.container_dir(&container.id);
-        let _ = keeper::ask(&dir, &Request::Attach, &[], CALL_LIMIT);
-    }
+    // Whose sandbox has ended finds that out when it is asked.
+    tell_keepers(context, &record.sandbox, &Request::Attach, |_| true);
     Outcome::Done
 }

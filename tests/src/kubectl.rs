@@ -89,6 +89,12 @@ impl Kubectl {
         ran.ok()
             .with_context(|| format!("in {pod}/{container}: {line}"))
     }
+
+    /// What a container's program writes into the file, once it has: a container is Ready before that.
+    pub async fn written(&self, pod: &str, container: &str, file: &str) -> anyhow::Result<String> {
+        let line = format!("until [ -s {file} ]; do sleep 0.1; done; cat {file}");
+        self.sh(pod, container, &line).await
+    }
 }
 
 /// Waits for the end of a kubectl that was run with `args`.

@@ -108,29 +108,27 @@ impl Node {
 
     /// gVisor's kernel of the Pod.
     pub fn sentry(&self, uid: &str) -> anyhow::Result<Process> {
-        self.of_runsc(uid, "runsc-sandbox")
+        self.of_runsc(uid, "runsc-sandbox", "")
     }
 
     /// A file server of the Pod.
     pub fn gofer(&self, uid: &str) -> anyhow::Result<Process> {
-        self.of_runsc(uid, "runsc-gofer")
+        self.of_runsc(uid, "runsc-gofer", "")
     }
 
     /// The file server of one of the Pod's containers.
     pub fn gofer_of(&self, uid: &str, name: &str) -> anyhow::Result<Process> {
         let container = self.container(uid, name)?;
-        let found = self.sandbox_processes(uid)?.into_iter().find(|p| {
-            p.command.starts_with("runsc-gofer") && p.command.contains(container.id.as_str())
-        });
-        found.with_context(|| format!("no gofer of container {name} runs for Pod {uid}"))
+        self.of_runsc(uid, "runsc-gofer", container.id.as_str())
     }
 
-    fn of_runsc(&self, uid: &str, name: &str) -> anyhow::Result<Process> {
+    /// The first process of that name in whose command line `word` stands.
+    fn of_runsc(&self, uid: &str, name: &str, word: &str) -> anyhow::Result<Process> {
         let found = self
             .sandbox_processes(uid)?
             .into_iter()
-            .find(|p| p.command.starts_with(name));
-        found.with_context(|| format!("no {name} runs for Pod {uid}"))
+            .find(|p| p.command.starts_with(name) && p.command.contains(word));
+        found.with_context(|| format!("no {name} {word} runs for Pod {uid}"))
     }
 
     /// Directory of a namespace's images.

@@ -106,18 +106,6 @@ impl Runsc {
         }
     }
 
-    /// One that keeps its records there and runs nothing.
-    #[cfg(test)]
-    pub(crate) fn in_root(root: &Path) -> Self {
-        Self {
-            path: "true".into(),
-            root: root.to_owned(),
-            platform: "systrap".into(),
-            debug_log_dir: None,
-            lenient: false,
-        }
-    }
-
     /// `runsc --root`.
     pub fn root(&self) -> &Path {
         &self.root

@@ -23,8 +23,7 @@ fn ahead() -> anyhow::Result<Timestamp> {
 }
 
 async fn memory(case: &Case, pod: &str) -> anyhow::Result<String> {
-    let read = "until [ -s /mem ]; do sleep 0.1; done; cat /mem";
-    case.kubectl.sh(pod, "a", read).await
+    case.kubectl.written(pod, "a", "/mem").await
 }
 
 #[tokio::test]

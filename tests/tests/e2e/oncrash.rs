@@ -15,8 +15,7 @@ const BEGINNING: &str = "cat /proc/sys/kernel/random/uuid >/begun; sleep 1000000
 
 /// Sleeps once, wakes, does something, and dies.
 async fn crash_awake(case: &Case, pod: &str) -> anyhow::Result<String> {
-    let begun = "until [ -s /begun ]; do sleep 0.1; done; cat /begun";
-    let begun = case.kubectl.sh(pod, "a", begun).await?;
+    let begun = case.kubectl.written(pod, "a", "/begun").await?;
     case.hibernate(pod).await?;
     let awake = case.wake(pod).await?;
     case.kubectl.sh(pod, "a", "touch /later").await?;

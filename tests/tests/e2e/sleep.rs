@@ -282,8 +282,7 @@ async fn a_pod_that_dies_while_it_dozes_comes_back_with_its_memory_and_one_that_
         // Only the first start makes the file; PID 1 of a restored sandbox is past that.
         let spec = json!({ "containers": [shell("a", "date +%s >/mem; sleep 1000000")] });
         case.start(sleepy(DOZE_AFTER, spec)).await?;
-        let kept = "until [ -s /mem ]; do sleep 0.1; done; cat /mem";
-        let kept = case.kubectl.sh("p", "a", kept).await?;
+        let kept = case.kubectl.written("p", "a", "/mem").await?;
         let pod = dozes(case, 12 * MIB).await?;
         let uid = uid(&pod);
         case.node.sentry(&uid)?.kill()?;
@@ -326,8 +325,7 @@ async fn memory_survives_the_death_of_a_keeper_of_a_dozing_pod() -> anyhow::Resu
     case("dozekeeper", async |case| {
         let spec = json!({ "containers": [shell("a", "cat /proc/sys/kernel/random/uuid >/mem; sleep 1000000")] });
         case.start(sleepy(DOZE_AFTER, spec)).await?;
-        let kept = "until [ -s /mem ]; do sleep 0.1; done; cat /mem";
-        let kept = case.kubectl.sh("p", "a", kept).await?;
+        let kept = case.kubectl.written("p", "a", "/mem").await?;
         let uid = uid(&dozes(case, 12 * MIB).await?);
         case.node.keeper(&uid, "a")?.kill()?;
         let restarted = |pod: &Pod| restarts(pod) > 0;
@@ -347,8 +345,7 @@ async fn a_wake_right_after_a_keepers_death_does_not_let_a_dozing_pod_run_withou
     case("dozelost", async |case| {
         let spec = json!({ "containers": [shell("a", "cat /proc/sys/kernel/random/uuid >/mem; sleep 1000000")] });
         case.start(sleepy(DOZE_AFTER, spec)).await?;
-        let kept = "until [ -s /mem ]; do sleep 0.1; done; cat /mem";
-        let kept = case.kubectl.sh("p", "a", kept).await?;
+        let kept = case.kubectl.written("p", "a", "/mem").await?;
         let uid = uid(&dozes(case, 12 * MIB).await?);
         let entries = case.node.ledger_seq(&uid)?;
         let (shim, pause) = (case.node.shim(&uid)?, case.node.keeper(&uid, PAUSE)?);
@@ -382,8 +379,7 @@ async fn memory_survives_the_death_of_a_gofer_of_a_dozing_pod() -> anyhow::Resul
             let spec = json!({ "containers": [shell("a", "cat /proc/sys/kernel/random/uuid >/mem; sleep 1000000")] });
             let named = json!({ "metadata": { "name": name } });
             let pod = case.start(with(sleepy(DOZE_AFTER, spec), named)).await?;
-            let kept = "until [ -s /mem ]; do sleep 0.1; done; cat /mem";
-            let kept = case.kubectl.sh(name, "a", kept).await?;
+            let kept = case.kubectl.written(name, "a", "/mem").await?;
             let uid = uid(&pod);
             wait::until("it dozes, its memory reclaimed", START_LIMIT, async || {
                 let sandbox = case.node.sandbox_of(&uid)?.sandbox;

@@ -176,10 +176,20 @@ mod tests {
 
     use super::*;
 
+    fn runsc_in(root: &Path) -> Runsc {
+        Runsc {
+            path: "true".into(),
+            root: root.to_owned(),
+            platform: "systrap".into(),
+            debug_log_dir: None,
+            lenient: false,
+        }
+    }
+
     #[test]
     fn a_sandbox_is_whole_while_each_of_its_gofers_lives() {
         let dir = tempfile::tempdir().expect("a directory");
-        let runsc = Runsc::in_root(dir.path());
+        let runsc = runsc_in(dir.path());
         let write = |container: &str, sandbox: &str, pid: u32| {
             let path = dir
                 .path()
@@ -199,7 +209,7 @@ mod tests {
     #[test]
     fn a_state_that_a_killed_runsc_has_left_half_written_goes_and_no_other() {
         let dir = tempfile::tempdir().expect("a directory");
-        let runsc = Runsc::in_root(dir.path());
+        let runsc = runsc_in(dir.path());
         let path = |container: &str| dir.path().join(format!("{container}_sandbox:s.state"));
         let whole = r#"{"goferPid":0}"#;
         for (container, state) in [
