@@ -182,7 +182,9 @@ by_helm() {
 		      - {name: main, image: "torpor.dev/busybox:dev", command: [sleep, infinity]}
 	END
 	"$cluster" kubectl wait sandbox/by-helm --for=condition=Ready --timeout=60s
-	"$cluster" kubectl delete sandbox/by-helm --cascade=foreground --timeout=60s
+	# The garbage collector looks for new kinds twice a minute only, so it is not waited for.
+	"$cluster" kubectl delete sandbox/by-helm --cascade=orphan --timeout=60s
+	"$cluster" kubectl delete pod/by-helm --timeout=60s
 	"$cluster" helm --namespace agent-sandbox-system status torpor
 	uninstall --helm
 }
@@ -204,18 +206,15 @@ end_to_end() {
 	for module in "${BESIDE_AGENT[@]}"; do
 		others+=(--skip "$module")
 	done
-	e2e --skip alone:: "${others[@]}" --test-threads="${E2E_THREADS:-8}"
+	e2e --skip alone:: "${others[@]}" --test-threads="${E2E_THREADS:-10}"
 }
 
-# Tests that replace or starve the agent wait for most of their time: others run beside them, and the unit tests that make network namespaces,
-# which may not run beside what compares the machine with what it was before.
+# Tests that replace or starve the agent wait for most of their time: others run beside them.
 end_to_end_agent() {
 	local status=0
 	beside others e2e --skip alone:: "${BESIDE_AGENT[@]}" --test-threads=4
-	beside other_unit_tests other_unit_tests
 	e2e alone:: "${LAST[@]/#/--skip=}" --test-threads=1 || status=$?
 	ended others || status=$?
-	ended other_unit_tests || status=$?
 	return "$status"
 }
 
@@ -228,9 +227,14 @@ all_end_to_end() {
 	step "end-to-end tests that disturb the node" end_to_end_node
 }
 
-# Kills the whole cluster and starts it again, so nothing else runs beside it.
+# Kills the whole cluster and starts it again, so nothing that needs it runs beside it, but the unit tests that make network namespaces:
+# these may not run beside what compares the machine with what it was before.
 reboot() {
-	cargo test --locked -p torpor-tests --test reboot
+	local status=0
+	beside other_unit_tests other_unit_tests
+	cargo test --locked -p torpor-tests --test reboot || status=$?
+	ended other_unit_tests || status=$?
+	return "$status"
 }
 
 step "toolchains" toolchains
@@ -246,11 +250,10 @@ fi
 step "unit tests: build" build_unit_tests
 if [ -n "$foreign_cluster" ]; then
 	say "the end-to-end tests use the cluster of KUBECONFIG=$foreign_cluster"
-	step "unit tests" quiet_unit_tests
+	step "unit tests" all_unit_tests
 	all_end_to_end
 	exit 0
 fi
-beside quiet_unit_tests quiet_unit_tests
 step "Helm chart" "$cluster" check-chart
 if [ -n "${CI:-}" ] || [ ! -e /var/lib/torpor-dev/machine.json ]; then
 	step "development cluster: selftest" hack/selftest --replace
@@ -260,20 +263,21 @@ else
 fi
 step "upstream's Python SDK" hack/python-sdk
 step "cluster up" cluster_up
+beside quiet_unit_tests quiet_unit_tests # while installing waits
 KUBECONFIG=$("$cluster" kubeconfig)
 TORPOR_DEV=$cluster
 export KUBECONFIG TORPOR_DEV
 if [ -n "${KEEP:-}" ] && [ -e /opt/torpor/bin ]; then
-	step "the rest of the unit tests" ended quiet_unit_tests
+	step "unit tests that leave the machine alone" ended quiet_unit_tests
 	step "install Torpor" "$cluster" install-torpor
 	all_end_to_end
-	step "reboot of the node" reboot
+	step "reboot of the node, and the rest of the unit tests" reboot
 	exit 0
 fi
 step "install by Helm, and take it off" by_helm
-step "the rest of the unit tests" ended quiet_unit_tests
+step "unit tests that leave the machine alone" ended quiet_unit_tests
 step "install Torpor" install
 all_end_to_end
-step "reboot of the node" reboot
+step "reboot of the node, and the rest of the unit tests" reboot
 step "install Torpor again" install_again
 [ -n "${KEEP:-}" ] || step "take Torpor off" uninstall

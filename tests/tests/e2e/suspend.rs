@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use anyhow::ensure;
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use kube::api::{DeleteParams, Patch, PatchParams};
@@ -342,53 +343,60 @@ async fn an_image_of_another_pod_spec_is_refused_and_kept_until_the_spec_fits_ag
     .await
 }
 
-/// A way in which an image is another node's, and the word that must name it.
-type Foreign = (fn(&mut Fingerprint), &'static str);
+/// Says that the image is another node's, by the change to its fingerprint; the words that refuse it must name what differs.
+async fn is_refused_and_kept(
+    case: &Case,
+    change: impl FnOnce(&mut Fingerprint),
+    named: &str,
+) -> anyhow::Result<()> {
+    case.create(sandbox(json!({}), rich())).await?;
+    let pod = started(case).await?;
+    let before = witness::ask(&pod).await?;
+    suspended(case).await?;
+    let image = case.node.image_of(&case.namespace, &uid(&pod))?;
+    let path = image.join("manifest.json");
+    let whole = std::fs::read(&path)?;
+    let (mut manifest, _) = Manifest::decode(&whole)?;
+    change(&mut manifest.fingerprint);
+    std::fs::write(&path, manifest.encode()?.0)?;
 
-const FOREIGN: [Foreign; 3] = [
-    (
-        |of| of.runsc_digest = format!("blake3:{}", "0".repeat(64)),
-        "runsc",
-    ),
-    (|of| of.platform = "kvm".to_owned(), "platform"),
-    (
-        |of| {
-            of.cpu_features.push("zz_not_of_this_world".to_owned());
-            of.cpu_features_digest = format!("blake3:{}", "0".repeat(64));
-        },
-        "zz_not_of_this_world",
-    ),
-];
+    set_mode(case, "Running").await?;
+    let sandbox = until(case, "Restored", "False", "FingerprintMismatch").await?;
+    let words = message(&sandbox, "Restored");
+    ensure!(words.contains(named), "{named}: {words}");
+
+    // On a node that it fits the same Pod goes on: the kubelet tries again by itself.
+    std::fs::write(&path, &whole)?;
+    let pod = started(case).await?;
+    witness::ask(&pod).await?.goes_on_from(&before)
+}
 
 #[tokio::test]
-async fn an_image_of_another_runsc_platform_or_processor_is_refused_and_kept() -> anyhow::Result<()>
-{
-    case("suspend-foreign", async |case| {
-        case.create(sandbox(json!({}), rich())).await?;
-        let mut pod = started(case).await?;
-        let before = witness::ask(&pod).await?;
-        for (change, named) in FOREIGN {
-            suspended(case).await?;
-            let path = case
-                .node
-                .image_of(&case.namespace, &uid(&pod))?
-                .join("manifest.json");
-            let whole = std::fs::read(&path)?;
-            let (mut manifest, _) = Manifest::decode(&whole)?;
-            change(&mut manifest.fingerprint);
-            std::fs::write(&path, manifest.encode()?.0)?;
+async fn an_image_of_another_runsc_is_refused_and_kept() -> anyhow::Result<()> {
+    case("foreign-runsc", async |case| {
+        let other = |of: &mut Fingerprint| of.runsc_digest = format!("blake3:{}", "0".repeat(64));
+        is_refused_and_kept(case, other, "runsc").await
+    })
+    .await
+}
 
-            set_mode(case, "Running").await?;
-            let sandbox = until(case, "Restored", "False", "FingerprintMismatch").await?;
-            let words = message(&sandbox, "Restored");
-            assert!(words.contains(named), "{named}: {words}");
+#[tokio::test]
+async fn an_image_of_another_platform_is_refused_and_kept() -> anyhow::Result<()> {
+    case("foreign-platform", async |case| {
+        let other = |of: &mut Fingerprint| of.platform = "kvm".to_owned();
+        is_refused_and_kept(case, other, "platform").await
+    })
+    .await
+}
 
-            // On a node that it fits the same Pod goes on: the kubelet tries again by itself.
-            std::fs::write(&path, &whole)?;
-            pod = started(case).await?;
-            witness::ask(&pod).await?.goes_on_from(&before)?;
-        }
-        Ok(())
+#[tokio::test]
+async fn an_image_of_another_processor_is_refused_and_kept() -> anyhow::Result<()> {
+    case("foreign-processor", async |case| {
+        let other = |of: &mut Fingerprint| {
+            of.cpu_features.push("zz_not_of_this_world".to_owned());
+            of.cpu_features_digest = format!("blake3:{}", "0".repeat(64));
+        };
+        is_refused_and_kept(case, other, "zz_not_of_this_world").await
     })
     .await
 }
