@@ -183,7 +183,7 @@ by_helm() {
 	END
 	"$cluster" kubectl wait sandbox/by-helm --for=condition=Ready --timeout=60s
 	# The garbage collector looks for new kinds twice a minute only, so it is not waited for.
-	"$cluster" kubectl delete sandbox/by-helm --cascade=orphan --timeout=60s
+	"$cluster" kubectl delete sandbox/by-helm --cascade=background --timeout=60s
 	"$cluster" kubectl delete pod/by-helm --timeout=60s
 	"$cluster" helm --namespace agent-sandbox-system status torpor
 	uninstall --helm
@@ -254,6 +254,7 @@ if [ -n "$foreign_cluster" ]; then
 	all_end_to_end
 	exit 0
 fi
+beside quiet_unit_tests quiet_unit_tests
 step "Helm chart" "$cluster" check-chart
 if [ -n "${CI:-}" ] || [ ! -e /var/lib/torpor-dev/machine.json ]; then
 	step "development cluster: selftest" hack/selftest --replace
@@ -263,7 +264,6 @@ else
 fi
 step "upstream's Python SDK" hack/python-sdk
 step "cluster up" cluster_up
-beside quiet_unit_tests quiet_unit_tests # while installing waits
 KUBECONFIG=$("$cluster" kubeconfig)
 TORPOR_DEV=$cluster
 export KUBECONFIG TORPOR_DEV
