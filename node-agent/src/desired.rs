@@ -81,6 +81,9 @@ fn intent(snapshot: &SandboxSnapshot, pod_uid: &PodUid) -> Option<SnapshotIntent
     })
 }
 
+/// The condition that whoever disrupts a Pod writes on it before its deletion (Kubernetes, "Pod disruption conditions").
+const DISRUPTION_TARGET: &str = "DisruptionTarget";
+
 /// What is wanted of the Pod `pod_uid`. `pod`: from a synced cache of this node's Pods; `snapshots`: those about it.
 pub(crate) fn desired(
     pod_uid: &PodUid,
@@ -130,6 +133,9 @@ pub(crate) fn desired(
         sleep,
         // What the node has to do with it is said by whoever knows the node.
         pressure: Pressure::default(),
+        evicted: pod
+            .and_then(|pod| condition(pod, DISRUPTION_TARGET))
+            .is_some_and(|said| said.status == "True"),
         keep_last_image: pod.is_some_and(goes_back),
         wake_up: pod.and_then(wake_up),
         snapshots,
@@ -406,6 +412,18 @@ mod tests {
         };
         assert!(told("torpor.dev/Hibernated"));
         assert!(!told("Ready"));
+    }
+
+    #[test]
+    fn a_pod_that_is_evicted_says_so_before_it_goes() {
+        let evicted = |status: &str| {
+            let mut pod = pod(json!({}));
+            let told = json!({ "conditions": [{ "type": "DisruptionTarget", "status": status }] });
+            pod.status = Some(serde_json::from_value(told).expect("a status"));
+            desired(&uid(), Some(&pod), &[]).evicted
+        };
+        assert!(evicted("True") && !evicted("False"));
+        assert!(!desired(&uid(), Some(&pod(json!({}))), &[]).evicted);
     }
 
     #[test]

@@ -489,16 +489,17 @@ fn evict(world: &World) {
     world.edit_pod(&json!({"metadata": {"deletionTimestamp": "2026-11-21T12:00:00Z"}}));
 }
 
+#[rstest::rstest]
+#[case::hibernated("True", "Hibernated")]
+#[case::dozing("False", "Dozing")]
 #[tokio::test]
-async fn a_sleeping_pod_that_is_evicted_leaves_its_image_to_the_next_pod() {
+async fn a_sleeping_pod_that_is_evicted_leaves_its_image_to_the_next_pod(
+    #[case] status: &str,
+    #[case] reason: &str,
+) {
     let world = World::new();
     world.ready(torpor_sandbox(json!({}))).await;
-    world.pod_says(condition(
-        "torpor.dev/Hibernated",
-        "True",
-        "Hibernated",
-        "asleep",
-    ));
+    world.pod_says(condition("torpor.dev/Hibernated", status, reason, "asleep"));
     world.settle().await;
     evict(&world);
     world.settle().await;

@@ -90,6 +90,8 @@ pub struct Desired {
     pub sleep: SleepAfter,
     /// Whether it may sleep for the node's sake, and is asked to.
     pub pressure: Pressure,
+    /// Its Pod is being taken away for the node's sake (a drain, a taint, a preemption): another one is to go on with its memory.
+    pub evicted: bool,
     /// When it crashes while it is awake it goes on from its last image, which is kept for that.
     pub keep_last_image: bool,
     /// A time at which it is to be awake, whatever made it sleep, unless it is frozen or being suspended.

@@ -95,6 +95,7 @@ fn wishes() -> Vec<(&'static str, Desired)> {
         power,
         sleep: SleepAfter::default(),
         pressure: Default::default(),
+        evicted: false,
         keep_last_image: false,
         told: false,
         wake_up: None,

@@ -1,5 +1,7 @@
 //! Dozing: a sandbox that is paused because it was idle, with its memory in an image and in swap. Whoever needs it resumes it.
 
+use std::time::{Duration, Instant};
+
 use anyhow::{bail, ensure};
 use torpor_cgroup::reclaim::{self, Whose};
 use torpor_core::ids::{ImageId, SandboxId};
@@ -12,6 +14,9 @@ use crate::exec::awake;
 use crate::node::{CALL_LIMIT, Node};
 use crate::restore::{self, Refusal};
 use crate::stages::Stages;
+
+/// The agent hears of a Pod that goes when the kubelet does, and needs a twentieth of a second.
+const AGENT_LIMIT: Duration = Duration::from_millis(500);
 
 /// Verb of the agent: push the sandbox' memory out. Only with an image that is its memory too: who dies while it dozes loses nothing.
 pub(crate) fn doze(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow::Result<Answer> {
@@ -82,6 +87,21 @@ pub(crate) fn rouse_at_once(node: &Node, sandbox: &SandboxId) -> anyhow::Result<
             .write_wake(sandbox, &stages.note(WakeCause::Packet, Depth::Dozing))?;
     }
     Ok(resumed)
+}
+
+/// A container that dozes is to end. Whether its memory is kept (the Pod is evicted, another goes on) or it wakes for its program's own end
+/// is for the agent to say, which sees why: it ends the sandbox' processes or resumes them. It is given a moment; it may be dead, or the Pod
+/// stays and the kubelet wants this container anew.
+pub(crate) fn left_to_agent(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
+    let deadline = Instant::now() + AGENT_LIMIT;
+    while node.records.state(sandbox)? == SandboxState::Running
+        && node.records.doze(sandbox)?.is_some()
+        && restore::memory_image(node, sandbox)?.is_some()
+        && Instant::now() < deadline
+    {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    Ok(())
 }
 
 fn resume(node: &Node, sandbox: &SandboxId, stages: &mut Stages) -> anyhow::Result<bool> {

@@ -20,6 +20,9 @@ const FINISHED: &str = "container not running";
 pub(crate) fn kill(node: &Node, id: &ContainerId, signal: &str, all: bool) -> anyhow::Result<()> {
     let signal = parse(signal)?;
     let record = node.container(id)?;
+    if ends(signal) {
+        doze::left_to_agent(node, &record.sandbox)?;
+    }
     let _lock = node.records.lock(&record.sandbox)?;
     match restore::settled(node, &record.sandbox)? {
         // The shim sends this to what is left of a container that has ended.

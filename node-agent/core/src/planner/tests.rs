@@ -37,6 +37,7 @@ fn desired(power: Power) -> Desired {
         power,
         sleep: SleepAfter::default(),
         pressure: Pressure::default(),
+        evicted: false,
         keep_last_image: false,
         wake_up: None,
         snapshots: Vec::new(),
@@ -326,6 +327,33 @@ fn dozing(reclaimed: bool, observed: Observed) -> Observed {
 }
 
 #[test]
+fn what_dozes_sleeps_deeper_when_it_is_evicted_and_wakes_for_its_end_when_it_is_deleted() {
+    let dozes = |reclaimed| dozing(reclaimed, observed(Live::Paused, &committed(), &[1]));
+    for pod in [PodPresence::Present, PodPresence::Terminating] {
+        let evicted = Desired {
+            pod,
+            evicted: true,
+            ..dozy()
+        };
+        assert_steps(&evicted, &dozes(false), &[StepKind::End]);
+        assert_steps(&evicted, &dozes(true), &[StepKind::End]);
+    }
+    let deleted = Desired {
+        pod: PodPresence::Terminating,
+        ..dozy()
+    };
+    assert_steps(&deleted, &dozes(true), &[StepKind::Resume]);
+    // It sleeps on then, also where it may doze only.
+    let mut dozer = dozy();
+    dozer.sleep.hibernate = None;
+    let mut asleep = observed(Live::None, &asleep_entries(true), &[1]);
+    asleep.record = Some(Record { image: image(1) });
+    assert_steps(&dozer, &asleep, &[StepKind::Wake]);
+    dozer.evicted = true;
+    assert_steps(&dozer, &asleep, &[]);
+}
+
+#[test]
 fn waiting_times_double_up_to_a_limit() {
     let mut failures = Failures::default();
     let action = Action::Checkpoint { image: image(1) };
@@ -561,10 +589,11 @@ proptest! {
         pod in prop_oneof![Just(PodPresence::Present), Just(PodPresence::Terminating), Just(PodPresence::Gone)],
         may in prop_oneof![Just(desired(Power::Awake)), Just(sleepy()), Just(dozy())],
         keep_last_image in any::<bool>(),
+        evicted in any::<bool>(),
         save_turn in any::<bool>(),
     ) {
         let may_sleep = may.sleep.first().is_some();
-        let mut desired = Desired { power, keep_last_image, ..may };
+        let mut desired = Desired { power, keep_last_image, evicted, ..may };
         desired.pod = pod;
         let observed = Observed { save_turn, ..observed };
         let newest = observed.images.iter().map(|image| image.id.number()).max();
@@ -573,7 +602,8 @@ proptest! {
         prop_assert_eq!(&again, &plan);
         let memory = observed.ledger.clone().unwrap_or_default().memory;
         let idle = may_sleep && power == Power::Awake && observed.idle_since.is_some_and(|since| since <= at(900));
-        if power == Power::Awake && !idle && observed.live != Live::None {
+        let moves_on = evicted && observed.doze.is_some() && observed.live == Live::Paused;
+        if power == Power::Awake && !idle && !moves_on && observed.live != Live::None {
             let saved = plan.steps.iter().any(|s| s.action.kind() == StepKind::End);
             prop_assert!(!saved, "put to sleep although nobody asked and it is not idle");
         }

@@ -250,7 +250,9 @@ fn of_idleness(
         let until = idle_since(desired, observed, now).zip(after);
         lives && until.is_some_and(|(since, after)| later(since, after) <= now)
     };
-    if sleeps_by_itself(desired, observed, ledger) {
+    // What dozes has its memory in an image: it is kept, where a sandbox that is awake ends as any other.
+    let evicted = desired.evicted && observed.live == Live::Paused && observed.doze.is_some();
+    if evicted || sleeps_by_itself(desired, observed, ledger) {
         return Some(Power::Asleep);
     }
     if desired.pod != PodPresence::Present {
@@ -290,7 +292,7 @@ pub(super) fn idle_until(
 fn sleeps_by_itself(desired: &Desired, observed: &Observed, ledger: &LedgerState) -> bool {
     let asleep = matches!(&ledger.memory, Memory::Asleep { image, by_itself: true }
         if observed.record.as_ref().is_some_and(|record| record.image == *image));
-    let may = desired.sleep.hibernate.is_some() || desired.pressure.may;
+    let may = desired.sleep.hibernate.is_some() || desired.pressure.may || desired.evicted;
     observed.live == Live::None && asleep && may
 }
 

@@ -184,7 +184,8 @@ impl Schedule {
     /// What the node has to give, and what its user and its operator wish for when it gives nothing.
     fn node(&mut self) {
         let world = &mut self.world;
-        match self.random.below(5) {
+        match self.random.below(6) {
+            5 => world.evicted = self.random.chance(300),
             0 => world.may_be_pressed = self.random.chance(800),
             1 => world.keep_last = self.random.chance(400),
             2 => world.save_turn = self.random.chance(600),

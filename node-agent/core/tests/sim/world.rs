@@ -43,6 +43,7 @@ pub(crate) struct World {
     pub(crate) pressed: Option<Ask>,
     /// It goes back to its last image when it crashes.
     pub(crate) keep_last: bool,
+    pub(crate) evicted: bool,
     /// It is its turn to save.
     pub(crate) save_turn: bool,
     /// Since when nothing has been going on in the sandbox; a new one is busy.
@@ -89,6 +90,7 @@ impl World {
             may_be_pressed: false,
             pressed: None,
             keep_last: false,
+            evicted: false,
             save_turn: true,
             idle_since: None,
             snapshots: Vec::new(),
@@ -240,6 +242,7 @@ impl World {
                 may: self.may_be_pressed,
                 short_of: None,
             },
+            evicted: self.evicted,
             keep_last_image: self.keep_last,
             told: false,
             wake_up: None,

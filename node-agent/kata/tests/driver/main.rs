@@ -344,6 +344,7 @@ fn desired(power: Power, doze: bool) -> Desired {
             hibernate: None,
         },
         pressure: Pressure::default(),
+        evicted: false,
         keep_last_image: false,
         wake_up: None,
         snapshots: Vec::new(),

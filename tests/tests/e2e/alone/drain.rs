@@ -5,14 +5,16 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::{Event, Node, Pod};
 use kube::Api;
 use kube::api::{EvictParams, ListParams, Patch, PatchParams};
-use serde_json::json;
-use torpor_api::annotations::HIBERNATE;
-use torpor_api::conditions::POD_RESTORED;
+use serde_json::{Value, json};
+use torpor_api::annotations::{DOZE_AFTER, HIBERNATE};
+use torpor_api::conditions::{POD_HIBERNATED, POD_RESTORED};
 use torpor_api::reasons::event;
+use torpor_api::reasons::hibernated::DOZING;
 use torpor_tests::case::{Case, case_alone, condition, uid};
-use torpor_tests::pods::{COUNT, shell};
+use torpor_tests::pods::with;
 use torpor_tests::sandboxes::sandbox;
-use torpor_tests::wait;
+use torpor_tests::swap::Swap;
+use torpor_tests::{wait, witness};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -35,46 +37,71 @@ async fn evict(case: &Case, pod: &Pod) -> anyhow::Result<()> {
     .await
 }
 
+/// The Sandbox' Pod is evicted while it sleeps; the next one goes on where it was.
+async fn drained(case: &Case, manifest: Value, sleeps: Sleeps) -> anyhow::Result<()> {
+    case.create(manifest).await?;
+    let pod = case.sandbox_ready("s").await?;
+    let spec = pod.spec.as_ref();
+    let node = spec.and_then(|spec| spec.node_name.clone());
+    let node = node.unwrap_or_default();
+    let before = witness::ask(&pod).await?;
+    match sleeps {
+        Sleeps::Hibernated => {
+            let asked = json!({ "metadata": { "annotations": { HIBERNATE: "true" } } });
+            case.patch("s", asked).await?;
+            case.sandbox_says("s", "Hibernated", "True", "Hibernated")
+                .await?;
+        }
+        Sleeps::Dozing => {
+            let dozing = |pod: &Pod| condition(pod, POD_HIBERNATED).1 == DOZING;
+            case.pod_until("s", "it dozes", LIMIT, dozing).await?;
+        }
+    }
+    cordon(case, &node, true).await?;
+    let drained = async {
+        evict(case, &pod).await?;
+        // The image is on this node, and so is the way back.
+        let waits = |pod: &Pod| condition(pod, "PodScheduled").1 == "Unschedulable";
+        case.pod_until("s", "it waits for its node", LIMIT, waits)
+            .await?;
+        let no_more = json!({ "metadata": { "annotations": { HIBERNATE: null } } });
+        case.patch("s", no_more).await
+    };
+    let drained = drained.await;
+    cordon(case, &node, false).await?;
+    drained?;
+    let back = case.sandbox_ready("s").await?;
+    assert_ne!(uid(&back), uid(&pod));
+    witness::ask(&back).await?.goes_on_from(&before)?;
+    let told = |pod: &Pod| condition(pod, POD_RESTORED).0 == "True";
+    case.pod_until("s", "it says that it was restored", LIMIT, told)
+        .await
+        .map(drop)
+}
+
+enum Sleeps {
+    Hibernated,
+    Dozing,
+}
+
+fn witness() -> Value {
+    sandbox("s", json!({ "containers": [witness::container(5, &[])] }))
+}
+
 #[tokio::test]
 async fn a_sleeping_sandbox_keeps_its_memory_when_its_node_is_drained() -> anyhow::Result<()> {
     case_alone("drain", async |case| {
-        case.create(sandbox("s", json!({ "containers": [shell("a", COUNT)] })))
-            .await?;
-        let pod = case.sandbox_ready("s").await?;
-        let node = pod
-            .spec
-            .as_ref()
-            .and_then(|spec| spec.node_name.clone())
-            .unwrap_or_default();
-        let before = case.counted("s").await?;
-        case.patch(
-            "s",
-            json!({ "metadata": { "annotations": { HIBERNATE: "true" } } }),
-        )
-        .await?;
-        case.sandbox_says("s", "Hibernated", "True", "Hibernated")
-            .await?;
-        cordon(case, &node, true).await?;
-        let drained = async {
-            evict(case, &pod).await?;
-            // The image is on this node, and so is the way back.
-            let waits = |pod: &Pod| condition(pod, "PodScheduled").1 == "Unschedulable";
-            case.pod_until("s", "it waits for its node", LIMIT, waits)
-                .await?;
-            let no_more = json!({ "metadata": { "annotations": { HIBERNATE: null } } });
-            case.patch("s", no_more).await
-        };
-        let drained = drained.await;
-        cordon(case, &node, false).await?;
-        drained?;
-        let back = case.sandbox_ready("s").await?;
-        assert_ne!(uid(&back), uid(&pod));
-        let after = case.counted("s").await?;
-        anyhow::ensure!(after >= before, "{before} → {after}");
-        let told = |pod: &Pod| condition(pod, POD_RESTORED).0 == "True";
-        case.pod_until("s", "it says that it was restored", LIMIT, told)
-            .await
-            .map(drop)
+        drained(case, witness(), Sleeps::Hibernated).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_dozing_sandbox_keeps_its_memory_when_its_node_is_drained() -> anyhow::Result<()> {
+    let _swap = Swap::on()?;
+    case_alone("draindoze", async |case| {
+        let idle = json!({ "metadata": { "annotations": { DOZE_AFTER: "3s" } } });
+        drained(case, with(witness(), idle), Sleeps::Dozing).await
     })
     .await
 }
@@ -82,8 +109,7 @@ async fn a_sleeping_sandbox_keeps_its_memory_when_its_node_is_drained() -> anyho
 #[tokio::test]
 async fn that_an_awake_sandbox_lost_its_memory_to_a_drain_is_said() -> anyhow::Result<()> {
     case_alone("drained", async |case| {
-        case.create(sandbox("s", json!({ "containers": [shell("a", COUNT)] })))
-            .await?;
+        case.create(witness()).await?;
         let pod = case.sandbox_ready("s").await?;
         evict(case, &pod).await?;
         let events: Api<Event> = case.api();

@@ -1,6 +1,6 @@
 //! A Pod that is taken away from a Sandbox that is to run: a drain of its node, a taint, a preemption.
 //!
-//! A sandbox that sleeps in place has its memory in an image already. The image gets a snapshot while the Pod goes, as in a suspension, and the next Pod continues
+//! A sandbox that sleeps in place, hibernated or dozing, has its memory in an image already. The image gets a snapshot while the Pod goes, as in a suspension, and the next Pod continues
 //! from it, on that node. One that is awake cannot be saved in time: the kubelet ends its programs while it is being asked. That is said.
 
 use k8s_openapi::api::core::v1::Pod;
@@ -50,8 +50,9 @@ pub(super) fn keep(
             )),
         });
     }
+    // What dozes the node's agent lets sleep deeper when it sees the eviction.
     let asleep = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED)
-        .is_some_and(|draft| draft.status == "True");
+        .is_some_and(|draft| draft.status == "True" || draft.reason == hibernated::DOZING);
     let name = suspend_snapshot_name(&desired.name, &uid);
     if asleep && !observed.snapshots.contains_key(&name) {
         let snapshot = suspend_snapshot(desired, pod, node);
