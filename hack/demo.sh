@@ -84,6 +84,7 @@ pod_memory() {
 
 prepare() {
 	if [ "$own_cluster" = yes ]; then
+		need go rust
 		# For the client of a WebSocket; the sandbox has its own.
 		command -v python3 >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends python3; }
 		"$REPO_ROOT/hack/cluster" up

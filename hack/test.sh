@@ -63,9 +63,9 @@ toolchains() {
 		rustup component add rustfmt clippy
 	fi
 	need go rust
-	# A linker for Rust, and network namespaces for the unit tests; hack/cluster installs what the cluster needs.
-	if ! command -v cc >/dev/null || ! command -v ip >/dev/null; then
-		apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev iproute2
+	# A linker for Rust, network namespaces for the unit tests, a client for the selftest; hack/cluster installs what the cluster needs.
+	if ! command -v cc >/dev/null || ! command -v ip >/dev/null || ! command -v curl >/dev/null; then
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev iproute2 curl
 	fi
 	cargo fmt --version >/dev/null && cargo clippy --version >/dev/null ||
 		die "cargo fmt or clippy is missing: rustup component add rustfmt clippy"

@@ -442,14 +442,14 @@ async fn an_unknown_snapshot_makes_no_pod_until_it_exists() {
         .create("sandboxes", torpor_sandbox(from("golden")));
     world.settle().await;
     assert!(world.pod().is_none());
-    let unknown = "SandboxSnapshot \"golden\" does not exist";
+    let unknown = "SandboxSnapshot \"golden\" does not exist in this namespace; `kubectl get sandboxsnapshots` lists what there is";
     world.assert_says("Restored", "False", "SnapshotNotFound", unknown);
     golden(&world);
     let saving = json!({"status": {"conditions": [condition("Committed", "False", "Saving", "")]}});
     world.edit_snapshot("golden", &saving);
     world.settle().await;
     assert!(world.pod().is_none());
-    let not_ready = "SandboxSnapshot \"golden\" is not committed";
+    let not_ready = "SandboxSnapshot \"golden\" is not committed; its condition Committed says why, and the Sandbox starts when it is";
     world.assert_says("Restored", "False", "SnapshotNotReady", not_ready);
     world.edit_snapshot("golden", &committed("g.1", "n1"));
     world.settle().await;
@@ -464,6 +464,6 @@ async fn an_unknown_snapshot_with_policy_cold_start_is_a_cold_start() {
     world.api.create("sandboxes", torpor_sandbox(both));
     world.settle().await;
     assert_eq!(restore_image(&world), Value::Null);
-    let message = "Started without the saved memory (SnapshotNotFound): SandboxSnapshot \"golden\" does not exist";
+    let message = "Started without the saved memory (SnapshotNotFound): SandboxSnapshot \"golden\" does not exist in this namespace; `kubectl get sandboxsnapshots` lists what there is";
     world.assert_says("Restored", "False", "ColdStarted", message);
 }

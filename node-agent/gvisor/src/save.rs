@@ -22,7 +22,11 @@ pub enum Error {
     #[error(transparent)]
     Store(#[from] SaveError),
     #[error("gVisor cannot save the sandbox")]
-    Control(#[from] control::Error),
+    Control(#[source] control::Error),
+    #[error(
+        "no room for the sandbox' memory on the disk that holds the images. Delete SandboxSnapshots, or enlarge the disk"
+    )]
+    DiskFull(#[source] control::Error),
     #[error("container {0} has ended, or has not begun: it would be missing in the image")]
     NotRunning(ContainerId),
 }
@@ -33,11 +37,7 @@ impl Error {
         match self {
             Self::Store(error) => error.reason(),
             Self::Control(control::Error::NotRunning { .. }) => "SandboxGone",
-            Self::Control(control::Error::Refused { message, .. })
-                if message.contains("no space left") =>
-            {
-                "DiskFull"
-            }
+            Self::DiskFull(_) => "DiskFull",
             Self::Control(_) => "CheckpointFailed",
             Self::NotRunning(_) => CONTAINER_NOT_RUNNING,
         }
@@ -46,6 +46,18 @@ impl Error {
     /// Whether the checkpoint may have been made, or still be going on.
     pub fn is_unknown(&self) -> bool {
         matches!(self, Self::Control(error) if error.is_unknown())
+    }
+}
+
+impl From<control::Error> for Error {
+    /// gVisor says in words that its file could not be written.
+    fn from(error: control::Error) -> Self {
+        match &error {
+            control::Error::Refused { message, .. } if message.contains("no space left") => {
+                Self::DiskFull(error)
+            }
+            _ => Self::Control(error),
+        }
     }
 }
 

@@ -40,7 +40,7 @@ const UNREADABLE_CONSUMER: &str = "unreadable";
 pub enum SaveError {
     #[error("image {image} is already in the store")]
     Exists { image: ImageId },
-    #[error("no room on the disk that holds the images: {doing} {}", path.display())]
+    #[error("no room on the disk that holds the images: {doing} {}. Delete SandboxSnapshots, or enlarge the disk", path.display())]
     DiskFull {
         doing: &'static str,
         path: PathBuf,

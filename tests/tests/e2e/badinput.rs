@@ -250,7 +250,11 @@ async fn a_full_disk_fails_the_save_and_the_sandbox_runs_on() -> anyhow::Result<
         case.annotate("p", HIBERNATE, Some("true")).await?;
         let told = |pod: &Pod| {
             let (status, reason, message) = condition(pod, POD_HIBERNATED);
-            status == "False" && reason == "SaveFailed" && message.contains("DiskFull")
+            status == "False"
+                && reason == "SaveFailed"
+                && ["DiskFull", "enlarge the disk"]
+                    .iter()
+                    .all(|word| message.contains(word))
         };
         case.pod_until(
             "p",

@@ -210,7 +210,9 @@ async fn a_suspension_that_is_taken_back_in_time_keeps_the_pod() -> anyhow::Resu
             .sandbox_says("s", "Hibernated", "False", "SaveFailed")
             .await?;
         assert!(
-            said(&failed, "Hibernated").2.contains("DiskFull"),
+            ["DiskFull", "enlarge the disk"]
+                .iter()
+                .all(|word| said(&failed, "Hibernated").2.contains(word)),
             "{failed:?}"
         );
         case.set_mode("s", "Running").await?;

@@ -84,12 +84,16 @@ fn resume(
 
 fn copy(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, name: &str) {
     let found = observed.snapshots.get(name).ok_or_else(|| {
-        let message = format!("SandboxSnapshot {name:?} does not exist");
+        let message = format!(
+            "SandboxSnapshot {name:?} does not exist in this namespace; `kubectl get sandboxsnapshots` lists what there is"
+        );
         (restored::SNAPSHOT_NOT_FOUND, message)
     });
     let memory = found.and_then(|snapshot| {
         if !snapshot.is_committed() || is_deleting(snapshot) {
-            let message = format!("SandboxSnapshot {name:?} is not committed");
+            let message = format!(
+                "SandboxSnapshot {name:?} is not committed; its condition Committed says why, and the Sandbox starts when it is"
+            );
             return Err((restored::SNAPSHOT_NOT_READY, message));
         }
         Ok((
