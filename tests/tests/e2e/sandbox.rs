@@ -166,14 +166,25 @@ async fn a_resumed_pod_has_its_volume_its_name_and_todays_configuration() -> any
         let config = |value: &str| json!({
             "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "config" }, "data": { "key": value },
         });
+        let secret = |value: &str| json!({
+            "apiVersion": "v1", "kind": "Secret", "metadata": { "name": "secret" }, "stringData": { "word": value },
+        });
         case.create(config("old")).await?;
+        case.create(secret("old")).await?;
         let witness = with(
             witness::container(2, &["/data/file"]),
-            json!({ "volumeMounts": mounts(&[("data", "/data"), ("config", "/config")]) }),
+            json!({ "volumeMounts": mounts(&[("data", "/data"), ("config", "/config"), ("secret", "/secret"), ("about", "/about")]) }),
         );
         let mut manifest = sandbox("s", json!({
             "containers": [witness],
-            "volumes": [{ "name": "config", "configMap": { "name": "config" } }],
+            "volumes": [
+                { "name": "config", "configMap": { "name": "config" } },
+                { "name": "secret", "secret": { "secretName": "secret" } },
+                { "name": "about", "projected": { "sources": [
+                    { "downwardAPI": { "items": [{ "path": "uid", "fieldRef": { "fieldPath": "metadata.uid" } }] } },
+                    { "serviceAccountToken": { "path": "token" } },
+                ]}},
+            ],
         }));
         manifest["spec"]["volumeClaimTemplates"] = json!([{
             "metadata": { "name": "data" },
@@ -182,14 +193,27 @@ async fn a_resumed_pod_has_its_volume_its_name_and_todays_configuration() -> any
         case.create(manifest).await?;
         let before = witness::ask(&case.sandbox_ready("s").await?).await?;
         assert_eq!(before.hostname, "s");
-        assert_eq!(case.kubectl.sh("s", "witness", "cat /config/key").await?, "old");
+        let read = async |path: &str| case.kubectl.sh("s", "witness", &format!("cat {path}")).await;
+        assert_eq!(read("/config/key /secret/word").await?, "oldold");
+        let token = read("/about/token").await?;
+        case.kubectl.sh("s", "witness", "echo kept >/dev/shm/word").await?;
         case.suspend("s").await?;
         let change = kube::api::Patch::Merge(config("new"));
         let maps: kube::Api<k8s_openapi::api::core::v1::ConfigMap> = case.api();
         maps.patch("config", &kube::api::PatchParams::default(), &change).await?;
+        let change = kube::api::Patch::Merge(secret("new"));
+        let secrets: kube::Api<k8s_openapi::api::core::v1::Secret> = case.api();
+        secrets.patch("secret", &kube::api::PatchParams::default(), &change).await?;
         let pod = case.run("s").await?;
         witness::ask(&pod).await?.goes_on_from(&before)?;
-        assert_eq!(case.kubectl.sh("s", "witness", "cat /config/key").await?, "new");
+        assert_eq!(read("/config/key /secret/word").await?, "newnew");
+        assert_eq!(read("/about/uid").await?, uid(&pod));
+        assert_ne!(read("/about/token").await?, token, "the old Pod's token");
+        let hosts = read("/etc/hosts").await?;
+        assert!(hosts.contains(&witness::address(&pod)?), "{hosts}");
+        let servers = read("/etc/resolv.conf").await?;
+        assert!(servers.contains("svc.cluster.local"), "{servers}");
+        assert_eq!(read("/dev/shm/word").await?, "kept");
         Ok(())
     })
     .await

@@ -1,8 +1,12 @@
 //! Volumes: what is shared is the same for all containers, what is mounted has the right content.
 
+use k8s_openapi::api::core::v1::ConfigMap;
+use kube::Api;
+use kube::api::{Patch, PatchParams};
 use serde_json::json;
-use torpor_tests::case::case;
+use torpor_tests::case::{START_LIMIT, case};
 use torpor_tests::pods::{mounts, pod, shell, with};
+use torpor_tests::wait;
 
 const IDLE: &str = "exec sleep 1000000";
 
@@ -65,7 +69,16 @@ async fn config_maps_secrets_and_projected_volumes_are_mounted_and_updated() -> 
         assert_eq!(mode, "400");
         let read_only = case.kubectl.exec("p", "a", &["sh", "-c", "echo x >/config/new"]).await?;
         assert_ne!(read_only.code, 0, "a ConfigMap is read-only");
-        Ok(())
+
+        let maps: Api<ConfigMap> = case.api();
+        maps.patch("config", &PatchParams::default(), &Patch::Merge(config("two"))).await?;
+        // The kubelet looks at a Pod's volumes once a minute, and when the Pod is changed.
+        case.annotate("p", "changed", Some("now")).await?;
+        wait::until("the new value is there", START_LIMIT, async || {
+            let seen = case.kubectl.sh("p", "a", "cat /config/key /all/key").await?;
+            wait::holds(seen == "twotwo", || seen.clone())
+        })
+        .await
     })
     .await
 }
