@@ -364,7 +364,9 @@ async fn a_claim_deleted_in_the_foreground_is_seen_until_its_pod_is_gone() {
     cluster.claim_pass("c").await.unwrap();
     cluster.claim_pass("c").await.unwrap();
     assert!(crate::cluster::is_going(&cluster.get_claim("c")));
+    cluster.kubelets();
     assert_eq!(cluster.api.list("pods").len(), 1);
+    assert_eq!(cluster.api.list("sandboxclaims").len(), 1);
     cluster.kubelets();
     assert!(cluster.api.list("sandboxclaims").is_empty());
 }
@@ -400,6 +402,99 @@ async fn finished_survives_the_sandbox_of_a_claim_that_is_retained() {
     assert!(cluster.api.list("sandboxes").is_empty());
     assert_eq!(cluster.claim_says("c", "Finished").unwrap().1, "PodFailed");
     assert_eq!(cluster.claim_says("c", "Ready").unwrap().1, "ClaimExpired");
+}
+
+/// Passes until nothing changes; whoever looks at any moment sees no Finished.
+async fn settles_unfinished(cluster: &Cluster) {
+    for _ in 0..20 {
+        cluster.api.take_writes();
+        cluster.passes().await;
+        assert_eq!(cluster.claim_says("c", "Finished"), None);
+        let sandbox = cluster.get_sandbox("c");
+        assert_eq!(crate::cluster::said(&sandbox, "Finished"), None);
+        let ready = crate::cluster::said(&sandbox, "Ready").unwrap();
+        assert!(!ready.1.starts_with("Pod"), "{ready:?}");
+        let changed = cluster.kubelets();
+        if cluster.api.take_writes().is_empty() && !changed {
+            return;
+        }
+    }
+    panic!("it never settles");
+}
+
+#[rstest]
+#[case::delete("Delete")]
+#[case::delete_foreground("DeleteForeground")]
+#[case::retain("Retain")]
+#[tokio::test]
+async fn a_pod_that_ends_because_it_is_taken_away_ends_no_claim(#[case] policy: &str) {
+    let cluster = cold(json!({"spec": {"lifecycle": {
+        "ttlSecondsAfterFinished": 0, "shutdownPolicy": policy,
+    }}}));
+    cluster.settle().await;
+    let uid = cluster.get_sandbox("c")["metadata"]["uid"].clone();
+    let mode = |mode: &str| cluster.edit("sandboxes", "c", &crate::objects::mode(mode));
+    // Suspended, and resumed.
+    mode("Suspended");
+    settles_unfinished(&cluster).await;
+    assert!(cluster.api.list("pods").is_empty());
+    cluster.assert_claim_says("c", "False", "SandboxSuspended", "Sandbox is suspended");
+    mode("Running");
+    settles_unfinished(&cluster).await;
+    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    // Resumed while the Pod is still going, and has said how it ended.
+    mode("Suspended");
+    cluster.passes().await;
+    assert!(cluster.kubelets());
+    let phase = cluster.api.get("pods", NS, "c").unwrap()["status"]["phase"].clone();
+    assert_eq!(phase, "Failed");
+    mode("Running");
+    settles_unfinished(&cluster).await;
+    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    // Evicted.
+    cluster.api.delete("pods", NS, "c");
+    settles_unfinished(&cluster).await;
+    // Its node is gone: the garbage collector of Pods says that it failed, and deletes it then.
+    let collected = json!({"status": {"phase": "Failed", "conditions": [
+        crate::objects::condition("DisruptionTarget", "True", "DeletionByPodGC", "no node"),
+    ]}});
+    cluster.api.edit("pods", NS, "c", &collected);
+    for _ in 0..3 {
+        cluster.passes().await;
+    }
+    cluster.api.delete("pods", NS, "c");
+    settles_unfinished(&cluster).await;
+    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    assert_eq!(cluster.get_sandbox("c")["metadata"]["uid"], uid);
+    // What ends by itself has finished.
+    let failed = json!({"status": {"phase": "Failed"}});
+    cluster.api.edit("pods", NS, "c", &failed);
+    cluster.settle().await;
+    assert!(cluster.api.list("sandboxes").is_empty());
+    assert_eq!(
+        cluster.api.list("sandboxclaims").len(),
+        usize::from(policy == "Retain")
+    );
+}
+
+#[tokio::test]
+async fn a_sandbox_that_has_finished_says_so_while_its_pod_goes() {
+    let cluster = cold(json!({}));
+    cluster.settle().await;
+    let succeeded = json!({"status": {"phase": "Succeeded"}});
+    cluster.api.edit("pods", NS, "c", &succeeded);
+    cluster.settle().await;
+    let finished = cluster.claim_says("c", "Finished");
+    assert_eq!(finished.as_ref().unwrap().1, "PodSucceeded");
+    cluster.edit("sandboxes", "c", &crate::objects::mode("Suspended"));
+    cluster.passes().await;
+    cluster.passes().await;
+    assert!(crate::cluster::is_going(
+        &cluster.api.get("pods", NS, "c").unwrap()
+    ));
+    assert_eq!(cluster.claim_says("c", "Finished"), finished);
+    cluster.settle().await;
+    assert_eq!(cluster.claim_says("c", "Finished"), None);
 }
 
 #[tokio::test]
