@@ -70,7 +70,13 @@ impl Advance {
 #[derive(Debug, Default)]
 pub struct Pace {
     state: Mutex<State>,
+    /// By [`Advance`]: whoever has it is the first of those that wait. The others sleep until it is their turn to look.
+    first: [tokio::sync::Mutex<()>; KINDS],
+    /// Tells the first ones, and nobody else, that there may be room.
     changed: Notify,
+    /// How often somebody has looked whether it is their turn.
+    #[cfg(test)]
+    looks: std::sync::atomic::AtomicUsize,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -119,8 +125,12 @@ impl Drop for Awaited {
         let mut state = self.0.lock();
         state.awaited -= 1;
         state.last = Some(Instant::now());
+        let calmer = state.awaited == 0;
         drop(state);
-        self.0.changed.notify_waiters();
+        // While somebody else waits, all goes by the clock.
+        if calmer {
+            self.0.changed.notify_waiters();
+        }
     }
 }
 
@@ -142,10 +152,14 @@ impl Pace {
         Awaited(Arc::clone(self))
     }
 
-    /// Waits for the turn of a write in advance.
+    /// Waits for the turn of a write in advance. Those of one kind have their turns in the order in which they came.
     pub async fn turn(self: &Arc<Self>, advance: Advance) -> Turn {
+        let _first = self.first[advance as usize].lock().await;
         loop {
-            // From here on no change is missed. Who has room differs, so that each is told of each.
+            #[cfg(test)]
+            self.looks
+                .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            // From here on no change is missed. Who has room differs, so that the first of each kind is told.
             let changed = self.changed.notified();
             let more_at = {
                 let mut state = self.lock();
@@ -298,6 +312,43 @@ mod tests {
         for task in waiting {
             task.await.unwrap();
         }
+    }
+
+    #[tokio::test]
+    async fn of_many_that_wait_only_those_look_that_may_go_on() {
+        const MANY: usize = 500;
+        let pace = Arc::new(Pace::default());
+        let awaited = pace.awaited();
+        drop(pace.turn(Advance::Calm).await);
+        let order = Arc::new(Mutex::new(Vec::new()));
+        let waiting: Vec<_> = (0..MANY)
+            .map(|number| {
+                let (pace, order) = (Arc::clone(&pace), Arc::clone(&order));
+                tokio::spawn(async move {
+                    let _turn = pace.turn(Advance::Calm).await;
+                    order.lock().unwrap().push(number);
+                    tokio::task::yield_now().await;
+                })
+            })
+            .collect();
+        tokio::task::yield_now().await;
+        // Others come and go while somebody waits.
+        for _ in 0..MANY {
+            drop(pace.awaited());
+            tokio::task::yield_now().await;
+        }
+        let looks = || pace.looks.load(std::sync::atomic::Ordering::Relaxed);
+        assert!(looks() < MANY / 10, "all goes by the clock: {}", looks());
+        // One that gives up keeps nobody waiting.
+        waiting[0].abort();
+        drop(awaited);
+        for (number, task) in waiting.into_iter().enumerate() {
+            assert_eq!(task.await.is_err(), number == 0);
+        }
+        let in_order: Vec<usize> = (1..MANY).collect();
+        assert_eq!(*order.lock().unwrap(), in_order);
+        // Each looks when it is the first, and again when something has changed.
+        assert!(looks() <= 4 * MANY, "{}", looks());
     }
 
     #[tokio::test]

@@ -16,6 +16,7 @@ use super::{
     dereference::Session,
     is_ready,
     plan::{Outlook, Plan},
+    sightings::Telling,
 };
 use crate::{
     calls::{Answer, Apiserver},
@@ -31,7 +32,7 @@ const RETRY: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub struct News {
     claim: Arc<SandboxClaim>,
-    annotations: Option<Value>,
+    annotations: Option<(Value, Telling)>,
     notes: Vec<Note>,
 }
 
@@ -44,14 +45,11 @@ impl News {
                 events::publish(&api, &*self.claim, note).await;
             }
         };
-        let annotates = self.annotations.is_some();
-        let annotate = annotate(&self.claim, self.annotations, &api, context);
         let annotate = async {
-            let written = annotate.await;
-            if annotates {
-                context.sightings.told(&self.claim);
-            }
-            written
+            let Some((patch, _telling)) = self.annotations else {
+                return Ok(());
+            };
+            annotate(&self.claim, &patch, &api, context).await
         };
         let (written, ()) = tokio::join!(annotate, publish);
         written.err()
@@ -70,7 +68,7 @@ pub(super) fn finish(session: &Session, plan: &Plan, context: &Context) -> Optio
     let annotations = sandbox
         .filter(|_| context.settings.claims.observability)
         .and_then(|sandbox| annotation_patch(session, sandbox, became_ready, context, now))
-        .filter(|_| context.sightings.tell(claim));
+        .and_then(|patch| Some((patch, context.sightings.tell(claim)?)));
     let notes = if context.settings.claims.events {
         notes(session)
     } else {
@@ -151,15 +149,12 @@ fn annotation_patch(
 /// An error says when to try again.
 async fn annotate(
     claim: &SandboxClaim,
-    patch: Option<Value>,
+    patch: &Value,
     api: &Apiserver,
     context: &Context,
 ) -> Result<(), Duration> {
-    let Some(patch) = patch else {
-        return Ok(());
-    };
     let (namespace, name) = (claim.namespace().unwrap_or_default(), claim.name_any());
-    match api.patch::<SandboxClaim>(&namespace, &name, &patch).await {
+    match api.patch::<SandboxClaim>(&namespace, &name, patch).await {
         Ok(written) => {
             context.caches.claims.assume(written);
             Ok(())
