@@ -64,10 +64,10 @@ pub(super) fn finish(session: &Session, plan: &Plan, context: &Context) -> Optio
         Outlook::Sandbox(sandbox) => Some(&**sandbox),
         _ => None,
     };
-    let became_ready = count(session, sandbox, context, now);
+    count(session, sandbox, context, now);
     let annotations = sandbox
         .filter(|_| context.settings.claims.observability)
-        .and_then(|sandbox| annotation_patch(session, sandbox, became_ready, context, now))
+        .and_then(|sandbox| annotation_patch(session, sandbox, context, now))
         .and_then(|patch| Some((patch, context.sightings.tell(claim)?)));
     let notes = if context.settings.claims.events {
         notes(session)
@@ -81,11 +81,11 @@ pub(super) fn finish(session: &Session, plan: &Plan, context: &Context) -> Optio
     })
 }
 
-/// Counts what happened. Whether the claim became Ready for the first time.
-fn count(session: &Session, sandbox: Option<&Sandbox>, context: &Context, now: Timestamp) -> bool {
+/// Counts what happened.
+fn count(session: &Session, sandbox: Option<&Sandbox>, context: &Context, now: Timestamp) {
     let claim = &session.observed.claim;
     let Some(sandbox) = sandbox else {
-        return false;
+        return;
     };
     let got = session
         .happened
@@ -95,21 +95,18 @@ fn count(session: &Session, sandbox: Option<&Sandbox>, context: &Context, now: T
         context.metrics.count_claim(claim, sandbox);
     }
     let ready = claim.status.as_ref().is_some_and(is_ready);
-    let first = ready && context.sightings.count(claim);
-    if first {
+    if ready && context.sightings.count(claim, now) {
         let seen = context.sightings.of(claim, now).first_seen;
         context
             .metrics
             .observe_claim_ready(claim, sandbox, seen, now);
     }
-    first
 }
 
-/// When the claim was seen and ready, and what it holds: one write, once it is Ready.
+/// When the claim was seen and ready, and what it holds: one write, once it is Ready. A write that failed is tried again with the same times.
 fn annotation_patch(
     session: &Session,
     sandbox: &Sandbox,
-    became_ready: bool,
     context: &Context,
     now: Timestamp,
 ) -> Option<Value> {
@@ -133,11 +130,11 @@ fn annotation_patch(
         );
     }
     if !known.contains_key(annotations::CLAIM_FIRST_READY_AT) {
-        let at = if became_ready {
-            now.to_string()
-        } else {
-            annotations::UNKNOWN_TIME.to_owned()
-        };
+        let at = context
+            .sightings
+            .of(claim, now)
+            .ready_at
+            .map_or_else(|| annotations::UNKNOWN_TIME.to_owned(), |at| at.to_string());
         all.insert(annotations::CLAIM_FIRST_READY_AT.to_owned(), at.into());
     }
     if let Some(trace) = &session.trace {

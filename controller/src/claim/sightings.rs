@@ -36,6 +36,8 @@ pub struct Sighting {
     pub unsettled: Option<String>,
     /// The first Ready was counted, by this process or an earlier one.
     pub counted: bool,
+    /// When this process counted it.
+    pub ready_at: Option<Timestamp>,
     /// Carrier of the trace that the claim's first pass began, while no annotation of the claim names one.
     pub trace: Option<String>,
     /// The annotations are being written, or wait for their turn.
@@ -64,11 +66,15 @@ impl Sightings {
     }
 
     /// The first Ready is counted now. `false`: it was before.
-    pub fn count(&self, claim: &SandboxClaim) -> bool {
+    pub fn count(&self, claim: &SandboxClaim, now: Timestamp) -> bool {
         let uid = claim.uid().unwrap_or_default();
         let mut all = self.lock();
-        all.get_mut(&uid)
-            .is_some_and(|sighting| !std::mem::replace(&mut sighting.counted, true))
+        let Some(sighting) = all.get_mut(&uid).filter(|sighting| !sighting.counted) else {
+            return false;
+        };
+        sighting.counted = true;
+        sighting.ready_at = Some(now);
+        true
     }
 
     /// The trace of a claim whose annotation names none: that of its first pass, for which `begun` is asked.
@@ -122,6 +128,7 @@ fn first(claim: &SandboxClaim, now: Timestamp) -> Sighting {
         unsettled: None,
         counted: annotation(annotations::CLAIM_FIRST_READY_AT).is_some()
             || conditions.is_some_and(|all| conditions::is_true(all, conditions::READY)),
+        ready_at: None,
         trace: None,
         telling: false,
     }
@@ -154,8 +161,9 @@ mod tests {
         sightings.see(&claim, at(1));
         sightings.see(&claim, at(2));
         assert_eq!(sightings.of(&claim, at(3)).first_seen, at(1));
-        assert!(sightings.count(&claim));
-        assert!(!sightings.count(&claim));
+        assert!(sightings.count(&claim, at(4)));
+        assert!(!sightings.count(&claim, at(5)));
+        assert_eq!(sightings.of(&claim, at(6)).ready_at, Some(at(4)));
     }
 
     #[test]
@@ -187,6 +195,7 @@ mod tests {
             }]}),
         );
         sightings.see(&ready, at(9));
-        assert!(!sightings.count(&ready));
+        assert!(!sightings.count(&ready, at(9)));
+        assert_eq!(sightings.of(&ready, at(9)).ready_at, None);
     }
 }

@@ -64,6 +64,39 @@ async fn a_name_that_is_taken_by_a_sandbox_that_cannot_be_found_is_looked_for_ag
 }
 
 #[tokio::test]
+async fn when_it_was_ready_is_kept_until_it_could_be_written() {
+    let cluster = cold(json!({}));
+    let fail = || {
+        let (verb, kind) = ("patch", "sandboxclaims");
+        let answer = FaultAnswer::Refuse(500);
+        cluster.api.fail(Fault { verb, kind, answer });
+    };
+    let ready_at = || {
+        let claim = cluster.get_claim("c");
+        let at = &claim["metadata"]["annotations"]["agents.x-k8s.io/claim-first-ready-at"];
+        at.as_str().map(str::to_owned)
+    };
+    cluster.claim_pass("c").await.unwrap();
+    cluster.sandbox_passes().await;
+    cluster.kubelets();
+    cluster.sandbox_passes().await;
+    let before = jiff::Timestamp::now();
+    fail();
+    let again = cluster.claim_pass("c").await.unwrap();
+    let after = jiff::Timestamp::now();
+    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    assert_eq!(again.unwrap().as_secs(), 5);
+    assert_eq!(ready_at(), None);
+    // Once more in vain, and then it is written.
+    fail();
+    cluster.claim_pass("c").await.unwrap();
+    assert_eq!(ready_at(), None);
+    cluster.claim_pass("c").await.unwrap();
+    let at: jiff::Timestamp = ready_at().unwrap().parse().unwrap();
+    assert!((before..=after).contains(&at), "{at} is not when it was");
+}
+
+#[tokio::test]
 async fn when_it_was_seen_and_ready_is_written_once() {
     let cluster = cold(json!({}));
     cluster.settle().await;
