@@ -14,6 +14,17 @@ use crate::{
     sync,
 };
 
+/// Reasons of Ready on which clients (upstream's SDKs) do not wait any longer.
+const GIVEN_UP: [&str; 7] = [
+    "InvalidMetadata",
+    "EnvVarsInjectionRejected",
+    "VolumeClaimTemplatesError",
+    "ClaimExpired",
+    "SandboxExpired",
+    "WarmPoolNotFound",
+    "TemplateNotFound",
+];
+
 pub(crate) struct Cluster {
     pub(crate) api: Apiserver,
     pub(crate) context: Arc<Context>,
@@ -292,6 +303,29 @@ impl Cluster {
         );
     }
 
+    /// What holds at every moment for claims that ask for nothing that is not allowed: none is Ready whose Sandbox does not name its Pod, and none tells clients to give up.
+    #[track_caller]
+    pub(crate) fn check_claims(&self) {
+        for claim in self.api.list("sandboxclaims") {
+            let Some((status, reason, _)) = said(&claim, "Ready") else {
+                continue;
+            };
+            assert!(!GIVEN_UP.contains(&&*reason), "{claim:#}");
+            assert_eq!(said(&claim, "Finished"), None, "{claim:#}");
+            let named = claim["status"]["sandbox"]["name"].as_str();
+            let held = named.and_then(|named| self.api.get("sandboxes", NS, named));
+            let owns = |held: &Value| {
+                controller(held).is_some_and(|by| by["uid"] == claim["metadata"]["uid"])
+            };
+            if status == "True"
+                && let Some(held) = held.filter(owns).filter(|held| !is_going(held))
+            {
+                let pod = &held["metadata"]["annotations"]["agents.x-k8s.io/pod-name"];
+                assert!(pod.is_string(), "{claim:#} is Ready, but {held:#}");
+            }
+        }
+    }
+
     /// Reasons and notes of the Events so far.
     pub(crate) fn events(&self) -> Vec<(String, String)> {
         let mut events = self.api.list("events");
@@ -339,6 +373,11 @@ pub(crate) fn is_going(object: &Value) -> bool {
 pub(crate) fn controller(object: &Value) -> Option<&Value> {
     let owners = object["metadata"]["ownerReferences"].as_array()?;
     owners.iter().find(|owner| owner["controller"] == true)
+}
+
+/// The change that takes the name of its Pod off a Sandbox.
+pub(crate) fn nameless() -> Value {
+    json!({"metadata": {"annotations": {"agents.x-k8s.io/pod-name": null}}})
 }
 
 pub(crate) fn said(object: &Value, type_: &str) -> Option<(String, String, String)> {
