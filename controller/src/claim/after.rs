@@ -165,6 +165,7 @@ async fn annotate(
     }
 }
 
+/// The Events, in upstream's words.
 fn notes(session: &Session) -> Vec<Note> {
     let normal = |reason, message| Note {
         severity: Severity::Normal,
@@ -183,19 +184,20 @@ fn notes(session: &Session) -> Vec<Note> {
                 event::SANDBOX_PROVISIONED,
                 format!("Created Sandbox {name:?}"),
             )),
-            Happened::Said { before, after } => {
-                let message = newly_expired(before, after)?;
-                Some(normal(event::CLAIM_EXPIRED, message))
-            }
+            Happened::Said { before, after } => newly_expired(before, after)
+                .then(|| normal(event::CLAIM_EXPIRED, "Claim expired".to_owned())),
+            Happened::Ended(policy) => Some(normal(
+                event::CLAIM_EXPIRED,
+                format!("Deleting Claim (ShutdownPolicy={})", policy.as_str()),
+            )),
         })
         .collect()
 }
 
-fn newly_expired(before: &SandboxClaimStatus, after: &SandboxClaimStatus) -> Option<String> {
+fn newly_expired(before: &SandboxClaimStatus, after: &SandboxClaimStatus) -> bool {
     let expired = |status: &SandboxClaimStatus| {
         conditions::find(&status.conditions, conditions::READY)
-            .filter(|ready| ready.reason == reasons::CLAIM_EXPIRED)
-            .map(|ready| ready.message.clone())
+            .is_some_and(|ready| ready.reason == reasons::CLAIM_EXPIRED)
     };
-    expired(after).filter(|_| expired(before).is_none())
+    expired(after) && !expired(before)
 }

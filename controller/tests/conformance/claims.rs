@@ -344,6 +344,15 @@ fn past(policy: &str) -> Value {
     json!({"spec": {"lifecycle": {"shutdownTime": "2026-01-01T00:00:00Z", "shutdownPolicy": policy}}})
 }
 
+/// What the Events say of the end of a claim.
+fn expiry_events(cluster: &Cluster) -> Vec<String> {
+    let expired = cluster.events().into_iter();
+    expired
+        .filter(|(reason, _)| reason == "ClaimExpired")
+        .map(|(_, note)| note)
+        .collect()
+}
+
 #[tokio::test]
 async fn an_expired_claim_says_so_first_and_then_its_sandbox_goes() {
     let cluster = cold(json!({}));
@@ -367,11 +376,7 @@ async fn an_expired_claim_says_so_first_and_then_its_sandbox_goes() {
     cluster.settle().await;
     assert!(cluster.api.list("sandboxes").is_empty());
     assert_eq!(cluster.get_claim("c")["status"].get("sandbox"), None);
-    let expired = cluster.events();
-    let count = expired
-        .iter()
-        .filter(|(reason, _)| reason == "ClaimExpired");
-    assert_eq!(count.count(), 1);
+    assert_eq!(expiry_events(&cluster), ["Claim expired"]);
 }
 
 #[rstest]
@@ -385,6 +390,8 @@ async fn an_expired_claim_goes_with_its_sandbox(#[case] policy: &str) {
     cluster.settle().await;
     assert!(cluster.api.list("sandboxclaims").is_empty());
     assert!(cluster.api.list("sandboxes").is_empty());
+    let deleting = format!("Deleting Claim (ShutdownPolicy={policy})");
+    assert_eq!(expiry_events(&cluster), ["Claim expired", &deleting]);
 }
 
 #[tokio::test]
