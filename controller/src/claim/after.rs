@@ -165,7 +165,7 @@ async fn annotate(
     }
 }
 
-/// The Events, in upstream's words.
+/// The Events, in upstream's words. The last one is ours: upstream's condition does not say where a pool is looked for.
 fn notes(session: &Session) -> Vec<Note> {
     let normal = |reason, message| Note {
         severity: Severity::Normal,
@@ -184,8 +184,15 @@ fn notes(session: &Session) -> Vec<Note> {
                 event::SANDBOX_PROVISIONED,
                 format!("Created Sandbox {name:?}"),
             )),
-            Happened::Said { before, after } => newly_expired(before, after)
-                .then(|| normal(event::CLAIM_EXPIRED, "Claim expired".to_owned())),
+            Happened::Said { before, after } if newly(reasons::CLAIM_EXPIRED, before, after) => {
+                Some(normal(event::CLAIM_EXPIRED, "Claim expired".to_owned()))
+            }
+            Happened::Said { before, after }
+                if newly(reasons::WARM_POOL_NOT_FOUND, before, after) =>
+            {
+                Some(pool_not_found(&session.observed.claim))
+            }
+            Happened::Said { .. } => None,
             Happened::Ended(policy) => Some(normal(
                 event::CLAIM_EXPIRED,
                 format!("Deleting Claim (ShutdownPolicy={})", policy.as_str()),
@@ -194,10 +201,25 @@ fn notes(session: &Session) -> Vec<Note> {
         .collect()
 }
 
-fn newly_expired(before: &SandboxClaimStatus, after: &SandboxClaimStatus) -> bool {
-    let expired = |status: &SandboxClaimStatus| {
+/// Whether Ready has this reason, and had it not before.
+fn newly(reason: &str, before: &SandboxClaimStatus, after: &SandboxClaimStatus) -> bool {
+    let says = |status: &SandboxClaimStatus| {
         conditions::find(&status.conditions, conditions::READY)
-            .is_some_and(|ready| ready.reason == reasons::CLAIM_EXPIRED)
+            .is_some_and(|ready| ready.reason == reason)
     };
-    expired(after) && !expired(before)
+    says(after) && !says(before)
+}
+
+/// The same whether another namespace has a pool of that name or not: whoever may make claims here need not be allowed to know.
+fn pool_not_found(claim: &SandboxClaim) -> Note {
+    let pool = &claim.spec.warm_pool_ref.name;
+    let namespace = claim.namespace().unwrap_or_default();
+    Note {
+        severity: Severity::Warning,
+        reason: event::WARM_POOL_NOT_FOUND,
+        message: format!(
+            "SandboxWarmPool {pool:?} not found in namespace {namespace:?}. A claim takes from pools of its own namespace only: \
+             make a pool there, or the claim in the namespace of its pool"
+        ),
+    }
 }

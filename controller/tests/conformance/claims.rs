@@ -195,18 +195,31 @@ async fn a_policy_that_was_opened_a_moment_ago_counts() {
     assert_eq!(cluster.held_by("c").as_deref(), Some("c"));
 }
 
+#[rstest]
+#[case::and_there_is_one(true)]
+#[case::and_there_is_none_either(false)]
 #[tokio::test]
-async fn a_pool_of_another_namespace_is_none() {
+async fn a_pool_of_another_namespace_is_none(#[case] elsewhere: bool) {
     let cluster = Cluster::new();
     cluster.template(json!({}));
-    cluster.pool(0, json!({"metadata": {"namespace": "elsewhere"}}));
+    if elsewhere {
+        cluster.pool(0, json!({"metadata": {"namespace": "elsewhere"}}));
+    }
     cluster.claim("c", json!({}));
-    cluster.claim_pass("c").await.unwrap();
+    for _ in 0..3 {
+        cluster.claim_pass("c").await.unwrap();
+    }
     cluster.assert_claim_says(
         "c",
         "False",
         "WarmPoolNotFound",
         "SandboxWarmPool \"p\" not found",
+    );
+    // Once, and the same words in both cases: they tell nothing of other namespaces.
+    let told = "SandboxWarmPool \"p\" not found in namespace \"ns\". A claim takes from pools of its own namespace only: make a pool there, or the claim in the namespace of its pool";
+    assert_eq!(
+        cluster.events(),
+        [("WarmPoolNotFound".to_owned(), told.to_owned())]
     );
 }
 
