@@ -103,12 +103,26 @@ impl<T: JsonSchema> JsonSchema for Raw<T> {
 
 /// Schema of a pod template's spec: the API's own, and what it does not know is kept by the apiserver too.
 pub fn pod_spec_schema(generator: &mut SchemaGenerator) -> Schema {
-    let mut schema = PodSpec::json_schema(generator);
-    schema.insert(
-        "x-kubernetes-preserve-unknown-fields".to_owned(),
-        true.into(),
-    );
-    schema
+    let mut schema = PodSpec::json_schema(generator).to_value();
+    keep_unknown_fields(&mut schema);
+    Schema::try_from(schema).unwrap_or_default()
+}
+
+/// Wherever fields are listed the apiserver drops all others, unless that very object says otherwise (Kubernetes, "Field pruning").
+fn keep_unknown_fields(schema: &mut Value) {
+    match schema {
+        Value::Object(fields) => {
+            if fields.get("properties").is_some_and(Value::is_object) {
+                fields.insert(
+                    "x-kubernetes-preserve-unknown-fields".to_owned(),
+                    true.into(),
+                );
+            }
+            fields.values_mut().for_each(keep_unknown_fields);
+        }
+        Value::Array(all) => all.iter_mut().for_each(keep_unknown_fields),
+        _ => {}
+    }
 }
 
 #[cfg(test)]

@@ -144,12 +144,11 @@ pub(crate) fn condition<'a>(pod: &'a Pod, kind: &str) -> Option<&'a PodCondition
     conditions.iter().find(|condition| condition.type_ == kind)
 }
 
-/// The containers that run, or that the kubelet is going to start again: all but those that have ended and are left so.
+/// The containers that run, or that the kubelet is going to start again: all but those that have ended and are left so. Init containers
+/// end, except sidecars, which the kubelet always starts again (Kubernetes, "Sidecar containers").
 fn to_run(pod: &Pod) -> BTreeSet<ContainerName> {
-    let policy = pod
-        .spec
-        .as_ref()
-        .and_then(|spec| spec.restart_policy.as_deref());
+    let spec = pod.spec.as_ref();
+    let policy = spec.and_then(|spec| spec.restart_policy.as_deref());
     let statuses = pod
         .status
         .as_ref()
@@ -166,10 +165,20 @@ fn to_run(pod: &Pod) -> BTreeSet<ContainerName> {
             _ => false,
         })
     };
-    let main = pod.spec.iter().flat_map(|spec| &spec.containers);
+    let init = spec.and_then(|spec| spec.init_containers.as_ref());
+    let sidecars = init
+        .into_iter()
+        .flatten()
+        .filter(|container| is_sidecar(container));
+    let main = spec.iter().flat_map(|spec| &spec.containers);
     main.filter(|container| !stays_ended(&container.name))
+        .chain(sidecars)
         .filter_map(|container| ContainerName::new(container.name.clone()).ok())
         .collect()
+}
+
+fn is_sidecar(init_container: &Container) -> bool {
+    init_container.restart_policy.as_deref() == Some("Always")
 }
 
 /// Whether the sandbox goes back to its last image when it crashes. The controller tells of a wrong value.
@@ -397,6 +406,38 @@ mod tests {
         };
         assert!(told("torpor.dev/Hibernated"));
         assert!(!told("Ready"));
+    }
+
+    #[test]
+    fn a_sidecar_in_its_backoff_is_awaited_and_what_has_ended_for_good_is_not() {
+        let awaited = |policy: &str| {
+            let mut pod = pod(json!({}));
+            let spec = json!({
+                "restartPolicy": policy,
+                "initContainers": [
+                    { "name": "once" }, { "name": "sidecar", "restartPolicy": "Always" },
+                ],
+                "containers": [{ "name": "runs" }, { "name": "ended" }],
+            });
+            let ended = json!({ "terminated": { "exitCode": 1 } });
+            let status = |name, state| json!({ "name": name, "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": state });
+            let statuses = json!({
+                "initContainerStatuses": [
+                    status("once", json!({ "terminated": { "exitCode": 0 } })),
+                    status("sidecar", json!({ "waiting": { "reason": "CrashLoopBackOff" } })),
+                ],
+                "containerStatuses": [status("runs", json!({ "running": {} })), status("ended", ended)],
+            });
+            pod.spec = Some(serde_json::from_value(spec).expect("a spec"));
+            pod.status = Some(serde_json::from_value(statuses).expect("a status"));
+            let names = desired(&uid(), Some(&pod), &[]).containers;
+            names
+                .iter()
+                .map(|name| name.as_str().to_owned())
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(awaited("Always"), ["ended", "runs", "sidecar"]);
+        assert_eq!(awaited("Never"), ["runs", "sidecar"]);
     }
 
     #[test]

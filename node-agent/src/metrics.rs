@@ -377,9 +377,19 @@ fn resource_label(resource: Resource) -> ResourceLabel {
 /// What a step is for, as the planner's waiting times after failures see it.
 fn work(kind: StepKind) -> &'static str {
     match kind {
-        StepKind::Pause | StepKind::Checkpoint | StepKind::Commit | StepKind::End => "save",
+        StepKind::Pause
+        | StepKind::Doze
+        | StepKind::Checkpoint
+        | StepKind::Commit
+        | StepKind::Reclaim
+        | StepKind::End => "save",
         StepKind::Wake => "wake",
-        _ => "upkeep",
+        StepKind::Resume
+        | StepKind::Record
+        | StepKind::ForgetSleep
+        | StepKind::DiscardPartial
+        | StepKind::DiscardImage
+        | StepKind::DiscardLedger => "upkeep",
     }
 }
 

@@ -151,7 +151,8 @@ fn mount_claims(spec: &mut Map<String, Value>, sandbox: &Sandbox) {
     spec.insert("volumes".to_owned(), volumes.into());
 }
 
-/// What has to be as it was when the image was made: node, container images, hostname.
+/// What has to be as it was when the image was made: node, container images, hostname. What was done when the containers were started, and
+/// others wait for, is not done again: nothing of the sandbox runs until its last container was started.
 fn continue_from(spec: &mut Map<String, Value>, memory: &Memory, name: &str) {
     require_node(spec, &memory.node);
     for list in ["containers", "initContainers"] {
@@ -166,6 +167,7 @@ fn continue_from(spec: &mut Map<String, Value>, memory: &Memory, name: &str) {
                 .iter()
                 .find(|(name, _)| container["name"] == name.as_str());
             let Some((_, image)) = saved else { continue };
+            has_started(container, list == "initContainers");
             container["image"] = image_reference(image).into();
             // Pulling could only fail or bring something else; and a bare image id has no registry to pull from.
             if container["imagePullPolicy"] != "Never" {
@@ -181,6 +183,19 @@ fn continue_from(spec: &mut Map<String, Value>, memory: &Memory, name: &str) {
             .unwrap_or(hostname)
             .trim_end_matches(['-', '.']);
         spec.insert("hostname".to_owned(), label.into());
+    }
+}
+
+/// Takes away what the kubelet does at a container's start: the hook, and of a sidecar the probe that it waits for before it starts the next.
+fn has_started(container: &mut Value, is_sidecar: bool) {
+    if let Some(hooks) = container
+        .get_mut("lifecycle")
+        .and_then(Value::as_object_mut)
+    {
+        hooks.remove("postStart");
+    }
+    if let Some(container) = container.as_object_mut().filter(|_| is_sidecar) {
+        container.remove("startupProbe");
     }
 }
 

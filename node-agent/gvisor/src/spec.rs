@@ -33,6 +33,11 @@ pub enum Error {
     NotCri(&'static str),
     #[error("container type {0:?} is neither sandbox nor container")]
     ContainerType(String),
+    #[error(
+        "{destination} mounts a part of emptyDir {volume:?} by subPath: its files are kept inside the sandbox, where a part cannot be \
+         mounted alone. Mount the whole volume, or use a PersistentVolumeClaim"
+    )]
+    SubPath { volume: String, destination: String },
 }
 
 /// A container's part in its pod.
@@ -170,6 +175,7 @@ pub fn rewrite(mut spec: Spec, bundle: &Path, volumes: &[SandboxVolume]) -> Resu
             mounts.extend(volumes.iter().filter_map(held_by_pause));
         }
         for mount in mounts {
+            refuse_part(mount, volumes)?;
             mount_inside(mount, role, volumes);
         }
     }
@@ -230,6 +236,26 @@ fn mount_inside(mount: &mut Value, role: Role, volumes: &[SandboxVolume]) {
     mount.insert("type".to_owned(), json!("tmpfs"));
     if let Some(options) = mount.get_mut("options").and_then(Value::as_array_mut) {
         options.retain(|option| !option.as_str().is_some_and(makes_a_bind_mount));
+    }
+}
+
+/// What the kubelet mounts for a `subPath` is a folder of its own, `POD/volume-subpaths/VOLUME/CONTAINER/N`, bound to the volume's on the host:
+/// there the files of a volume that the sandbox keeps are not.
+fn refuse_part(mount: &Value, volumes: &[SandboxVolume]) -> Result<(), Error> {
+    let text = |field| mount.get(field).and_then(Value::as_str).unwrap_or_default();
+    let source = Path::new(text("source"));
+    let is_part = |volume: &&SandboxVolume| {
+        // POD/volumes/kubernetes.io~empty-dir/VOLUME
+        let pod = volume.source.ancestors().nth(3);
+        let parts = pod.map(|pod| pod.join("volume-subpaths").join(&volume.name));
+        parts.is_some_and(|parts| source.starts_with(parts))
+    };
+    match volumes.iter().find(is_part) {
+        None => Ok(()),
+        Some(volume) => Err(Error::SubPath {
+            volume: volume.name.clone(),
+            destination: text("destination").to_owned(),
+        }),
     }
 }
 

@@ -17,11 +17,11 @@ pub struct Held {
 }
 
 impl Held {
-    /// Keeps the frame, unless one that says the same waits already (a sender that got no answer repeats itself) or there is
-    /// no room. `says`: of a TCP segment, which bears another time whenever it is sent.
+    /// Keeps the frame, unless it is a TCP segment and one that says the same waits already (a sender that got no answer repeats itself),
+    /// or there is no room. Equal datagrams are as many as were sent. `says`: of a TCP segment, which bears another time whenever it is sent.
     pub fn keep(&mut self, frame: &[u8], says: Option<Says>) {
         let mut waiting = self.frames.iter();
-        if waiting.any(|(said, held)| says.is_some() && *said == says || **held == *frame) {
+        if says.is_some() && waiting.any(|(said, _)| *said == says) {
             return;
         }
         if self.frames.len() == MOST_FRAMES || self.bytes + frame.len() > MOST_BYTES {
@@ -44,24 +44,30 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    #[test]
-    fn ends_that_are_repeated_for_hours_take_no_room() {
+    /// A segment that ends a connection from a port, and what it says.
+    fn end(port: u16, repetition: u32) -> (Vec<u8>, Option<Says>) {
         use etherparse::{PacketBuilder, TcpOptionElement};
         let own = [std::net::IpAddr::from([10, 1, 2, 3])];
+        let mut frame = Vec::new();
+        PacketBuilder::ethernet2([1; 6], [2; 6])
+            .ipv4([10, 1, 0, 1], [10, 1, 2, 3], 64)
+            .tcp(port, 80, 7, 512)
+            .ack(9)
+            .fin()
+            .options(&[TcpOptionElement::Timestamp(repetition, 1)])
+            .expect("room")
+            .write(&mut frame, &[])
+            .expect("a frame");
+        let says = crate::packet::segment(&frame, &own).map(|segment| segment.says());
+        (frame, says)
+    }
+
+    #[test]
+    fn ends_that_are_repeated_for_hours_take_no_room() {
         let mut held = Held::default();
         for repetition in 0..20 {
             for port in 0..100 {
-                let mut frame = Vec::new();
-                PacketBuilder::ethernet2([1; 6], [2; 6])
-                    .ipv4([10, 1, 0, 1], [10, 1, 2, 3], 64)
-                    .tcp(port, 80, 7, 512)
-                    .ack(9)
-                    .fin()
-                    .options(&[TcpOptionElement::Timestamp(repetition, 1)])
-                    .expect("room")
-                    .write(&mut frame, &[])
-                    .expect("a frame");
-                let says = crate::packet::segment(&frame, &own).map(|segment| segment.says());
+                let (frame, says) = end(port, repetition);
                 held.keep(&frame, says);
             }
         }
@@ -70,17 +76,20 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_waits_is_bounded_in_order_and_never_there_twice(
-            frames in proptest::collection::vec((0_u8..40, 0_usize..3000), 0..700),
+        fn what_waits_is_bounded_and_in_order_and_a_segment_is_never_there_twice(
+            frames in proptest::collection::vec((0_u8..40, 0_usize..3000, any::<bool>()), 0..700),
         ) {
             let mut held = Held::default();
             let mut expected: Vec<Vec<u8>> = Vec::new();
-            for (value, length) in frames {
-                let frame = vec![value; length];
-                held.keep(&frame, None);
+            for (value, length, is_segment) in frames {
+                let (frame, says) = match is_segment {
+                    true => end(value.into(), 1),
+                    false => (vec![value; length], None),
+                };
+                held.keep(&frame, says);
                 let bytes: usize = expected.iter().map(Vec::len).sum();
-                let fits = expected.len() < MOST_FRAMES && bytes + length <= MOST_BYTES;
-                if fits && !expected.contains(&frame) {
+                let fits = expected.len() < MOST_FRAMES && bytes + frame.len() <= MOST_BYTES;
+                if fits && !(is_segment && expected.contains(&frame)) {
                     expected.push(frame);
                 }
             }

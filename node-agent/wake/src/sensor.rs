@@ -5,8 +5,8 @@
 //!   Saving ─────────► Asleep ◄──────────────────► Waking
 //!      └─────────────────┴──── release ──────────────┘  gives the frames to the sandbox, which runs
 //! ```
-//! It is told what happens and says what to do. A thousand packets make one wake; a wake that failed is tried again by a
-//! packet that comes after its waiting time, which TCP's repetitions are.
+//! It is told what happens and says what to do. A thousand packets make one wake; one that failed is tried again after a waiting time,
+//! by itself some times (who sent one datagram does not send it again), then by a packet that comes, which TCP's repetitions are.
 
 use std::time::{Duration, Instant};
 
@@ -16,6 +16,8 @@ use crate::packet::{Cause, Meaning, Says};
 /// The first wait after a wake that failed; it doubles.
 const RETRY_MIN: Duration = Duration::from_secs(1);
 const RETRY_MAX: Duration = Duration::from_secs(60);
+/// So often a wake is tried again although nothing comes any more: for two minutes. An image that cannot be restored is not tried for ever.
+const RETRIES_BY_ITSELF: u32 = 7;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
@@ -114,6 +116,23 @@ impl Sensor {
         self.not_before = Some(now + wait);
         if self.phase == Phase::Waking {
             self.phase = Phase::Asleep;
+        }
+    }
+
+    /// When to call [`Sensor::turn`] although nothing comes.
+    pub fn turn_again(&self, now: Instant) -> Option<Duration> {
+        let waits = self.phase == Phase::Asleep && self.wanted.is_some();
+        let at = self
+            .not_before
+            .filter(|_| waits && self.failures <= RETRIES_BY_ITSELF)?;
+        Some(at.saturating_duration_since(now))
+    }
+
+    /// Time has passed: a wake that failed may be tried again.
+    pub fn turn(&mut self, now: Instant) -> Next {
+        match self.turn_again(now) {
+            Some(Duration::ZERO) => self.next(now),
+            _ => Next::Nothing,
         }
     }
 
@@ -231,6 +250,30 @@ mod tests {
             );
             assert_eq!(sensor.arrived(b"a", None, SYN, now), WAKE);
         }
+        // The first, and of each time three.
+        assert_eq!(sensor.release().len(), 1 + 3 * 8);
+    }
+
+    #[test]
+    fn a_wake_that_failed_is_tried_again_by_itself_for_a_while() {
+        let mut now = Instant::now();
+        let mut sensor = Sensor::default();
+        sensor.asleep(now);
+        assert_eq!(sensor.turn_again(now), None);
+        assert_eq!(sensor.arrived(b"datagram", None, SYN, now), WAKE);
+        assert_eq!(sensor.turn_again(now), None, "it wakes");
+        for wait in [1, 2, 4, 8, 16, 32, 60].map(Duration::from_secs) {
+            sensor.wake_failed(now);
+            assert_eq!(sensor.turn_again(now), Some(wait));
+            assert_eq!(sensor.turn(now), Next::Nothing);
+            now += wait;
+            assert_eq!(sensor.turn(now), WAKE);
+        }
+        sensor.wake_failed(now);
+        assert_eq!(sensor.turn_again(now), None);
+        now += RETRY_MAX;
+        assert_eq!(sensor.turn(now), Next::Nothing);
+        assert_eq!(sensor.arrived(b"another", None, SYN, now), WAKE);
         assert_eq!(sensor.release().len(), 2);
     }
 
@@ -241,6 +284,7 @@ mod tests {
         Failed,
         Released,
         Later(u64),
+        Turn,
     }
 
     fn event() -> impl Strategy<Value = Event> {
@@ -251,11 +295,12 @@ mod tests {
             1 => Just(Event::Failed),
             1 => Just(Event::Released),
             1 => (0..70_u64).prop_map(Event::Later),
+            1 => Just(Event::Turn),
         ]
     }
 
     proptest! {
-        /// At every moment of a save, a sleep or a wake: a frame that is for the pod is given to it exactly once, in order;
+        /// At every moment of a save, a sleep or a wake: a frame that is for the pod is given to it as often as it came, in order;
         /// never two wakes at once; no wake before the sandbox sleeps.
         #[test]
         fn no_frame_is_lost_or_given_twice(events in proptest::collection::vec(event(), 0..200)) {
@@ -267,7 +312,7 @@ mod tests {
                 let next = match event {
                     Event::Frame(n, meaning) => {
                         let lost = meaning == Meaning::Unwanted && asleep && !waking;
-                        if meaning != Meaning::NotForPod && !lost && !expected.contains(&n) {
+                        if meaning != Meaning::NotForPod && !lost {
                             expected.push(n);
                         }
                         sensor.arrived(&n.to_be_bytes(), None, meaning, now)
@@ -292,6 +337,7 @@ mod tests {
                         now += Duration::from_secs(seconds);
                         Next::Nothing
                     }
+                    Event::Turn => sensor.turn(now),
                     Event::Failed => Next::Nothing,
                 };
                 if next != Next::Nothing {

@@ -264,3 +264,16 @@ async fn host_network_is_refused_with_the_reason_and_the_remedy() -> anyhow::Res
     })
     .await
 }
+
+#[tokio::test]
+async fn a_part_of_an_empty_dir_is_refused_with_the_volume_and_the_remedy() -> anyhow::Result<()> {
+    case("subpath", async |case| {
+        let part = json!({ "name": "work", "mountPath": "/conf", "subPath": "conf" });
+        let container = with(shell("a", COUNT), json!({ "volumeMounts": [part] }));
+        let spec =
+            json!({ "volumes": [{ "name": "work", "emptyDir": {} }], "containers": [container] });
+        case.create(pod("p", spec)).await?;
+        described(case, &["\"work\" by subPath", "Mount the whole volume"]).await
+    })
+    .await
+}

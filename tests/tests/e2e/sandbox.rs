@@ -48,6 +48,36 @@ fn of_upstream(sandbox: &Sandbox) -> Vec<&str> {
     types
 }
 
+/// Of the Pod's spec, of an object in it, and of one in that: the apiserver prunes each by itself.
+#[tokio::test]
+async fn fields_of_a_newer_kubernetes_are_kept_by_the_apiserver() -> anyhow::Result<()> {
+    case("tomorrow", async |case| {
+        let mut container = shell("a", COUNT);
+        container["fieldOfTomorrow"] = json!("b");
+        container["securityContext"] = json!({ "fieldOfTomorrow": { "deep": true } });
+        let spec = json!({ "fieldOfTomorrow": ["a"], "containers": [container] });
+        let mut manifest = sandbox("s", spec.clone());
+        // The Pod's own apiserver does not know them either.
+        manifest["spec"]["operatingMode"] = json!("Suspended");
+        case.create(manifest).await?;
+        let sandboxes: Api<Sandbox> = case.api();
+        let stored = serde_json::to_value(sandboxes.get("s").await?)?;
+        let stored = &stored["spec"]["podTemplate"]["spec"];
+        anyhow::ensure!(stored["fieldOfTomorrow"] == json!(["a"]), "{stored}");
+        for path in [
+            "/containers/0/fieldOfTomorrow",
+            "/containers/0/securityContext/fieldOfTomorrow",
+        ] {
+            anyhow::ensure!(
+                stored.pointer(path) == spec.pointer(path),
+                "{path}: {stored}"
+            );
+        }
+        Ok(())
+    })
+    .await
+}
+
 #[tokio::test]
 async fn the_conditions_of_a_suspension_are_upstreams() -> anyhow::Result<()> {
     case("conditions", async |case| {

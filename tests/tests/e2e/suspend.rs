@@ -144,6 +144,69 @@ async fn deleting_a_suspended_sandbox_deletes_its_bytes() -> anyhow::Result<()> 
     .await
 }
 
+/// A sidecar that the others wait for, with what is done at a container's start; it ends when it is asked to.
+fn with_sidecar() -> Value {
+    let line = "while [ ! -e /end ]; do sleep 0.1; done; rm /end; exit 1";
+    let started = json!({ "exec": { "command": ["sh", "-c", "echo once >>/post-start"] } });
+    let sidecar = json!({
+        "restartPolicy": "Always",
+        "startupProbe": { "exec": { "command": ["true"] }, "periodSeconds": 1 },
+        "lifecycle": { "postStart": started },
+    });
+    let main = json!({ "lifecycle": { "postStart": started } });
+    json!({
+        "initContainers": [with(shell("sidecar", line), sidecar)],
+        "containers": [with(shell("a", COUNT), main)],
+    })
+}
+
+#[tokio::test]
+async fn a_sidecar_comes_back_with_the_others_also_one_that_was_in_its_backoff()
+-> anyhow::Result<()> {
+    case("sidecar", async |case| {
+        case.create(sandbox(json!({}), with_sidecar())).await?;
+        started(case).await?;
+        // The second end is followed by a backoff of ten seconds, in which the sandbox is asked to be saved.
+        for restarts in [1, 2] {
+            case.kubectl.sh("s", "sidecar", "touch /end").await?;
+            let ended = |pod: &Pod| {
+                let of = pod
+                    .status
+                    .iter()
+                    .flat_map(|status| &status.init_container_statuses);
+                let mut of = of.flatten().filter(|status| status.name == "sidecar");
+                of.any(|status| {
+                    let waits = status
+                        .state
+                        .as_ref()
+                        .is_some_and(|state| state.waiting.is_some());
+                    status.restart_count == restarts || restarts == 2 && waits
+                })
+            };
+            case.pod_until("s", "its sidecar has ended", LIMIT, ended)
+                .await?;
+        }
+        let before: u64 = case.kubectl.sh("s", "a", "cat /n").await?.parse()?;
+        suspended(case).await?;
+        set_mode(case, "Running").await?;
+        started(case).await?;
+        let after: u64 = case.kubectl.sh("s", "a", "cat /n").await?.parse()?;
+        ensure!(after >= before, "{before} → {after}");
+        for container in ["sidecar", "a"] {
+            let hooks = case
+                .kubectl
+                .sh("s", container, "wc -l </post-start")
+                .await?;
+            ensure!(
+                hooks.trim() == "1",
+                "{container}: its hook ran {hooks} times"
+            );
+        }
+        Ok(())
+    })
+    .await
+}
+
 #[tokio::test]
 async fn strategy_stop_keeps_no_memory() -> anyhow::Result<()> {
     case("suspend-stop", async |case| {

@@ -2,7 +2,10 @@
 
 use std::time::{Duration, Instant};
 
+use anyhow::ensure;
+use futures::future::try_join_all;
 use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use torpor_api::annotations::{DOZE_AFTER, HIBERNATE, WAKE_ON};
@@ -14,55 +17,80 @@ use torpor_tests::pods::{pod, python, with};
 use torpor_tests::sleep::{is_ready, restarts};
 use torpor_tests::swap::Swap;
 use torpor_tests::wait;
-use torpor_tests::witness::{self, Connection, State};
+use torpor_tests::witness::{self, Connection};
 
 /// For falling asleep and waking once.
 const LIMIT: Duration = Duration::from_secs(90);
 
-fn witness_pod() -> serde_json::Value {
+fn witness_pod(name: &str) -> serde_json::Value {
     let container = witness::container(5, &[]);
-    pod("p", json!({ "containers": [container] }))
+    pod(name, json!({ "containers": [container] }))
 }
 
-/// Sleeps, is spoken to, and answers as the same program.
+/// What wakes a Pod.
+#[derive(Debug, Clone, Copy)]
+enum Packet {
+    /// Of a connection that begins.
+    First,
+    /// Data on a connection that was there before.
+    Data,
+    /// Nobody sends it again.
+    Datagram,
+    /// gVisor itself answers it.
+    Echo,
+}
+
+const PACKETS: [(&str, Packet); 4] = [
+    ("first", Packet::First),
+    ("data", Packet::Data),
+    ("datagram", Packet::Datagram),
+    ("echo", Packet::Echo),
+];
+
+/// A sleeping Pod is spoken to, and answers as the same program.
 async fn answers_from_sleep(
     case: &Case,
-    before: &State,
-    speak: impl AsyncFnOnce() -> anyhow::Result<State>,
+    pod: &Pod,
+    packet: Packet,
+    sleeps: impl AsyncFnOnce() -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
-    let pod = case.hibernate("p").await?;
-    speak().await?.goes_on_from(before)?;
-    anyhow::ensure!(restarts(&pod) == 0, "a container was restarted");
+    let (name, uid) = (pod.name_any(), uid(pod));
+    let before = witness::ask(pod).await?;
+    let mut connection = Connection::open(pod).await?;
+    connection.ask().await?;
+    sleeps().await?;
+    let asleep = case.node.ledger_seq(&uid)?;
+    let after = match packet {
+        Packet::First => Connection::open(pod).await?.ask().await?,
+        Packet::Data => connection.ask().await?,
+        Packet::Datagram => witness::ask_by_datagram(pod).await?,
+        Packet::Echo => {
+            witness::echo(pod).await?;
+            witness::ask(pod).await?
+        }
+    };
+    after.goes_on_from(&before)?;
+    ensure!(case.node.ledger_seq(&uid)? > asleep, "it did not sleep");
+    let pod = case.wake(&name).await?;
+    ensure!(restarts(&pod) == 0, "a container was restarted");
     Ok(())
 }
 
-/// A sleeping Pod is spoken to in each way that there is.
-async fn any_packet_wakes(case: &Case, pod: &Pod) -> anyhow::Result<()> {
-    let before = witness::ask(pod).await?;
-    // A connection that begins.
-    answers_from_sleep(case, &before, async || {
-        Connection::open(pod).await?.ask().await
-    })
-    .await?;
-    // Data on a connection that was there before.
-    let mut connection = Connection::open(pod).await?;
-    connection.ask().await?;
-    answers_from_sleep(case, &before, async || connection.ask().await).await?;
-    // A datagram, which nobody sends again.
-    answers_from_sleep(case, &before, async || witness::ask_by_datagram(pod).await).await?;
-    // An echo request, which gVisor itself answers.
-    answers_from_sleep(case, &before, async || {
-        witness::echo(pod).await?;
-        witness::ask(pod).await
-    })
-    .await
+async fn answers_from_hibernation(case: &Case, pod: &Pod, packet: Packet) -> anyhow::Result<()> {
+    let name = pod.name_any();
+    let sleeps = async || case.hibernate(&name).await.map(drop);
+    answers_from_sleep(case, pod, packet, sleeps).await
 }
 
 #[tokio::test]
 async fn any_packet_wakes_a_hibernated_pod_and_is_answered() -> anyhow::Result<()> {
     case("packet", async |case| {
-        let pod = case.start(witness_pod()).await?;
-        any_packet_wakes(case, &pod).await
+        try_join_all(PACKETS.map(async |(name, packet)| {
+            let pod = case.start(witness_pod(name)).await?;
+            answers_from_hibernation(case, &pod, packet).await
+        }))
+        .await
+        .map(drop)
     })
     .await
 }
@@ -70,13 +98,39 @@ async fn any_packet_wakes_a_hibernated_pod_and_is_answered() -> anyhow::Result<(
 #[tokio::test]
 async fn any_packet_over_ipv6_wakes_a_hibernated_pod_and_is_answered() -> anyhow::Result<()> {
     case("packet6", async |case| {
-        let pod = case.start(witness_pod()).await?;
-        let Some(pod) = witness::over_ipv6(&pod) else {
-            // hack/cluster gives them where the machine has IPv6.
-            eprintln!("not tested: Pods of this cluster have no IPv6 addresses");
-            return Ok(());
-        };
-        any_packet_wakes(case, &pod).await
+        try_join_all(PACKETS.map(async |(name, packet)| {
+            let pod = case.start(witness_pod(name)).await?;
+            let Some(pod) = witness::over_ipv6(&pod) else {
+                // hack/cluster gives them where the machine has IPv6.
+                eprintln!("not tested: Pods of this cluster have no IPv6 addresses");
+                return Ok(());
+            };
+            answers_from_hibernation(case, &pod, packet).await
+        }))
+        .await
+        .map(drop)
+    })
+    .await
+}
+
+#[tokio::test]
+async fn any_packet_wakes_a_dozing_pod_and_is_answered() -> anyhow::Result<()> {
+    let _swap = Swap::on()?;
+    case("packetdoze", async |case| {
+        try_join_all(PACKETS.map(async |(name, packet)| {
+            let idle = json!({ "metadata": { "annotations": { DOZE_AFTER: "3s" } } });
+            let pod = case.start(with(witness_pod(name), idle)).await?;
+            let uid = uid(&pod);
+            let sleeps = async || {
+                wait::until("it dozes", LIMIT, async || {
+                    wait::holds(case.node.dozes(&uid)?, || "awake".to_owned())
+                })
+                .await
+            };
+            answers_from_sleep(case, &pod, packet, sleeps).await
+        }))
+        .await
+        .map(drop)
     })
     .await
 }
@@ -132,7 +186,7 @@ async fn many_connections_at_once_are_one_wake_and_all_are_answered() -> anyhow:
 fn woken_once(case: &Case, uid: &str, asleep: u64) -> anyhow::Result<()> {
     let entries = case.node.ledger_seq(uid)? - asleep;
     let once = (2..=3).contains(&entries);
-    anyhow::ensure!(once, "{entries} entries in the ledger");
+    ensure!(once, "{entries} entries in the ledger");
     Ok(())
 }
 
@@ -149,7 +203,7 @@ async fn sleeps_again(case: &Case, uid: &str, entries: u64) -> anyhow::Result<Po
 #[tokio::test]
 async fn a_port_scan_wakes_a_pod_once_and_who_gives_up_leaves_it_whole() -> anyhow::Result<()> {
     case("scan", async |case| {
-        let pod = case.start(witness_pod()).await?;
+        let pod = case.start(witness_pod("p")).await?;
         let before = witness::ask(&pod).await?;
         let uid = uid(&case.hibernate("p").await?);
         let asleep = case.node.ledger_seq(&uid)?;
@@ -159,7 +213,7 @@ async fn a_port_scan_wakes_a_pod_once_and_who_gives_up_leaves_it_whole() -> anyh
             tokio::time::timeout(Duration::from_secs(3), connect)
         };
         let scan = futures::future::join_all((1..=500).map(knock)).await;
-        anyhow::ensure!(
+        ensure!(
             !scan.iter().any(|port| matches!(port, Ok(Ok(_)))),
             "nobody listens there"
         );
@@ -172,7 +226,7 @@ async fn a_port_scan_wakes_a_pod_once_and_who_gives_up_leaves_it_whole() -> anyh
         // Gone before anybody can have answered.
         let gives_up = tokio::net::TcpStream::connect((address.as_str(), witness::PORT));
         let gave_up = tokio::time::timeout(Duration::from_millis(1), gives_up).await;
-        anyhow::ensure!(gave_up.is_err(), "{gave_up:?}");
+        ensure!(gave_up.is_err(), "{gave_up:?}");
         let slept = sleeps_again(case, &uid, asleep + 3).await?;
         assert_eq!(restarts(&slept), 0);
         let after = Connection::open(&pod).await?.ask().await?;
@@ -181,26 +235,45 @@ async fn a_port_scan_wakes_a_pod_once_and_who_gives_up_leaves_it_whole() -> anyh
     .await
 }
 
-/// In every moment of a save, a sleep and a wake: no connection is refused or reset, and each is answered.
+/// Connections begin every 10 ms, from before the Pod falls asleep until something has woken it and a while longer: none is refused or
+/// reset, and each is answered.
+async fn is_answered_in_every_moment(
+    pod: &Pod,
+    has_woken: impl Fn() -> anyhow::Result<bool>,
+) -> anyhow::Result<()> {
+    let before = witness::ask(pod).await?;
+    let deadline = Instant::now() + LIMIT;
+    let mut connections = tokio::task::JoinSet::new();
+    let mut every = tokio::time::interval(Duration::from_millis(10));
+    let mut last = None;
+    while last != Some(0) {
+        every.tick().await;
+        let (pod, before) = (pod.clone(), before.clone());
+        connections.spawn(async move {
+            let mut connection = Connection::open(&pod).await?;
+            connection.ask().await?.goes_on_from(&before)
+        });
+        last = match last {
+            Some(more) => Some(more - 1),
+            None => has_woken()?.then_some(20),
+        };
+        ensure!(Instant::now() < deadline, "no packet has woken it");
+    }
+    while let Some(answered) = connections.join_next().await {
+        answered??;
+    }
+    Ok(())
+}
+
 #[tokio::test]
 async fn connections_are_answered_in_every_moment_of_falling_asleep() -> anyhow::Result<()> {
     case("moments", async |case| {
-        let pod = case.start(witness_pod()).await?;
-        let before = witness::ask(&pod).await?;
+        let pod = case.start(witness_pod("p")).await?;
+        witness::ask(&pod).await?;
         let sandbox = case.node.sandbox_of(&uid(&pod))?.sandbox;
         case.annotate("p", HIBERNATE, Some("true")).await?;
-        let deadline = Instant::now() + LIMIT;
-        let mut connections = Vec::new();
-        let mut every = tokio::time::interval(Duration::from_millis(10));
-        while case.node.records.last_call(&sandbox).is_none() {
-            connections.push(Connection::open(&pod).await?);
-            every.tick().await;
-            anyhow::ensure!(Instant::now() < deadline, "no packet has woken it");
-        }
-        for mut connection in connections {
-            connection.ask().await?.goes_on_from(&before)?;
-        }
-        Ok(())
+        let has_woken = || Ok(case.node.records.last_call(&sandbox).is_some());
+        is_answered_in_every_moment(&pod, has_woken).await
     })
     .await
 }
@@ -210,18 +283,18 @@ async fn a_pod_is_woken_by_the_packets_that_were_named_and_silent_to_all_others(
 -> anyhow::Result<()> {
     case("wakeon", async |case| {
         let only = json!({ "metadata": { "annotations": { WAKE_ON: "tcp,ports=8080" } } });
-        let pod = case.start(with(witness_pod(), only)).await?;
+        let pod = case.start(with(witness_pod("p"), only)).await?;
         let before = witness::ask(&pod).await?;
         let uid = uid(&case.hibernate("p").await?);
         let asleep = case.node.ledger_seq(&uid)?;
         let soon = Duration::from_secs(3);
         // Neither an answer, nor a word that there is none.
         let datagram = tokio::time::timeout(soon, witness::ask_by_datagram(&pod)).await;
-        anyhow::ensure!(datagram.is_err(), "{datagram:?}");
+        ensure!(datagram.is_err(), "{datagram:?}");
         let address = (witness::address(&pod)?, 8081);
         let stream = tokio::time::timeout(soon, tokio::net::TcpStream::connect(address)).await;
-        anyhow::ensure!(stream.is_err(), "{stream:?}");
-        anyhow::ensure!(case.node.ledger_seq(&uid)? == asleep, "woken");
+        ensure!(stream.is_err(), "{stream:?}");
+        ensure!(case.node.ledger_seq(&uid)? == asleep, "woken");
         let answer = Connection::open(&pod).await?.ask().await?;
         answer.goes_on_from(&before)?;
         // It falls asleep again, and from now on goes by something else.
@@ -268,10 +341,10 @@ async fn a_question_that_was_not_answered_when_it_fell_asleep_is_answered() -> a
         case.annotate("p", HIBERNATE, Some("true")).await?;
         let mut answer = [0; 2];
         tokio::time::timeout(LIMIT, stream.read_exact(&mut answer)).await??;
-        anyhow::ensure!(&answer == b"?\n", "{answer:?}");
+        ensure!(&answer == b"?\n", "{answer:?}");
         let entries = case.node.ledger_seq(&uid)? - awake;
         // Begun, committed, asleep, waking; that it is awake is noted a moment after it runs.
-        anyhow::ensure!(entries >= 4, "{entries} entries: it did not sleep");
+        ensure!(entries >= 4, "{entries} entries: it did not sleep");
         Ok(())
     })
     .await
@@ -309,8 +382,8 @@ async fn sleeps_on(case: &Case, sleeps: impl Fn() -> anyhow::Result<bool>) -> an
     let end = Instant::now() + Duration::from_secs(5);
     while Instant::now() < end {
         let now = case.pods().get("p").await?;
-        anyhow::ensure!(is_ready(&now) && restarts(&now) == 0, "a probe has failed");
-        anyhow::ensure!(sleeps()?, "a probe has woken the Pod");
+        ensure!(is_ready(&now) && restarts(&now) == 0, "a probe has failed");
+        ensure!(sleeps()?, "a probe has woken the Pod");
         tokio::time::sleep(Duration::from_millis(200)).await;
     }
     Ok(())
@@ -327,7 +400,7 @@ async fn probes_neither_wake_a_hibernated_pod_nor_fail() -> anyhow::Result<()> {
         // Anybody else's connection to a probed port does.
         let after = Connection::open(&pod).await?.ask().await?;
         after.goes_on_from(&before)?;
-        anyhow::ensure!(case.node.ledger_seq(&uid)? > asleep, "not woken");
+        ensure!(case.node.ledger_seq(&uid)? > asleep, "not woken");
         Ok(())
     })
     .await
@@ -356,12 +429,12 @@ async fn probes_neither_wake_a_dozing_pod_nor_fail() -> anyhow::Result<()> {
 #[tokio::test]
 async fn a_connection_is_answered_when_it_is_its_sandbox_turn_to_wake() -> anyhow::Result<()> {
     case("turn", async |case| {
-        let pod = case.start(witness_pod()).await?;
+        let pod = case.start(witness_pod("p")).await?;
         let before = witness::ask(&pod).await?;
         let uid = uid(&case.hibernate("p").await?);
         let limit = case.node.config.wakes_at_once;
         let turns = Turns::new(&case.node.config.state_dir, limit);
-        anyhow::ensure!(limit > 0, "the installer sets a limit");
+        ensure!(limit > 0, "the installer sets a limit");
         let taken: Vec<Turn> = (0..limit).map(|_| turns.take(WakeCause::Asked)).collect();
         let speak = async { Connection::open(&pod).await?.ask().await };
         let give_back = async {
@@ -371,7 +444,7 @@ async fn a_connection_is_answered_when_it_is_its_sandbox_turn_to_wake() -> anyho
             .await?;
             let state = case.node.state_of(&uid)?;
             let asleep = matches!(state, SandboxState::Hibernated { .. });
-            anyhow::ensure!(asleep, "{state:?} out of turn");
+            ensure!(asleep, "{state:?} out of turn");
             drop(taken);
             anyhow::Ok(())
         };

@@ -102,6 +102,47 @@ fn container_images_are_those_of_the_image(#[case] saved: &str, #[case] used: &s
     }
 }
 
+#[test]
+fn what_was_done_at_the_start_of_a_saved_container_is_not_done_again() {
+    let container = |name: &str| {
+        json!({
+            "name": name, "image": "img", "startupProbe": {"tcpSocket": {"port": 1}}, "livenessProbe": {"tcpSocket": {"port": 2}},
+            "lifecycle": {"postStart": {"exec": {"command": ["a"]}}, "preStop": {"exec": {"command": ["b"]}}},
+        })
+    };
+    let spec = json!({"initContainers": [container("sidecar"), container("once")], "containers": [container("c")]});
+    let saved = |name: &str| (name.to_owned(), "sha256:abc".to_owned());
+    let memory = Memory {
+        containers: vec![saved("sidecar"), saved("c")],
+        ..memory()
+    };
+    let pod = pod(&sandbox(spec), &[], Some(&memory));
+    let has = |pointer: &str| pod["spec"].pointer(pointer).is_some();
+    for continued in ["/initContainers/0", "/containers/0"] {
+        assert!(
+            !has(&format!("{continued}/lifecycle/postStart")),
+            "{continued}"
+        );
+        assert!(
+            has(&format!("{continued}/lifecycle/preStop")),
+            "{continued}"
+        );
+        assert!(has(&format!("{continued}/livenessProbe")), "{continued}");
+    }
+    assert!(
+        !has("/initContainers/0/startupProbe"),
+        "main containers would wait for it"
+    );
+    assert!(
+        has("/containers/0/startupProbe"),
+        "it may not have passed yet"
+    );
+    assert!(
+        has("/initContainers/1/lifecycle/postStart"),
+        "it is not in the image"
+    );
+}
+
 #[rstest]
 #[case::the_same_name(Some("s"), json!({}), None)]
 #[case::another_name(Some("pool-x"), json!({}), Some("pool-x"))]

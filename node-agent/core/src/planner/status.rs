@@ -448,12 +448,18 @@ impl Telling<'_> {
     }
 
     fn pending_message(&self) -> String {
-        let text = match self.view.observed.live {
-            Live::None => "Waiting for the sandbox to be there.",
-            Live::Unknown => "Waiting to find out what the sandbox does.",
-            Live::Running | Live::Paused => "Waiting to be saved.",
-        };
-        text.to_owned()
+        let (desired, observed) = (&self.view.desired.containers, self.view.observed);
+        let awaited = desired.difference(&observed.containers).next();
+        match (observed.live, awaited) {
+            (Live::None, _) => "Waiting for the sandbox to be there.".to_owned(),
+            (Live::Unknown, _) => "Waiting to find out what the sandbox does.".to_owned(),
+            (Live::Running, Some(container)) if observed.doze.is_none() => {
+                format!(
+                    "Waiting to be saved until container \"{container}\" has been started again."
+                )
+            }
+            (Live::Running | Live::Paused, _) => "Waiting to be saved.".to_owned(),
+        }
     }
 }
 

@@ -82,6 +82,18 @@ fn what_the_kubelet_is_bringing_back_is_waited_for() {
         assert_eq!(plan.why.contains(&Reason::AwaitingContainers), !saves);
         assert!(saves || plan.wake_at.is_some(), "it looks again");
     }
+
+    let mut suspended = asked;
+    suspended.snapshots = vec![snapshot("s", SnapshotReason::Suspend)];
+    let observed = Observed {
+        containers: [name("a")].into(),
+        ..observed(Live::Running, &[], &[])
+    };
+    let told = &planned(&suspended, &observed).status.snapshots[0].state;
+    let SnapshotState::Pending { message } = told else {
+        panic!("{told:?}");
+    };
+    assert!(message.contains("container \"b\""), "{message}");
 }
 
 /// To run, and to fall asleep by itself after a hundred seconds.

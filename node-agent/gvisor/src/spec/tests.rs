@@ -72,6 +72,33 @@ fn empty_dirs_and_shm_are_hinted_on_the_sandbox_only() {
 }
 
 #[test]
+fn a_part_of_an_empty_dir_is_refused_by_name() {
+    let volume = |source: &str| SandboxVolume {
+        name: "work".into(),
+        source: source.into(),
+        memory: false,
+    };
+    let volumes = [volume("/k/pods/u/volumes/kubernetes.io~empty-dir/work")];
+    let mounting = |source: &str| {
+        let mut spec = container();
+        spec.0["mounts"] = json!([{ "destination": "/conf", "type": "bind", "source": source }]);
+        rewrite(spec, Path::new("/b"), &volumes)
+    };
+    let error = mounting("/k/pods/u/volume-subpaths/work/main/0").expect_err("refused");
+    let words = error.to_string();
+    assert!(
+        words.contains("\"work\"") && words.contains("/conf"),
+        "{words}"
+    );
+    for other in [
+        "/k/pods/u/volume-subpaths/workshop/main/0",
+        "/k/pods/u/volumes/kubernetes.io~empty-dir/work",
+    ] {
+        assert!(mounting(other).is_ok(), "{other}");
+    }
+}
+
+#[test]
 fn runsc_is_told_of_no_cgroup() {
     let spec = rewrite(sandbox(), Path::new("/b"), &[]).expect("rewritten");
     assert_eq!(

@@ -22,6 +22,9 @@ use torpor_wake::tap::{HEADER, Mouth, Tap, ethernet};
 /// Between two looks at the requests; a flood does not keep the keeper from answering.
 const FRAMES_A_TURN: usize = 256;
 
+/// So often what came while frames were handed over is handed over too.
+const HANDOVERS: usize = 8;
+
 /// As long as a sandbox that was woken runs at least.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
@@ -104,10 +107,11 @@ impl Watch {
     /// When there is something to do although nothing has come.
     pub(super) fn turn_again(&mut self) -> Option<Duration> {
         let now = Instant::now();
-        self.links
-            .iter_mut()
-            .map(|link| &mut link.voice)
+        let again = self.sensor.turn_again(now);
+        let voices = self.links.iter_mut().map(|link| &mut link.voice);
+        voices
             .flat_map(|voice| [voice.probes.turn_again(now), voice.doubts.settled_in(now)])
+            .chain([again])
             .flatten()
             .min()
     }
@@ -115,7 +119,7 @@ impl Watch {
     /// Reads what has come.
     pub(super) fn turn(&mut self) -> Next {
         let now = Instant::now();
-        let mut next = Next::Nothing;
+        let mut next = self.sensor.turn(now);
         let mut links = std::mem::take(&mut self.links);
         for Link { tap, voice } in &mut links {
             for settled in voice.doubts.settle(&self.rules.probes, now) {
@@ -243,19 +247,21 @@ impl Watch {
     pub(super) fn release(mut self) {
         // It answers for itself, also what was not settled.
         self.rules.probes.clear();
-        let _ = self.turn();
-        let Self {
-            _hush: hush,
-            links,
-            mut sensor,
-            ..
-        } = self;
-        drop(hush);
-        // All on the first link, which for a pod with several may be another than they came on: its address is the same.
-        let Some(link) = links.first() else { return };
-        for frame in sensor.release() {
-            // What does not get through is sent again by who wants to be heard.
-            let _ = link.tap.send(&frame);
+        // What comes meanwhile is not to overtake what has waited, so that is sent under the hush. A flood does not hold the sandbox back.
+        for _ in 0..HANDOVERS {
+            let _ = self.turn();
+            let frames = self.sensor.release();
+            // All on the first link, which for a pod with several may be another than they came on: its address is the same.
+            let Some(link) = self.links.first().filter(|_| !frames.is_empty()) else {
+                break;
+            };
+            for frame in frames
+                .iter()
+                .filter_map(|frame| sent_by(frame, self.sender))
+            {
+                // What does not get through is sent again by who wants to be heard.
+                let _ = link.tap.send(&frame);
+            }
         }
     }
 }

@@ -169,11 +169,15 @@ fn not_committed(plan: &mut Plan, snapshot: &SandboxSnapshot, pod: &Pod) -> Show
         Some(snapshot_reasons::SAVE_FAILED) => {
             says(conditions::HIBERNATED, hibernated::SAVE_FAILED, message)
         }
-        _ => says(
-            conditions::HIBERNATED,
-            hibernated::SAVING,
-            format!("Memory is being saved to SandboxSnapshot {name:?}"),
-        ),
+        _ => {
+            // The node says what it waits for.
+            let why = if message.is_empty() { "" } else { ": " };
+            says(
+                conditions::HIBERNATED,
+                hibernated::SAVING,
+                format!("Memory is being saved to SandboxSnapshot {name:?}{why}{message}"),
+            )
+        }
     }
 }
 
