@@ -105,6 +105,17 @@ pub enum ClaimShutdownPolicy {
     Retain,
 }
 
+impl ClaimShutdownPolicy {
+    /// As it is written in objects and Events.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Delete => "Delete",
+            Self::DeleteForeground => "DeleteForeground",
+            Self::Retain => "Retain",
+        }
+    }
+}
+
 /// Observed state of a SandboxClaim.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct SandboxClaimStatus {

@@ -248,6 +248,8 @@ pub mod event {
     pub const SANDBOX_ADOPTED: &str = "SandboxAdopted";
     pub const SANDBOX_PROVISIONED: &str = "SandboxProvisioned";
     pub const CLAIM_EXPIRED: &str = "ClaimExpired";
+    /// A claim names a pool that its namespace does not have.
+    pub const WARM_POOL_NOT_FOUND: &str = "WarmPoolNotFound";
     pub const WARM_POOL_NOT_PROGRESSING: &str = "WarmPoolNotProgressing";
     pub const WARM_POOL_PROGRESSING: &str = "WarmPoolProgressing";
     /// A pool's template names no RuntimeClass where there is one that keeps memory.
@@ -256,7 +258,7 @@ pub mod event {
     pub const NODE_PRESSURE: &str = "NodePressure";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 16] = [
+    pub const ALL: [&str; 17] = [
         MULTIPLE_PODS,
         INVALID_ANNOTATION,
         SNAPSHOT_COMMITTED,
@@ -269,6 +271,7 @@ pub mod event {
         SANDBOX_ADOPTED,
         SANDBOX_PROVISIONED,
         CLAIM_EXPIRED,
+        WARM_POOL_NOT_FOUND,
         WARM_POOL_NOT_PROGRESSING,
         WARM_POOL_PROGRESSING,
         RUNTIME_NOT_NAMED,

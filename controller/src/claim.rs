@@ -116,7 +116,8 @@ pub async fn serve(claim: Arc<SandboxClaim>, context: &Context) -> Result<Served
     for _ in 0..REWRITES {
         let plan = settle(&mut session, context).await?;
         if plan.ends {
-            return Ok(Served::default());
+            let (requeue, news) = (None, after::finish(&session, &plan, context));
+            return Ok(Served { requeue, news });
         }
         match conclude(&mut session, &plan, context).await? {
             Concluded::Said => {

@@ -10,6 +10,7 @@
 //! ```
 //! `plan` and `status` are pure; `apply` executes without choosing. Every call to the apiserver has a timeout, and a call without an answer leads to observing again.
 
+pub mod afterwards;
 pub mod blueprint;
 pub mod cache;
 pub mod calls;

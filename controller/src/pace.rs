@@ -9,7 +9,8 @@ use std::{
 
 use tokio::{sync::Notify, time::Instant};
 
-/// While somebody waits, one write in advance is begun this often, so that none waits for ever; four times as often for the labels of a claimed Pod and for a pool that is running low, eight times for one that is nearly empty.
+/// While somebody waits, one write in advance is begun this often, so that none waits for ever; four times as often for the labels of a claimed Pod and for a pool that is running low, eight times for one that is nearly empty. Each of these kinds has its own
+/// clock: what is begun of one keeps no other waiting.
 const PATIENCE: Duration = Duration::from_millis(200);
 /// How long nobody must have waited before it counts as a pause: where claims come one after the other, the next is expected sooner.
 const PAUSE: Duration = Duration::from_millis(30);
@@ -33,6 +34,9 @@ pub enum Advance {
     /// A pool that is nearly empty: whoever comes next but a few waits for its new members.
     Short,
 }
+
+/// How many kinds of [`Advance`] there are.
+const KINDS: usize = 4;
 
 impl Advance {
     /// How many writes in advance may be under way in a pause.
@@ -66,7 +70,13 @@ impl Advance {
 #[derive(Debug, Default)]
 pub struct Pace {
     state: Mutex<State>,
+    /// By [`Advance`]: whoever has it is the first of those that wait. The others sleep until it is their turn to look.
+    first: [tokio::sync::Mutex<()>; KINDS],
+    /// Tells the first ones, and nobody else, that there may be room.
     changed: Notify,
+    /// How often somebody has looked whether it is their turn.
+    #[cfg(test)]
+    looks: std::sync::atomic::AtomicUsize,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -77,11 +87,17 @@ struct State {
     last: Option<Instant>,
     /// Writes in advance that are under way.
     in_advance: usize,
-    /// When the last of those was begun.
-    begun: Option<Instant>,
+    /// When the last of those was begun, by [`Advance`].
+    begun: [Option<Instant>; KINDS],
 }
 
 impl State {
+    /// One more write in advance is under way.
+    fn begin(&mut self, advance: Advance, now: Instant) {
+        self.in_advance += 1;
+        self.begun[advance as usize] = Some(now);
+    }
+
     /// How many writes in advance may be under way, and when it may be more though nothing happens.
     fn limit(&self, advance: Advance, now: Instant) -> (usize, Option<Instant>) {
         let pause = match (self.awaited, self.last) {
@@ -93,7 +109,7 @@ impl State {
             (0, Some(last)) => Some(last + advance.pause()),
             _ => None,
         };
-        match self.begun.map(|begun| begun + advance.patience()) {
+        match self.begun[advance as usize].map(|begun| begun + advance.patience()) {
             Some(next) if next > now => (0, Some(pause.map_or(next, |pause| pause.min(next)))),
             _ => (self.in_advance + 1, None),
         }
@@ -109,8 +125,12 @@ impl Drop for Awaited {
         let mut state = self.0.lock();
         state.awaited -= 1;
         state.last = Some(Instant::now());
+        let calmer = state.awaited == 0;
         drop(state);
-        self.0.changed.notify_waiters();
+        // While somebody else waits, all goes by the clock.
+        if calmer {
+            self.0.changed.notify_waiters();
+        }
     }
 }
 
@@ -132,18 +152,21 @@ impl Pace {
         Awaited(Arc::clone(self))
     }
 
-    /// Waits for the turn of a write in advance.
+    /// Waits for the turn of a write in advance. Those of one kind have their turns in the order in which they came.
     pub async fn turn(self: &Arc<Self>, advance: Advance) -> Turn {
+        let _first = self.first[advance as usize].lock().await;
         loop {
-            // From here on no change is missed. Who has room differs, so that each is told of each.
+            #[cfg(test)]
+            self.looks
+                .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            // From here on no change is missed. Who has room differs, so that the first of each kind is told.
             let changed = self.changed.notified();
             let more_at = {
                 let mut state = self.lock();
                 let now = Instant::now();
                 let (limit, more_at) = state.limit(advance, now);
                 if state.in_advance < limit {
-                    state.in_advance += 1;
-                    state.begun = Some(now);
+                    state.begin(advance, now);
                     return Turn(Arc::clone(self));
                 }
                 more_at
@@ -177,8 +200,10 @@ mod tests {
         assert_eq!(free(&pace).len(), ALONE);
         let awaited = pace.awaited();
         assert!(free(&pace).is_empty());
+        let first = pace.turn(Advance::Short).now_or_never();
+        assert!(first.is_some(), "each kind has its own clock");
         assert!(pace.turn(Advance::Short).now_or_never().is_none());
-        drop(awaited);
+        drop((awaited, first));
         assert!(free(&pace).is_empty(), "the next is expected");
         assert!(pace.turn(Advance::Low).now_or_never().is_some());
         let first = tokio::time::timeout(PAUSE * 20, pace.turn(Advance::Calm));
@@ -211,7 +236,7 @@ mod tests {
         assert_eq!(limit(now + PAUSE), (BETWEEN, Some(now + CALM)));
         assert_eq!(limit(now + CALM), (ALONE, None));
         let busy = State {
-            begun: Some(now),
+            begun: [Some(now); KINDS],
             ..state
         };
         assert_eq!(busy.limit(Advance::Calm, now), (0, Some(now + PAUSE)));
@@ -226,6 +251,48 @@ mod tests {
             (0, Some(now + PATIENCE / 8))
         );
         assert_eq!(waits.limit(Advance::Short, now + PATIENCE / 8), (1, None));
+    }
+
+    /// The writes that are begun within `time` while somebody waits all the time and everybody has more to write.
+    fn begun_within(time: Duration) -> Vec<(Advance, Duration)> {
+        const STEP: Duration = Duration::from_millis(1);
+        let all = [Advance::Short, Advance::Low, Advance::Soon, Advance::Calm];
+        let begin = Instant::now();
+        let mut state = State {
+            awaited: 1,
+            ..State::default()
+        };
+        let mut begun = Vec::new();
+        let mut passed = Duration::ZERO;
+        while passed < time {
+            for advance in all {
+                let now = begin + passed;
+                let (limit, _) = state.limit(advance, now);
+                if state.in_advance < limit {
+                    state.begin(advance, now);
+                    begun.push((advance, passed));
+                }
+            }
+            passed += STEP;
+        }
+        begun
+    }
+
+    #[test]
+    fn what_is_urgent_keeps_nothing_else_waiting_for_longer_than_its_patience() {
+        let begun = begun_within(2 * CALM);
+        for advance in [Advance::Short, Advance::Low, Advance::Soon, Advance::Calm] {
+            let times: Vec<Duration> = begun
+                .iter()
+                .filter(|(kind, _)| *kind == advance)
+                .map(|(_, at)| *at)
+                .collect();
+            let most = (2 * CALM).div_duration_f64(advance.patience());
+            assert_eq!(times.len() as f64, most, "{advance:?}: {times:?}");
+            for pair in times.windows(2) {
+                assert_eq!(pair[1] - pair[0], advance.patience(), "{advance:?}");
+            }
+        }
     }
 
     #[tokio::test]
@@ -245,6 +312,43 @@ mod tests {
         for task in waiting {
             task.await.unwrap();
         }
+    }
+
+    #[tokio::test]
+    async fn of_many_that_wait_only_those_look_that_may_go_on() {
+        const MANY: usize = 500;
+        let pace = Arc::new(Pace::default());
+        let awaited = pace.awaited();
+        drop(pace.turn(Advance::Calm).await);
+        let order = Arc::new(Mutex::new(Vec::new()));
+        let waiting: Vec<_> = (0..MANY)
+            .map(|number| {
+                let (pace, order) = (Arc::clone(&pace), Arc::clone(&order));
+                tokio::spawn(async move {
+                    let _turn = pace.turn(Advance::Calm).await;
+                    order.lock().unwrap().push(number);
+                    tokio::task::yield_now().await;
+                })
+            })
+            .collect();
+        tokio::task::yield_now().await;
+        // Others come and go while somebody waits.
+        for _ in 0..MANY {
+            drop(pace.awaited());
+            tokio::task::yield_now().await;
+        }
+        let looks = || pace.looks.load(std::sync::atomic::Ordering::Relaxed);
+        assert!(looks() < MANY / 10, "all goes by the clock: {}", looks());
+        // One that gives up keeps nobody waiting.
+        waiting[0].abort();
+        drop(awaited);
+        for (number, task) in waiting.into_iter().enumerate() {
+            assert_eq!(task.await.is_err(), number == 0);
+        }
+        let in_order: Vec<usize> = (1..MANY).collect();
+        assert_eq!(*order.lock().unwrap(), in_order);
+        // Each looks when it is the first, and again when something has changed.
+        assert!(looks() <= 4 * MANY, "{}", looks());
     }
 
     #[tokio::test]

@@ -5,11 +5,12 @@ use std::{future::Future, sync::Arc, time::Duration};
 use futures::future::BoxFuture;
 use kube::Resource;
 use tokio::{task::JoinSet, time::Instant};
-use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tokio_util::sync::CancellationToken;
 use torpor_api::SandboxClaim;
 use tracing::Instrument;
 
 use crate::{
+    afterwards::Afterwards,
     cache::{Cache, Key},
     claim,
     context::Context,
@@ -24,6 +25,8 @@ use crate::{
 const DRAIN: Duration = Duration::from_secs(20);
 /// How many snapshots are looked at at once.
 const SNAPSHOT_WORKERS: u16 = 8;
+/// When an object is looked at again whose pass left what was too much.
+const TOO_MUCH_RETRY: Duration = Duration::from_secs(10);
 
 /// A reconciler's error, as far as this file needs to know it.
 trait Failure: std::error::Error {
@@ -97,7 +100,7 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
     let mut watching = JoinSet::new();
     watches::start(&context, &mut watching);
     let mut working = JoinSet::new();
-    let afterwards = TaskTracker::new();
+    let (afterwards, left) = Afterwards::start();
     let mut start = Workers {
         tasks: &mut working,
         afterwards: &afterwards,
@@ -162,8 +165,8 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
     shutdown.cancelled().await;
     let drained = async {
         while working.join_next().await.is_some() {}
-        afterwards.close();
-        afterwards.wait().await;
+        drop(afterwards);
+        let _ = left.await;
     };
     if tokio::time::timeout(DRAIN, drained).await.is_err() {
         tracing::warn!("some passes did not end in time");
@@ -193,7 +196,7 @@ impl<K, Pass> Copy for Kind<K, Pass> {}
 
 struct Workers<'a> {
     tasks: &'a mut JoinSet<()>,
-    afterwards: &'a TaskTracker,
+    afterwards: &'a Afterwards,
     context: &'a Arc<Context>,
     shutdown: &'a CancellationToken,
 }
@@ -222,18 +225,37 @@ impl Workers<'_> {
                         queue.add_after(key.clone(), delay);
                     }
                     queue.done(&key);
-                    let Some(rest) = ended.afterwards else {
-                        continue;
-                    };
-                    let context = Arc::clone(&context);
-                    afterwards.spawn(async move {
-                        if let Some(delay) = rest.await {
-                            (kind.queue)(&context).add_after(key, delay);
-                        }
-                    });
+                    if let Some(rest) = ended.afterwards {
+                        leave(rest, key, kind.queue, &context, &afterwards);
+                    }
                 }
             });
         }
+    }
+}
+
+/// Leaves the rest of a pass to be done when it is its turn. If too much is left already, the object is looked at again later instead: what can be told then is told then.
+fn leave(
+    rest: BoxFuture<'static, Option<Duration>>,
+    key: Key,
+    queue: fn(&Context) -> &Queue,
+    context: &Arc<Context>,
+    afterwards: &Afterwards,
+) {
+    let (known, again) = (Arc::clone(context), key.clone());
+    let task = Box::pin(async move {
+        if let Some(delay) = rest.await {
+            queue(&known).add_after(again, delay);
+        }
+    });
+    if !afterwards.leave(task) {
+        let (namespace, object) = &key;
+        tracing::warn!(
+            namespace,
+            object,
+            "too much is left to be told; the Events of a pass are not"
+        );
+        queue(context).add_after(key, TOO_MUCH_RETRY);
     }
 }
 

@@ -16,6 +16,7 @@ use super::{
     dereference::Session,
     is_ready,
     plan::{Outlook, Plan},
+    sightings::Telling,
 };
 use crate::{
     calls::{Answer, Apiserver},
@@ -31,7 +32,7 @@ const RETRY: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub struct News {
     claim: Arc<SandboxClaim>,
-    annotations: Option<Value>,
+    annotations: Option<(Value, Telling)>,
     notes: Vec<Note>,
 }
 
@@ -44,14 +45,11 @@ impl News {
                 events::publish(&api, &*self.claim, note).await;
             }
         };
-        let annotates = self.annotations.is_some();
-        let annotate = annotate(&self.claim, self.annotations, &api, context);
         let annotate = async {
-            let written = annotate.await;
-            if annotates {
-                context.sightings.told(&self.claim);
-            }
-            written
+            let Some((patch, _telling)) = self.annotations else {
+                return Ok(());
+            };
+            annotate(&self.claim, &patch, &api, context).await
         };
         let (written, ()) = tokio::join!(annotate, publish);
         written.err()
@@ -66,11 +64,11 @@ pub(super) fn finish(session: &Session, plan: &Plan, context: &Context) -> Optio
         Outlook::Sandbox(sandbox) => Some(&**sandbox),
         _ => None,
     };
-    let became_ready = count(session, sandbox, context, now);
+    count(session, sandbox, context, now);
     let annotations = sandbox
         .filter(|_| context.settings.claims.observability)
-        .and_then(|sandbox| annotation_patch(session, sandbox, became_ready, context, now))
-        .filter(|_| context.sightings.tell(claim));
+        .and_then(|sandbox| annotation_patch(session, sandbox, context, now))
+        .and_then(|patch| Some((patch, context.sightings.tell(claim)?)));
     let notes = if context.settings.claims.events {
         notes(session)
     } else {
@@ -83,11 +81,11 @@ pub(super) fn finish(session: &Session, plan: &Plan, context: &Context) -> Optio
     })
 }
 
-/// Counts what happened. Whether the claim became Ready for the first time.
-fn count(session: &Session, sandbox: Option<&Sandbox>, context: &Context, now: Timestamp) -> bool {
+/// Counts what happened.
+fn count(session: &Session, sandbox: Option<&Sandbox>, context: &Context, now: Timestamp) {
     let claim = &session.observed.claim;
     let Some(sandbox) = sandbox else {
-        return false;
+        return;
     };
     let got = session
         .happened
@@ -97,21 +95,18 @@ fn count(session: &Session, sandbox: Option<&Sandbox>, context: &Context, now: T
         context.metrics.count_claim(claim, sandbox);
     }
     let ready = claim.status.as_ref().is_some_and(is_ready);
-    let first = ready && context.sightings.count(claim);
-    if first {
+    if ready && context.sightings.count(claim, now) {
         let seen = context.sightings.of(claim, now).first_seen;
         context
             .metrics
             .observe_claim_ready(claim, sandbox, seen, now);
     }
-    first
 }
 
-/// When the claim was seen and ready, and what it holds: one write, once it is Ready.
+/// When the claim was seen and ready, and what it holds: one write, once it is Ready. A write that failed is tried again with the same times.
 fn annotation_patch(
     session: &Session,
     sandbox: &Sandbox,
-    became_ready: bool,
     context: &Context,
     now: Timestamp,
 ) -> Option<Value> {
@@ -135,11 +130,11 @@ fn annotation_patch(
         );
     }
     if !known.contains_key(annotations::CLAIM_FIRST_READY_AT) {
-        let at = if became_ready {
-            now.to_string()
-        } else {
-            annotations::UNKNOWN_TIME.to_owned()
-        };
+        let at = context
+            .sightings
+            .of(claim, now)
+            .ready_at
+            .map_or_else(|| annotations::UNKNOWN_TIME.to_owned(), |at| at.to_string());
         all.insert(annotations::CLAIM_FIRST_READY_AT.to_owned(), at.into());
     }
     if let Some(trace) = &session.trace {
@@ -151,15 +146,12 @@ fn annotation_patch(
 /// An error says when to try again.
 async fn annotate(
     claim: &SandboxClaim,
-    patch: Option<Value>,
+    patch: &Value,
     api: &Apiserver,
     context: &Context,
 ) -> Result<(), Duration> {
-    let Some(patch) = patch else {
-        return Ok(());
-    };
     let (namespace, name) = (claim.namespace().unwrap_or_default(), claim.name_any());
-    match api.patch::<SandboxClaim>(&namespace, &name, &patch).await {
+    match api.patch::<SandboxClaim>(&namespace, &name, patch).await {
         Ok(written) => {
             context.caches.claims.assume(written);
             Ok(())
@@ -173,6 +165,7 @@ async fn annotate(
     }
 }
 
+/// The Events, in upstream's words. The last one is ours: upstream's condition does not say where a pool is looked for.
 fn notes(session: &Session) -> Vec<Note> {
     let normal = |reason, message| Note {
         severity: Severity::Normal,
@@ -191,19 +184,42 @@ fn notes(session: &Session) -> Vec<Note> {
                 event::SANDBOX_PROVISIONED,
                 format!("Created Sandbox {name:?}"),
             )),
-            Happened::Said { before, after } => {
-                let message = newly_expired(before, after)?;
-                Some(normal(event::CLAIM_EXPIRED, message))
+            Happened::Said { before, after } if newly(reasons::CLAIM_EXPIRED, before, after) => {
+                Some(normal(event::CLAIM_EXPIRED, "Claim expired".to_owned()))
             }
+            Happened::Said { before, after }
+                if newly(reasons::WARM_POOL_NOT_FOUND, before, after) =>
+            {
+                Some(pool_not_found(&session.observed.claim))
+            }
+            Happened::Said { .. } => None,
+            Happened::Ended(policy) => Some(normal(
+                event::CLAIM_EXPIRED,
+                format!("Deleting Claim (ShutdownPolicy={})", policy.as_str()),
+            )),
         })
         .collect()
 }
 
-fn newly_expired(before: &SandboxClaimStatus, after: &SandboxClaimStatus) -> Option<String> {
-    let expired = |status: &SandboxClaimStatus| {
+/// Whether Ready has this reason, and had it not before.
+fn newly(reason: &str, before: &SandboxClaimStatus, after: &SandboxClaimStatus) -> bool {
+    let says = |status: &SandboxClaimStatus| {
         conditions::find(&status.conditions, conditions::READY)
-            .filter(|ready| ready.reason == reasons::CLAIM_EXPIRED)
-            .map(|ready| ready.message.clone())
+            .is_some_and(|ready| ready.reason == reason)
     };
-    expired(after).filter(|_| expired(before).is_none())
+    says(after) && !says(before)
+}
+
+/// The same whether another namespace has a pool of that name or not: whoever may make claims here need not be allowed to know.
+fn pool_not_found(claim: &SandboxClaim) -> Note {
+    let pool = &claim.spec.warm_pool_ref.name;
+    let namespace = claim.namespace().unwrap_or_default();
+    Note {
+        severity: Severity::Warning,
+        reason: event::WARM_POOL_NOT_FOUND,
+        message: format!(
+            "SandboxWarmPool {pool:?} not found in namespace {namespace:?}. A claim takes from pools of its own namespace only: \
+             make a pool there, or the claim in the namespace of its pool"
+        ),
+    }
 }

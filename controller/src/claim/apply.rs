@@ -6,7 +6,8 @@ use k8s_openapi::api::networking::v1::NetworkPolicy;
 use kube::ResourceExt;
 use serde_json::Value;
 use torpor_api::{
-    Sandbox, SandboxClaim, SandboxTemplate, SandboxWarmPool, extensions::SandboxClaimStatus,
+    Sandbox, SandboxClaim, SandboxTemplate, SandboxWarmPool,
+    extensions::{ClaimShutdownPolicy, SandboxClaimStatus},
 };
 
 use super::{
@@ -38,6 +39,8 @@ pub enum Step {
 pub enum Happened {
     Adopted(String),
     Created(String),
+    /// The claim was deleted.
+    Ended(ClaimShutdownPolicy),
     Said {
         before: Box<SandboxClaimStatus>,
         after: Box<SandboxClaimStatus>,
@@ -90,15 +93,18 @@ async fn execute(action: &Action, session: &mut Session, context: &Context) -> R
             let version = resource_version.as_deref();
             gone(api.delete::<Sandbox>(namespace, name, uid, version).await)
         }
-        Action::DeleteClaim { foreground } => {
+        Action::DeleteClaim { policy } => {
             let (name, uid) = (claim.name_any(), claim.uid().unwrap_or_default());
-            let deleted = if *foreground {
+            let deleted = if *policy == ClaimShutdownPolicy::DeleteForeground {
                 api.delete_foreground::<SandboxClaim>(namespace, &name, &uid)
                     .await
             } else {
                 api.delete::<SandboxClaim>(namespace, &name, &uid, None)
                     .await
             };
+            if deleted.is_ok() {
+                session.happened.push(Happened::Ended(*policy));
+            }
             gone(deleted)
         }
         Action::DeletePolicy { name, uid } => gone(

@@ -78,8 +78,9 @@ pub enum Action {
         uid: String,
         resource_version: Option<String>,
     },
+    /// `policy` is Delete or DeleteForeground.
     DeleteClaim {
-        foreground: bool,
+        policy: ClaimShutdownPolicy,
     },
     /// What an old version of upstream's controller made for each claim.
     DeletePolicy {
@@ -269,8 +270,7 @@ fn plan_expired(observed: &Observed) -> Plan {
                 .extend(living.map(|sandbox| delete(sandbox, None)));
         }
         policy => {
-            let foreground = policy == ClaimShutdownPolicy::DeleteForeground;
-            plan.steps.push(Action::DeleteClaim { foreground });
+            plan.steps.push(Action::DeleteClaim { policy });
             plan.ends = true;
         }
     }

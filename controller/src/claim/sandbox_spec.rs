@@ -39,10 +39,10 @@ pub enum Rejected {
         "volumeClaimTemplate {0:?} is in the template already; the template's volumeClaimTemplatesPolicy Allowed lets a claim add new ones only"
     )]
     VolumeExists(String),
-    #[error("a volumeClaimTemplate of the claim has no name")]
-    VolumeWithoutName,
-    #[error("volumeClaimTemplate {0:?} is in the claim twice")]
-    VolumeTwice(String),
+    #[error("volumeClaimTemplate number {number} of the {whose} has no name")]
+    VolumeWithoutName { whose: &'static str, number: usize },
+    #[error("volumeClaimTemplate {name:?} is in the {whose} twice")]
+    VolumeTwice { whose: &'static str, name: String },
 }
 
 impl Rejected {
@@ -195,27 +195,23 @@ fn set_env(
     Ok(())
 }
 
+/// Upstream's order: the template's own have to be right, also where the claim brings none.
 fn merge_volumes(
     template: &[VolumeClaimTemplate],
     wanted: &[VolumeClaimTemplate],
     policy: InjectionPolicy,
 ) -> Result<Vec<VolumeClaimTemplate>, Rejected> {
+    check_names(template, "template")?;
     if wanted.is_empty() {
         return Ok(template.to_vec());
     }
+    check_names(wanted, "claim")?;
     if policy == InjectionPolicy::Disallowed {
         return Err(Rejected::VolumesDisallowed);
     }
     let mut merged = template.to_vec();
-    let mut seen = std::collections::BTreeSet::new();
     for volume in wanted {
         let name = &volume.metadata.name;
-        if name.is_empty() {
-            return Err(Rejected::VolumeWithoutName);
-        }
-        if !seen.insert(name) {
-            return Err(Rejected::VolumeTwice(name.clone()));
-        }
         match merged.iter_mut().find(|known| known.metadata.name == *name) {
             None => merged.push(volume.clone()),
             Some(known) if policy == InjectionPolicy::Overrides => *known = volume.clone(),
@@ -223,6 +219,22 @@ fn merge_volumes(
         }
     }
     Ok(merged)
+}
+
+fn check_names(volumes: &[VolumeClaimTemplate], whose: &'static str) -> Result<(), Rejected> {
+    let mut seen = std::collections::BTreeSet::new();
+    for (at, volume) in volumes.iter().enumerate() {
+        let name = &volume.metadata.name;
+        if name.is_empty() {
+            let number = at + 1;
+            return Err(Rejected::VolumeWithoutName { whose, number });
+        }
+        if !seen.insert(name) {
+            let name = name.clone();
+            return Err(Rejected::VolumeTwice { whose, name });
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]

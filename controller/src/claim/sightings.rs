@@ -3,16 +3,29 @@
 
 use std::{
     collections::HashMap,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use jiff::Timestamp;
 use kube::ResourceExt;
 use torpor_api::{SandboxClaim, annotations, conditions};
 
-/// What this process knows of claims, by UID.
-#[derive(Debug, Default)]
-pub struct Sightings(Mutex<HashMap<String, Sighting>>);
+/// What this process knows of claims, by UID. Clones share it.
+#[derive(Clone, Debug, Default)]
+pub struct Sightings(Arc<Mutex<HashMap<String, Sighting>>>);
+
+/// The annotations of a claim are being written, or wait for their turn, as long as this is there.
+#[derive(Debug)]
+pub struct Telling {
+    sightings: Sightings,
+    uid: String,
+}
+
+impl Drop for Telling {
+    fn drop(&mut self) {
+        self.sightings.set_telling(&self.uid, false);
+    }
+}
 
 /// What this process knows of one claim.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,6 +36,8 @@ pub struct Sighting {
     pub unsettled: Option<String>,
     /// The first Ready was counted, by this process or an earlier one.
     pub counted: bool,
+    /// When this process counted it.
+    pub ready_at: Option<Timestamp>,
     /// Carrier of the trace that the claim's first pass began, while no annotation of the claim names one.
     pub trace: Option<String>,
     /// The annotations are being written, or wait for their turn.
@@ -51,11 +66,15 @@ impl Sightings {
     }
 
     /// The first Ready is counted now. `false`: it was before.
-    pub fn count(&self, claim: &SandboxClaim) -> bool {
+    pub fn count(&self, claim: &SandboxClaim, now: Timestamp) -> bool {
         let uid = claim.uid().unwrap_or_default();
         let mut all = self.lock();
-        all.get_mut(&uid)
-            .is_some_and(|sighting| !std::mem::replace(&mut sighting.counted, true))
+        let Some(sighting) = all.get_mut(&uid).filter(|sighting| !sighting.counted) else {
+            return false;
+        };
+        sighting.counted = true;
+        sighting.ready_at = Some(now);
+        true
     }
 
     /// The trace of a claim whose annotation names none: that of its first pass, for which `begun` is asked.
@@ -73,21 +92,17 @@ impl Sightings {
         sighting.trace.clone()
     }
 
-    /// The annotations are going to be written. `false`: they are already.
-    pub fn tell(&self, claim: &SandboxClaim) -> bool {
-        !self.set_telling(claim, true)
-    }
-
-    /// The annotations are written, or could not be.
-    pub fn told(&self, claim: &SandboxClaim) {
-        self.set_telling(claim, false);
+    /// The annotations are going to be written. `None`: they are already.
+    pub fn tell(&self, claim: &SandboxClaim) -> Option<Telling> {
+        let uid = claim.uid().unwrap_or_default();
+        let sightings = self.clone();
+        (!self.set_telling(&uid, true)).then_some(Telling { sightings, uid })
     }
 
     /// What was so before.
-    fn set_telling(&self, claim: &SandboxClaim, telling: bool) -> bool {
-        let uid = claim.uid().unwrap_or_default();
+    fn set_telling(&self, uid: &str, telling: bool) -> bool {
         let mut all = self.lock();
-        all.get_mut(&uid)
+        all.get_mut(uid)
             .is_some_and(|sighting| std::mem::replace(&mut sighting.telling, telling))
     }
 
@@ -113,6 +128,7 @@ fn first(claim: &SandboxClaim, now: Timestamp) -> Sighting {
         unsettled: None,
         counted: annotation(annotations::CLAIM_FIRST_READY_AT).is_some()
             || conditions.is_some_and(|all| conditions::is_true(all, conditions::READY)),
+        ready_at: None,
         trace: None,
         telling: false,
     }
@@ -145,8 +161,21 @@ mod tests {
         sightings.see(&claim, at(1));
         sightings.see(&claim, at(2));
         assert_eq!(sightings.of(&claim, at(3)).first_seen, at(1));
-        assert!(sightings.count(&claim));
-        assert!(!sightings.count(&claim));
+        assert!(sightings.count(&claim, at(4)));
+        assert!(!sightings.count(&claim, at(5)));
+        assert_eq!(sightings.of(&claim, at(6)).ready_at, Some(at(4)));
+    }
+
+    #[test]
+    fn what_is_being_told_is_not_told_twice_and_again_if_it_was_dropped() {
+        let sightings = Sightings::default();
+        let claim = claim(json!({}), Value::Null);
+        sightings.see(&claim, at(1));
+        let telling = sightings.tell(&claim);
+        assert!(telling.is_some());
+        assert!(sightings.tell(&claim).is_none());
+        drop(telling);
+        assert!(sightings.tell(&claim).is_some());
     }
 
     #[test]
@@ -166,6 +195,7 @@ mod tests {
             }]}),
         );
         sightings.see(&ready, at(9));
-        assert!(!sightings.count(&ready));
+        assert!(!sightings.count(&ready, at(9)));
+        assert_eq!(sightings.of(&ready, at(9)).ready_at, None);
     }
 }

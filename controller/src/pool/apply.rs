@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use futures::{StreamExt, stream::FuturesUnordered};
 use kube::ResourceExt;
 use torpor_api::{Sandbox, SandboxTemplate};
 
@@ -15,57 +16,86 @@ use crate::{
     watches,
 };
 
-/// Creates of one pool that are under way at once.
+/// Calls of one pool that are under way at once.
 const MOST_AT_ONCE: usize = 32;
 
-/// Takes the steps, then makes the members: one, then two, then four at once, so that an apiserver that refuses is not asked a hundred times. Each call waits for its turn
-/// ([`crate::pace`]). Says when to go on, if the apiserver has too much to do or other pools wait for their passes.
+/// Takes the steps, then makes the members. Each call waits for its turn ([`crate::pace`]). Says when to go on, if the apiserver has too much to do or other pools wait for their passes.
 pub(super) async fn apply(
     plan: &Plan,
     observed: &Observed,
     context: &Context,
 ) -> Result<Option<Duration>, Error> {
-    let begin = Instant::now();
-    // Each pass comes on by something, whoever waits.
-    let mut worked = false;
-    let gives_way = |worked: bool| {
-        let others_wait = context.queues.pools.is_waited_for();
-        worked && plan::gives_way(others_wait, begin.elapsed(), &observed.settings)
+    let mut pass = Pass {
+        observed,
+        context,
+        begin: Instant::now(),
+        worked: false,
     };
-    for steps in plan.steps.chunks(MOST_AT_ONCE) {
-        if gives_way(worked) {
-            return Ok(Some(NEXT_TURN));
-        }
-        let steps = steps.iter().map(|step| execute(step, observed, context));
-        first_error(futures::future::join_all(steps).await)?;
-        worked = true;
+    let steps = pass.each(&plan.steps, |step| execute(step, observed, context));
+    if let Some(wait) = steps.await? {
+        return Ok(Some(wait));
     }
     let Some(template) = &observed.template else {
         return Ok(None);
     };
-    let mut left = &plan.create[..];
-    let mut at_once = 1;
-    while !left.is_empty() {
-        if context.api.is_pressed() {
-            return Ok(Some(PRESSED_RETRY));
-        }
-        if gives_way(worked) {
-            return Ok(Some(NEXT_TURN));
-        }
-        let (batch, rest) = left.split_at(at_once.min(MOST_AT_ONCE).min(left.len()));
-        let creates = batch
-            .iter()
-            .map(|name| create(name, template, observed, context));
-        first_error(futures::future::join_all(creates).await)?;
-        left = rest;
-        worked = true;
-        at_once *= 2;
-    }
-    Ok(None)
+    pass.each(&plan.create, |name| {
+        create(name, template, observed, context)
+    })
+    .await
 }
 
-fn first_error(results: Vec<Result<(), Error>>) -> Result<(), Error> {
-    results.into_iter().find(Result::is_err).unwrap_or(Ok(()))
+/// A pass that makes its calls.
+struct Pass<'a> {
+    observed: &'a Observed,
+    context: &'a Context,
+    begin: Instant,
+    /// A call has come through. Each pass comes on by something, whoever waits.
+    worked: bool,
+}
+
+impl Pass<'_> {
+    /// When to go on, if nothing more is to be begun for now.
+    fn gives_way(&self) -> Option<Duration> {
+        if self.context.api.is_pressed() {
+            return Some(PRESSED_RETRY);
+        }
+        let others_wait = self.context.queues.pools.is_waited_for();
+        let settings = &self.observed.settings;
+        let ends = self.worked && plan::gives_way(others_wait, self.begin.elapsed(), settings);
+        ends.then_some(NEXT_TURN)
+    }
+
+    /// Makes a call for each item: one, and one more at once with each that comes through, so that an apiserver that refuses is not asked a hundred times. Asks before each whether to give way,
+    /// and waits for those that are under way. The first error ends it.
+    async fn each<'i, T, F>(
+        &mut self,
+        items: &'i [T],
+        call: impl Fn(&'i T) -> F,
+    ) -> Result<Option<Duration>, Error>
+    where
+        F: Future<Output = Result<(), Error>>,
+    {
+        let mut left = items.iter();
+        let mut under_way = FuturesUnordered::new();
+        let mut at_once = 1;
+        let mut failed = None;
+        loop {
+            let more = failed.is_none() && under_way.len() < at_once && left.len() > 0;
+            let gives_way = self.gives_way();
+            if more && gives_way.is_none() {
+                under_way.extend(left.next().map(&call));
+                continue;
+            }
+            match under_way.next().await {
+                Some(Ok(())) => {
+                    self.worked = true;
+                    at_once = MOST_AT_ONCE.min(at_once + 1);
+                }
+                Some(Err(error)) => failed = failed.or(Some(error)),
+                None => return failed.map_or(Ok(gives_way.filter(|_| more)), Err),
+            }
+        }
+    }
 }
 
 async fn execute(step: &Action, observed: &Observed, context: &Context) -> Result<(), Error> {

@@ -31,6 +31,8 @@ struct Seen<'a> {
     service_is_gone: bool,
     several_pods: Option<usize>,
     errors: Vec<String>,
+    /// The status said already that the Sandbox has finished.
+    finished: bool,
 }
 
 /// What the status should be after a pass.
@@ -198,6 +200,10 @@ fn seen<'a>(sandbox: &'a Sandbox, plan: &Plan, applied: &Applied) -> Seen<'a> {
         service_is_gone: plan.service == ServiceOutlook::None && !service_failed,
         several_pods: plan.several_pods,
         errors,
+        finished: sandbox
+            .status
+            .as_ref()
+            .is_some_and(|status| conditions::is_true(&status.conditions, conditions::FINISHED)),
     }
 }
 
@@ -282,7 +288,23 @@ fn phase(pod: &Pod) -> &str {
         .unwrap_or("")
 }
 
-fn ended(pod: &Pod) -> Option<(&'static str, &'static str)> {
+/// Whether the Pod is being taken away: its programs are ended, and its phase says how they took it, not that they were done. The garbage collector of Pods writes the phase a moment before it deletes.
+fn goes(pod: &Pod) -> bool {
+    let conditions = pod.status.iter().flat_map(|status| &status.conditions);
+    let mut conditions = conditions.flatten();
+    pod.metadata.deletion_timestamp.is_some()
+        || conditions.any(|condition| {
+            condition.type_ == "DisruptionTarget"
+                && condition.status == "True"
+                && condition.reason.as_deref() == Some("DeletionByPodGC")
+        })
+}
+
+/// How the Pod ended by itself. What ends because it is suspended or taken away has not: a claim would be deleted for it, with memory and volumes, once its `ttlSecondsAfterFinished` is over.
+fn ended(pod: &Pod, seen: &Seen<'_>) -> Option<(&'static str, &'static str)> {
+    if !seen.finished && (seen.suspended() || goes(pod)) {
+        return None;
+    }
     match phase(pod) {
         "Succeeded" => Some((reasons::POD_SUCCEEDED, "Pod completed successfully")),
         "Failed" => Some((reasons::POD_FAILED, "Pod failed")),
@@ -309,7 +331,7 @@ fn ready(seen: &Seen<'_>, suspended: &Draft) -> Draft {
         };
         return not_ready(reasons::SANDBOX_SUSPENDED, message.to_owned());
     }
-    if let Some((reason, message)) = seen.pod.as_deref().and_then(ended) {
+    if let Some((reason, message)) = seen.pod.as_deref().and_then(|pod| ended(pod, seen)) {
         return not_ready(reason, message.to_owned());
     }
     let (pod_ready, mut message) = pod_readiness(seen.pod.as_deref());
@@ -364,7 +386,7 @@ fn pod_readiness(pod: Option<&Pod>) -> (bool, String) {
 }
 
 fn finished(seen: &Seen<'_>) -> Option<Draft> {
-    let (reason, message) = ended(seen.own_pod()?)?;
+    let (reason, message) = ended(seen.own_pod()?, seen)?;
     Some(Draft::new(
         conditions::FINISHED,
         Status::True,

@@ -206,14 +206,17 @@ pub fn pool_changed(context: &Context, change: &Change<SandboxWarmPool>) {
     context.queues.pools.add(key);
 }
 
-/// Asks for passes over the template and its pools; one that came may be what claims have waited for.
+/// Asks for passes over the template and its pools; one that came or changed may be what claims have waited for.
 pub fn template_changed(context: &Context, change: &Change<SandboxTemplate>) {
     let Some(template) = change.after.as_ref().or(change.before.as_ref()) else {
         return;
     };
     let key = key_of(&**template);
+    let generation =
+        |template: &Option<Arc<SandboxTemplate>>| template.as_ref()?.metadata.generation;
+    let other = change.after.is_some() && generation(&change.before) != generation(&change.after);
     for pool in context.caches.pools.indexed(&key.0, &key.1) {
-        if change.before.is_none() {
+        if other {
             wake_unbound_claims(context, &key.0, &pool.name_any());
         }
         context.queues.pools.add(key_of(&*pool));

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use torpor_controller::run;
@@ -132,6 +132,33 @@ async fn a_claim_that_came_first_goes_on_when_pool_and_template_come() {
     at_work.until("Ready", says("DependenciesReady")).await;
     let policies = |cluster: &Cluster| !cluster.api.list("networkpolicies").is_empty();
     at_work.until("the policy is there", policies).await;
+    at_work.end().await;
+}
+
+#[tokio::test]
+async fn a_claim_that_the_template_keeps_from_a_sandbox_goes_on_when_it_is_mended() {
+    let at_work = AtWork::start(1);
+    let volume = json!({"metadata": {"name": "v"}, "spec": {"accessModes": ["ReadWriteOnce"]}});
+    let volumes = |volumes: Value| json!({"spec": {"volumeClaimTemplates": volumes}});
+    let cluster = &at_work.cluster;
+    cluster.template(volumes(json!([volume, volume])));
+    cluster.pool(0, json!({}));
+    cluster.claim("c", json!({}));
+    let refused = |cluster: &Cluster| {
+        let said = cluster.claim_says("c", "Ready");
+        said.is_some_and(|said| {
+            (&*said.1, &*said.2)
+                == (
+                    "VolumeClaimTemplatesError",
+                    "volumeClaimTemplate \"v\" is in the template twice",
+                )
+        })
+    };
+    at_work.until("refused", refused).await;
+    cluster.edit("sandboxtemplates", "t", &volumes(json!([volume])));
+    at_work.until("Ready", all_ready).await;
+    let made = cluster.api.list("persistentvolumeclaims");
+    assert_eq!(made.iter().map(name).collect::<Vec<_>>(), ["v-c"]);
     at_work.end().await;
 }
 

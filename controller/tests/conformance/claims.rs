@@ -10,7 +10,7 @@ use crate::{
 };
 
 /// A template, an empty pool of it, and a claim "c".
-fn cold(claim: Value) -> Cluster {
+pub(crate) fn cold(claim: Value) -> Cluster {
     let cluster = Cluster::new();
     cluster.template(json!({}));
     cluster.pool(0, json!({}));
@@ -61,6 +61,39 @@ async fn a_name_that_is_taken_by_a_sandbox_that_cannot_be_found_is_looked_for_ag
     cluster.settle().await;
     cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
     assert_eq!(cluster.held_by("c").as_deref(), Some("c"));
+}
+
+#[tokio::test]
+async fn when_it_was_ready_is_kept_until_it_could_be_written() {
+    let cluster = cold(json!({}));
+    let fail = || {
+        let (verb, kind) = ("patch", "sandboxclaims");
+        let answer = FaultAnswer::Refuse(500);
+        cluster.api.fail(Fault { verb, kind, answer });
+    };
+    let ready_at = || {
+        let claim = cluster.get_claim("c");
+        let at = &claim["metadata"]["annotations"]["agents.x-k8s.io/claim-first-ready-at"];
+        at.as_str().map(str::to_owned)
+    };
+    cluster.claim_pass("c").await.unwrap();
+    cluster.sandbox_passes().await;
+    cluster.kubelets();
+    cluster.sandbox_passes().await;
+    let before = jiff::Timestamp::now();
+    fail();
+    let again = cluster.claim_pass("c").await.unwrap();
+    let after = jiff::Timestamp::now();
+    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    assert_eq!(again.unwrap().as_secs(), 5);
+    assert_eq!(ready_at(), None);
+    // Once more in vain, and then it is written.
+    fail();
+    cluster.claim_pass("c").await.unwrap();
+    assert_eq!(ready_at(), None);
+    cluster.claim_pass("c").await.unwrap();
+    let at: jiff::Timestamp = ready_at().unwrap().parse().unwrap();
+    assert!((before..=after).contains(&at), "{at} is not when it was");
 }
 
 #[tokio::test]
@@ -162,18 +195,31 @@ async fn a_policy_that_was_opened_a_moment_ago_counts() {
     assert_eq!(cluster.held_by("c").as_deref(), Some("c"));
 }
 
+#[rstest]
+#[case::and_there_is_one(true)]
+#[case::and_there_is_none_either(false)]
 #[tokio::test]
-async fn a_pool_of_another_namespace_is_none() {
+async fn a_pool_of_another_namespace_is_none(#[case] elsewhere: bool) {
     let cluster = Cluster::new();
     cluster.template(json!({}));
-    cluster.pool(0, json!({"metadata": {"namespace": "elsewhere"}}));
+    if elsewhere {
+        cluster.pool(0, json!({"metadata": {"namespace": "elsewhere"}}));
+    }
     cluster.claim("c", json!({}));
-    cluster.claim_pass("c").await.unwrap();
+    for _ in 0..3 {
+        cluster.claim_pass("c").await.unwrap();
+    }
     cluster.assert_claim_says(
         "c",
         "False",
         "WarmPoolNotFound",
         "SandboxWarmPool \"p\" not found",
+    );
+    // Once, and the same words in both cases: they tell nothing of other namespaces.
+    let told = "SandboxWarmPool \"p\" not found in namespace \"ns\". A claim takes from pools of its own namespace only: make a pool there, or the claim in the namespace of its pool";
+    assert_eq!(
+        cluster.events(),
+        [("WarmPoolNotFound".to_owned(), told.to_owned())]
     );
 }
 
@@ -305,117 +351,7 @@ async fn edits_of_the_additional_metadata_reach_the_pod() {
     assert_eq!(cluster.held_by("c").as_deref(), Some("c"));
 }
 
-// --- expiry -----------------------------------------------------------------------------------------------------------------------------
-
-fn past(policy: &str) -> Value {
-    json!({"spec": {"lifecycle": {"shutdownTime": "2026-01-01T00:00:00Z", "shutdownPolicy": policy}}})
-}
-
-#[tokio::test]
-async fn an_expired_claim_says_so_first_and_then_its_sandbox_goes() {
-    let cluster = cold(json!({}));
-    cluster.settle().await;
-    cluster.edit("sandboxclaims", "c", &past("Retain"));
-    let again = cluster.claim_pass("c").await.unwrap();
-    assert_eq!(again.unwrap().as_millis(), 1);
-    cluster.assert_claim_says(
-        "c",
-        "False",
-        "ClaimExpired",
-        "Claim expired. Sandbox cleanup initiated.",
-    );
-    assert_eq!(cluster.api.list("sandboxes").len(), 1);
-    assert!(
-        cluster
-            .events()
-            .iter()
-            .any(|(reason, _)| reason == "ClaimExpired")
-    );
-    cluster.settle().await;
-    assert!(cluster.api.list("sandboxes").is_empty());
-    assert_eq!(cluster.get_claim("c")["status"].get("sandbox"), None);
-    let expired = cluster.events();
-    let count = expired
-        .iter()
-        .filter(|(reason, _)| reason == "ClaimExpired");
-    assert_eq!(count.count(), 1);
-}
-
-#[rstest]
-#[case("Delete")]
-#[case("DeleteForeground")]
-#[tokio::test]
-async fn an_expired_claim_goes_with_its_sandbox(#[case] policy: &str) {
-    let cluster = cold(json!({}));
-    cluster.settle().await;
-    cluster.edit("sandboxclaims", "c", &past(policy));
-    cluster.settle().await;
-    assert!(cluster.api.list("sandboxclaims").is_empty());
-    assert!(cluster.api.list("sandboxes").is_empty());
-}
-
-#[tokio::test]
-async fn a_claim_deleted_in_the_foreground_is_seen_until_its_pod_is_gone() {
-    let cluster = cold(past("DeleteForeground"));
-    let later = json!({"spec": {"lifecycle": {"shutdownTime": "2100-01-01T00:00:00Z"}}});
-    cluster.edit("sandboxclaims", "c", &later);
-    cluster.settle().await;
-    cluster.edit("sandboxclaims", "c", &past("DeleteForeground"));
-    cluster.claim_pass("c").await.unwrap();
-    cluster.claim_pass("c").await.unwrap();
-    assert!(crate::cluster::is_going(&cluster.get_claim("c")));
-    assert_eq!(cluster.api.list("pods").len(), 1);
-    cluster.kubelets();
-    assert!(cluster.api.list("sandboxclaims").is_empty());
-}
-
-#[tokio::test]
-async fn a_finished_claim_lives_as_long_as_it_says() {
-    let ttl = |seconds: u32| json!({"spec": {"lifecycle": {"ttlSecondsAfterFinished": seconds, "shutdownPolicy": "Delete"}}});
-    let cluster = cold(ttl(3600));
-    cluster.settle().await;
-    let succeeded = json!({"status": {"phase": "Succeeded"}});
-    cluster.api.edit("pods", NS, "c", &succeeded);
-    cluster.settle().await;
-    let finished = cluster.claim_says("c", "Finished").unwrap();
-    assert_eq!(
-        (finished.0.as_str(), finished.1.as_str()),
-        ("True", "PodSucceeded")
-    );
-    let again = cluster.claim_pass("c").await.unwrap().unwrap();
-    assert!((3590..=3600).contains(&again.as_secs()), "{again:?}");
-    cluster.edit("sandboxclaims", "c", &ttl(0));
-    cluster.settle().await;
-    assert!(cluster.api.list("sandboxclaims").is_empty());
-}
-
-#[tokio::test]
-async fn finished_survives_the_sandbox_of_a_claim_that_is_retained() {
-    let cluster = cold(json!({"spec": {"lifecycle": {"ttlSecondsAfterFinished": 0}}}));
-    cluster.settle().await;
-    cluster
-        .api
-        .edit("pods", NS, "c", &json!({"status": {"phase": "Failed"}}));
-    cluster.settle().await;
-    assert!(cluster.api.list("sandboxes").is_empty());
-    assert_eq!(cluster.claim_says("c", "Finished").unwrap().1, "PodFailed");
-    assert_eq!(cluster.claim_says("c", "Ready").unwrap().1, "ClaimExpired");
-}
-
-#[tokio::test]
-async fn a_sandbox_that_expires_by_itself_is_told_apart() {
-    let cluster = cold(json!({}));
-    cluster.settle().await;
-    let past = json!({"spec": {"shutdownTime": "2026-01-01T00:00:00Z"}});
-    cluster.edit("sandboxes", "c", &past);
-    cluster.settle().await;
-    cluster.assert_claim_says(
-        "c",
-        "False",
-        "SandboxExpired",
-        "Underlying Sandbox resource has expired independently of the Claim.",
-    );
-}
+// --- deletion ---------------------------------------------------------------------------------------------------------------------------
 
 #[tokio::test]
 async fn a_sandbox_that_somebody_deletes_is_replaced() {

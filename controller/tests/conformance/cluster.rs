@@ -14,6 +14,17 @@ use crate::{
     sync,
 };
 
+/// Reasons of Ready on which clients (upstream's SDKs) do not wait any longer.
+const GIVEN_UP: [&str; 7] = [
+    "InvalidMetadata",
+    "EnvVarsInjectionRejected",
+    "VolumeClaimTemplatesError",
+    "ClaimExpired",
+    "SandboxExpired",
+    "WarmPoolNotFound",
+    "TemplateNotFound",
+];
+
 pub(crate) struct Cluster {
     pub(crate) api: Apiserver,
     pub(crate) context: Arc<Context>,
@@ -154,12 +165,18 @@ impl Cluster {
         panic!("it never settles: {:#?}", self.api.take_writes());
     }
 
-    /// Starts every Pod that waits, and ends every Pod that is being deleted. Whether there was any.
+    /// Starts every Pod that waits, and brings every Pod that is being deleted one step nearer to its end: as a kubelet (1.27 and later) it says first how the Pod ended, and then lets go of it.
+    /// Whether there was any.
     pub(crate) fn kubelets(&self) -> bool {
         let mut any = false;
         for (at, pod) in self.api.list("pods").into_iter().enumerate() {
-            if is_going(&pod) {
+            let phase = &pod["status"]["phase"];
+            if is_going(&pod) && (phase == "Succeeded" || phase == "Failed") {
                 self.api.remove("pods", NS, name(&pod));
+            } else if is_going(&pod) {
+                let phase = ["Failed", "Succeeded"][at % 2];
+                let ended = json!({"status": {"phase": phase}});
+                self.api.edit("pods", NS, name(&pod), &ended);
             } else if pod["status"]["phase"] == "Pending" {
                 self.api.edit("pods", NS, name(&pod), &ready_at(at));
             } else {
@@ -286,6 +303,29 @@ impl Cluster {
         );
     }
 
+    /// What holds at every moment for claims that ask for nothing that is not allowed: none is Ready whose Sandbox does not name its Pod, and none tells clients to give up.
+    #[track_caller]
+    pub(crate) fn check_claims(&self) {
+        for claim in self.api.list("sandboxclaims") {
+            let Some((status, reason, _)) = said(&claim, "Ready") else {
+                continue;
+            };
+            assert!(!GIVEN_UP.contains(&&*reason), "{claim:#}");
+            assert_eq!(said(&claim, "Finished"), None, "{claim:#}");
+            let named = claim["status"]["sandbox"]["name"].as_str();
+            let held = named.and_then(|named| self.api.get("sandboxes", NS, named));
+            let owns = |held: &Value| {
+                controller(held).is_some_and(|by| by["uid"] == claim["metadata"]["uid"])
+            };
+            if status == "True"
+                && let Some(held) = held.filter(owns).filter(|held| !is_going(held))
+            {
+                let pod = &held["metadata"]["annotations"]["agents.x-k8s.io/pod-name"];
+                assert!(pod.is_string(), "{claim:#} is Ready, but {held:#}");
+            }
+        }
+    }
+
     /// Reasons and notes of the Events so far.
     pub(crate) fn events(&self) -> Vec<(String, String)> {
         let mut events = self.api.list("events");
@@ -333,6 +373,11 @@ pub(crate) fn is_going(object: &Value) -> bool {
 pub(crate) fn controller(object: &Value) -> Option<&Value> {
     let owners = object["metadata"]["ownerReferences"].as_array()?;
     owners.iter().find(|owner| owner["controller"] == true)
+}
+
+/// The change that takes the name of its Pod off a Sandbox.
+pub(crate) fn nameless() -> Value {
+    json!({"metadata": {"annotations": {"agents.x-k8s.io/pod-name": null}}})
 }
 
 pub(crate) fn said(object: &Value, type_: &str) -> Option<(String, String, String)> {

@@ -4,6 +4,7 @@ mod at_work;
 mod claims;
 mod cluster;
 mod dependents;
+mod expiry;
 mod injection;
 mod lifecycle;
 mod memory;

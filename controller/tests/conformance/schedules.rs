@@ -1,6 +1,6 @@
 //! Random schedules of claims and pools: controllers whose passes are let on one call at a time, that see the world late, and that die between any two calls; users that create
 //! and delete; one controller or two. Whatever the order: a Sandbox never has two claims; a claim's status never names another Sandbox while the named one is there; no
-//! controller deletes a Sandbox that a claim's status names; a pool of one controller never has more members than it was asked for; and in the end everything is as asked.
+//! controller deletes a Sandbox that a claim's status names; no claim is Ready before its Sandbox names the Pod, nor says what clients give up on; a pool of one controller never has more members than it was asked for; and in the end everything is as asked.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,7 +15,7 @@ use torpor_controller::{calls, claim, context::Context, pool};
 
 use crate::{
     apiserver::{Apiserver, Fault, FaultAnswer},
-    cluster::{Cluster, controller, is_going, name, settings},
+    cluster::{Cluster, controller, is_going, name, nameless, settings},
     objects::NS,
     sync,
 };
@@ -40,6 +40,8 @@ enum Event {
     Scale(usize),
     /// Something else on a Sandbox changes, so that its version is another.
     Touch(usize),
+    /// A member of the pool loses the name of its Pod.
+    Unname(usize),
     /// The Sandbox kind's passes, and the kubelets.
     Nodes,
     Fault(&'static str, &'static str, u16),
@@ -69,6 +71,7 @@ fn event(controllers: usize) -> impl Strategy<Value = Event> {
         2 => (0..CLAIMS).prop_map(Event::DeleteHeld),
         1 => (0..4_usize).prop_map(Event::Scale),
         1 => (0..8_usize).prop_map(Event::Touch),
+        2 => (0..4_usize).prop_map(Event::Unname),
         3 => Just(Event::Nodes),
         1 => fault.prop_map(|((verb, kind), code)| Event::Fault(verb, kind, code)),
     ]
@@ -138,7 +141,7 @@ impl Process {
 }
 
 /// Lets every task go on until it waits at a gate. On one thread, a task that is ready runs before this one does again.
-async fn quiet() {
+pub(crate) async fn quiet() {
     for _ in 0..200 {
         tokio::task::yield_now().await;
     }
@@ -233,6 +236,12 @@ impl Run {
                     api.edit("sandboxes", NS, name(sandbox), &note);
                 }
             }
+            Event::Unname(which) => {
+                let members = self.nodes.controlled_by(&self.nodes.get_pool("p"));
+                if let Some(member) = members.get(which) {
+                    api.edit("sandboxes", NS, member, &nameless());
+                }
+            }
             Event::Nodes => {
                 api.collect_garbage();
                 self.nodes.sandbox_passes().await;
@@ -276,6 +285,7 @@ impl Run {
             let first = first.or_insert_with(|| owner.clone());
             assert_eq!(*first, owner, "a Sandbox changed from claim to claim");
         }
+        self.nodes.check_claims();
         for claim in self.nodes.api.list("sandboxclaims") {
             self.check_committed(&claim, &sandboxes);
         }

@@ -5,6 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use rstest::rstest;
 use serde_json::json;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
@@ -54,6 +55,24 @@ async fn a_pass_over_a_large_pool_gives_way_to_others_and_goes_on_later() {
     // Nobody waits any longer.
     cluster.pool_pass("p").await.unwrap();
     assert_eq!(members(&cluster).len(), 8);
+}
+
+#[tokio::test]
+async fn a_pass_that_only_deletes_gives_way_too() {
+    let cluster = Cluster::with(hasty());
+    cluster.template(json!({}));
+    cluster.pool(8, json!({}));
+    cluster.settle().await;
+    cluster.edit("sandboxwarmpools", "p", &json!({"spec": {"replicas": 0}}));
+    let other = ("other".to_owned(), "q".to_owned());
+    let queue = &cluster.context.queues.pools;
+    queue.add(other.clone());
+    let again = cluster.pool_pass("p").await.unwrap().unwrap();
+    assert_eq!(members(&cluster).len(), 7);
+    assert!(again.as_millis() <= 1, "{again:?}");
+    assert_eq!(queue.next().await, other);
+    cluster.pool_pass("p").await.unwrap();
+    assert_eq!(members(&cluster).len(), 0);
 }
 
 #[tokio::test]
@@ -132,11 +151,21 @@ async fn a_member_that_a_busy_apiserver_refuses_is_made_when_it_says_and_others_
     assert_eq!(codes.iter().filter(|code| **code == 429).count(), 1);
 }
 
+#[rstest]
+#[case::while_it_makes_members(0, 7, 1)]
+#[case::while_it_deletes_members(7, 0, 6)]
 #[tokio::test]
-async fn a_pass_ends_when_the_apiserver_asks_somebody_else_for_less() {
+async fn a_pass_ends_when_the_apiserver_asks_somebody_else_for_less(
+    #[case] before: usize,
+    #[case] wanted: usize,
+    #[case] after: usize,
+) {
     let cluster = Cluster::new();
     cluster.template(json!({}));
-    cluster.pool(7, json!({}));
+    cluster.pool(before, json!({}));
+    cluster.settle().await;
+    let replicas = json!({"spec": {"replicas": wanted}});
+    cluster.edit("sandboxwarmpools", "p", &replicas);
     let gate = Arc::new(Semaphore::new(0));
     let gated = cluster.gated(&gate);
     gated.sync();
@@ -160,6 +189,7 @@ async fn a_pass_ends_when_the_apiserver_asks_somebody_else_for_less() {
         pass = pass => pass.unwrap(),
     };
     assert_eq!(pass, Some(plan::PRESSED_RETRY));
-    assert_eq!(members(&cluster).len(), 1, "the one that was under way");
+    let left = members(&cluster).len();
+    assert_eq!(left, after, "the one that was under way");
     assert!(gated.context.api.is_pressed(), "for as long as it says");
 }

@@ -1,12 +1,16 @@
 //! Claims that take a member of a pool: how many writes it takes, who gets which, and what happens when somebody else was faster, or died halfway.
 
+use std::sync::Arc;
+
 use rstest::rstest;
 use serde_json::{Value, json};
+use tokio::sync::Semaphore;
 
 use crate::{
     apiserver::{Fault, FaultAnswer},
-    cluster::{Cluster, controller, name, ready_at},
+    cluster::{Cluster, controller, name, nameless, ready_at},
     objects::NS,
+    schedules::quiet,
 };
 
 const POOL: &str = "agents.x-k8s.io/warm-pool-sandbox";
@@ -495,10 +499,25 @@ async fn a_deleted_claim_takes_its_sandbox_along_and_the_pool_stays() {
 async fn nobody_sees_ready_before_the_name_of_the_pod() {
     let cluster = warm(1).await;
     let member = members(&cluster).remove(0);
-    let nameless = json!({"metadata": {"annotations": {"agents.x-k8s.io/pod-name": null}}});
-    cluster.api.edit("sandboxes", NS, &member, &nameless);
+    cluster.api.edit("sandboxes", NS, &member, &nameless());
     cluster.claim("c", json!({}));
-    cluster.claim_pass("c").await.unwrap();
+    let gate = Arc::new(Semaphore::new(0));
+    let gated = cluster.gated(&gate);
+    gated.sync();
+    // One call after the other, and a look at everything in between.
+    let looks = async {
+        loop {
+            quiet().await;
+            cluster.check_claims();
+            gate.add_permits(1);
+        }
+    };
+    tokio::select! {
+        biased;
+        pass = gated.stale_claim_pass("c") => drop(pass.unwrap()),
+        never = looks => never,
+    }
+    cluster.check_claims();
     cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
     let held = cluster.get_sandbox(&member);
     let named = &held["metadata"]["annotations"]["agents.x-k8s.io/pod-name"];

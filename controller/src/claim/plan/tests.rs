@@ -85,7 +85,7 @@ fn steps(plan: &Plan) -> Vec<String> {
                 resource_version,
                 ..
             } => format!("delete {name} at {resource_version:?}"),
-            Action::DeleteClaim { foreground } => format!("delete claim, foreground {foreground}"),
+            Action::DeleteClaim { policy } => format!("delete claim, {}", policy.as_str()),
             Action::DeletePolicy { name, .. } => format!("delete policy {name}"),
         })
         .collect()
@@ -317,8 +317,8 @@ fn expired(policy: Value, marked: bool) -> Arc<SandboxClaim> {
 #[rstest]
 #[case::by_default(Value::Null, &["delete x at None"])]
 #[case::retain(json!("Retain"), &["delete x at None"])]
-#[case::delete(json!("Delete"), &["delete claim, foreground false"])]
-#[case::foreground(json!("DeleteForeground"), &["delete claim, foreground true"])]
+#[case::delete(json!("Delete"), &["delete claim, Delete"])]
+#[case::foreground(json!("DeleteForeground"), &["delete claim, DeleteForeground"])]
 fn an_expired_claim_is_marked_before_anything_goes(
     #[case] policy: Value,
     #[case] expected: &[&str],

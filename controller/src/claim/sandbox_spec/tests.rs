@@ -66,7 +66,7 @@ fn made(policy: &str, spec: Value) -> Result<Value, String> {
 #[case::twice("Allowed", json!({"env": [{"name": "B", "value": "1"}, {"name": "B", "value": "2"}]}), "environment variable \"B\" is in container \"c\" already; the template's envVarsInjectionPolicy Allowed lets a claim add new ones only")]
 #[case::volumes_disallowed("Disallowed", json!({"volumeClaimTemplates": [{"metadata": {"name": "w"}, "spec": {}}]}), "volumeClaimTemplates are not allowed: the template's volumeClaimTemplatesPolicy is Disallowed")]
 #[case::volume_there_already("Allowed", json!({"volumeClaimTemplates": [{"metadata": {"name": "v"}, "spec": {}}]}), "volumeClaimTemplate \"v\" is in the template already; the template's volumeClaimTemplatesPolicy Allowed lets a claim add new ones only")]
-#[case::volume_without_name("Allowed", json!({"volumeClaimTemplates": [{"spec": {}}]}), "a volumeClaimTemplate of the claim has no name")]
+#[case::volume_without_name("Allowed", json!({"volumeClaimTemplates": [{"spec": {}}]}), "volumeClaimTemplate number 1 of the claim has no name")]
 #[case::volume_twice("Overrides", json!({"volumeClaimTemplates": [{"metadata": {"name": "w"}, "spec": {}}, {"metadata": {"name": "w"}, "spec": {}}]}), "volumeClaimTemplate \"w\" is in the claim twice")]
 fn what_the_template_does_not_allow_is_named(
     #[case] policy: &str,
@@ -75,6 +75,23 @@ fn what_the_template_does_not_allow_is_named(
 ) {
     let rejected = made(policy, spec).unwrap_err();
     assert_eq!(rejected, error);
+}
+
+#[rstest]
+#[case::without_name(json!([{"metadata": {"name": "v"}, "spec": {}}, {"spec": {}}]), "volumeClaimTemplate number 2 of the template has no name")]
+#[case::twice(json!([{"metadata": {"name": "v"}, "spec": {}}, {"metadata": {"name": "v"}, "spec": {}}]), "volumeClaimTemplate \"v\" is in the template twice")]
+fn volumes_of_the_template_have_to_be_right(
+    #[values("Disallowed", "Allowed", "Overrides")] policy: &str,
+    #[values(json!({}), json!({"volumeClaimTemplates": [{"metadata": {"name": "v"}, "spec": {}}]}))]
+    spec: Value,
+    #[case] volumes: Value,
+    #[case] error: &str,
+) {
+    let mut template = template(policy, policy);
+    template.spec.volume_claim_templates = serde_json::from_value(volumes).unwrap();
+    let rejected = sandbox(&claim(spec), &template, &PodMetadata::default()).unwrap_err();
+    assert_eq!(rejected.to_string(), error);
+    assert!(!rejected.is_about_env());
 }
 
 #[rstest]
