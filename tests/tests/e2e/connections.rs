@@ -92,7 +92,7 @@ async fn bytes_in_flight_both_ways_are_neither_lost_nor_repeated() -> anyhow::Re
 async fn hundreds_of_connections_in_both_directions_survive() -> anyhow::Result<()> {
     case("hundred", async |case| {
         let plan = Plan {
-            blocks: 30,
+            blocks: 20,
             bytes: 1 << 10,
             pace: Duration::from_secs(1),
         };
