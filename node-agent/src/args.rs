@@ -271,6 +271,14 @@ pub(crate) struct UninstallArgs {
     /// Go on although pods of this runtime still run here; they can no longer be stopped cleanly
     #[arg(long, env = "TORPOR_FORCE")]
     pub(crate) force: bool,
+    /// How long pods of this runtime may take to be gone: the kubelet removes what is left of one some seconds after the apiserver has forgotten it
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value_t = 20,
+        env = "TORPOR_WAIT_FOR_PODS"
+    )]
+    pub(crate) wait_for_pods: u64,
 }
 
 /// The node's containerd, in the host's paths.

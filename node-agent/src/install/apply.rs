@@ -10,6 +10,7 @@
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
@@ -336,7 +337,8 @@ pub(super) fn uninstall(args: &UninstallArgs) -> Result<Outcome, Error> {
     let node = Node::new(&args.host_root, &args.paths, &args.containerd)?;
     let state = node.root.path(&args.paths.state_dir)?;
     let store = node.root.path(&args.paths.store_dir)?;
-    refuse_while_pods_run(&state.join("pods"), args.force)?;
+    let limit = Duration::from_secs(args.wait_for_pods);
+    refuse_while_pods_run(&state.join("pods"), args.force, limit)?;
     // The lock and the mark need a place, also where the directory was lost and only containerd still knows the handler.
     let made = host::missing(&node.install);
     host::make_dir(&node.install, 0o755)?;
@@ -369,8 +371,16 @@ pub(super) fn uninstall(args: &UninstallArgs) -> Result<Outcome, Error> {
     })
 }
 
-fn refuse_while_pods_run(pods: &Path, force: bool) -> Result<(), Error> {
-    let running = running_pods(pods)?;
+fn refuse_while_pods_run(pods: &Path, force: bool, limit: Duration) -> Result<(), Error> {
+    let deadline = Instant::now() + limit;
+    let mut running = running_pods(pods)?;
+    if !running.is_empty() && !force {
+        info!(pods = running.join(", "), "waiting for pods to be gone");
+    }
+    while !running.is_empty() && !force && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(200));
+        running = running_pods(pods)?;
+    }
     if running.is_empty() {
         return Ok(());
     }

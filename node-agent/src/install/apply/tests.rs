@@ -133,6 +133,7 @@ impl Host {
             host_root: self.root(),
             purge: true,
             force: false,
+            wait_for_pods: 0,
         }
     }
 
@@ -328,6 +329,23 @@ fn a_removal_without_purge_keeps_images() {
     })
     .expect("removed");
     assert_eq!(fs::read(&image).expect("image"), b"memory");
+}
+
+#[test]
+fn a_removal_waits_for_the_pods_that_are_going() {
+    let host = Host::new("version = 3\n").supervised();
+    host.install();
+    let pod = host.root().join("run/torpor/pods/abc");
+    fs::create_dir_all(&pod).expect("directory");
+    let args = UninstallArgs {
+        wait_for_pods: 60,
+        ..host.uninstall_args()
+    };
+    std::thread::scope(|scope| {
+        let removed = scope.spawn(|| uninstall(&args));
+        fs::remove_dir(&pod).expect("the pod is gone");
+        removed.join().expect("no panic").expect("removed");
+    });
 }
 
 #[test]
