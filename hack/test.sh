@@ -184,7 +184,7 @@ by_helm() {
 	"$cluster" kubectl wait sandbox/by-helm --for=condition=Ready --timeout=60s
 	# The garbage collector looks for new kinds twice a minute only, so it is not waited for.
 	"$cluster" kubectl delete sandbox/by-helm --cascade=background --timeout=60s
-	"$cluster" kubectl delete pod/by-helm --timeout=60s
+	"$cluster" kubectl delete pod/by-helm --ignore-not-found --timeout=60s
 	"$cluster" helm --namespace agent-sandbox-system status torpor
 	uninstall --helm
 }
