@@ -29,9 +29,11 @@ pub const CONSUMED: &str = "Consumed";
 pub const POD_HIBERNATED: &str = "torpor.dev/Hibernated";
 /// Pod, written by the agent; the Sandbox shows it as [`RESTORED`].
 pub const POD_RESTORED: &str = "torpor.dev/Restored";
+/// Pod, written by whoever disrupts it, before its deletion (Kubernetes, "Pod disruption conditions").
+pub const POD_DISRUPTION_TARGET: &str = "DisruptionTarget";
 
 /// Every condition type of this module.
-pub const ALL: [&str; 11] = [
+pub const ALL: [&str; 12] = [
     READY,
     PRESSURE,
     SUSPENDED,
@@ -43,6 +45,7 @@ pub const ALL: [&str; 11] = [
     CONSUMED,
     POD_HIBERNATED,
     POD_RESTORED,
+    POD_DISRUPTION_TARGET,
 ];
 
 /// Status of a condition.

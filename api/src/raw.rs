@@ -6,7 +6,10 @@
 use std::{borrow::Cow, marker::PhantomData};
 
 use k8s_openapi::api::core::v1::{PersistentVolumeClaimSpec, PodSpec};
-use schemars::{JsonSchema, Schema, SchemaGenerator};
+use schemars::{
+    JsonSchema, Schema, SchemaGenerator,
+    transform::{RecursiveTransform, Transform},
+};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::DeserializeOwned};
 use serde_json::{Map, Value};
 
@@ -103,26 +106,18 @@ impl<T: JsonSchema> JsonSchema for Raw<T> {
 
 /// Schema of a pod template's spec: the API's own, and what it does not know is kept by the apiserver too.
 pub fn pod_spec_schema(generator: &mut SchemaGenerator) -> Schema {
-    let mut schema = PodSpec::json_schema(generator).to_value();
-    keep_unknown_fields(&mut schema);
-    Schema::try_from(schema).unwrap_or_default()
-}
-
-/// Wherever fields are listed the apiserver drops all others, unless that very object says otherwise (Kubernetes, "Field pruning").
-fn keep_unknown_fields(schema: &mut Value) {
-    match schema {
-        Value::Object(fields) => {
-            if fields.get("properties").is_some_and(Value::is_object) {
-                fields.insert(
-                    "x-kubernetes-preserve-unknown-fields".to_owned(),
-                    true.into(),
-                );
-            }
-            fields.values_mut().for_each(keep_unknown_fields);
+    // Wherever fields are listed the apiserver drops all others, unless that very object says otherwise (Kubernetes, "Field pruning").
+    let mut keep_unknown_fields = RecursiveTransform(|schema: &mut Schema| {
+        if schema.get("properties").is_some() {
+            schema.insert(
+                "x-kubernetes-preserve-unknown-fields".to_owned(),
+                true.into(),
+            );
         }
-        Value::Array(all) => all.iter_mut().for_each(keep_unknown_fields),
-        _ => {}
-    }
+    });
+    let mut schema = PodSpec::json_schema(generator);
+    keep_unknown_fields.transform(&mut schema);
+    schema
 }
 
 #[cfg(test)]

@@ -81,9 +81,6 @@ fn intent(snapshot: &SandboxSnapshot, pod_uid: &PodUid) -> Option<SnapshotIntent
     })
 }
 
-/// The condition that whoever disrupts a Pod writes on it before its deletion (Kubernetes, "Pod disruption conditions").
-const DISRUPTION_TARGET: &str = "DisruptionTarget";
-
 /// What is wanted of the Pod `pod_uid`. `pod`: from a synced cache of this node's Pods; `snapshots`: those about it.
 pub(crate) fn desired(
     pod_uid: &PodUid,
@@ -134,7 +131,7 @@ pub(crate) fn desired(
         // What the node has to do with it is said by whoever knows the node.
         pressure: Pressure::default(),
         evicted: pod
-            .and_then(|pod| condition(pod, DISRUPTION_TARGET))
+            .and_then(|pod| condition(pod, conditions::POD_DISRUPTION_TARGET))
             .is_some_and(|said| said.status == "True"),
         keep_last_image: pod.is_some_and(goes_back),
         wake_up: pod.and_then(wake_up),

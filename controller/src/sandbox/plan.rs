@@ -26,6 +26,8 @@ mod pods;
 mod services;
 mod wakeup;
 
+pub(super) use self::memory::disruption;
+
 /// Part of the work; a failure skips the rest of its area only, as upstream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Area {

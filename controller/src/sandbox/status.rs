@@ -15,7 +15,7 @@ use torpor_api::{
 
 use super::{
     apply::Applied,
-    plan::{Area, Phase, Plan, ServiceOutlook, Shown},
+    plan::{Area, Phase, Plan, ServiceOutlook, Shown, disruption},
     validate::{Ownership, ownership},
 };
 use crate::{candidates::pool_of, merge_patch};
@@ -290,14 +290,8 @@ fn phase(pod: &Pod) -> &str {
 
 /// Whether the Pod is being taken away: its programs are ended, and its phase says how they took it, not that they were done. The garbage collector of Pods writes the phase a moment before it deletes.
 fn goes(pod: &Pod) -> bool {
-    let conditions = pod.status.iter().flat_map(|status| &status.conditions);
-    let mut conditions = conditions.flatten();
     pod.metadata.deletion_timestamp.is_some()
-        || conditions.any(|condition| {
-            condition.type_ == "DisruptionTarget"
-                && condition.status == "True"
-                && condition.reason.as_deref() == Some("DeletionByPodGC")
-        })
+        || disruption(pod).is_some_and(|said| said.reason.as_deref() == Some("DeletionByPodGC"))
 }
 
 /// How the Pod ended by itself. What ends because it is suspended or taken away has not: a claim would be deleted for it, with memory and volumes, once its `ttlSecondsAfterFinished` is over.

@@ -93,12 +93,15 @@ pub(crate) fn rouse_at_once(node: &Node, sandbox: &SandboxId) -> anyhow::Result<
 /// is for the agent to say, which sees why: it ends the sandbox' processes or resumes them. It is given a moment; it may be dead, or the Pod
 /// stays and the kubelet wants this container anew.
 pub(crate) fn left_to_agent(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
+    let dozes = || {
+        let running = node.records.state(sandbox)? == SandboxState::Running;
+        anyhow::Ok(running && node.records.doze(sandbox)?.is_some())
+    };
+    if !dozes()? || restore::memory_image(node, sandbox)?.is_none() {
+        return Ok(());
+    }
     let deadline = Instant::now() + AGENT_LIMIT;
-    while node.records.state(sandbox)? == SandboxState::Running
-        && node.records.doze(sandbox)?.is_some()
-        && restore::memory_image(node, sandbox)?.is_some()
-        && Instant::now() < deadline
-    {
+    while dozes()? && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(10));
     }
     Ok(())

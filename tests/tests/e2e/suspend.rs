@@ -186,11 +186,11 @@ async fn a_sidecar_comes_back_with_the_others_also_one_that_was_in_its_backoff()
             case.pod_until("s", "its sidecar has ended", LIMIT, ended)
                 .await?;
         }
-        let before: u64 = case.kubectl.sh("s", "a", "cat /n").await?.parse()?;
+        let before = case.counted("s").await?;
         suspended(case).await?;
         set_mode(case, "Running").await?;
         started(case).await?;
-        let after: u64 = case.kubectl.sh("s", "a", "cat /n").await?.parse()?;
+        let after = case.counted("s").await?;
         ensure!(after >= before, "{before} → {after}");
         for container in ["sidecar", "a"] {
             let hooks = case

@@ -27,7 +27,7 @@ mod evicted;
 mod resume;
 mod suspend;
 
-pub(in crate::sandbox) use self::evicted::is_evicted;
+pub(in crate::sandbox) use self::evicted::{disruption, is_evicted};
 pub(super) use self::{
     resume::{awake, start, wishes_for_pod},
     suspend::suspend,

@@ -31,10 +31,7 @@ impl Planning<'_> {
         if for_snapshot {
             self.why.push(Reason::SnapshotWanted);
         }
-        // The kubelet is bringing one back, or has not brought it yet. What dozes had them all.
-        if view.observed.doze.is_none()
-            && !view.desired.containers.is_subset(&view.observed.containers)
-        {
+        if view.awaited_container().is_some() {
             self.why.push(Reason::AwaitingContainers);
             self.look_at(later(self.now, self.policy.look_again));
             return false;

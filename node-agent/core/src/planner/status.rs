@@ -448,12 +448,10 @@ impl Telling<'_> {
     }
 
     fn pending_message(&self) -> String {
-        let (desired, observed) = (&self.view.desired.containers, self.view.observed);
-        let awaited = desired.difference(&observed.containers).next();
-        match (observed.live, awaited) {
+        match (self.view.observed.live, self.view.awaited_container()) {
             (Live::None, _) => "Waiting for the sandbox to be there.".to_owned(),
             (Live::Unknown, _) => "Waiting to find out what the sandbox does.".to_owned(),
-            (Live::Running, Some(container)) if observed.doze.is_none() => {
+            (Live::Running, Some(container)) => {
                 format!(
                     "Waiting to be saved until container \"{container}\" has been started again."
                 )

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 
-use crate::ids::ImageId;
+use crate::ids::{ContainerName, ImageId};
 use crate::ledger::{LedgerState, Memory};
 use crate::state::{
     Desired, Failure, ImageState, Live, Observed, PodPresence, Policy, Power, SnapshotIntent,
@@ -74,6 +74,13 @@ impl<'a> View<'a> {
 
     pub(super) fn is_present(&self) -> bool {
         self.desired.pod == PodPresence::Present
+    }
+
+    /// A container that the kubelet is bringing back, or has not brought yet. What dozes had them all.
+    pub(super) fn awaited_container(&self) -> Option<&ContainerName> {
+        let (desired, observed) = (&self.desired.containers, self.observed);
+        let mut awaited = desired.difference(&observed.containers);
+        awaited.next().filter(|_| observed.doze.is_none())
     }
 
     /// How long to wait after a save that failed: a sleep that nobody asked for can wait for longer, unless it will do in a moment.

@@ -3,7 +3,7 @@
 //! A sandbox that sleeps in place, hibernated or dozing, has its memory in an image already. The image gets a snapshot while the Pod goes, as in a suspension, and the next Pod continues
 //! from it, on that node. One that is awake cannot be saved in time: the kubelet ends its programs while it is being asked. That is said.
 
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{Pod, PodCondition};
 use kube::ResourceExt;
 use torpor_api::{
     annotations::SuspensionStrategy, conditions, reasons::hibernated,
@@ -17,16 +17,17 @@ use super::{
 };
 use crate::sandbox::{dereference::Observed, validate::Desired};
 
-/// The condition that whoever disrupts a Pod writes on it before its deletion (Kubernetes, "Pod disruption conditions").
-const DISRUPTION_TARGET: &str = "DisruptionTarget";
+/// What whoever disrupts the Pod said of it, if somebody does.
+pub(in crate::sandbox) fn disruption(pod: &Pod) -> Option<&PodCondition> {
+    let all = pod.status.as_ref()?.conditions.as_ref()?;
+    all.iter().find(|condition| {
+        condition.type_ == conditions::POD_DISRUPTION_TARGET && condition.status == "True"
+    })
+}
 
 /// Whether the Pod goes because it was evicted, and not because somebody deleted it to be rid of it.
 pub(in crate::sandbox) fn is_evicted(pod: &Pod) -> bool {
-    let conditions = pod.status.iter().flat_map(|status| &status.conditions);
-    let mut conditions = conditions.flatten();
-    is_terminating(pod)
-        && conditions
-            .any(|condition| condition.type_ == DISRUPTION_TARGET && condition.status == "True")
+    is_terminating(pod) && disruption(pod).is_some()
 }
 
 /// Keeps the image of a Pod that is evicted; answers what is said of the sandbox' memory, if that is ours to say.
