@@ -9,12 +9,15 @@
 //! Who silences the links may be heard all the same, by an address that nobody else knows ([`Sender`]).
 //!
 //! ARP and neighbour discovery go through: whoever has the address at the time answers them.
+//!
+//! And while it is restored nobody hears what the sandbox says ([`Mute`]): gVisor cannot be restored in a paused state, so its programs
+//! run for a moment before it is recorded that their image is stale.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 
 use crate::bpf::{self, Hook};
-use crate::net::{self, within};
+use crate::net::{self, Pair, within};
 
 /// Why a pod's links cannot be silenced.
 #[derive(Debug, thiserror::Error)]
@@ -48,6 +51,7 @@ impl Hush {
     /// Silences the links, loopback aside, of the network namespace at `path`, for all but frames of the sender `known`.
     pub fn begin(path: &Path, known: Option<Sender>) -> Result<Self, Error> {
         within(path, || {
+            let known = known.map(Known::ByItself);
             let program = bpf::load(Hook::Received, &program(known))?;
             let links = net::link_indexes()?
                 .into_iter()
@@ -56,6 +60,56 @@ impl Hush {
             Ok(Self { _links: links })
         })
     }
+}
+
+/// What the pod's links send is lost on the host's side until this is dropped, or its process has ended; ARP and neighbour discovery aside.
+#[derive(Debug)]
+pub struct Mute {
+    /// Each keeps the program attached to one link.
+    _links: Vec<OwnedFd>,
+}
+
+impl Mute {
+    /// Mutes the links at their host's ends, which are in the calling thread's network namespace. Frames of the sender `known` are heard
+    /// as if the pod's end had sent them.
+    pub fn begin(pairs: &[Pair], known: Sender) -> Result<Self, Error> {
+        let links = pairs.iter().map(|pair| {
+            let known = Known::As(known, pair.pod_address);
+            let program = bpf::load(Hook::Received, &program(Some(known)))?;
+            Ok(bpf::attach_to_link(
+                Hook::Received,
+                program.as_fd(),
+                pair.host,
+            )?)
+        });
+        Ok(Self {
+            _links: links.collect::<Result<_, Error>>()?,
+        })
+    }
+
+    /// Whether a frame (an Ethernet header and what follows) is heard although its link is muted.
+    pub fn lets_pass(ethernet: &[u8]) -> bool {
+        let at = |offset: i16| ethernet.get(usize::try_from(offset).unwrap_or(usize::MAX));
+        let kind = at(frame::ETHER_TYPE).zip(at(frame::ETHER_TYPE + 1));
+        match kind.map(|(high, low)| u16::from_be_bytes([*high, *low])) {
+            Some(frame::ARP) => true,
+            Some(frame::IPV6)
+                if at(frame::IPV6_NEXT).copied().map(i32::from) == Some(frame::ICMPV6) =>
+            {
+                let kinds = frame::NEIGHBOUR_FIRST..=frame::NEIGHBOUR_LAST;
+                at(frame::ICMPV6_TYPE).is_some_and(|kind| kinds.contains(&i32::from(*kind)))
+            }
+            _ => false,
+        }
+    }
+}
+
+/// Who is heard on a link that is silenced or muted.
+#[derive(Debug, Clone, Copy)]
+enum Known {
+    ByItself(Sender),
+    /// Under another address.
+    As(Sender, [u8; 6]),
 }
 
 /// An Ethernet address that nobody else has: who silences a link sends from it what is to be heard all the same.
@@ -101,14 +155,23 @@ mod frame {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Label {
     Stranger,
+    Known,
     Pass,
     Drop,
 }
 
-fn program(known: Option<Sender>) -> Vec<bpf::Instruction> {
+/// An address as the two numbers that are compared and stored.
+fn halves([a, b, c, d, e, f]: [u8; 6]) -> (i32, i32) {
+    let last = u16::from_ne_bytes([e, f]);
+    (i32::from_ne_bytes([a, b, c, d]), i32::from(last))
+}
+
+fn program(known: Option<Known>) -> Vec<bpf::Instruction> {
     use bpf::Register::{R0, R1, R2, R3, R4, R5};
-    use bpf::{add, copy, exit, jump_if, jump_if_greater, jump_if_greater_than, jump_if_less};
-    use bpf::{jump_if_not, jump32_if_not, load8, load16, load32, set};
+    use bpf::{
+        add, copy, exit, jump, jump_if, jump_if_greater, jump_if_greater_than, jump_if_less,
+    };
+    use bpf::{jump_if_not, jump32_if_not, load8, load16, load32, set, store16, store32};
 
     const DROP: i32 = 1;
     const PASS: i32 = 2;
@@ -117,13 +180,12 @@ fn program(known: Option<Sender>) -> Vec<bpf::Instruction> {
     code.push(load32(R3, R1, received::END));
     code.extend([copy(R4, R2), add(R4, frame::ETHERNET)]);
     code.jump(jump_if_greater_than(R4, R3), Label::Drop);
-    if let Some(Sender([a, b, c, d, e, f])) = known {
+    if let Some(Known::ByItself(sender) | Known::As(sender, _)) = known {
+        let (first, last) = halves(sender.address());
         code.push(load32(R5, R2, frame::SENDER));
-        let first = i32::from_ne_bytes([a, b, c, d]);
         code.jump(jump32_if_not(R5, first), Label::Stranger);
         code.push(load16(R5, R2, frame::SENDER + 4));
-        let last = i32::from(u16::from_ne_bytes([e, f]));
-        code.jump(jump_if(R5, last), Label::Pass);
+        code.jump(jump_if(R5, last), Label::Known);
         code.label(Label::Stranger);
     }
     code.push(load16(R5, R2, frame::ETHER_TYPE));
@@ -136,6 +198,13 @@ fn program(known: Option<Sender>) -> Vec<bpf::Instruction> {
     code.push(load8(R5, R2, frame::ICMPV6_TYPE));
     code.jump(jump_if_less(R5, frame::NEIGHBOUR_FIRST), Label::Drop);
     code.jump(jump_if_greater(R5, frame::NEIGHBOUR_LAST), Label::Drop);
+    code.jump(jump(), Label::Pass);
+    code.label(Label::Known);
+    if let Some(Known::As(_, address)) = known {
+        let (first, last) = halves(address);
+        code.push(store32(R2, frame::SENDER, first));
+        code.push(store16(R2, frame::SENDER + 4, last));
+    }
     for (label, verdict) in [(Label::Pass, PASS), (Label::Drop, DROP)] {
         code.label(label);
         code.extend([set(R0, verdict), exit()]);
@@ -200,5 +269,77 @@ mod tests {
         assert!(!is_answered("10.202.0.2:9"), "a stranger");
         drop(hush);
         assert!(is_answered("10.202.0.2:9") && is_answered("[fd02::2]:9"));
+    }
+
+    #[test]
+    fn a_muted_link_is_heard_by_the_known_sender_alone_and_answers_questions_for_its_address() {
+        let (pod, host) = (Namespace::empty("muted"), Namespace::empty("hears"));
+        let (p, h) = (pod.name(), host.name());
+        sh(&format!(
+            "ip link add eth0 netns {p} address 02:00:00:00:00:07 type veth peer name eth0 netns {h}
+             for n in {p} {h}; do ip -n $n link set eth0 up; done
+             ip -n {p} addr add 10.203.0.1/24 dev eth0; ip -n {h} addr add 10.203.0.2/24 dev eth0
+             ip -n {p} addr add fd03::1/64 dev eth0 nodad; ip -n {h} addr add fd03::2/64 dev eth0 nodad"
+        ));
+        let is_answered = |address: &str| {
+            let address: std::net::SocketAddr = address.parse().expect("an address");
+            within(&pod.path(), || {
+                let limit = std::time::Duration::from_millis(500);
+                let error = std::net::TcpStream::connect_timeout(&address, limit);
+                Ok::<_, net::Error>(
+                    error.is_err_and(|e| e.kind() == std::io::ErrorKind::ConnectionRefused),
+                )
+            })
+            .expect("asked")
+        };
+        let known = Sender([2, 0, 0, 0x7f, 0x80, 0xff]);
+        let pairs = within(&host.path(), || net::pairs(&pod.path())).expect("pairs");
+        let addresses: Vec<_> = pairs.iter().map(|pair| pair.pod_address).collect();
+        assert_eq!(addresses, [[2, 0, 0, 0, 0, 7]]);
+        let mute = within(&host.path(), || Mute::begin(&pairs, known)).expect("muted");
+        assert!(!is_answered("10.203.0.2:9") && !is_answered("[fd03::2]:9"));
+        let neighbours = sh(&format!("ip -n {p} neighbour"));
+        for address in ["10.203.0.2", "fd03::2"] {
+            let known = neighbours
+                .lines()
+                .any(|line| line.starts_with(address) && line.contains("lladdr"));
+            assert!(known, "{address} in {neighbours}");
+        }
+        // What the known sender sends comes from the pod's own address, which is where the answer goes.
+        sh(&format!(
+            "ip -n {h} neigh replace 10.203.0.1 lladdr 02:00:00:7f:80:ff dev eth0
+             ip -n {p} link set eth0 address 02:00:00:7f:80:ff"
+        ));
+        assert!(is_answered("10.203.0.2:9"), "a known sender");
+        drop(mute);
+        sh(&format!(
+            "ip -n {p} link set eth0 address 02:00:00:00:00:07; ip -n {h} neigh flush dev eth0"
+        ));
+        assert!(is_answered("10.203.0.2:9") && is_answered("[fd03::2]:9"));
+    }
+
+    #[test]
+    fn only_neighbours_talk_passes_a_muted_link() {
+        let frame = |kind: u16, next: u8, message: u8| {
+            let mut frame = vec![0; 64];
+            frame[12..14].copy_from_slice(&kind.to_be_bytes());
+            frame[20] = next;
+            frame[54] = message;
+            frame
+        };
+        for (frame, passes) in [
+            (frame(frame::ARP, 0, 0), true),
+            (frame(0x0800, 17, 135), false),
+            (frame(frame::IPV6, 58, 132), false),
+            (frame(frame::IPV6, 58, 133), true),
+            (frame(frame::IPV6, 58, 137), true),
+            (frame(frame::IPV6, 58, 138), false),
+            (frame(frame::IPV6, 6, 135), false),
+            (frame(frame::IPV6, 58, 135)[..54].to_vec(), false),
+            (vec![8, 6], false),
+            (vec![], false),
+        ] {
+            assert_eq!(Mute::lets_pass(&frame), passes, "{frame:?}");
+        }
     }
 }

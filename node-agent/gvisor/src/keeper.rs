@@ -63,6 +63,8 @@ pub enum Request {
     Doze,
     /// Other rules for what is held and wakes, if anything is.
     Rules(Rules),
+    /// The sandbox is about to be restored: what it says waits until [`Request::Attach`].
+    Mute,
     /// The sandbox was not put to sleep after all.
     Release,
     /// End with this code.

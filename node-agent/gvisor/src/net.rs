@@ -110,6 +110,8 @@ impl Addresses {
 pub struct Pair {
     pub pod: u32,
     pub host: u32,
+    /// Ethernet address of the pod's end.
+    pub pod_address: [u8; 6],
 }
 
 /// The veth pairs between the namespace at `path` and the calling thread's. Links of other kinds have no other end.
@@ -117,10 +119,16 @@ pub fn pairs(path: &Path) -> Result<Vec<Pair>, Error> {
     let theirs = within(path, veths)?;
     let ours = veths()?;
     // An index alone means nothing in another namespace: both ends must name each other.
-    let pairs = theirs.into_iter().map(|(pod, host)| Pair { pod, host });
-    Ok(pairs
-        .filter(|pair| ours.contains(&(pair.host, pair.pod)))
-        .collect())
+    let named = theirs.into_iter().filter(|theirs| {
+        let other_end = |ours: &Veth| (ours.peer, ours.index) == (theirs.index, theirs.peer);
+        ours.iter().any(other_end)
+    });
+    let pairs = named.map(|theirs| Pair {
+        pod: theirs.index,
+        host: theirs.peer,
+        pod_address: theirs.address,
+    });
+    Ok(pairs.collect())
 }
 
 /// Runs `work` on a thread of its own inside the namespace at `path`.
@@ -128,16 +136,34 @@ pub fn inside<T: Send>(path: &Path, work: impl FnOnce() -> T + Send) -> Result<T
     within(path, || Ok(work()))
 }
 
-/// Index and peer's index of each veth link of this thread's namespace.
-fn veths() -> Result<Vec<(u32, u32)>, Error> {
+/// One end of a veth pair.
+struct Veth {
+    index: u32,
+    /// The other end's index, in its own namespace.
+    peer: u32,
+    address: [u8; 6],
+}
+
+/// The veth links of this thread's namespace.
+fn veths() -> Result<Vec<Veth>, Error> {
     let links = Netlink::open()?.dump(RouteNetlinkMessage::GetLink(LinkMessage::default()))?;
-    let pairs = links.into_iter().filter_map(|message| match message {
-        RouteNetlinkMessage::NewLink(link) => {
-            veth_peer(&link).map(|peer| (link.header.index, peer))
-        }
+    let veths = links.into_iter().filter_map(|message| match message {
+        RouteNetlinkMessage::NewLink(link) => veth(&link),
         _ => None,
     });
-    Ok(pairs.collect())
+    Ok(veths.collect())
+}
+
+fn veth(link: &LinkMessage) -> Option<Veth> {
+    let address = link.attributes.iter().find_map(|a| match a {
+        LinkAttribute::Address(address) => address.as_slice().try_into().ok(),
+        _ => None,
+    });
+    Some(Veth {
+        index: link.header.index,
+        peer: veth_peer(link)?,
+        address: address?,
+    })
 }
 
 fn veth_peer(link: &LinkMessage) -> Option<u32> {

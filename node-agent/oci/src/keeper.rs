@@ -29,6 +29,7 @@ use crate::node::Node;
 
 mod children;
 mod loopback;
+mod mute;
 mod others;
 mod relay;
 mod text;
@@ -502,6 +503,17 @@ impl Keeper<'_> {
             Request::Doze => {
                 self.typing.fell_asleep(relay::borrow_stdin());
                 answer(&peer, &done, &[]);
+            }
+            Request::Mute => {
+                let muted = match &mut self.watch {
+                    Some(watch) => watch.mute(),
+                    None => Err(anyhow::anyhow!("the Pod's packets are not held")),
+                };
+                let answered = muted.map_or_else(
+                    |error| Answer::refused("NotMuted", format!("{error:#}")),
+                    |()| done,
+                );
+                answer(&peer, &answered, &[]);
             }
             Request::Release => {
                 self.release();

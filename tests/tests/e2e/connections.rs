@@ -294,3 +294,70 @@ async fn connections_of_an_address_that_is_gone_end_for_the_program() -> anyhow:
     })
     .await
 }
+
+const WAKES: u64 = 4;
+
+/// Says a number to its node a thousand times a second, each once.
+fn talker(port: u16) -> serde_json::Value {
+    let says = format!(
+        "import os, socket, time
+says = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+number = 0
+while True:
+    says.sendto(b'%d' % number, (os.environ['NODE'], {port}))
+    number += 1
+    if number % 100 == 0:
+        open('/n', 'w').write(str(number))
+    time.sleep(0.001)"
+    );
+    let node =
+        json!({ "name": "NODE", "valueFrom": { "fieldRef": { "fieldPath": "status.hostIP" } } });
+    let container = with(python("a", &says), json!({ "env": [node] }));
+    pod("p", json!({ "containers": [container] }))
+}
+
+/// Numbers that were heard.
+struct Heard(tokio::net::UdpSocket);
+
+impl Heard {
+    fn begin() -> anyhow::Result<(Self, u16)> {
+        let socket = std::net::UdpSocket::bind("0.0.0.0:0")?;
+        // For seconds in which this test is not given the processor.
+        nix::sys::socket::setsockopt(&socket, nix::sys::socket::sockopt::RcvBufForce, &(8 << 20))?;
+        socket.set_nonblocking(true)?;
+        let port = socket.local_addr()?.port();
+        Ok((Self(tokio::net::UdpSocket::from_std(socket)?), port))
+    }
+
+    async fn next(&self) -> anyhow::Result<u64> {
+        let mut word = [0; 32];
+        let length = tokio::time::timeout(LIMIT, self.0.recv(&mut word)).await??;
+        Ok(str::from_utf8(&word[..length])?.parse()?)
+    }
+}
+
+/// gVisor's programs run before it is recorded that they do. What they say in that moment waits, so that whoever hears it never meets an older one.
+#[tokio::test]
+async fn what_a_sandbox_says_while_it_wakes_is_heard_once_and_in_order() -> anyhow::Result<()> {
+    case("talker", async |case| {
+        let (heard, port) = Heard::begin()?;
+        case.start(talker(port)).await?;
+        let (mut last, mut missing) = (heard.next().await?, 0);
+        for _ in 0..WAKES {
+            case.hibernate("p").await?;
+            case.wake("p").await?;
+            // All that it said before it slept, and what it says since.
+            let now = case.counted("p").await?;
+            while last <= now {
+                let number = heard.next().await?;
+                ensure!(number > last, "{number} was heard after {last}");
+                missing += number - last - 1;
+                last = number;
+            }
+        }
+        // As on any link, one may be lost in the instant in which the link is opened.
+        ensure!(missing <= WAKES, "{missing} were never heard");
+        Ok(())
+    })
+    .await
+}

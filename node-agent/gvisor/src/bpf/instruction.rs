@@ -113,6 +113,10 @@ pub(crate) fn load32(to: Register, base: Register, offset: i16) -> Instruction {
     instruction(0x61, to, base, offset, 0)
 }
 
+pub(crate) fn store16(base: Register, offset: i16, value: i32) -> Instruction {
+    instruction(0x6a, base, R0, offset, value)
+}
+
 pub(crate) fn store32(base: Register, offset: i16, value: i32) -> Instruction {
     instruction(0x62, base, R0, offset, value)
 }

@@ -131,7 +131,7 @@ fn the_hosts_end_of_a_pods_link_is_found() {
     // Indexes alone would mislead: the host has other pairs, and so have other pods.
     sh(&format!(
         "ip -n {h} link add other0 type veth peer name other1
-         ip link add eth0 netns {p} type veth peer name pod0 netns {h}"
+         ip link add eth0 netns {p} address 02:00:00:0a:0b:0c type veth peer name pod0 netns {h}"
     ));
     let found: Vec<Pair> = within(&host.path(), || pairs(&pod.path())).expect("found");
     let index = |namespace: &str, link: &str| {
@@ -143,6 +143,7 @@ fn the_hosts_end_of_a_pods_link_is_found() {
     let expected = Pair {
         pod: index(p, "eth0"),
         host: index(h, "pod0"),
+        pod_address: [2, 0, 0, 0x0a, 0x0b, 0x0c],
     };
     assert_eq!(found, [expected]);
     let none: Vec<Pair> = within(&pod.path(), || pairs(&pod.path())).expect("looked");

@@ -2,13 +2,13 @@
 
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use torpor_gvisor::hush::{Hush, Sender};
 use torpor_gvisor::keeper::Rules;
-use torpor_gvisor::net;
+use torpor_gvisor::net::{self, Pair};
 use torpor_gvisor::record::PodRecord;
 use torpor_gvisor::traffic;
 use torpor_wake::doubt::{Doubts, Settled};
@@ -19,11 +19,16 @@ use torpor_wake::probes::Responder;
 use torpor_wake::sensor::{Next, Sensor};
 use torpor_wake::tap::{HEADER, Mouth, Tap, ethernet};
 
+use super::mute::Muted;
+
 /// Between two looks at the requests; a flood does not keep the keeper from answering.
 const FRAMES_A_TURN: usize = 256;
 
 /// So often what came while frames were handed over is handed over too.
 const HANDOVERS: usize = 8;
+
+/// Where an Ethernet frame says who sent it.
+pub(super) const SENDER: std::ops::Range<usize> = 6..12;
 
 /// As long as a sandbox that was woken runs at least.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
@@ -41,12 +46,16 @@ pub(super) struct Watch {
     is_home: bool,
     /// The sandbox is there and stands still: acknowledgements are passed on to it.
     stands: bool,
-    /// Frames of this sender are heard in the pod.
+    /// Frames of this sender are heard in the pod, and those of the pod's keeper outside while it is muted.
     sender: Sender,
+    /// While it is restored.
+    muted: Option<Muted>,
+    namespace: PathBuf,
 }
 
 /// One of the pod's links.
 struct Link {
+    pair: Pair,
     tap: Tap,
     voice: Voice,
 }
@@ -54,6 +63,8 @@ struct Link {
 /// Speaks for the pod on one of its links.
 struct Voice {
     mouth: Mouth,
+    /// As whom it is heard while the pod is muted.
+    muted: Option<Sender>,
     probes: Responder,
     doubts: Doubts,
 }
@@ -88,6 +99,8 @@ impl Watch {
             is_home: false,
             stands: false,
             sender,
+            muted: None,
+            namespace: namespace.to_owned(),
         })
     }
 
@@ -121,7 +134,7 @@ impl Watch {
         let now = Instant::now();
         let mut next = self.sensor.turn(now);
         let mut links = std::mem::take(&mut self.links);
-        for Link { tap, voice } in &mut links {
+        for Link { tap, voice, .. } in &mut links {
             for settled in voice.doubts.settle(&self.rules.probes, now) {
                 next = next.or(self.settled(voice, settled, now));
             }
@@ -161,8 +174,7 @@ impl Watch {
         }
         let answer = seen.and_then(|segment| self.keepalives.hear(&segment, now));
         if let Some(answer) = answer.and_then(|answer| answer.frame(ethernet(frame))) {
-            // A keepalive whose answer is lost is repeated.
-            let _ = voice.mouth.send(&answer);
+            voice.say(answer);
             return Next::Nothing.into();
         }
         self.arrived(frame, seen, now).into()
@@ -243,10 +255,33 @@ impl Watch {
         self.sensor.wake_failed(Instant::now());
     }
 
-    /// The sandbox runs: it hears again, first what has waited for it.
+    /// From now on what the sandbox says is not heard outside. What one has said that was to be restored before, and was not, nobody hears.
+    pub(super) fn mute(&mut self) -> anyhow::Result<()> {
+        match &mut self.muted {
+            Some(muted) => muted.forget(),
+            None => {
+                let pairs: Vec<Pair> = self.links.iter().map(|link| link.pair).collect();
+                self.muted = Some(Muted::begin(&self.namespace, &pairs, self.sender)?);
+            }
+        }
+        self.speak_as(Some(self.sender));
+        Ok(())
+    }
+
+    fn speak_as(&mut self, sender: Option<Sender>) {
+        for link in &mut self.links {
+            link.voice.muted = sender;
+        }
+    }
+
+    /// The sandbox runs: it is heard, first what it has said meanwhile, and hears again, first what has waited for it.
     pub(super) fn release(mut self) {
         // It answers for itself, also what was not settled.
         self.rules.probes.clear();
+        if let Some(muted) = self.muted.take() {
+            muted.end();
+            self.speak_as(None);
+        }
         // What comes meanwhile is not to overtake what has waited, so that is sent under the hush. A flood does not hold the sandbox back.
         for _ in 0..HANDOVERS {
             let _ = self.turn();
@@ -283,11 +318,16 @@ impl From<Next> for Heard {
 }
 
 /// The frame, as the tap gave it, from another sender.
-fn sent_by(frame: &[u8], sender: Sender) -> Option<Vec<u8>> {
-    const SENDER: std::ops::Range<usize> = HEADER + 6..HEADER + 12;
+pub(super) fn sent_by(frame: &[u8], sender: Sender) -> Option<Vec<u8>> {
     let mut frame = frame.to_vec();
-    frame.get_mut(SENDER)?.copy_from_slice(&sender.address());
+    set_sender(frame.get_mut(HEADER..)?, sender);
     Some(frame)
+}
+
+fn set_sender(ethernet: &mut [u8], sender: Sender) {
+    if let Some(field) = ethernet.get_mut(SENDER) {
+        field.copy_from_slice(&sender.address());
+    }
 }
 
 impl Voice {
@@ -303,9 +343,16 @@ impl Voice {
     fn speak(&mut self, now: Instant) {
         self.probes.turn(now);
         while let Some(frame) = self.probes.says() {
-            // The kubelet asks again.
-            let _ = self.mouth.send(&frame);
+            self.say(frame);
         }
+    }
+
+    /// What is lost is said again when it is asked for again.
+    fn say(&self, mut frame: Vec<u8>) {
+        if let Some(sender) = self.muted {
+            set_sender(&mut frame, sender);
+        }
+        let _ = self.mouth.send(&frame);
     }
 }
 
@@ -333,8 +380,10 @@ fn links(namespace: &Path, own: &[IpAddr], rules: &Rules) -> anyhow::Result<Vec<
         let mut probes = Responder::new(own, Instant::now());
         probes.answer_hooks(rules.suspends);
         Ok(Link {
+            pair,
             tap: Tap::open(pair.host)?,
             voice: Voice {
+                muted: None,
                 mouth: net::inside(namespace, || Mouth::open(pair.pod))??,
                 probes,
                 doubts: Doubts::default(),

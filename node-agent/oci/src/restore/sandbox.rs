@@ -119,6 +119,7 @@ fn attempt(
         join(verified)??;
         stages.over("verified");
         let hush = hush(pod, image);
+        mute(pod, &root_dir);
         if let Some(namespace) = &pod.network_namespace {
             net::put_back(namespace, &pod.addresses)?;
         }
@@ -190,6 +191,18 @@ pub(super) fn hold_packets(pod: &PodRecord, pause: &Path) {
         Ok((answer, _)) if answer.ok => {}
         // The resume is worth more.
         Ok((answer, _)) => eprintln!("torpor-oci: packets are not held: {}", answer.message),
+        Err(error) => eprintln!("torpor-oci: {:#}", anyhow::Error::new(error)),
+    }
+}
+
+/// And nobody is to hear it: gVisor runs what it restores at once. A keeper that holds nothing has nothing to keep it in.
+fn mute(pod: &PodRecord, pause: &Path) {
+    if pod.network_namespace.is_none() {
+        return;
+    }
+    match keeper::ask(pause, &Request::Mute, &[], CALL_LIMIT) {
+        Ok(_) => {}
+        // The wake is worth more.
         Err(error) => eprintln!("torpor-oci: {:#}", anyhow::Error::new(error)),
     }
 }
