@@ -119,8 +119,19 @@ async fn the_asynchronous_python_sdk_works_through_the_router_and_directly() -> 
     sdk::python().await?;
     case("sdkasync", async |case| {
         restrict(case).await?;
-        pool(case, 2).await?;
+        pool(case, 3).await?;
         case.with_sdk("calls_async.py").await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn the_python_sdk_works_with_sandboxds_calls_by_a_tunnel_directly_and_through_the_router()
+-> anyhow::Result<()> {
+    sdk::python().await?;
+    case("sandboxd", async |case| {
+        pool(case, 1).await?;
+        case.with_sdk("sandboxd.py").await
     })
     .await
 }

@@ -1,4 +1,4 @@
-"""What upstream's asynchronous client does with sandboxes, through the router and directly.
+"""What upstream's asynchronous client does with sandboxes, through the router, and directly with either runtime's calls.
 
 Arguments: namespace, address of the router. The pool `w` is there.
 """
@@ -12,6 +12,7 @@ from k8s_agent_sandbox.exceptions import SandboxNotFoundError, SandboxRequestErr
 from k8s_agent_sandbox.models import (
     SandboxDirectConnectionConfig,
     SandboxInClusterConnectionConfig,
+    SandboxdInClusterConnectionConfig,
 )
 
 NAMESPACE, ROUTER = sys.argv[1:]
@@ -69,6 +70,7 @@ async def main():
     await asyncio.gather(
         a_life("async-direct", SandboxDirectConnectionConfig(api_url=ROUTER)),
         a_life("async-incluster", SandboxInClusterConnectionConfig()),
+        a_life("async-sandboxd", SandboxdInClusterConnectionConfig(mode="in-cluster-pod-ip")),
     )
     print(f"{time.monotonic() - begin:.1f} s: done", flush=True)
 
