@@ -126,7 +126,7 @@ async fn the_asynchronous_python_sdk_works_through_the_router_and_directly() -> 
 }
 
 #[tokio::test]
-async fn the_python_sdk_works_with_sandboxds_calls_by_a_tunnel_directly_and_through_the_router()
+async fn the_python_sdk_works_with_sandboxds_calls_in_each_way_and_nobody_gets_out_of_the_root()
 -> anyhow::Result<()> {
     sdk::python().await?;
     case("sandboxd", async |case| {

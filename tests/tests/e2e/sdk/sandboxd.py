@@ -1,9 +1,12 @@
-"""What upstream's client does with sandboxd's APIs (files over REST, commands over gRPC), in each way to reach them.
+"""What upstream's client does with sandboxd's APIs (files over REST, commands over gRPC), in each way to reach them, and
+that nobody gets out of the root by these or the legacy API.
 
 Arguments: namespace, address of the router. The pool `w` is there.
 """
 
+import http.client
 import io
+import json
 import sys
 import time
 
@@ -14,6 +17,7 @@ from k8s_agent_sandbox.commands._process_stubs import process_pb2 as wire
 from k8s_agent_sandbox.commands._process_stubs import process_pb2_grpc as service
 from k8s_agent_sandbox.exceptions import SandboxRequestError
 from k8s_agent_sandbox.models import (
+    SandboxInClusterConnectionConfig,
     SandboxdInClusterConnectionConfig,
     SandboxdPodTunnelConnectionConfig,
 )
@@ -21,6 +25,40 @@ from k8s_agent_sandbox.models import (
 NAMESPACE, ROUTER = sys.argv[1:]
 LIMIT = 60
 BYTES = bytes(range(256)) * 4096
+
+DENIED = {"message": "Access denied"}
+ESCAPE = {
+    "code": "PERMISSION_DENIED",
+    "message": "path traversal outside sandbox root is forbidden",
+}
+# Port, request, what is answered with 403. `out` is a link to a file beside the root, `top` one to `/`.
+WAYS_OUT = [
+    (8888, "GET /download/../dev/shm/secret", DENIED),
+    (8888, "GET /download/..%2Fdev%2Fshm%2Fsecret", DENIED),
+    (8888, "GET /download/%252e%252e%252fdev%252fshm%252fsecret", DENIED),
+    (8888, "GET /download/out", DENIED),
+    (8888, "GET /download/word%00", DENIED),
+    (8888, "GET /list/top%2Fdev", DENIED),
+    (8888, "GET /exists/top/dev/shm/secret", DENIED),
+    (8080, "GET /v1/files/../dev/shm/secret", ESCAPE),
+    (8080, "GET /v1/files/%2e%2e%2fdev%2fshm%2fsecret", ESCAPE),
+    (8080, "GET /v1/files/out", ESCAPE),
+    (8080, "GET /v1/files/word%00", ESCAPE),
+    (8080, "GET /v1/files/top%2Fdev", ESCAPE),
+    (8080, "PUT /v1/files/top/dev/shm/new", ESCAPE),
+    (8080, "PUT /v1/files/%2E%2E/dev/shm/new", ESCAPE),
+    (8080, "DELETE /v1/files/top/dev/shm/secret", ESCAPE),
+    (8080, "DELETE /v1/files/%2E%2E/dev/shm/secret?recursive=true", ESCAPE),
+]
+# An absolute path is one below the root, where nothing of that name is.
+ABSOLUTE = [
+    (8888, "GET /download/%2Fdev%2Fshm%2Fsecret", {"message": "File not found"}),
+    (
+        8080,
+        "GET /v1/files/%2Fdev%2Fshm%2Fsecret",
+        {"code": "NOT_FOUND", "message": "path does not exist within the sandbox"},
+    ),
+]
 
 
 def until(what, holds):
@@ -128,6 +166,44 @@ def talks_with_commands(calls, metadata=None):
     until("a command ends with its call", lambda: calls.Execute(asked, **options).exit_code != 0)
 
 
+def ask(address, port, request):
+    """Sends a path as it is written; clients of more care would tidy it up."""
+    method, path = request.split(" ")
+    connection = http.client.HTTPConnection(address, port, timeout=LIMIT)
+    try:
+        connection.request(method, path, body=b"new" if method == "PUT" else None)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def nobody_gets_out(sandbox):
+    # Whoever runs commands may make links, and clients then meet them.
+    made = sandbox.commands.run(
+        "echo secret >/dev/shm/secret; echo >word; ln -s ../dev/shm/secret out; ln -s / top;"
+        " cat out top/dev/shm/secret"
+    )
+    assert made.stdout == "secret\nsecret\n", made
+    address = sandbox.get_pod_ip()
+    for status, requests in ((403, WAYS_OUT), (404, ABSOLUTE)):
+        for port, request, told in requests:
+            answer = ask(address, port, request)
+            assert answer[0] == status and json.loads(answer[1]) == told, (port, request, answer)
+    legacy = SandboxClient(connection_config=SandboxInClusterConnectionConfig())
+    files = legacy.get_sandbox(sandbox.claim_name, NAMESPACE).files
+    for name in ("../dev/shm/new", "top/dev/shm/new"):
+        error = fails(
+            SandboxRequestError, lambda: files.write(name, b"new", allow_unsafe_paths=True)
+        )
+        assert (error.status_code, error.response.json()) == (403, DENIED), (name, error)
+    for cwd in ("..", "top", "top/dev/shm"):
+        error = fails(RuntimeError, lambda: sandbox.commands.run("pwd", cwd=cwd))
+        assert "PERMISSION_DENIED" in str(error), (cwd, error)
+    after = sandbox.commands.run("cat /dev/shm/secret; test -e /dev/shm/new")
+    assert (after.stdout, after.exit_code) == ("secret\n", 1), after
+
+
 def main():
     begin = time.monotonic()
     ways = {
@@ -145,6 +221,8 @@ def main():
         keeps_files(sandbox)
         runs_commands(sandbox)
         talks_with_commands(service.ProcessServiceStub(sandbox.connector.grpc_channel()))
+        if way == "directly":
+            nobody_gets_out(sandbox)
         sandbox.close_connection()
         print(f"{time.monotonic() - begin:.1f} s: {way}", flush=True)
     with grpc.insecure_channel(ROUTER.removeprefix("http://")) as router:
