@@ -61,6 +61,38 @@ impl Process {
         line.split_whitespace().nth(1)?.parse().ok()
     }
 
+    /// Files of the Unix sockets that it serves.
+    pub fn sockets(&self) -> Vec<PathBuf> {
+        let proc = PathBuf::from(format!("/proc/{}", self.pid));
+        let links = std::fs::read_dir(proc.join("fd"));
+        let inodes: Vec<String> = links
+            .into_iter()
+            .flatten()
+            .flatten()
+            .filter_map(|link| {
+                let target = std::fs::read_link(link.path()).ok()?;
+                let inode = target.to_str()?.strip_prefix("socket:[")?;
+                Some(inode.strip_suffix(']')?.to_owned())
+            })
+            .collect();
+        let table = std::fs::read_to_string(proc.join("net/unix")).unwrap_or_default();
+        let mut found: Vec<PathBuf> = table
+            .lines()
+            .filter_map(|line| {
+                // Address, references, protocol, flags, type, state, inode, and the name where it has one; a client has none.
+                let mut fields = line.split_whitespace();
+                let inode = fields.nth(6)?;
+                let path = fields.next().filter(|name| name.starts_with('/'))?;
+                let own = inodes.iter().any(|own| own == inode);
+                own.then(|| PathBuf::from(path))
+            })
+            .collect();
+        // Its connections bear the name of the socket that took them.
+        found.sort();
+        found.dedup();
+        found
+    }
+
     /// User and system time so far, in clock ticks.
     pub fn cpu_ticks(&self) -> Option<u64> {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid)).ok()?;
@@ -167,4 +199,25 @@ pub fn mounts_naming(words: &[String]) -> Vec<String> {
         .filter_map(|line| line.split(' ').nth(4))
         .map(str::to_owned)
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::{UnixListener, UnixStream};
+
+    use super::*;
+
+    #[test]
+    fn a_process_serves_the_sockets_that_it_listens_on_and_no_others() {
+        let own = i32::try_from(std::process::id()).unwrap();
+        let own = Process::read(own).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
+        assert!(!own.sockets().contains(&path));
+        let listener = UnixListener::bind(&path).unwrap();
+        let _client = UnixStream::connect(&path).unwrap();
+        let _server = listener.accept().unwrap();
+        let sockets = own.sockets();
+        assert_eq!(sockets.iter().filter(|found| **found == path).count(), 1);
+    }
 }

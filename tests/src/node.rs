@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use torpor_core::ids::PodUid;
+use torpor_core::ids::{PodUid, SandboxId};
 use torpor_gvisor::config::{Config, FILE_NAME};
 use torpor_gvisor::record::{ContainerRecord, PodRecord, Records, SandboxState};
 use torpor_gvisor::spec::Role;
@@ -92,13 +92,17 @@ impl Node {
     /// containerd's shim of the Pod.
     pub fn shim(&self, uid: &str) -> anyhow::Result<Process> {
         let sandbox = self.sandbox_of(uid)?.sandbox;
-        let found = machine::processes_naming(&[format!("-id {sandbox}")]);
-        let mut shims = found
-            .into_iter()
-            .filter(|process| process.command.contains("containerd-shim"));
+        let mut shims = self.shims_of(&sandbox).into_iter();
         shims
             .next()
             .with_context(|| format!("no shim runs for sandbox {sandbox}"))
+    }
+
+    /// The shim of a sandbox, and its commands while they run.
+    pub fn shims_of(&self, sandbox: &SandboxId) -> Vec<Process> {
+        let mut found = machine::processes_naming(&[format!("-id {sandbox}")]);
+        found.retain(|process| process.command.contains("containerd-shim"));
+        found
     }
 
     /// The sandbox' own processes: sentry, gofers, and the stubs that hold the programs' memory.

@@ -1,4 +1,5 @@
-//! What a Pod leaves on the node. Its ids are noted while it is there; afterwards nothing may name one of them.
+//! What a Pod leaves on the node. Its ids are noted while it is there, and the names that others gave to what is its own; afterwards
+//! nothing may name one of them.
 
 use std::path::PathBuf;
 
@@ -12,15 +13,21 @@ pub struct Footprint {
     namespace: String,
     /// Ids of its sandboxes and containers.
     ids: Vec<String>,
+    /// The names of its sandboxes' network namespaces, which say nothing of the Pod.
+    networks: Vec<PathBuf>,
+    /// Sockets of its shims, which are named after a digest.
+    sockets: Vec<PathBuf>,
 }
 
 impl Footprint {
-    /// Notes the ids of a Pod's sandboxes and containers.
+    /// Notes the ids of a Pod's sandboxes and containers, and what does not bear one of them.
     pub fn take(node: &Node, namespace: &str, uid: &str) -> anyhow::Result<Self> {
         let mut footprint = Self {
             uid: uid.to_owned(),
             namespace: namespace.to_owned(),
             ids: Vec::new(),
+            networks: Vec::new(),
+            sockets: Vec::new(),
         };
         footprint.add(node)?;
         Ok(footprint)
@@ -30,7 +37,7 @@ impl Footprint {
         &self.uid
     }
 
-    /// Notes the ids that have come since, after the kubelet made the sandbox anew.
+    /// Notes what has come since, after the kubelet made the sandbox anew.
     pub fn add(&mut self, node: &Node) -> anyhow::Result<()> {
         for pod in node.sandboxes_of(&self.uid)? {
             let containers = node.records.containers_of(&pod.sandbox)?;
@@ -40,18 +47,40 @@ impl Footprint {
                     .into_iter()
                     .map(|container| container.id.to_string()),
             );
+            let shims = node.shims_of(&pod.sandbox);
+            self.sockets.extend(shims.iter().flat_map(Process::sockets));
+            self.networks.extend(pod.network_namespace);
         }
         self.ids.sort();
         self.ids.dedup();
+        self.networks.sort();
+        self.networks.dedup();
+        self.sockets.sort();
+        self.sockets.dedup();
         Ok(())
     }
 
-    /// What is left of the sandboxes, in words: processes, mounts, cgroups, records, runsc's state, network namespaces.
-    pub fn of_sandbox(&self, node: &Node) -> Vec<String> {
-        self.of_sandbox_but(node, |_| false)
+    /// Kills the Pod's shim, and forgives the file of its socket: containerd leaves that of a shim that was killed, with runc too
+    /// (github.com/containerd/containerd/issues/11292).
+    pub fn kill_shim(&mut self, node: &Node) -> anyhow::Result<()> {
+        let shim = node.shim(&self.uid)?;
+        let forgiven = shim.sockets();
+        shim.kill()?;
+        self.sockets.retain(|path| !forgiven.contains(path));
+        Ok(())
     }
 
-    /// The same without the processes that are forgiven.
+    /// What is left of the sandboxes, in words: processes, mounts, cgroups, records, runsc's state, network namespaces, sockets of shims.
+    pub fn of_sandbox(&self, node: &Node) -> Vec<String> {
+        let sockets = self.sockets.iter().filter(|path| path.exists());
+        let sockets = sockets.map(|path| format!("socket {}", path.display()));
+        let mut left = self.of_sandbox_but(node, |_| false);
+        left.extend(sockets);
+        left
+    }
+
+    /// The same where shims are killed at any time: without the processes that are forgiven, and without sockets (see
+    /// [`Self::kill_shim`]).
     pub fn of_sandbox_but(&self, node: &Node, forgiven: fn(&Process) -> bool) -> Vec<String> {
         let mut words = self.ids.clone();
         words.push(self.uid.clone());
@@ -82,10 +111,13 @@ impl Footprint {
                     .any(|word| path.to_string_lossy().contains(word.as_str()))
             })
             .map(|path| format!("file {}", path.display()));
+        let networks = self.networks.iter().filter(|path| path.exists());
+        let networks = networks.map(|path| format!("network namespace {}", path.display()));
         processes
             .chain(mounts)
             .chain(cgroups)
             .chain(files)
+            .chain(networks)
             .collect()
     }
 

@@ -50,10 +50,14 @@ async fn a_deleted_pod_leaves_nothing() -> anyhow::Result<()> {
     case("left", async |case| {
         let pod = case.start(two_containers()).await?;
         let footprint = Footprint::take(&case.node, &case.namespace, &uid(&pod))?;
-        assert!(
-            footprint.of_sandbox(&case.node).len() > 10,
-            "the check sees what is there"
-        );
+        let there = footprint.of_sandbox(&case.node);
+        assert!(there.len() > 10, "the check sees what is there");
+        for kind in ["network namespace", "socket"] {
+            assert!(
+                there.iter().any(|one| one.starts_with(kind)),
+                "the check sees no {kind}: {there:#?}"
+            );
+        }
         nothing_is_left(case, &footprint).await
     })
     .await
@@ -78,12 +82,12 @@ async fn a_pod_that_never_started_leaves_nothing() -> anyhow::Result<()> {
 /// Kills one of the processes that stand for the Pod, sees the kubelet bring it back, deletes it and looks for what is left.
 async fn killed(
     name: &str,
-    kill: impl AsyncFnOnce(&Case, &str) -> anyhow::Result<()>,
+    kill: impl AsyncFnOnce(&Case, &mut Footprint) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
     case(name, async |case| {
         let pod = case.start(two_containers()).await?;
         let mut footprint = Footprint::take(&case.node, &case.namespace, &uid(&pod))?;
-        kill(case, &uid(&pod)).await?;
+        kill(case, &mut footprint).await?;
         let back = |pod: &Pod| restarts(pod) > 0 && is_ready(pod);
         case.pod_until("p", "the kubelet brought it back", RECOVERY_LIMIT, back)
             .await?;
@@ -96,36 +100,42 @@ async fn killed(
 
 #[tokio::test]
 async fn the_kubelet_recovers_a_pod_whose_shim_was_killed() -> anyhow::Result<()> {
-    killed("killshim", async |case, uid| case.node.shim(uid)?.kill()).await
+    killed("killshim", async |case, footprint| {
+        footprint.kill_shim(&case.node)
+    })
+    .await
 }
 
 #[tokio::test]
 async fn the_kubelet_recovers_a_pod_whose_keeper_was_killed() -> anyhow::Result<()> {
-    killed("killkeeper", async |case, uid| {
-        case.node.keeper(uid, "a")?.kill()
+    killed("killkeeper", async |case, footprint| {
+        case.node.keeper(footprint.uid(), "a")?.kill()
     })
     .await
 }
 
 #[tokio::test]
 async fn the_kubelet_recovers_a_pod_whose_pause_keeper_was_killed() -> anyhow::Result<()> {
-    killed("killpause", async |case, uid| {
-        case.node.keeper(uid, PAUSE)?.kill()
+    killed("killpause", async |case, footprint| {
+        case.node.keeper(footprint.uid(), PAUSE)?.kill()
     })
     .await
 }
 
 #[tokio::test]
 async fn the_kubelet_recovers_a_pod_whose_sentry_was_killed() -> anyhow::Result<()> {
-    killed("killsentry", async |case, uid| {
-        case.node.sentry(uid)?.kill()
+    killed("killsentry", async |case, footprint| {
+        case.node.sentry(footprint.uid())?.kill()
     })
     .await
 }
 
 #[tokio::test]
 async fn the_kubelet_recovers_a_pod_whose_gofer_was_killed() -> anyhow::Result<()> {
-    killed("killgofer", async |case, uid| case.node.gofer(uid)?.kill()).await
+    killed("killgofer", async |case, footprint| {
+        case.node.gofer(footprint.uid())?.kill()
+    })
+    .await
 }
 
 /// runsc writes its state of a container in its place: one that is killed meanwhile leaves a part of it, which no runsc reads.
