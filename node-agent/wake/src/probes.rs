@@ -50,6 +50,8 @@ struct Probe {
     header: [u8; ETHERNET],
     socket: SocketHandle,
     received: Vec<u8>,
+    /// It speaks HTTP/2 and was told that so do we.
+    greeted: bool,
     until: Instant,
 }
 
@@ -107,6 +109,7 @@ impl Responder {
             header: back(from),
             socket: self.sockets.add(socket),
             received: Vec::new(),
+            greeted: false,
             until: now + LIMIT,
         });
         true
@@ -127,7 +130,7 @@ impl Responder {
         let (sockets, answers_hooks) = (&mut self.sockets, self.answers_hooks);
         self.probes.retain_mut(|probe| {
             let socket = sockets.get_mut::<tcp::Socket<'_>>(probe.socket);
-            converse(socket, &mut probe.received, answers_hooks);
+            converse(socket, probe, answers_hooks);
             let over = !socket.is_open() || now >= probe.until;
             if over {
                 sockets.remove(probe.socket);
@@ -177,7 +180,8 @@ impl Responder {
 }
 
 /// Reads what the kubelet says and answers it; ends when it ends.
-fn converse(socket: &mut tcp::Socket<'_>, received: &mut Vec<u8>, answers_hooks: bool) {
+fn converse(socket: &mut tcp::Socket<'_>, probe: &mut Probe, answers_hooks: bool) {
+    let received = &mut probe.received;
     let mut ended = false;
     while socket.can_recv() {
         let room = RECEIVE.saturating_sub(received.len());
@@ -191,8 +195,13 @@ fn converse(socket: &mut tcp::Socket<'_>, received: &mut Vec<u8>, answers_hooks:
     if !answers_hooks && is_hook(received) {
         return socket.abort();
     }
+    if !probe.greeted && received.starts_with(HTTP2) {
+        // The kubelet's client (grpc-go) makes no call before the server has spoken, as it has to first of all (RFC 9113 §3.4).
+        let _ = socket.send_slice(&frame(SETTINGS, 0, CONNECTION, &[]));
+        probe.greeted = true;
+    }
     if let Some(bytes) = answer(received) {
-        // The buffer is empty and larger than any answer.
+        // The buffer is larger than all that is said.
         let _ = socket.send_slice(&bytes);
         received.clear();
         ended = true;
@@ -228,15 +237,27 @@ fn answer(received: &[u8]) -> Option<Vec<u8>> {
         .then(|| b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".to_vec())
 }
 
+/// Kinds of HTTP/2 frames, and their flags (RFC 9113 §6).
+const DATA: u8 = 0;
+const HEADERS: u8 = 1;
+const SETTINGS: u8 = 4;
+const ACKNOWLEDGED: u8 = 1;
+const END_OF_STREAM: u8 = 1;
+const END_OF_HEADERS: u8 = 4;
+/// Where frames belong that are of no stream.
+const CONNECTION: [u8; 4] = [0; 4];
+
+fn frame(kind: u8, flags: u8, stream: [u8; 4], payload: &[u8]) -> Vec<u8> {
+    let length = u8::try_from(payload.len()).unwrap_or(u8::MAX);
+    let mut bytes = vec![0, 0, length, kind, flags];
+    bytes.extend(stream);
+    bytes.extend(payload);
+    bytes
+}
+
 /// The answer SERVING to a call of `Health/Check`, once all of the call is there: HTTP/2 frames (RFC 9113 §4.1, §6), headers
 /// by index or as literals (RFC 7541 §6), one gRPC message of two bytes and a status.
 fn serving(mut frames: &[u8]) -> Option<Vec<u8>> {
-    const SETTINGS: u8 = 4;
-    const ACKNOWLEDGED: u8 = 1;
-    const HEADERS: u8 = 1;
-    const DATA: u8 = 0;
-    const END_OF_STREAM: u8 = 1;
-    const END_OF_HEADERS: u8 = 4;
     let stream = loop {
         let (header, rest) = frames.split_first_chunk::<9>()?;
         let length =
@@ -246,13 +267,6 @@ fn serving(mut frames: &[u8]) -> Option<Vec<u8>> {
         if matches!(kind, DATA | HEADERS) && flags & END_OF_STREAM != 0 {
             break [header[5], header[6], header[7], header[8]];
         }
-    };
-    let frame = |kind: u8, flags: u8, stream: [u8; 4], payload: &[u8]| {
-        let length = u8::try_from(payload.len()).unwrap_or(u8::MAX);
-        let mut bytes = vec![0, 0, length, kind, flags];
-        bytes.extend(stream);
-        bytes.extend(payload);
-        bytes
     };
     // :status 200 (static table, 8); content-type (31) as a literal.
     let mut head = vec![0x88, 0x0f, 0x10];
@@ -268,8 +282,7 @@ fn serving(mut frames: &[u8]) -> Option<Vec<u8>> {
     let message = [0, 0, 0, 0, 2, 0x08, 0x01];
     Some(
         [
-            frame(SETTINGS, 0, [0; 4], &[]),
-            frame(SETTINGS, ACKNOWLEDGED, [0; 4], &[]),
+            frame(SETTINGS, ACKNOWLEDGED, CONNECTION, &[]),
             frame(HEADERS, END_OF_HEADERS, stream, &head),
             frame(DATA, 0, stream, &message),
             frame(HEADERS, END_OF_HEADERS | END_OF_STREAM, stream, &trailers),

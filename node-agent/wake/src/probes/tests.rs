@@ -157,11 +157,17 @@ fn health_check() -> Vec<u8> {
 fn a_health_check_is_answered_serving_on_its_stream() {
     let mut kubelet = Kubelet::connects(POD, NODE);
     let call = health_check();
+    // It does not call before it has heard that the server speaks HTTP/2.
+    let (preface, call) = call.split_at(HTTP2.len());
+    kubelet.say(preface);
+    assert_eq!(kubelet.heard(), frame(SETTINGS, 0, CONNECTION, &[]));
     let (first, second) = call.split_at(call.len() - 1);
     kubelet.say(first);
     assert_eq!(kubelet.heard(), b"");
     kubelet.say(second);
     let answer = kubelet.heard();
+    let acknowledged = frame(SETTINGS, ACKNOWLEDGED, CONNECTION, &[]);
+    assert!(answer.starts_with(&acknowledged), "{answer:?}");
     let message = [0, 0, 7, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 2, 0x08, 0x01];
     let has = |part: &[u8]| answer.windows(part.len()).any(|window| window == part);
     assert!(has(&message) && has(b"grpc-status\x010"), "{answer:?}");
