@@ -362,6 +362,47 @@ fn probed_pod() -> serde_json::Value {
     pod("p", json!({ "containers": [web, witness] }))
 }
 
+/// Answers every call of a connection of HTTP/2 as a server of grpc.health.v1 that is SERVING: whether it is one is for the kubelet's own
+/// client to say.
+const HEALTH: &str = r"import socketserver
+def frame(kind, flags, stream, payload):
+    return len(payload).to_bytes(3, 'big') + bytes([kind, flags]) + stream + payload
+class Health(socketserver.StreamRequestHandler):
+    def handle(self):
+        self.rfile.read(24)
+        self.wfile.write(frame(4, 0, bytes(4), b''))
+        while head := self.rfile.read(9):
+            payload = self.rfile.read(int.from_bytes(head[:3], 'big'))
+            kind, flags, stream = head[3], head[4], head[5:]
+            if kind in (4, 6) and not flags & 1:
+                self.wfile.write(frame(kind, 1, stream, payload if kind == 6 else b''))
+            if kind in (0, 1) and flags & 1:
+                self.wfile.write(
+                    frame(1, 4, stream, b'\x88\x0f\x10\x10application/grpc')
+                    + frame(0, 0, stream, bytes([0, 0, 0, 0, 2, 8, 1]))
+                    + frame(1, 5, stream, b'\x00\x0bgrpc-status\x010'))
+class Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+Server(('', 9000), Health).serve_forever()";
+
+/// Beside the witness, which nobody probes.
+fn pod_probed_over_grpc() -> serde_json::Value {
+    let check = json!({ "grpc": { "port": 9000 } });
+    let patient = json!({ "periodSeconds": 1, "failureThreshold": 60 });
+    let health = with(
+        python("health", HEALTH),
+        json!({
+            "startupProbe": with(check.clone(), patient),
+            "readinessProbe": probed(check.clone()),
+            "livenessProbe": probed(check),
+        }),
+    );
+    pod(
+        "p",
+        json!({ "containers": [health, witness::container(5, &[])] }),
+    )
+}
+
 /// Longer than any of the probes waits: what fails once makes the Pod unready or restarts a container.
 async fn sleeps_on(case: &Case, sleeps: impl Fn() -> anyhow::Result<bool>) -> anyhow::Result<()> {
     let end = Instant::now() + Duration::from_secs(5);
@@ -374,19 +415,38 @@ async fn sleeps_on(case: &Case, sleeps: impl Fn() -> anyhow::Result<bool>) -> an
     Ok(())
 }
 
+async fn hibernates_on(case: &Case, probed: serde_json::Value) -> anyhow::Result<()> {
+    let pod = case.start(probed).await?;
+    let before = witness::ask(&pod).await?;
+    let uid = uid(&case.hibernate("p").await?);
+    let asleep = case.node.ledger_seq(&uid)?;
+    sleeps_on(case, || Ok(case.node.ledger_seq(&uid)? == asleep)).await?;
+    // Anybody else's connection wakes it, also one to a probed port.
+    let after = Connection::open(&pod).await?.ask().await?;
+    after.goes_on_from(&before)?;
+    ensure!(case.node.ledger_seq(&uid)? > asleep, "not woken");
+    Ok(())
+}
+
+async fn dozes_on(case: &Case, probed: serde_json::Value) -> anyhow::Result<()> {
+    let idle = json!({ "metadata": { "annotations": { DOZE_AFTER: "3s" } } });
+    let pod = case.start(with(probed, idle)).await?;
+    let before = witness::ask(&pod).await?;
+    let uid = uid(&pod);
+    let dozes = || case.node.dozes(&uid);
+    wait::until("it dozes", LIMIT, async || {
+        wait::holds(dozes()?, || "awake".to_owned())
+    })
+    .await?;
+    sleeps_on(case, dozes).await?;
+    let after = Connection::open(&pod).await?.ask().await?;
+    after.goes_on_from(&before)
+}
+
 #[tokio::test]
 async fn probes_neither_wake_a_hibernated_pod_nor_fail() -> anyhow::Result<()> {
     case("probes", async |case| {
-        let pod = case.start(probed_pod()).await?;
-        let before = witness::ask(&pod).await?;
-        let uid = uid(&case.hibernate("p").await?);
-        let asleep = case.node.ledger_seq(&uid)?;
-        sleeps_on(case, || Ok(case.node.ledger_seq(&uid)? == asleep)).await?;
-        // Anybody else's connection to a probed port does.
-        let after = Connection::open(&pod).await?.ask().await?;
-        after.goes_on_from(&before)?;
-        ensure!(case.node.ledger_seq(&uid)? > asleep, "not woken");
-        Ok(())
+        hibernates_on(case, probed_pod()).await
     })
     .await
 }
@@ -395,18 +455,28 @@ async fn probes_neither_wake_a_hibernated_pod_nor_fail() -> anyhow::Result<()> {
 async fn probes_neither_wake_a_dozing_pod_nor_fail() -> anyhow::Result<()> {
     let _swap = Swap::on()?;
     case("dozeprobes", async |case| {
-        let idle = json!({ "metadata": { "annotations": { DOZE_AFTER: "3s" } } });
-        let pod = case.start(with(probed_pod(), idle)).await?;
-        let before = witness::ask(&pod).await?;
-        let uid = uid(&pod);
-        let dozes = || case.node.dozes(&uid);
-        wait::until("it dozes", LIMIT, async || {
-            wait::holds(dozes()?, || "awake".to_owned())
-        })
-        .await?;
-        sleeps_on(case, dozes).await?;
-        let after = Connection::open(&pod).await?.ask().await?;
-        after.goes_on_from(&before)
+        dozes_on(case, probed_pod()).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn grpc_probes_neither_wake_a_hibernated_pod_nor_fail() -> anyhow::Result<()> {
+    case("grpcprobes", async |case| {
+        hibernates_on(case, pod_probed_over_grpc()).await?;
+        // The program answers again by itself.
+        let awake = case.wake("p").await?;
+        ensure!(restarts(&awake) == 0, "a probe has failed");
+        sleeps_on(case, || Ok(true)).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn grpc_probes_neither_wake_a_dozing_pod_nor_fail() -> anyhow::Result<()> {
+    let _swap = Swap::on()?;
+    case("dozegrpc", async |case| {
+        dozes_on(case, pod_probed_over_grpc()).await
     })
     .await
 }
