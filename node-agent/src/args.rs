@@ -76,7 +76,7 @@ pub(crate) struct RunArgs {
     /// containerd's runtime handler that is Torpor's, as `install` wrote it
     #[arg(long, default_value = "torpor", value_parser = handler, env = "TORPOR_RUNTIME_HANDLER")]
     pub(crate) runtime_handler: String,
-    /// Export spans by OTLP over gRPC, of steps and of wakes, to where the variables OTEL_EXPORTER_OTLP_* say
+    /// Export spans by OTLP over gRPC, of steps, wakes and restores, to where the variables OTEL_EXPORTER_OTLP_* say
     #[arg(long, env = "TORPOR_ENABLE_TRACING")]
     pub(crate) enable_tracing: bool,
     /// Address of /metrics

@@ -92,6 +92,8 @@ struct Noted<T> {
 struct Known {
     wake: Option<Noted<WakeNote>>,
     sleep: Option<Noted<SleepNote>>,
+    /// Time of the note of its restore.
+    restored_at: Option<SystemTime>,
 }
 
 /// Looks at the notes of all sandboxes; counts what is new in them.
@@ -170,11 +172,21 @@ impl Sandboxes {
             && let Ok(note) = node.records.wake(&pod.sandbox)
         {
             if self.counts {
-                let stages = stages(&note);
+                let stages = stages(&note.stages_end_micros);
                 self.metrics.woke(&note, whole(&note), &stages);
                 self.spans.woke(pod, &note, at, &stages);
             }
             known.wake = Some(Noted { at, note });
+        }
+        if let Some(at) = node.records.restored_at(&pod.sandbox)
+            && known.restored_at != Some(at)
+            && let Ok(note) = node.records.restore(&pod.sandbox)
+        {
+            if self.counts {
+                let stages = stages(&note.stages_end_micros);
+                self.spans.restored(pod, &note, at, &stages);
+            }
+            known.restored_at = Some(at);
         }
         if let Some(at) = node.records.slept_at(&pod.sandbox)
             && known.sleep.as_ref().is_none_or(|noted| noted.at != at)
@@ -239,9 +251,8 @@ fn whole(note: &WakeNote) -> Duration {
 }
 
 /// How long each stage took, in their order: a stage begins where the one before it was over.
-fn stages(note: &WakeNote) -> Vec<(String, Duration)> {
-    let mut ends: Vec<(u64, &String)> = note
-        .stages_end_micros
+fn stages(ends_micros: &BTreeMap<String, u64>) -> Vec<(String, Duration)> {
+    let mut ends: Vec<(u64, &String)> = ends_micros
         .iter()
         .map(|(stage, end)| (*end, stage))
         .collect();
@@ -371,7 +382,7 @@ mod tests {
         let micros = |n| Duration::from_micros(n);
         let expected = [("prepared", 10), ("verified", 20), ("attached", 60)]
             .map(|(stage, took)| (stage.to_owned(), micros(took)));
-        assert_eq!(stages(&note), expected);
+        assert_eq!(stages(&note.stages_end_micros), expected);
         assert_eq!(whole(&note), micros(90));
     }
 }

@@ -1,4 +1,4 @@
-//! Spans of what the agent does and of the wakes that it did not do: torpor-oci wakes a sandbox without it, and leaves a note of the time of each stage (`wake.json`), from which the spans are made afterwards. So a wake does nothing for them, whether they are
+//! Spans of what the agent does and of the wakes and restores that it did not do: torpor-oci brings a sandbox back without it, and leaves a note of the time of each stage (`wake.json`, `restore.json`), from which the spans are made afterwards. So a wake does nothing for them, whether they are
 //! exported or not. They belong to the trace of the Pod's Sandbox, which the controller writes on the Pod; without it each is a trace of its own.
 
 use std::collections::HashMap;
@@ -14,12 +14,14 @@ use torpor_api::annotations;
 use torpor_core::ids::PodUid;
 use torpor_core::steps::{Outcome, StepKind};
 use torpor_daemon::spans::{LONGEST_CARRIER, context_in};
-use torpor_gvisor::record::{PodRecord, WakeNote};
+use torpor_gvisor::record::{PodRecord, RestoreNote, WakeNote};
 
 /// Name of the service that the spans are told of.
 pub(crate) const SERVICE: &str = "torpor-agent";
 /// Name of the span of a wake; its stages are below it.
 const WAKE: &str = "WakeSandbox";
+/// The same of a restore that is no wake in place: of a new Pod's, which continues what was saved in another.
+const RESTORE: &str = "RestoreSandbox";
 
 /// Whoever takes spans, if anybody does.
 #[derive(Debug, Default)]
@@ -69,24 +71,50 @@ impl Spans {
         at: SystemTime,
         stages: &[(String, Duration)],
     ) {
+        let own = [
+            KeyValue::new("cause", format!("{:?}", note.cause)),
+            KeyValue::new("from", format!("{:?}", note.from)),
+        ];
+        self.ran_again(WAKE, pod, own, at, stages);
+    }
+
+    /// The same of a restore that a container's start began.
+    pub(crate) fn restored(
+        &self,
+        pod: &PodRecord,
+        note: &RestoreNote,
+        at: SystemTime,
+        stages: &[(String, Duration)],
+    ) {
+        let own = [KeyValue::new("image", note.image.to_string())];
+        self.ran_again(RESTORE, pod, own, at, stages);
+    }
+
+    /// A span with attributes of its own and those of its Pod, and its stages below it.
+    fn ran_again(
+        &self,
+        name: &'static str,
+        pod: &PodRecord,
+        own: impl IntoIterator<Item = KeyValue>,
+        at: SystemTime,
+        stages: &[(String, Duration)],
+    ) {
         let Some(tracer) = &self.tracer else { return };
         let whole = stages.iter().map(|(_, took)| *took).sum();
         let Some(began) = at.checked_sub(whole) else {
             return;
         };
-        let attributes = vec![
-            KeyValue::new("cause", format!("{:?}", note.cause)),
-            KeyValue::new("from", format!("{:?}", note.from)),
+        let of_pod = [
             KeyValue::new("k8s.namespace.name", pod.namespace.to_string()),
             KeyValue::new("k8s.pod.name", pod.name.clone()),
             KeyValue::new("k8s.pod.uid", pod.pod_uid.to_string()),
         ];
         let parent = self.parent(&pod.pod_uid);
-        let wake = SpanBuilder::from_name(WAKE)
+        let span = SpanBuilder::from_name(name)
             .with_start_time(began)
-            .with_attributes(attributes);
-        let wake = tracer.build_with_context(wake, &parent);
-        let below = parent.with_span(wake);
+            .with_attributes(own.into_iter().chain(of_pod));
+        let span = tracer.build_with_context(span, &parent);
+        let below = parent.with_span(span);
         let mut begin = began;
         for (stage, took) in stages {
             let span = SpanBuilder::from_name(stage.clone()).with_start_time(begin);
@@ -120,10 +148,11 @@ impl Spans {
 mod tests {
     use opentelemetry_otlp::{SpanExporter, WithExportConfig};
     use serde_json::json;
+    use torpor_core::ids::ImageId;
     use torpor_daemon::spans::Exporter;
     use torpor_gvisor::net::Addresses;
     use torpor_gvisor::record::{Depth, WakeCause};
-    use torpor_test_monitoring::collector::{Collector, hex};
+    use torpor_test_monitoring::collector::{Collector, attribute, hex};
 
     use super::*;
 
@@ -219,6 +248,31 @@ mod tests {
                 .iter()
                 .all(|(service, _)| service.contains(SERVICE))
         );
+    }
+
+    #[tokio::test]
+    async fn a_restore_is_a_span_of_its_sandboxs_trace_with_its_stages_below_it() {
+        let record = record();
+        let note = RestoreNote {
+            image: ImageId::parse("pod-b.1").expect("an image's name"),
+            stages_end_micros: wake().stages_end_micros,
+        };
+        let collector = exported(|spans| {
+            let carrier = format!(r#"{{"traceparent":"00-{TRACE}-00f067aa0ba902b7-01"}}"#);
+            spans.note(&record.pod_uid, Some(&pod(&carrier)));
+            spans.restored(&record, &note, SystemTime::now(), &stages());
+        })
+        .await;
+        let restores = collector.named(RESTORE);
+        assert_eq!(restores.len(), 1, "{:#?}", collector.received());
+        let restore = &restores[0];
+        assert_eq!(hex(&restore.trace_id), TRACE);
+        assert_eq!(attribute(restore, "image"), Some("pod-b.1"));
+        assert_eq!(attribute(restore, "k8s.pod.uid"), Some("pod-a"));
+        for (stage, _) in stages() {
+            let below = collector.named(&stage);
+            assert_eq!(below[0].parent_span_id, restore.span_id, "{stage}");
+        }
     }
 
     #[tokio::test]

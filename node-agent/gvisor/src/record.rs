@@ -7,6 +7,7 @@
 //! pods/<sandbox id>/doze.json       there while it is paused because it was idle ([`DozeNote`]): whoever needs it resumes it
 //! pods/<sandbox id>/quotas.json     limits of processor time that are lifted while it wakes
 //! pods/<sandbox id>/wake.json       how long the last wake took ([`WakeNote`]); when: the time of the file
+//! pods/<sandbox id>/restore.json    how long its restore took that its containers' starts began ([`RestoreNote`]); when: the time of the file
 //! pods/<sandbox id>/sleep.json      what the pod's memory was before and after its last sleep began ([`SleepNote`])
 //! pods/<sandbox id>/lock            held by whoever changes the sandbox
 //! pods/<sandbox id>/sessions        locked (shared) by every process that exec runs in the sandbox; its time: when one last began or ended
@@ -49,7 +50,8 @@ mod notes;
 mod reports;
 
 pub use notes::{
-    Depth, DozeNote, NOT_HELD_OPEN, ProbeNote, Probes, Session, SleepNote, WakeCause, WakeNote,
+    Depth, DozeNote, NOT_HELD_OPEN, ProbeNote, Probes, RestoreNote, Session, SleepNote, WakeCause,
+    WakeNote,
 };
 
 /// No record is larger; the OCI spec of a pod with thousands of mounts is below a megabyte.

@@ -388,7 +388,10 @@ pub(crate) fn arrive(
     let pause = node.records.container_dir(&pod.sandbox.clone().into());
     sandbox::hold_packets(pod, &pause);
     match wake_recorded(node, pod, &opened, image, &parts, &ledger, WakeCause::Asked) {
-        Ok(_) => {
+        Ok(stages) => {
+            // It runs: that nobody learns where the time went is no reason to end it.
+            let note = stages.restore_note(image);
+            let _ = node.records.write_restore(&pod.sandbox, &note);
             let report = RestoreReport::Restored {
                 image: image.clone(),
                 rolled_back: goes_back.then(|| rolled_back(opened.manifest())),

@@ -1,8 +1,10 @@
-//! Where the time of a wake went.
+//! Where the time of a wake or a restore went.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use torpor_gvisor::record::{Depth, WakeCause, WakeNote};
+use torpor_core::ids::ImageId;
+use torpor_gvisor::record::{Depth, RestoreNote, WakeCause, WakeNote};
 
 /// Names of stages and when each was over, since the beginning.
 #[derive(Debug)]
@@ -26,14 +28,26 @@ impl Stages {
 
     /// What is noted of a wake that went through these stages.
     pub(crate) fn note(&self, cause: WakeCause, from: Depth) -> WakeNote {
+        WakeNote {
+            cause,
+            from,
+            stages_end_micros: self.ends_micros(),
+        }
+    }
+
+    /// What is noted of a restore of the image that went through these stages.
+    pub(crate) fn restore_note(&self, image: &ImageId) -> RestoreNote {
+        RestoreNote {
+            image: image.clone(),
+            stages_end_micros: self.ends_micros(),
+        }
+    }
+
+    fn ends_micros(&self) -> BTreeMap<String, u64> {
         let ends = self.ends.iter().map(|(stage, end)| {
             let micros = u64::try_from(end.as_micros()).unwrap_or(u64::MAX);
             ((*stage).to_owned(), micros)
         });
-        WakeNote {
-            cause,
-            from,
-            stages_end_micros: ends.collect(),
-        }
+        ends.collect()
     }
 }

@@ -4,10 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
-use torpor_core::ids::SandboxId;
+use torpor_core::ids::{ImageId, SandboxId};
 
 use super::{
-    Error, PodLock, Records, read_if_there, read_json, remove_file, write_error, write_json,
+    Error, PodLock, Records, modified, read_if_there, read_json, remove_file, write_error,
+    write_json,
 };
 use crate::traffic::Watch;
 
@@ -75,6 +76,16 @@ pub struct WakeNote {
     #[serde(default)]
     pub from: Depth,
     /// When each stage was over, in microseconds since the beginning.
+    pub stages_end_micros: BTreeMap<String, u64>,
+}
+
+/// How a sandbox came back from an image when the last of its containers was started: in a new Pod (a resume), or in one whose processes
+/// had died.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RestoreNote {
+    pub image: ImageId,
+    /// When each stage was over, in microseconds since that start.
     pub stages_end_micros: BTreeMap<String, u64>,
 }
 
@@ -163,6 +174,21 @@ impl Records {
         times.max()
     }
 
+    /// Notes how long the restore of the sandbox took, stage by stage.
+    pub fn write_restore(&self, sandbox: &SandboxId, note: &RestoreNote) -> Result<(), Error> {
+        write_json(&self.pod_dir(sandbox).join("restore.json"), note)
+    }
+
+    /// When the sandbox last came back by its containers' starts; none if never.
+    pub fn restored_at(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
+        modified(&self.pod_dir(sandbox).join("restore.json"))
+    }
+
+    /// What [`Self::write_restore`] noted.
+    pub fn restore(&self, sandbox: &SandboxId) -> Result<RestoreNote, Error> {
+        read_json(&self.pod_dir(sandbox).join("restore.json"))
+    }
+
     /// Adds what an exec probe has taken.
     pub fn note_probe(&self, sandbox: &SandboxId, taken: ProbeNote) -> Result<(), Error> {
         let (path, file) = self.file_to_lock(sandbox, "probed")?;
@@ -238,6 +264,19 @@ impl Records {
 mod tests {
     use super::*;
     use crate::record::tests::one_pod;
+
+    #[test]
+    fn of_a_restore_is_told_what_was_noted_and_when() {
+        let (_dir, records, sandbox) = one_pod();
+        assert_eq!(records.restored_at(&sandbox), None);
+        let note = RestoreNote {
+            image: ImageId::parse("pod-a.1").expect("an image's name"),
+            stages_end_micros: [("prepared".to_owned(), 10)].into(),
+        };
+        records.write_restore(&sandbox, &note).expect("noted");
+        assert_eq!(records.restore(&sandbox).expect("noted"), note);
+        assert!(records.restored_at(&sandbox).is_some());
+    }
 
     #[test]
     fn what_probes_take_adds_up_also_when_they_end_together() {

@@ -4,6 +4,7 @@ use std::net::IpAddr;
 use std::time::Duration;
 
 use anyhow::Context;
+use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use serde_json::json;
 use torpor_api::annotations::{HIBERNATE, TRACE_CONTEXT};
@@ -16,14 +17,14 @@ use torpor_tests::pods::{shell, with};
 use torpor_tests::sandboxes::sandbox;
 use torpor_tests::wait;
 
-/// Notes of wakes are read every 5 s.
+/// Notes of wakes and restores are read every 5 s.
 const EXPORT_LIMIT: Duration = Duration::from_secs(40);
 /// What a client wrote on its Sandbox: a trace, and its own span.
 const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
 const SPAN: &str = "00f067aa0ba902b7";
 
 #[tokio::test]
-async fn spans_of_a_save_and_of_a_wake_come_to_the_collector_as_parts_of_the_clients_trace()
+async fn spans_of_a_save_a_wake_and_a_resume_come_to_the_collector_as_parts_of_the_clients_trace()
 -> anyhow::Result<()> {
     case_alone("tracing", async |case| {
         let carrier = json!({ "traceparent": format!("00-{TRACE}-{SPAN}-01") }).to_string();
@@ -38,6 +39,14 @@ async fn spans_of_a_save_and_of_a_wake_come_to_the_collector_as_parts_of_the_cli
         let host: IpAddr = host.context("the Pod's node has no address")?.parse()?;
         let collector = Collector::default();
         let endpoint = format!("http://{}", collector.start_at(host).await?);
+        let span_of = async |name: &str, pod: &Pod| {
+            wait::until("the span", EXPORT_LIMIT, async || {
+                let of_pod = |span: &_| attribute(span, "k8s.pod.uid") == pod.uid().as_deref();
+                let found = collector.named(name).into_iter().find(of_pod);
+                Ok(found.ok_or_else(|| format!("no {name}: {:#?}", collector.received())))
+            })
+            .await
+        };
         let to_collector = [
             ("TORPOR_ENABLE_TRACING", "true"),
             ("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint.as_str()),
@@ -51,12 +60,7 @@ async fn spans_of_a_save_and_of_a_wake_come_to_the_collector_as_parts_of_the_cli
                 .await?;
             assert_eq!(case.kubectl.sh("s", "a", "echo awake").await?, "awake");
             case.patch("s", wish(json!(null))).await?;
-            let wake = wait::until("the span of the wake", EXPORT_LIMIT, async || {
-                let of_pod = |span: &_| attribute(span, "k8s.pod.uid") == pod.uid().as_deref();
-                let found = collector.named("WakeSandbox").into_iter().find(of_pod);
-                Ok(found.ok_or_else(|| format!("{:#?}", collector.received())))
-            })
-            .await?;
+            let wake = span_of("WakeSandbox", &pod).await?;
             let ids = (hex(&wake.trace_id), hex(&wake.parent_span_id));
             assert_eq!(ids, (TRACE.to_owned(), SPAN.to_owned()));
             for (key, expected) in [
@@ -96,6 +100,22 @@ async fn spans_of_a_save_and_of_a_wake_come_to_the_collector_as_parts_of_the_cli
                     "{step} after the wake"
                 );
             }
+            // What a new Pod goes on from was saved in another one: the restore is told of the new one.
+            case.suspend("s").await?;
+            let resumed = case.resume("s").await?;
+            let restore = span_of("RestoreSandbox", &resumed).await?;
+            let ids = (hex(&restore.trace_id), hex(&restore.parent_span_id));
+            assert_eq!(ids, (TRACE.to_owned(), SPAN.to_owned()));
+            let image = attribute(&restore, "image").unwrap_or_default();
+            assert!(
+                pod.uid().is_some_and(|saved| image.starts_with(&saved)),
+                "{image} is none of the first Pod's"
+            );
+            let all = collector.received();
+            let mut below = all
+                .iter()
+                .filter(|(_, span)| span.parent_span_id == restore.span_id);
+            assert!(below.any(|(_, span)| span.name == "restored"), "{all:#?}");
             let mut services = all.iter().map(|(service, _)| service);
             assert!(
                 services.all(|service| service.contains("torpor-agent")),
