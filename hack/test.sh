@@ -117,17 +117,6 @@ ended() {
 	return "$status"
 }
 
-definitions_current() {
-	local folder name
-	folder=$(mktemp -d)
-	cargo run --locked -q -p torpor-api --bin torpor-crds -- "$folder"
-	for name in "$folder"/*.yaml; do
-		diff -u "deploy/crds/${name##*/}" "$name" ||
-			die "deploy/crds/${name##*/} is not what the types say: cargo run -p torpor-api --bin torpor-crds -- deploy/crds"
-	done
-	rm -rf "$folder"
-}
-
 cluster_up() {
 	cluster_started=1
 	"$cluster" up
@@ -242,7 +231,6 @@ step "cargo fmt" cargo fmt --all --check
 step "layers" hack/check-layers
 step "development cluster: format, vet, tests" go_checks
 step "clippy" cargo clippy --locked --workspace --all-targets -- -D warnings
-step "definitions up to date" definitions_current
 if [ -n "${SKIP_E2E:-}" ]; then
 	step "unit tests" all_unit_tests
 	exit 0

@@ -32,7 +32,7 @@ const usage = `usage: hack/cluster COMMAND
   bench up|down|logs|kubectl ARGS…|env
                         the control plane of the benchmarks: no kubelet, 100 fake nodes; beside the
                         development cluster, from nothing at each up (see hack/bench-claims.sh)
-  build                 build what is missing, start nothing
+  build                 install the Debian packages and build the programs that are missing, start nothing
   help                  this text
 `
 
@@ -84,6 +84,9 @@ func run(command string, args []string) error {
 	case "check-chart":
 		return checkChart()
 	case "build":
+		if err := ensurePackages(runPackages); err != nil {
+			return err
+		}
 		_, err := builtTools(true)
 		return err
 	case "bench":

@@ -13,6 +13,8 @@ use tokio_util::sync::CancellationToken;
 
 use crate::metrics::Metrics;
 
+const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
 /// Serves `/healthz` and `/readyz`.
 pub(crate) async fn health(
     address: SocketAddr,
@@ -49,8 +51,12 @@ pub(crate) async fn metrics(
         async move {
             let mut text = String::new();
             match prometheus_client::encoding::text::encode(&mut text, &metrics.registry) {
-                Ok(()) => (StatusCode::OK, text),
-                Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
+                Ok(()) => (StatusCode::OK, [("content-type", OPEN_METRICS)], text),
+                Err(error) => (
+                    StatusCode::INTERNAL_SERVER_ERROR,
+                    [("content-type", "text/plain")],
+                    error.to_string(),
+                ),
             }
         }
     };
