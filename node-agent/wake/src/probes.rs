@@ -100,6 +100,8 @@ impl Responder {
         }
         let buffer = |size| tcp::SocketBuffer::new(vec![0; size]);
         let mut socket = tcp::Socket::new(buffer(RECEIVE), buffer(SEND));
+        // The last words of a call come with the connection's end: what is not acknowledged at once is said again when nobody knows it any more.
+        socket.set_ack_delay(None);
         // A listener takes one connection; this one takes the segment that follows.
         if socket.listen(ends.local_port).is_err() {
             return false;
@@ -127,18 +129,21 @@ impl Responder {
     pub fn turn(&mut self, now: Instant) {
         let time = self.time(now);
         self.interface.poll(time, &mut self.wire, &mut self.sockets);
-        let (sockets, answers_hooks) = (&mut self.sockets, self.answers_hooks);
-        self.probes.retain_mut(|probe| {
-            let socket = sockets.get_mut::<tcp::Socket<'_>>(probe.socket);
-            converse(socket, probe, answers_hooks);
+        for probe in &mut self.probes {
+            let socket = self.sockets.get_mut::<tcp::Socket<'_>>(probe.socket);
+            converse(socket, probe, self.answers_hooks);
+        }
+        // What was answered goes out, and that a connection is over.
+        self.interface.poll(time, &mut self.wire, &mut self.sockets);
+        let sockets = &mut self.sockets;
+        self.probes.retain(|probe| {
+            let socket = sockets.get::<tcp::Socket<'_>>(probe.socket);
             let over = !socket.is_open() || now >= probe.until;
             if over {
                 sockets.remove(probe.socket);
             }
             !over
         });
-        // What was answered goes out.
-        self.interface.poll(time, &mut self.wire, &mut self.sockets);
     }
 
     /// When [`Responder::turn`] is to be called again, though nothing comes.
