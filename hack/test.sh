@@ -195,7 +195,7 @@ end_to_end() {
 	for module in "${BESIDE_AGENT[@]}"; do
 		others+=(--skip "$module")
 	done
-	e2e --skip alone:: "${others[@]}" --test-threads="${E2E_THREADS:-8}"
+	e2e --skip alone:: "${others[@]}" --test-threads="${E2E_THREADS:-6}"
 }
 
 # Tests that replace or starve the agent wait for most of their time: others run beside them.

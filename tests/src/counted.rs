@@ -16,7 +16,7 @@ use crate::witness;
 pub const PORT: u16 = 8090;
 const REPORT: u16 = 8091;
 /// A connection that is silent for so long is as good as lost: longer than a save and a wake on a busy machine.
-const SILENCE: Duration = Duration::from_secs(60);
+const SILENCE: Duration = Duration::from_secs(90);
 
 /// What is said in each direction of each connection.
 #[derive(Debug, Clone, Copy)]

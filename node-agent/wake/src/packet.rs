@@ -64,7 +64,7 @@ impl Segment {
 }
 
 /// See [`Segment::says`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Says {
     ends: Ends,
     sequence: u32,

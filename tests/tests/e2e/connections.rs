@@ -21,7 +21,7 @@ use torpor_tests::wait;
 use torpor_tests::witness::{self, Connection};
 
 /// After the wake the program has to read what has waited for it.
-const LIMIT: Duration = Duration::from_secs(20);
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// Whoever has said all and only listens wakes nobody. Nor does one whose connection was accepted in the moment of the save, and who then waits to be spoken to: he asks anew.
 async fn ask_now_and_then(pod: &Pod) -> anyhow::Result<()> {

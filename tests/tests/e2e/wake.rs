@@ -167,20 +167,22 @@ async fn many_connections_at_once_are_one_wake_and_all_are_answered() -> anyhow:
         .await?;
         let uid = uid(&case.hibernate("p").await?);
         let asleep = case.node.ledger_seq(&uid)?;
+        let began = Instant::now();
         let answers = futures::future::join_all((0..MANY).map(|_| name_of(&address))).await;
         for answer in answers {
             assert_eq!(answer?, before);
         }
-        woken_once(case, &uid, asleep)
+        // It falls asleep again after ten seconds: on a loaded machine some are not answered by then.
+        woken(case, &uid, asleep, began.elapsed().as_secs() / 10)
     })
     .await
 }
 
-/// That it wakes, that it is awake, and by now or soon that its image is gone.
-fn woken_once(case: &Case, uid: &str, asleep: u64) -> anyhow::Result<()> {
+/// That it wakes, that it is awake, and by now or soon that its image is gone; and again all six of a sleep and a wake.
+fn woken(case: &Case, uid: &str, asleep: u64, again: u64) -> anyhow::Result<()> {
     let entries = case.node.ledger_seq(uid)? - asleep;
-    let once = (2..=3).contains(&entries);
-    ensure!(once, "{entries} entries in the ledger");
+    let expected = (2..=3 + 6 * again).contains(&entries);
+    ensure!(expected, "{entries} entries in the ledger");
     Ok(())
 }
 
@@ -213,7 +215,7 @@ async fn a_port_scan_wakes_a_pod_once_and_who_gives_up_leaves_it_whole() -> anyh
         );
         let after = Connection::open(&pod).await?.ask().await?;
         after.goes_on_from(&before)?;
-        woken_once(case, &uid, asleep)?;
+        woken(case, &uid, asleep, 0)?;
         // Its wish stands: it sleeps again when nobody speaks to it.
         sleeps_again(case, &uid, asleep + 3).await?;
         let asleep = case.node.ledger_seq(&uid)?;
@@ -335,8 +337,9 @@ async fn a_question_that_was_not_answered_when_it_fell_asleep_is_answered() -> a
     .await
 }
 
+/// Every second would keep a program in Python awake on a slow machine: its answers take a hundredth of a processor.
 fn probed(probe: serde_json::Value) -> serde_json::Value {
-    let often = json!({ "periodSeconds": 1, "failureThreshold": 1 });
+    let often = json!({ "periodSeconds": 2, "timeoutSeconds": 2, "failureThreshold": 1 });
     with(probe, often)
 }
 
