@@ -74,7 +74,7 @@ class Report(socketserver.BaseRequestHandler):
 class Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
-    request_queue_size = 256
+    request_queue_size = 1024
 
 
 def dial():

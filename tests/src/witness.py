@@ -78,8 +78,8 @@ class Lines(socketserver.StreamRequestHandler):
 class Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
-    # As many as a test opens at once.
-    request_queue_size = 256
+    # More than a test opens while a slow machine saves and wakes it; gVisor takes no more.
+    request_queue_size = 1024
 
 
 class Datagrams(socketserver.DatagramRequestHandler):

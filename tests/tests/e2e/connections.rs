@@ -96,7 +96,7 @@ async fn hundreds_of_connections_in_both_directions_survive() -> anyhow::Result<
             bytes: 1 << 10,
             pace: Duration::from_secs(1),
         };
-        exchange_while_it_falls_asleep(case, plan, 150, 150, 2).await
+        exchange_while_it_falls_asleep(case, plan, 100, 100, 2).await
     })
     .await
 }
