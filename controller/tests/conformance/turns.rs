@@ -22,8 +22,8 @@ fn members(cluster: &Cluster) -> Vec<String> {
     cluster.controlled_by(&cluster.get_pool("p"))
 }
 
-/// The pool comes to so many members. What its passes write may have it ask for itself again, and a pass gives way to that too: each
-/// comes on by one at least.
+/// The pool comes to so many members. It may have asked for itself again, as soon or later, and a pass gives way to that too: each comes on
+/// by one at least.
 async fn goes_on_to(cluster: &Cluster, count: usize) {
     for _ in 0..8 {
         cluster.pool_pass("p").await.unwrap();
@@ -60,7 +60,8 @@ async fn a_pass_over_a_large_pool_gives_way_to_others_and_goes_on_later() {
     let again = cluster.pool_pass("p").await.unwrap().unwrap();
     assert_eq!(members(&cluster).len(), 1);
     assert!(again.as_millis() <= 1, "{again:?}");
-    assert_eq!(queue.next().await, other);
+    // The pool may have asked for itself meanwhile.
+    while queue.next().await != other {}
     goes_on_to(&cluster, 8).await;
 }
 
@@ -77,7 +78,8 @@ async fn a_pass_that_only_deletes_gives_way_too() {
     let again = cluster.pool_pass("p").await.unwrap().unwrap();
     assert_eq!(members(&cluster).len(), 7);
     assert!(again.as_millis() <= 1, "{again:?}");
-    assert_eq!(queue.next().await, other);
+    // The pool may have asked for itself meanwhile.
+    while queue.next().await != other {}
     goes_on_to(&cluster, 0).await;
 }
 
