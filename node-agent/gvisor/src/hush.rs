@@ -305,7 +305,7 @@ mod tests {
                 .any(|line| line.starts_with(address) && line.contains("lladdr"));
             assert!(known, "{address} in {neighbours}");
         }
-        // What the known sender sends comes from the pod's own address, which is where the answer goes.
+        // The answer goes to the address of the known sender, which is the link's now.
         sh(&format!(
             "ip -n {h} neigh replace 10.203.0.1 lladdr 02:00:00:7f:80:ff dev eth0
              ip -n {p} link set eth0 address 02:00:00:7f:80:ff"
@@ -313,7 +313,7 @@ mod tests {
         assert!(is_answered("10.203.0.2:9"), "a known sender");
         drop(mute);
         sh(&format!(
-            "ip -n {p} link set eth0 address 02:00:00:00:00:07; ip -n {h} neigh flush dev eth0"
+            "ip -n {p} link set eth0 address 02:00:00:00:00:07; ip -n {h} neigh del 10.203.0.1 dev eth0; ip -n {h} neigh flush dev eth0"
         ));
         assert!(is_answered("10.203.0.2:9") && is_answered("[fd03::2]:9"));
     }
