@@ -119,7 +119,7 @@ impl Publisher {
         let event = Event {
             type_,
             reason,
-            note: condition.message.as_deref().map(shortened),
+            note: note_of(condition),
             action: action.to_owned(),
             secondary: None,
         };
@@ -264,11 +264,23 @@ fn shortened(message: &str) -> String {
     kept.chain(std::iter::once('…')).collect()
 }
 
+/// What an Event says. Those of one reason that follow each other within minutes are one, with a count and with the words of the first: of a doze, which
+/// comes often, only what is true of each. The condition has the image.
+fn note_of(condition: &PodCondition) -> Option<String> {
+    match condition.reason.as_deref() {
+        Some(reasons::hibernated::DOZING) => {
+            Some("The sandbox was idle and dozes until it is needed.".to_owned())
+        }
+        _ => condition.message.as_deref().map(shortened),
+    }
+}
+
 /// Which conditions' reasons are worth an Event, and what was being done.
 fn event_of(reason: &str) -> Option<(EventType, &'static str)> {
     Some(match reason {
         reasons::hibernated::HIBERNATED => (EventType::Normal, "Hibernate"),
         reasons::hibernated::AWAKE => (EventType::Normal, "Wake"),
+        reasons::hibernated::DOZING => (EventType::Normal, "Doze"),
         reasons::hibernated::FROZEN => (EventType::Normal, "Freeze"),
         reasons::hibernated::SAVE_FAILED => (EventType::Warning, "Save"),
         reasons::hibernated::RUNTIME_NOT_CAPABLE => (EventType::Warning, "Hibernate"),
@@ -407,6 +419,25 @@ mod tests {
 
     use torpor_api::reasons as api;
     use torpor_core::status::reasons as core;
+
+    use super::*;
+
+    #[test]
+    fn a_doze_and_its_end_are_events_and_of_a_doze_only_what_is_true_of_each_is_said() {
+        let condition = |reason: &str, message: &str| PodCondition {
+            reason: Some(reason.to_owned()),
+            message: Some(message.to_owned()),
+            ..PodCondition::default()
+        };
+        for reason in [core::DOZING, core::AWAKE] {
+            let (type_, _) = event_of(reason).expect("an Event");
+            assert_eq!(type_, EventType::Normal, "{reason}");
+        }
+        let note = |image: &str| note_of(&condition(core::DOZING, image)).expect("words");
+        assert_eq!(note("image pod.1"), note("image pod.2"));
+        let awake = note_of(&condition(core::AWAKE, "The sandbox is awake."));
+        assert_eq!(awake.as_deref(), Some("The sandbox is awake."));
+    }
 
     /// The planner knows nothing of Kubernetes and so has words of its own; they must be the API's.
     #[test]
