@@ -99,7 +99,7 @@ pub(crate) struct RunArgs {
     /// Bytes a second (200Mi, 1G) of the images' disk that saves of idle sandboxes keep to on average, those that somebody asked for counted in; or off
     #[arg(long, default_value = "off", env = "TORPOR_SAVE_BANDWIDTH")]
     pub(crate) save_bandwidth: Bytes,
-    /// Where the host's cgroups are mounted: there it is read what sandboxes use of the processors
+    /// Where the host's cgroups are mounted: there it is read what sandboxes use, and whether they may swap
     #[arg(long, default_value = "/sys/fs/cgroup", value_parser = absolute, env = "TORPOR_CGROUP_ROOT")]
     pub(crate) cgroup_root: PathBuf,
     #[command(flatten)]

@@ -30,7 +30,7 @@ use crate::idle::Watched;
 use crate::metrics::Metrics;
 use crate::node::CALL_LIMIT;
 use crate::observe::words;
-use crate::swap::{SwapLimits, can_doze};
+use crate::swap::{SwapLimits, has_swap};
 
 mod ear;
 mod report;
@@ -146,7 +146,7 @@ impl Kata {
         let mut observed = Observed {
             capable: Err(NO_IMAGES.to_owned()),
             dozes_unsaved: true,
-            can_doze: can_doze(),
+            can_doze: has_swap(),
             failures: failures.clone(),
             ..Observed::nothing()
         };
@@ -183,7 +183,11 @@ impl Kata {
             .filter(|_| seen.standing.live == Live::Paused && !seen.standing.half);
         if observed.live == Live::Running {
             let working_set = || self.driver.working_set(&seen.sandbox);
-            observed.can_doze = self.swap.may_doze(working_set);
+            let may_swap = || self.driver.may_swap(&seen.sandbox);
+            observed.can_doze = self
+                .swap
+                .may_doze(working_set)
+                .and_then(|()| may_swap().map_err(|error| error.to_string()));
         }
         (observed.awake_since, observed.woke_at) = (known.awake_since, known.woke_at);
         observed.asleep_since = known.asleep_since;

@@ -4,7 +4,7 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::time::Duration;
 
-use torpor_cgroup::Hierarchies;
+use torpor_cgroup::{Hierarchies, swap};
 use torpor_core::ids::{ImageId, PodUid, SandboxId};
 use torpor_gvisor::config::Config;
 use torpor_gvisor::keeper::{self, Answer, Request, Verb};
@@ -12,7 +12,7 @@ use torpor_gvisor::record::{PodLock, PodRecord, Records};
 use torpor_gvisor::runsc::Runsc;
 use torpor_snapshots::{Fingerprint, SaveError, Store};
 
-use crate::swap::SwapLimits;
+use crate::swap::{SwapLimits, has_swap};
 
 /// Calls on a control socket that do no work. A sandbox that is busy with its pages answers late.
 pub(crate) const CALL_LIMIT: Duration = Duration::from_secs(10);
@@ -63,6 +63,20 @@ impl Node {
         pods.into_iter()
             .filter(|record| record.pod_uid == *pod)
             .max_by_key(|record| self.records.made_at(&record.sandbox))
+    }
+
+    /// Whether sandboxes may doze on this node at all. What forbids it to one is seen with that one.
+    pub(crate) fn can_doze(&self) -> Result<(), String> {
+        has_swap()?;
+        let told = self.cgroups.as_ref().map(swap::allowed_to_pods);
+        told.unwrap_or(Ok(())).map_err(|error| error.to_string())
+    }
+
+    /// Whether no cgroup above the sandbox' own forbids swap. Its own is Torpor's, which lifts the limit there when it pushes the memory out.
+    pub(crate) fn may_swap(&self, record: &PodRecord) -> Result<(), String> {
+        let above = self.cgroups.as_ref().zip(record.cgroup.parent());
+        let told = above.map(|(cgroups, pod)| swap::allowed(cgroups, pod));
+        told.unwrap_or(Ok(())).map_err(|error| error.to_string())
     }
 
     /// Has the pod's keeper run a verb of torpor-oci, which holds the lock for as long as it works, whatever becomes of the agent.

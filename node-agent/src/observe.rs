@@ -10,7 +10,7 @@ use torpor_gvisor::record::{self, PodRecord, RestoreReport, SandboxState, Sessio
 use torpor_gvisor::spec::Role;
 
 use crate::node::{CALL_LIMIT, Node};
-use crate::swap::can_doze;
+use crate::swap::has_swap;
 
 /// What is on the node of the Pod `pod`, whose current sandbox is `record`. The caller holds the sandbox' lock, or says
 /// that somebody else does (`busy`).
@@ -68,12 +68,12 @@ pub(crate) fn observe(
 
 /// What dozes has its swap already.
 fn may_doze(node: &Node, record: Option<&PodRecord>, dozes: bool) -> Result<(), String> {
-    if dozes {
-        return can_doze();
-    }
-    let pod = || record?.cgroup.parent();
-    let working_set = || node.cgroups.as_ref()?.working_set(pod()?);
-    node.swap.may_doze(working_set)
+    let Some(record) = record.filter(|_| !dozes) else {
+        return has_swap();
+    };
+    let working_set = || node.cgroups.as_ref()?.working_set(record.cgroup.parent()?);
+    node.swap.may_doze(working_set)?;
+    node.may_swap(record)
 }
 
 /// How many is not told: none or some.

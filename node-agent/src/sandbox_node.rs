@@ -26,7 +26,6 @@ use crate::node::Node;
 use crate::pressure::NodePressure;
 use crate::publish::{API_LIMIT, fingerprint};
 use crate::sandboxes::{Sandboxes, signed};
-use crate::swap::can_doze;
 
 /// A node whose heartbeat is older than three of these has no agent.
 const HEARTBEAT: Duration = Duration::from_secs(30);
@@ -67,9 +66,10 @@ pub(crate) async fn report(
             let kata = kata.clone();
             tokio::task::spawn_blocking(move || {
                 let mut sandboxes = sandboxes.lock().unwrap_or_else(PoisonError::into_inner);
-                let mut status = status(&node, &handler, &mut sandboxes, &short);
+                let can_doze = node.can_doze();
+                let mut status = status(&node, &handler, &mut sandboxes, &short, &can_doze);
                 if let Some(kata) = kata {
-                    kata.tell(&mut status, &sandboxes);
+                    kata.tell(&mut status, &sandboxes, &can_doze);
                 }
                 status
             })
@@ -170,6 +170,7 @@ fn status(
     handler: &str,
     sandboxes: &mut Sandboxes,
     short: &[(Resource, String)],
+    can_doze: &Result<(), String>,
 ) -> SandboxNodeStatus {
     let images = node.store.list().ok();
     let now = Timestamp::now();
@@ -195,7 +196,7 @@ fn status(
             .ok()
             .map(|ability| fingerprint(&ability.fingerprint)),
         heartbeat_time: Some(Time(now)),
-        runtimes: vec![runtime(node, handler)],
+        runtimes: vec![runtime(node, handler, can_doze)],
         sandboxes: sandboxes.report(node, images.as_deref().unwrap_or_default()),
         storage: images.and_then(|images| storage(node, &images)),
     }
@@ -212,11 +213,11 @@ fn pressed(short: &[(Resource, String)]) -> Draft {
     Draft::new(conditions::PRESSURE, truth, reason, words.join("; "))
 }
 
-fn runtime(node: &Node, handler: &str) -> NodeRuntime {
+fn runtime(node: &Node, handler: &str, can_doze: &Result<(), String>) -> NodeRuntime {
     let capabilities = node.ability.as_ref().map_or_else(
         |_| RuntimeCapabilities::default(),
         |ability| RuntimeCapabilities {
-            doze: ability.capabilities.hibernate && can_doze().is_ok(),
+            doze: ability.capabilities.hibernate && can_doze.is_ok(),
             background_restore: ability.capabilities.background_restore,
             freeze: ability.capabilities.freeze,
             hibernate: ability.capabilities.hibernate,
@@ -227,7 +228,7 @@ fn runtime(node: &Node, handler: &str) -> NodeRuntime {
         capabilities,
         handler: handler.to_owned(),
         kind: RuntimeKind::GVisor,
-        message: match (&node.ability, can_doze()) {
+        message: match (&node.ability, can_doze) {
             (Err(why), _) => why.clone(),
             (Ok(_), Err(why)) => format!("cannot doze: {why}"),
             (Ok(_), Ok(())) => String::new(),

@@ -27,8 +27,8 @@ impl From<&SwapArgs> for SwapLimits {
     }
 }
 
-/// Whether this node has anywhere to push memory out to. What a cgroup forbids is found when it is tried.
-pub(crate) fn can_doze() -> Result<(), String> {
+/// Whether this node has anywhere to push memory out to.
+pub(crate) fn has_swap() -> Result<(), String> {
     SwapLimits::default().may_doze(|| None)
 }
 

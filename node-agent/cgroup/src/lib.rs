@@ -1,4 +1,4 @@
-//! The cgroups of a pod, for every runtime of ours; [`reclaim`] pushes the memory of one into swap.
+//! The cgroups of a pod, for every runtime of ours; [`reclaim`] pushes the memory of one into swap, [`swap`] tells who forbids that.
 //!
 //! runsc runs with `--ignore-cgroups`; the pod's processes are placed here instead, the same way on cgroup v1, v2 and
 //! the hybrid of both:
@@ -14,6 +14,7 @@ use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
 pub mod reclaim;
+pub mod swap;
 
 /// Why a cgroup could not be made, joined or removed.
 #[derive(Debug, thiserror::Error)]

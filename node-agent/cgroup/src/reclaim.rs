@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
+use crate::swap::{self, Forbidden};
 use crate::{self as cgroup, Hierarchies, MemoryGroup, counted, write};
 
 /// Rounds of reclaim. The kernel ends each at the first look that frees no page, which says little: such a look has often made pages old
@@ -90,8 +91,8 @@ pub enum Error {
     Cgroup(#[from] cgroup::Error),
     #[error("the kernel does not count the memory of cgroups")]
     NoController,
-    #[error("{0} forbids swap: let the kubelet use it (memorySwap.swapBehavior: LimitedSwap)")]
-    Forbidden(PathBuf),
+    #[error(transparent)]
+    Forbidden(#[from] Forbidden),
     #[error("cannot reclaim the memory of {path} (with cgroup v2, Linux 5.19 or later can)")]
     Refused {
         path: PathBuf,
@@ -137,8 +138,13 @@ pub fn reclaim(
 ) -> Result<Reclaimed, Error> {
     match hierarchies.memory(relative).ok_or(Error::NoController)? {
         MemoryGroup::V1(group) => reclaim_v1(&group, whose),
-        MemoryGroup::V2 { root, group } => {
-            may_swap(&root, &group, whose)?;
+        MemoryGroup::V2 { group, .. } => {
+            let own = group.join(swap::MAX);
+            // Those above it are not ours.
+            if whose == Whose::Ours && own.exists() {
+                write(&own, "max")?;
+            }
+            swap::allowed(hierarchies, relative)?;
             reclaim_v2(&group)
         }
     }
@@ -214,22 +220,6 @@ fn reclaim_v2(group: &Path) -> Result<Reclaimed, Error> {
         bytes_before,
         bytes_after: left,
     })
-}
-
-/// The kubelet forbids swap to containers and may to pods; those above a cgroup of ours are not ours.
-fn may_swap(root: &Path, group: &Path, whose: Whose) -> Result<(), Error> {
-    const LIMIT: &str = "memory.swap.max";
-    let own = group.join(LIMIT);
-    if whose == Whose::Ours && own.exists() {
-        write(&own, "max")?;
-    }
-    let groups = group.ancestors().take_while(|path| *path != root);
-    for path in groups.map(|path| path.join(LIMIT)) {
-        if std::fs::read_to_string(&path).is_ok_and(|limit| limit.trim() == "0") {
-            return Err(Error::Forbidden(path));
-        }
-    }
-    Ok(())
 }
 
 fn refused_with(error: &cgroup::Error, kind: ErrorKind) -> bool {
@@ -324,10 +314,8 @@ mod tests {
         let leaf = Path::new("kubepods/pod1/leaf");
         let error = reclaim(&hierarchies, leaf, Whose::Ours).expect_err("refused");
         assert_eq!(error.reason(), "SwapForbidden");
-        assert!(
-            error.to_string().contains("pod1/memory.swap.max"),
-            "{error}"
-        );
+        let named = "memory.swap.max of the cgroup /kubepods/pod1 is 0";
+        assert!(error.to_string().contains(named), "{error}");
     }
 
     #[test]
@@ -335,10 +323,8 @@ mod tests {
         let (root, hierarchies) = v2_tree();
         let leaf = Path::new("kubepods/pod1/leaf");
         let error = reclaim(&hierarchies, leaf, Whose::Others).expect_err("refused");
-        assert!(
-            error.to_string().contains("leaf/memory.swap.max"),
-            "{error}"
-        );
+        let named = "the cgroup /kubepods/pod1/leaf is 0";
+        assert!(error.to_string().contains(named), "{error}");
         let limit = root.path().join(leaf).join("memory.swap.max");
         assert_eq!(std::fs::read_to_string(&limit).expect("read"), "0\n");
         std::fs::write(&limit, "1000000\n").expect("written");

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use torpor_cgroup::Hierarchies;
 use torpor_cgroup::reclaim::{self, Reclaimed, Whose};
+use torpor_cgroup::swap::{self, Forbidden};
 use torpor_core::ids::PodUid;
 use torpor_core::state::Live;
 use torpor_core::steps::{Action, Outcome};
@@ -267,6 +268,12 @@ impl Driver {
     /// Working set of the Pod in bytes, as the kubelet counts it.
     pub fn working_set(&self, sandbox: &Sandbox) -> Option<u64> {
         self.cgroups.working_set(self.pod_cgroup(sandbox)?)
+    }
+
+    /// Whether neither the Pod's cgroup nor one above it forbids swap. What forbids it below is found when it is tried.
+    pub fn may_swap(&self, sandbox: &Sandbox) -> Result<(), Forbidden> {
+        let pod = self.pod_cgroup(sandbox);
+        pod.map_or(Ok(()), |pod| swap::allowed(&self.cgroups, pod))
     }
 
     /// The Pod's cgroup lies above those of its containers.

@@ -12,7 +12,6 @@ use torpor_gvisor::record::{SleepNote, WakeNote};
 
 use super::{Kata, NO_IMAGES};
 use crate::sandboxes::{Sandboxes, signed};
-use crate::swap::can_doze;
 
 /// How it last slept and woke.
 #[derive(Debug, Default)]
@@ -38,15 +37,14 @@ impl Noted {
 
 impl Kata {
     /// One entry for each handler.
-    fn runtimes(&self) -> Vec<NodeRuntime> {
-        let swap = can_doze();
-        let message = match &swap {
+    fn runtimes(&self, can_doze: &Result<(), String>) -> Vec<NodeRuntime> {
+        let message = match can_doze {
             Ok(()) => format!("cannot hibernate: {NO_IMAGES}; a sandbox that dozes is in no image"),
             Err(why) => format!("cannot hibernate: {NO_IMAGES}; cannot doze: {why}"),
         };
         let of = |handler: &String| NodeRuntime {
             capabilities: RuntimeCapabilities {
-                doze: swap.is_ok(),
+                doze: can_doze.is_ok(),
                 freeze: true,
                 ..RuntimeCapabilities::default()
             },
@@ -58,8 +56,14 @@ impl Kata {
     }
 
     /// Adds what Kata runs here. A sandbox that somebody is at work on at this moment is told of the next time.
-    pub(crate) fn tell(&self, status: &mut SandboxNodeStatus, sandboxes: &Sandboxes) {
-        status.runtimes.extend(self.runtimes());
+    /// `can_doze`: whether any can on this node.
+    pub(crate) fn tell(
+        &self,
+        status: &mut SandboxNodeStatus,
+        sandboxes: &Sandboxes,
+        can_doze: &Result<(), String>,
+    ) {
+        status.runtimes.extend(self.runtimes(can_doze));
         let mut counts = status.counts.unwrap_or_default();
         let entries: Vec<_> = self.entries().clone().into_iter().collect();
         for (pod, entry) in entries {
