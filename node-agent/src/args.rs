@@ -116,7 +116,7 @@ pub(crate) struct SwapArgs {
     /// Most memory (512Mi, 2Gi) that a sandbox may have that dozes, or off
     #[arg(long, default_value = "off", env = "TORPOR_DOZE_SWAP_PER_SANDBOX")]
     pub(crate) doze_swap_per_sandbox: Bytes,
-    /// Bytes (8Gi) of the node's swap that may be in use, with the memory of the next that dozes, or off
+    /// Bytes (8Gi) of the node's swap that may be in use, with the memory of those that are about to doze, or off
     #[arg(long, default_value = "off", env = "TORPOR_DOZE_SWAP_PER_NODE")]
     pub(crate) doze_swap_per_node: Bytes,
 }

@@ -514,7 +514,9 @@ fn look(
         // Somebody else is at work; what was known before is still so.
         None => remembered.idle.filter(|_| busy),
     };
-    let plan = torpor_core::plan(desired, &observed, &shared.policy, now);
+    let working_set = || node.working_set(record.as_ref()?);
+    let swap = &node.swap;
+    let plan = swap.plan(desired, &mut observed, &shared.policy, now, working_set);
     let nothing = desired.pod == PodPresence::Gone
         && desired.snapshots.is_empty()
         && record.is_none()

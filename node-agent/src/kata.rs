@@ -30,7 +30,7 @@ use crate::idle::Watched;
 use crate::metrics::Metrics;
 use crate::node::CALL_LIMIT;
 use crate::observe::words;
-use crate::swap::{SwapLimits, has_swap};
+use crate::swap::{SwapRoom, has_swap};
 
 mod ear;
 mod report;
@@ -70,7 +70,7 @@ struct Entry {
 pub(crate) struct Kata {
     driver: Driver,
     handlers: Vec<String>,
-    swap: SwapLimits,
+    swap: Arc<SwapRoom>,
     kubelet_port: u16,
     runtime: Handle,
     metrics: Arc<Metrics>,
@@ -107,7 +107,7 @@ impl Kata {
     /// None where no handler is named. Pods to look at anew come out of the second part.
     pub(crate) fn new(
         args: &KataArgs,
-        swap: SwapLimits,
+        swap: Arc<SwapRoom>,
         cgroup_root: &Path,
         kubelet_port: u16,
         metrics: Arc<Metrics>,
@@ -431,10 +431,9 @@ impl Held {
     }
 
     fn reclaim(&mut self, action: &Action) -> Outcome {
-        let working_set = || self.kata.driver.working_set(&self.sandbox);
-        let before = working_set();
+        let before = self.working_set();
         let outcome = self.kata.driver.act(&self.sandbox, action);
-        let after = working_set();
+        let after = self.working_set();
         if matches!(outcome, Outcome::Done | Outcome::Already) {
             self.known.doze = Some(Doze { reclaimed: true });
             if let (Some(before), Some(after)) = (before, after) {
@@ -444,6 +443,11 @@ impl Held {
             }
         }
         outcome
+    }
+
+    /// Of its Pod, in bytes; none where it is not counted.
+    pub(crate) fn working_set(&self) -> Option<u64> {
+        self.kata.driver.working_set(&self.sandbox)
     }
 
     fn resume(&mut self, action: &Action) -> Outcome {

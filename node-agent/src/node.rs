@@ -2,6 +2,7 @@
 
 use std::os::fd::AsFd;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use torpor_cgroup::{Hierarchies, swap};
@@ -12,7 +13,7 @@ use torpor_gvisor::record::{PodLock, PodRecord, Records};
 use torpor_gvisor::runsc::Runsc;
 use torpor_snapshots::{Fingerprint, SaveError, Store};
 
-use crate::swap::{SwapLimits, has_swap};
+use crate::swap::{SwapRoom, has_swap};
 
 /// Calls on a control socket that do no work. A sandbox that is busy with its pages answers late.
 pub(crate) const CALL_LIMIT: Duration = Duration::from_secs(10);
@@ -35,14 +36,14 @@ pub(crate) struct Node {
     /// None where the agent is not given the host's.
     pub(crate) cgroups: Option<Hierarchies>,
     /// What swap its dozing sandboxes may take.
-    pub(crate) swap: SwapLimits,
+    pub(crate) swap: Arc<SwapRoom>,
 }
 
 impl Node {
     pub(crate) fn new(
         config: Config,
         cgroup_root: &Path,
-        swap: SwapLimits,
+        swap: Arc<SwapRoom>,
     ) -> Result<Self, SaveError> {
         let runsc = Runsc::new(&config);
         Ok(Self {
@@ -77,6 +78,11 @@ impl Node {
         let above = self.cgroups.as_ref().zip(record.cgroup.parent());
         let told = above.map(|(cgroups, pod)| swap::allowed(cgroups, pod));
         told.unwrap_or(Ok(())).map_err(|error| error.to_string())
+    }
+
+    /// Working set of the sandbox' Pod in bytes; none where it is not counted.
+    pub(crate) fn working_set(&self, record: &PodRecord) -> Option<u64> {
+        self.cgroups.as_ref()?.working_set(record.cgroup.parent()?)
     }
 
     /// Has the pod's keeper run a verb of torpor-oci, which holds the lock for as long as it works, whatever becomes of the agent.

@@ -71,8 +71,7 @@ fn may_doze(node: &Node, record: Option<&PodRecord>, dozes: bool) -> Result<(), 
     let Some(record) = record.filter(|_| !dozes) else {
         return has_swap();
     };
-    let working_set = || node.cgroups.as_ref()?.working_set(record.cgroup.parent()?);
-    node.swap.may_doze(working_set)?;
+    node.swap.may_doze(|| node.working_set(record))?;
     node.may_swap(record)
 }
 

@@ -39,7 +39,7 @@ use crate::publish::Publisher;
 use crate::sandboxes::{Board, Sandboxes};
 use crate::saves::Saves;
 use crate::spans::{self, Spans};
-use crate::swap::SwapLimits;
+use crate::swap::SwapRoom;
 use crate::{sandbox_node, server};
 
 /// How often every Pod is looked at in any case: what the node's disk says comes with no event.
@@ -49,7 +49,7 @@ const SWEEP: Duration = Duration::from_secs(10);
 pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
     let config = Config::read(&args.paths.install_dir.join("bin").join(FILE_NAME))?;
     let cgroups = args.cgroup_root.clone();
-    let swap = SwapLimits::from(&args.swap);
+    let swap = Arc::new(SwapRoom::new(&args.swap));
     let node = tokio::task::spawn_blocking(move || Node::new(config, &cgroups, swap)).await??;
     let node = Arc::new(node);
     if let Err(why) = &node.ability {
@@ -92,7 +92,7 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
     let node_pressure = Arc::new(NodePressure::new(&args.pressure));
     let kata = Kata::new(
         &args.kata,
-        node.swap,
+        node.swap.clone(),
         &args.cgroup_root,
         node.kubelet_port,
         metrics.clone(),

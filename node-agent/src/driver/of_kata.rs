@@ -37,7 +37,9 @@ pub(super) fn look(
     let mut observed = looked.observed;
     let turn = remembered.save_turn.as_ref();
     observed.save_turn = turn.is_some_and(|turn| turn.has_come());
-    let plan = torpor_core::plan(desired, &observed, &shared.policy, now);
+    let working_set = || looked.held.as_ref()?.working_set();
+    let swap = &shared.node.swap;
+    let plan = swap.plan(desired, &mut observed, &shared.policy, now, working_set);
     let namespace = pod.namespace().and_then(|name| Namespace::new(name).ok());
     // It writes no image.
     let wish = shared.saves.wish(&plan, namespace.as_ref(), || Some(0));
