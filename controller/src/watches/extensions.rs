@@ -19,6 +19,7 @@ use super::{follow, follow_guarded, trim};
 use crate::{
     cache::{Change, key_of},
     candidates::pool_of,
+    claim::binding::{committed_name, owns},
     context::Context,
 };
 
@@ -235,11 +236,20 @@ fn policy_changed(context: &Context, change: &Change<NetworkPolicy>) {
     }
 }
 
+/// A claim that has a Sandbox does not wait for a pool or a template. One whose Sandbox is gone waits for them as a new one does, though its status names what it had.
 fn wake_unbound_claims(context: &Context, namespace: &str, pool: &str) {
     for claim in context.caches.claims.indexed(namespace, pool) {
-        let status = claim.status.as_ref();
-        if status.is_none_or(|status| status.sandbox.is_none()) {
+        if !has_sandbox(context, &claim) {
             context.queues.claims.add(key_of(&*claim));
         }
     }
+}
+
+/// Whether the Sandbox that a claim's status names is there. The Sandbox itself is looked for: a suspended one has no address either, and the addresses of one that has just gone stay in
+/// the status until the pass that finds it gone has written.
+fn has_sandbox(context: &Context, claim: &SandboxClaim) -> bool {
+    let namespace = claim.namespace().unwrap_or_default();
+    let sandboxes = &context.caches.sandboxes;
+    let named = committed_name(claim).and_then(|name| sandboxes.get(&namespace, name));
+    named.is_some_and(|sandbox| owns(claim, &sandbox))
 }

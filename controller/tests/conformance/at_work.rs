@@ -2,6 +2,8 @@
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
+use kube::ResourceExt;
+use rstest::rstest;
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
@@ -11,6 +13,7 @@ use crate::{
     apiserver::{Fault, FaultAnswer},
     cluster::{Cluster, name},
     objects::NS,
+    turns,
 };
 
 struct AtWork {
@@ -47,6 +50,33 @@ impl AtWork {
             wish(cluster)
         };
         cluster.api.until(what, wish).await;
+    }
+
+    /// Waits until the first controller has been shown pool and template as they are, or that they are gone.
+    async fn pool_and_template_are_seen(&self) {
+        let Cluster { api, context } = &self.cluster;
+        let there = |kind: &str, name: &str| {
+            let found = api.get(kind, NS, name)?;
+            Some(found["metadata"]["resourceVersion"].as_str()?.to_owned())
+        };
+        let seen = || {
+            let pool = context.caches.pools.get(NS, "p");
+            let template = context.caches.templates.get(NS, "t");
+            pool.and_then(|pool| pool.resource_version()) == there("sandboxwarmpools", "p")
+                && template.and_then(|template| template.resource_version())
+                    == there("sandboxtemplates", "t")
+        };
+        turns::until("pool and template are seen", seen).await;
+    }
+
+    /// Waits until nobody has asked for a pass over a claim for a while: the next one follows from what the test does next.
+    async fn claims_rest(&self) {
+        loop {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            if !self.cluster.context.queues.claims.is_busy() {
+                return;
+            }
+        }
     }
 
     async fn end(self) {
@@ -159,6 +189,57 @@ async fn a_claim_that_the_template_keeps_from_a_sandbox_goes_on_when_it_is_mende
     at_work.until("Ready", all_ready).await;
     let made = cluster.api.list("persistentvolumeclaims");
     assert_eq!(made.iter().map(name).collect::<Vec<_>>(), ["v-c"]);
+    at_work.end().await;
+}
+
+fn env_policy(policy: &str) -> Value {
+    json!({"spec": {"envVarsInjectionPolicy": policy}})
+}
+
+#[rstest]
+#[case::the_template_forbids_it(
+    "EnvVarsInjectionRejected",
+    |cluster: &Cluster| cluster.edit("sandboxtemplates", "t", &env_policy("Disallowed")),
+    |cluster: &Cluster| cluster.edit("sandboxtemplates", "t", &env_policy("Allowed"))
+)]
+#[case::the_template_is_missing(
+    "TemplateNotFound",
+    |cluster: &Cluster| cluster.api.delete("sandboxtemplates", NS, "t"),
+    |cluster: &Cluster| cluster.template(env_policy("Allowed"))
+)]
+#[case::the_pool_is_missing(
+    "WarmPoolNotFound",
+    |cluster: &Cluster| cluster.api.delete("sandboxwarmpools", NS, "p"),
+    |cluster: &Cluster| cluster.pool(0, json!({}))
+)]
+#[tokio::test]
+async fn a_claim_whose_sandbox_is_gone_goes_on_when_what_keeps_it_from_another_is_mended(
+    #[case] reason: &str,
+    #[case] hinder: fn(&Cluster),
+    #[case] mend: fn(&Cluster),
+) {
+    let at_work = AtWork::start(1);
+    let cluster = &at_work.cluster;
+    cluster.template(env_policy("Allowed"));
+    cluster.pool(0, json!({}));
+    // With a variable of its own it takes no member of a pool, and its next Sandbox is made anew.
+    let env = json!({"spec": {"env": [{"name": "A", "value": "1"}]}});
+    cluster.claim("c", env);
+    at_work.until("Ready", all_ready).await;
+    let first = cluster.get_sandbox("c")["metadata"]["uid"].clone();
+    hinder(cluster);
+    at_work.pool_and_template_are_seen().await;
+    cluster.api.delete("sandboxes", NS, "c");
+    let refused = |cluster: &Cluster| {
+        let said = cluster.claim_says("c", "Ready");
+        said.is_some_and(|said| said.1 == reason)
+    };
+    at_work.until("refused", refused).await;
+    assert_eq!(cluster.held_by("c").as_deref(), Some("c"), "as it was");
+    at_work.claims_rest().await;
+    mend(cluster);
+    at_work.until("Ready again", all_ready).await;
+    assert_ne!(cluster.get_sandbox("c")["metadata"]["uid"], first);
     at_work.end().await;
 }
 

@@ -1,7 +1,10 @@
 //! SandboxClaims without a pool's help: upstream's cases for Sandboxes of their own, refusals, metadata, expiry.
 
+use std::sync::Arc;
+
 use rstest::rstest;
 use serde_json::{Value, json};
+use torpor_controller::{cache::Change, queue::Queue, watches::extensions};
 
 use crate::{
     apiserver::{Fault, FaultAnswer},
@@ -193,6 +196,40 @@ async fn a_policy_that_was_opened_a_moment_ago_counts() {
     cluster.edit("sandboxtemplates", "t", &open);
     cluster.stale_claim_pass("c").await.unwrap();
     assert_eq!(cluster.held_by("c").as_deref(), Some("c"));
+}
+
+/// Names that wait for a pass, in the order in which they asked.
+async fn waiting(queue: &Queue) -> Vec<String> {
+    let mut names = Vec::new();
+    while queue.depth() > 0 {
+        let key = queue.next().await;
+        queue.done(&key);
+        names.push(key.1);
+    }
+    names
+}
+
+#[tokio::test]
+async fn a_template_that_changes_wakes_the_claims_that_have_no_sandbox_and_no_others() {
+    let cluster = cold(json!({}));
+    cluster.claim("d", json!({}));
+    cluster.settle().await;
+    // The status of "d" names a Sandbox that is gone, that of "e" none.
+    cluster.api.delete("sandboxes", NS, "d");
+    cluster.claim("e", json!({}));
+    cluster.sync();
+    let queue = &cluster.context.queues.claims;
+    waiting(queue).await;
+    assert_eq!(cluster.held_by("d").as_deref(), Some("d"));
+    let before = cluster.context.caches.templates.get(NS, "t").unwrap();
+    let mut after = (*before).clone();
+    after.metadata.generation = Some(2);
+    let change = Change {
+        before: Some(before),
+        after: Some(Arc::new(after)),
+    };
+    extensions::template_changed(&cluster.context, &change);
+    assert_eq!(waiting(queue).await, ["d", "e"]);
 }
 
 #[rstest]

@@ -32,7 +32,7 @@ async fn goes_on_to(cluster: &Cluster, count: usize) {
 }
 
 /// Waits for what this process alone knows.
-async fn until(what: &str, wish: impl Fn() -> bool) {
+pub(crate) async fn until(what: &str, wish: impl Fn() -> bool) {
     let wished = async {
         while !wish() {
             tokio::task::yield_now().await;
