@@ -547,9 +547,12 @@ async fn finished_survives_expiry() {
     world.ready(sandbox(json!({}))).await;
     world.edit_pod(&json!({"status": {"phase": "Succeeded"}}));
     world.settle().await;
+    let before = world.generation();
     world.edit_sandbox(&json!({"spec": {"shutdownTime": PAST}}));
     world.settle().await;
-    world.assert_says(
+    // Once it has expired, only that is told.
+    world.assert_says_of(
+        before,
         "Finished",
         "True",
         "PodSucceeded",

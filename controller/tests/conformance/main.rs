@@ -3,6 +3,7 @@
 mod at_work;
 mod claims;
 mod cluster;
+mod conditions;
 mod dependents;
 mod expiry;
 mod injection;

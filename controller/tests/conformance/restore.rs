@@ -196,9 +196,10 @@ async fn how_a_pod_came_to_run_stays_said_while_it_is_frozen_or_saved_and_is_tol
     for strategy in ["Freeze", "Hibernate"] {
         let strategy = json!({"torpor.dev/suspension-strategy": strategy});
         world.edit_sandbox(&json!({"metadata": {"annotations": strategy}}));
+        let ran = world.generation();
         world.edit_sandbox(&mode("Suspended"));
         world.settle().await;
-        world.assert_says("Restored", "True", "Restored", "");
+        world.assert_says_of(ran, "Restored", "True", "Restored", "");
         world.edit_sandbox(&mode("Running"));
         world.settle().await;
     }

@@ -19,6 +19,9 @@ pub(crate) struct World {
 /// One condition in short.
 pub(crate) type Said = (String, String, String);
 
+/// A time that no pass takes for now.
+const LONG_AGO: &str = "2020-01-01T00:00:00Z";
+
 impl World {
     /// One node "n1" that can hibernate with the RuntimeClass "torpor".
     pub(crate) fn new() -> Self {
@@ -135,7 +138,7 @@ impl World {
 
     pub(crate) fn edit_sandbox(&self, patch: &Value) {
         let spec = patch.get("spec").is_some();
-        let generation = self.sandbox()["metadata"]["generation"].as_u64().unwrap();
+        let generation = self.generation();
         self.api.edit("sandboxes", NS, "s", patch);
         if spec {
             let next = json!({"metadata": {"generation": generation + 1}});
@@ -196,12 +199,22 @@ impl World {
         );
     }
 
-    /// Status, reason and message of a condition of the Sandbox.
-    pub(crate) fn condition(&self, type_: &str) -> Option<Said> {
+    /// Which version of its spec the Sandbox has.
+    pub(crate) fn generation(&self) -> u64 {
+        self.sandbox()["metadata"]["generation"].as_u64().unwrap()
+    }
+
+    fn whole_condition(&self, type_: &str) -> Option<Value> {
         let sandbox = self.sandbox();
         let all = sandbox["status"]["conditions"].as_array()?;
-        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let found = all.iter().find(|condition| condition["type"] == type_)?;
+        Some(found.clone())
+    }
+
+    /// Status, reason and message of a condition of the Sandbox.
+    pub(crate) fn condition(&self, type_: &str) -> Option<Said> {
+        let found = self.whole_condition(type_)?;
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         Some((
             text(&found["status"]),
             text(&found["reason"]),
@@ -209,11 +222,43 @@ impl World {
         ))
     }
 
+    /// A condition says this, of the spec as it is now.
     #[track_caller]
     pub(crate) fn assert_says(&self, type_: &str, status: &str, reason: &str, message: &str) {
+        self.assert_says_of(self.generation(), type_, status, reason, message);
+    }
+
+    /// A condition says this, of the spec as it was in this generation: nothing has been found out since.
+    #[track_caller]
+    pub(crate) fn assert_says_of(
+        &self,
+        generation: u64,
+        type_: &str,
+        status: &str,
+        reason: &str,
+        message: &str,
+    ) {
         let said = self.condition(type_);
         let wanted = (status.to_owned(), reason.to_owned(), message.to_owned());
-        assert_eq!(said, Some(wanted), "{:#}", self.sandbox()["status"]);
+        let shown = &self.sandbox()["status"];
+        assert_eq!(said, Some(wanted), "{shown:#}");
+        let observed = &self.whole_condition(type_).unwrap()["observedGeneration"];
+        assert_eq!(*observed, generation, "{type_} in {shown:#}");
+    }
+
+    /// Makes all conditions of the Sandbox old: from here on [`Self::has_moved`] tells whose status has changed.
+    pub(crate) fn let_time_pass(&self) {
+        let mut all = self.sandbox()["status"]["conditions"].clone();
+        for condition in all.as_array_mut().unwrap() {
+            condition["lastTransitionTime"] = LONG_AGO.into();
+        }
+        let old = json!({"status": {"conditions": all}});
+        self.api.edit("sandboxes", NS, "s", &old);
+    }
+
+    /// Whether the `lastTransitionTime` of a condition is one of since [`Self::let_time_pass`].
+    pub(crate) fn has_moved(&self, type_: &str) -> bool {
+        self.whole_condition(type_).unwrap()["lastTransitionTime"] != LONG_AGO
     }
 
     pub(crate) fn condition_types(&self) -> Vec<String> {
