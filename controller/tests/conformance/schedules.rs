@@ -1,6 +1,7 @@
-//! Random schedules of claims and pools: controllers whose passes are let on one call at a time, that see the world late, and that die between any two calls; users that create
-//! and delete; one controller or two. Whatever the order: a Sandbox never has two claims; a claim's status never names another Sandbox while the named one is there; no
-//! controller deletes a Sandbox that a claim's status names; no claim is Ready before its Sandbox names the Pod, nor says what clients give up on; a pool of one controller never has more members than it was asked for; and in the end everything is as asked.
+//! Random schedules of claims and pools: controllers whose passes are let on one call at a time, that see the world late, that are refused or not told what became of a write, and
+//! that die between any two calls; users that create and delete; one controller or two. Whatever the order: a Sandbox never has two claims; a claim's status never names another
+//! Sandbox while the named one is there; no controller deletes a Sandbox that a claim's status names; no claim is Ready before its Sandbox names the Pod, nor says what clients give up
+//! on; a pool of one controller never has more members than it was asked for; and in the end everything is as asked.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -44,21 +45,22 @@ enum Event {
     Unname(usize),
     /// The Sandbox kind's passes, and the kubelets.
     Nodes,
-    Fault(&'static str, &'static str, u16),
+    /// The next such write goes wrong.
+    Fault(&'static str, &'static str, FaultAnswer),
 }
 
 fn event(controllers: usize) -> impl Strategy<Value = Event> {
     let who = move || 0..controllers;
-    let fault = (
+    let write = || {
         prop::sample::select(vec![
             ("patch", "sandboxes"),
             ("create", "sandboxes"),
             ("delete", "sandboxes"),
             ("patch status", "sandboxclaims"),
             ("patch", "sandboxclaims"),
-        ]),
-        prop::sample::select(vec![500_u16, 409, 403]),
-    );
+        ])
+    };
+    let refused = prop::sample::select(vec![500_u16, 409, 403]).prop_map(FaultAnswer::Refuse);
     prop_oneof![
         8 => who().prop_map(Event::Sync),
         12 => (who(), 0..CLAIMS).prop_map(|(who, claim)| Event::ClaimPass(who, claim)),
@@ -73,7 +75,9 @@ fn event(controllers: usize) -> impl Strategy<Value = Event> {
         1 => (0..8_usize).prop_map(Event::Touch),
         2 => (0..4_usize).prop_map(Event::Unname),
         3 => Just(Event::Nodes),
-        1 => fault.prop_map(|((verb, kind), code)| Event::Fault(verb, kind, code)),
+        1 => (write(), refused).prop_map(|((verb, kind), answer)| Event::Fault(verb, kind, answer)),
+        // A call waits for as long as the schedule wants, so that none is given up: that a write took effect and nobody was told comes as an answer.
+        2 => write().prop_map(|(verb, kind)| Event::Fault(verb, kind, FaultAnswer::TooLate)),
     ]
 }
 
@@ -248,11 +252,7 @@ impl Run {
                 self.nodes.kubelets();
                 self.nodes.sandbox_passes().await;
             }
-            Event::Fault(verb, kind, code) => api.fail(Fault {
-                verb,
-                kind,
-                answer: FaultAnswer::Refuse(code),
-            }),
+            Event::Fault(verb, kind, answer) => api.fail(Fault { verb, kind, answer }),
         }
         self.check();
     }

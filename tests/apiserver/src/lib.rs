@@ -53,6 +53,8 @@ pub enum FaultAnswer {
     Taken,
     /// It takes effect, but the answer never comes.
     LoseAnswer,
+    /// It takes effect, but the answer is that there was none in time (504): as little as with no answer at all is known, and at once.
+    TooLate,
 }
 
 /// Clones are the same apiserver.
@@ -350,6 +352,11 @@ impl Apiserver {
         self.state.lock().unwrap().writes.push(write);
         match fault {
             Some(FaultAnswer::LoseAnswer) => std::future::pending().await,
+            Some(FaultAnswer::TooLate) => respond(Err((
+                StatusCode::GATEWAY_TIMEOUT,
+                "Timeout",
+                "no answer in time: made to fail".to_owned(),
+            ))),
             Some(FaultAnswer::Busy(seconds)) => busy(answer, seconds),
             _ => respond(answer),
         }
