@@ -63,7 +63,7 @@ pub async fn reconcile(
     let observed = gather(&pool, &context);
     let plan = plan::plan(&observed, Timestamp::now());
     let done = apply::apply(&plan, &observed, &context).await;
-    if let Some(note) = context.pools.notes(&pool, &plan) {
+    if let Some(note) = context.pools.note(&pool, &plan, Instant::now()) {
         publish(&pool, note, &context).await;
     }
     if let Some(note) = advise(&observed, &context) {

@@ -8,13 +8,10 @@ use std::{
 };
 
 use kube::ResourceExt;
-use torpor_api::{Sandbox, SandboxWarmPool, reasons::event};
+use torpor_api::{Sandbox, SandboxWarmPool};
 
-use super::plan::Plan;
-use crate::{
-    events::{Note, Severity},
-    settings::PoolSettings,
-};
+use super::{advice, plan::Plan};
+use crate::{events::Note, settings::PoolSettings};
 
 /// After this an expectation is given up, as upstream: the watch was down while the member came and went.
 const FORGET_AFTER: Duration = Duration::from_secs(300);
@@ -31,8 +28,8 @@ struct Pool {
     hold: Option<Instant>,
     tokens: Option<(f64, Instant)>,
     status_written: Option<Instant>,
-    /// The pool was said not to progress.
-    stalled: bool,
+    /// When the pool was last said not to progress, unless it was said since that it does.
+    stall_told: Option<Instant>,
     /// The pool's user was told what there is to know.
     advised: bool,
     /// Makes names differ from pass to pass.
@@ -174,25 +171,17 @@ impl Memory {
         wait
     }
 
-    /// Events for a pool that no longer progresses, or progresses again.
-    pub fn notes(&self, pool: &SandboxWarmPool, plan: &Plan) -> Option<Note> {
+    /// The Event for a pool that does not progress, or progresses again, if it is time for one.
+    pub fn note(&self, pool: &SandboxWarmPool, plan: &Plan, now: Instant) -> Option<Note> {
         let uid = pool.uid().unwrap_or_default();
         let mut all = self.lock();
         let known = all.entry(uid).or_default();
-        let was = std::mem::replace(&mut known.stalled, plan.stalled.is_some());
-        match (&plan.stalled, was) {
-            (Some(why), false) => Some(Note {
-                severity: Severity::Warning,
-                reason: event::WARM_POOL_NOT_PROGRESSING,
-                message: why.clone(),
-            }),
-            (None, true) => Some(Note {
-                severity: Severity::Normal,
-                reason: event::WARM_POOL_PROGRESSING,
-                message: "Members of the pool are scheduled again".to_owned(),
-            }),
-            _ => None,
-        }
+        let told = known
+            .stall_told
+            .map(|told| now.saturating_duration_since(told));
+        let note = advice::progress(plan.stalled.as_deref(), told)?;
+        known.stall_told = plan.stalled.as_ref().map(|_| now);
+        Some(note)
     }
 
     /// Whether the pool's user was told what there is to know.
@@ -345,6 +334,26 @@ mod tests {
         memory.left("p", Duration::from_secs(5));
         memory.left("p", Duration::from_secs(60));
         assert!(of(&memory).hold.unwrap() > Duration::from_secs(50));
+    }
+
+    #[test]
+    fn a_pool_that_stalls_is_told_of_again_an_hour_later_and_once_when_it_goes_on() {
+        let (memory, pool) = (Memory::default(), SandboxWarmPool::default());
+        let begin = Instant::now();
+        let told = |minutes: u64, stalled: bool| {
+            let plan = Plan {
+                stalled: stalled.then(|| "full".to_owned()),
+                ..Plan::default()
+            };
+            let now = begin + Duration::from_secs(60 * minutes);
+            memory.note(&pool, &plan, now).map(|note| note.reason)
+        };
+        let (stalls, goes_on) = (Some("WarmPoolNotProgressing"), Some("WarmPoolProgressing"));
+        assert_eq!(told(0, false), None);
+        assert_eq!([told(1, true), told(2, true)], [stalls, None]);
+        assert_eq!([told(61, true), told(62, true)], [stalls, None]);
+        assert_eq!([told(63, false), told(64, false)], [goes_on, None]);
+        assert_eq!(told(65, true), stalls, "anew");
     }
 
     #[test]

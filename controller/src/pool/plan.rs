@@ -305,8 +305,9 @@ fn plan_next_look(plan: &mut Plan, keep: &[&Arc<Sandbox>], observed: &Observed, 
     }
     if let Some(why) = why {
         let wanted = replicas(&observed.pool);
+        // The remedy comes before the scheduler's words: those may be longer than an Event.
         plan.stalled = Some(format!(
-            "{held} of {wanted} members are not scheduled after {:?} and are kept waiting: {why}",
+            "{held} of {wanted} members are not scheduled after {:?} and are kept waiting. Add nodes that have room for them, or lower spec.replicas. The scheduler says: {why}",
             settings.readiness_grace
         ));
     }

@@ -320,7 +320,9 @@ fn a_member_that_no_node_has_room_for_is_kept_and_told_of() {
     assert_eq!(told.requeue, Some(Duration::from_secs(60)));
     assert_eq!(
         told.stalled.as_deref(),
-        Some("1 of 3 members are not scheduled after 300s and are kept waiting: 0/3 nodes")
+        Some(
+            "1 of 3 members are not scheduled after 300s and are kept waiting. Add nodes that have room for them, or lower spec.replicas. The scheduler says: 0/3 nodes"
+        )
     );
     let young = observed(&[member("a", unschedulable())]);
     assert_eq!(plan(&young, now()).stalled, None);
