@@ -136,29 +136,15 @@ async fn the_python_sdk_works_with_sandboxds_calls_in_each_way_and_nobody_gets_o
     .await
 }
 
-/// The SDK's extension asks for GKE's snapshots before it resumes. There are none, which is an answer; without the definition it would give up.
-const POD_SNAPSHOTS: &str = r#"
-apiVersion: apiextensions.k8s.io/v1
-kind: CustomResourceDefinition
-metadata: {name: podsnapshots.podsnapshot.gke.io}
-spec:
-  group: podsnapshot.gke.io
-  scope: Namespaced
-  names: {kind: PodSnapshot, plural: podsnapshots, singular: podsnapshot, listKind: PodSnapshotList}
-  versions:
-  - name: v1
-    served: true
-    storage: true
-    schema: {openAPIV3Schema: {type: object, x-kubernetes-preserve-unknown-fields: true}}
-"#;
+/// The SDK's extension asks for GKE's snapshots before it resumes. There are none, which is an answer; without the definition it would give up. What users apply is applied.
+const STUB: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/podsnapshot-stub");
 const DEFINITION: &str = "customresourcedefinition/podsnapshots.podsnapshot.gke.io";
 
 async fn with_pod_snapshots(
     kubectl: &Kubectl,
     body: impl AsyncFnOnce() -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
-    let applied = kubectl.run_with(&["apply", "-f", "-"], Some(POD_SNAPSHOTS.as_bytes()));
-    applied.await?.ok()?;
+    kubectl.ok(&["apply", "-k", STUB]).await?;
     let established = [
         "wait",
         "--for=condition=Established",
@@ -169,7 +155,7 @@ async fn with_pod_snapshots(
         Ok(_) => body().await,
         Err(error) => Err(error),
     };
-    let removed = kubectl.ok(&["delete", DEFINITION]).await;
+    let removed = kubectl.ok(&["delete", "-k", STUB]).await;
     done.and_then(|()| removed.map(drop))
 }
 

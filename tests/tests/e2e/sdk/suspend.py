@@ -1,7 +1,7 @@
 """A sandbox is suspended and resumed, by the SDK's extension for it and by a change of operatingMode, and goes on.
 
-Arguments: namespace, address of the router. The pool `w` is there, and so is the definition of GKE's PodSnapshot, of
-which there is none: the extension looks for one before it resumes.
+Arguments: namespace, address of the router. The pool `w` is there, and so is the definition of GKE's PodSnapshot
+(deploy/podsnapshot-stub), of which there is none: the extension looks for one before it resumes.
 """
 
 import subprocess
@@ -63,7 +63,11 @@ def main():
     sandbox = client.create_sandbox("w", namespace=NAMESPACE, sandbox_ready_timeout=LIMIT)
     witness = Witness(sandbox)
 
-    # GKE's snapshot is not asked for: Torpor saves by itself.
+    # Nobody makes GKE's snapshots here. Asked for one, the extension says so and leaves the sandbox as it is.
+    refused = sandbox.suspend(wait_timeout=LIMIT)
+    assert not refused.success and refused.error_reason.startswith("Snapshot failed"), refused
+    assert not sandbox.is_suspended() and sandbox.status()[0] == "SandboxReady", sandbox.status()
+    # Not asked for one: Torpor saves by itself.
     suspended = sandbox.suspend(snapshot_before_suspend=False, wait_timeout=LIMIT)
     assert suspended.success, suspended
     assert sandbox.is_suspended()
