@@ -125,6 +125,19 @@ async fn the_asynchronous_python_sdk_works_through_the_router_and_directly() -> 
     .await
 }
 
+/// Without the profile of the test above: root's volumes need root.
+#[tokio::test]
+async fn claims_of_the_asynchronous_python_sdk_bring_volumes_end_in_time_and_are_deleted()
+-> anyhow::Result<()> {
+    sdk::python().await?;
+    case("sdkclaims", async |case| {
+        pool_with_volumes(case).await?;
+        pool(case, 2).await?;
+        case.with_sdk("claims_async.py").await
+    })
+    .await
+}
+
 #[tokio::test]
 async fn the_python_sdk_works_with_sandboxds_calls_in_each_way_and_nobody_gets_out_of_the_root()
 -> anyhow::Result<()> {
