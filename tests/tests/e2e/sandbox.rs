@@ -78,6 +78,57 @@ async fn fields_of_a_newer_kubernetes_are_kept_by_the_apiserver() -> anyhow::Res
     .await
 }
 
+/// The apiserver refuses the change of the Sandbox' spec, in upstream's words.
+async fn is_refused_as_immutable(case: &Case, name: &str, spec: Value) -> anyhow::Result<()> {
+    let changed = case.patch(name, json!({ "spec": spec })).await;
+    let Err(error) = changed else {
+        anyhow::bail!("{name} was changed: {spec}");
+    };
+    let said = format!("{error:#}");
+    anyhow::ensure!(
+        said.contains("volumeClaimTemplates is immutable"),
+        "{name}, {spec}: {said}"
+    );
+    Ok(())
+}
+
+/// Upstream's rule, where it applies: in the apiserver.
+#[tokio::test]
+async fn a_sandbox_keeps_the_volume_claim_templates_that_it_was_made_with() -> anyhow::Result<()> {
+    case("immutable", async |case| {
+        let templates = |size: &str| {
+            json!({ "volumeClaimTemplates": [{
+                "metadata": { "name": "data" },
+                "spec": { "accessModes": ["ReadWriteOnce"], "resources": { "requests": { "storage": size } } },
+            }] })
+        };
+        for (name, spec) in [("without", json!({})), ("with", templates("1Mi"))] {
+            let made = sandbox(name, json!({ "containers": [shell("a", COUNT)] }));
+            // Nothing has to run for it.
+            let spec = with(spec, json!({ "operatingMode": "Suspended" }));
+            case.create(with(made, json!({ "spec": spec }))).await?;
+        }
+        let removed = json!({ "volumeClaimTemplates": null });
+        is_refused_as_immutable(case, "without", templates("1Mi")).await?;
+        is_refused_as_immutable(case, "with", templates("2Mi")).await?;
+        is_refused_as_immutable(case, "with", removed).await?;
+
+        // Another change passes, also when it brings the same templates once more.
+        let other = json!({ "shutdownPolicy": "Delete" });
+        case.patch("without", json!({ "spec": other })).await?;
+        let same = with(templates("1Mi"), other);
+        case.patch("with", json!({ "spec": same })).await?;
+        for (name, kept) in [("without", None), ("with", Some("1Mi"))] {
+            let spec = serde_json::to_value(case.sandboxes().get(name).await?.spec)?;
+            assert_eq!(spec["shutdownPolicy"], "Delete", "{name}");
+            let size = spec.pointer("/volumeClaimTemplates/0/spec/resources/requests/storage");
+            assert_eq!(size.and_then(Value::as_str), kept, "{name}");
+        }
+        Ok(())
+    })
+    .await
+}
+
 #[tokio::test]
 async fn the_conditions_of_a_suspension_are_upstreams() -> anyhow::Result<()> {
     case("conditions", async |case| {
