@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Measures the router beside a direct connection to the same sandbox and beside nginx as a proxy in front of it, in the same run on the same machine.
-# usage: hack/bench-router.sh [SECONDS] [ROUNDS] [IDLE]     (default 8 s of load each, 3 rounds, 10000 idle WebSockets)
+# usage: hack/bench-router.sh [SECONDS] [ROUNDS] [IDLE]     (default 8 s of load each, 3 rounds, 10000 idle connections)
 #
 # The sandbox, the router (5,000 sandboxes in its caches, no access log), nginx and wrk are processes of their own and share the
-# machine's cores; only one proxy has load at a time. Installs wrk and nginx from Debian if they are missing.
+# machine's cores; only one proxy has load at a time. Installs wrk and nginx from Debian if they are missing. Prints a table; OUT
+# (default target/bench-router) gets the same as router.json.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 need rust
@@ -12,13 +13,23 @@ seconds=${1:-8}
 rounds=${2:-3}
 idle=${3:-10000}
 connections=50
-# The router needs two descriptors for each tunnel; client and sandbox, which are other processes, one each. The hard limit is
-# raised only by who has CAP_SYS_RESOURCE.
+target=${CARGO_TARGET_DIR:-$REPO_ROOT/target}
+out=${OUT:-$target/bench-router}
+# The router needs two descriptors for each WebSocket; client and sandbox, which are other processes, one each. The hard limit is
+# raised only by who has CAP_SYS_RESOURCE. Where it is too low for idle WebSockets alone, the others are HTTP connections that wait
+# for their client's next request: the router needs one for each. `spare` is for all else that it has open.
 spare=200
+tunnels=$idle
 ulimit -n "$((idle * 2 + spare))" 2>/dev/null || ulimit -n "$(ulimit -Hn)"
-if [ "$(ulimit -n)" -lt "$((idle * 2 + spare))" ]; then
-	idle=$((($(ulimit -n) - spare) / 2))
-	say "one process may open $(ulimit -n) files and no more: $idle idle WebSockets"
+files=$(ulimit -n)
+if [ "$files" -lt "$((idle * 2 + spare))" ]; then
+	tunnels=$((files - spare - idle))
+	# Most are to be WebSockets: where they cannot be, there are fewer of all.
+	if [ "$((tunnels * 2))" -lt "$idle" ]; then
+		tunnels=$(((files - spare) / 2))
+		idle=$tunnels
+	fi
+	say "one process may open $files files and no more: $idle idle connections, $tunnels of them WebSockets"
 fi
 
 for tool in wrk nginx; do
@@ -109,8 +120,25 @@ load() {
 		END {printf "%.0f %.2f %.2f %.1f\n", rate, p50, p99, ticks / hertz * 1e6 / count}' "$work/$1.wrk" >>"$work/$1.results"
 }
 
-# median NAME COLUMN
+# median NAME COLUMN: of the rounds.
 median() { cut -d' ' -f"$2" "$work/$1.results" | sort -g | awk '{v[NR] = $1} END {print v[int((NR + 1) / 2)]}'; }
+
+# objects: JSON of lines as load appends them.
+objects() {
+	awk '{printf "%s{\"requests_per_second\": %s, \"p50_ms\": %s, \"p99_ms\": %s, \"cpu_micros_per_request\": %s}", (NR > 1 ? ", " : ""), $1, $2, $3, $4}'
+}
+
+# report: all results as JSON. What the idle connections came to is an object already.
+report() {
+	local name comma=
+	printf '{\n  "seconds": %s,\n  "connections": %s,\n  "load_average_before": "%s",\n  "load": {\n' "$seconds" "$connections" "$load_average"
+	for name in direct nginx router; do
+		printf '%s    "%s": {"median": %s, "rounds": [%s]}' "$comma" "$name" \
+			"$(echo "$(median $name 1) $(median $name 2) $(median $name 3) $(median $name 4)" | objects)" "$(objects <"$work/$name.results")"
+		comma=$',\n'
+	done
+	printf '\n  },\n  "router_resident_mib": %s,\n  "idle": %s\n}\n' "$loaded" "$(sed '2,$s/^/  /' "$work/idle.json")"
+}
 
 serve sandbox
 sandbox=$port
@@ -122,7 +150,8 @@ serve_nginx
 nginx=$port
 nginx_pid=${started[2]}
 load warm-up "$router" "$router_pid"
-say "load average $(cut -d' ' -f1-3 /proc/loadavg) before"
+load_average=$(cut -d' ' -f1-3 /proc/loadavg)
+say "load average $load_average before"
 for _ in $(seq "$rounds"); do
 	load direct "$sandbox" "$sandbox_pid"
 	load nginx "$nginx" "$nginx_pid"
@@ -143,4 +172,7 @@ for name in direct nginx router; do
 done
 printf 'medians of %s rounds of %s s; processor time of direct is the sandbox'\''s\n' "$rounds" "$seconds"
 printf 'router RSS after the load: %s MiB\n' "$loaded"
-"$built" websockets "$router" "$sandbox" "$idle" "$router_pid"
+"$built" websockets "$router" "$sandbox" "$tunnels" "$((idle - tunnels))" "$router_pid" "$work/idle.json"
+mkdir -p "$out"
+report >"$out/router.json"
+say "results: $out/router.json"

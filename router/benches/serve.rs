@@ -13,7 +13,7 @@ use http::{Request, Response};
 use http_body_util::Full;
 use hyper::{body::Incoming, server::conn::http1, service::service_fn, upgrade};
 use hyper_util::rt::TokioIo;
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
@@ -37,14 +37,19 @@ async fn main() -> anyhow::Result<()> {
         ["sandbox"] => sandbox().await,
         ["router"] => router().await,
         ["free-port"] => listen().await.map(drop),
-        ["websockets", port, sandbox, idle, router] => {
+        ["websockets", port, sandbox, tunnels, kept, router, out] => {
+            let idle = Idle {
+                tunnels: tunnels.parse()?,
+                kept: kept.parse()?,
+            };
             let memory = || resident(router);
-            websockets(port.parse()?, sandbox.parse()?, idle.parse()?, memory).await
+            let found = websockets(port.parse()?, sandbox.parse()?, &idle, memory).await?;
+            std::fs::write(out, format!("{found:#}\n")).with_context(|| (*out).to_owned())
         }
         // `cargo test` runs benchmarks without arguments.
         [] => Ok(()),
         _ => bail!(
-            "usage: sandbox | router | free-port | websockets PORT SANDBOX-PORT IDLE ROUTER-PID"
+            "usage: sandbox | router | free-port | websockets PORT SANDBOX-PORT TUNNELS KEPT ROUTER-PID OUT"
         ),
     }
 }
@@ -142,7 +147,7 @@ fn make(api: &Apiserver, name: &str, address: &str) {
     api.edit("pods", "ns", name, &ready);
 }
 
-/// Sandboxes that the idle WebSockets are spread over: one sandbox alone may not have that many.
+/// Sandboxes that the idle connections are spread over: one sandbox alone may not have that many.
 const SANDBOXES: usize = 20;
 /// Echoes beside the idle ones and without them take turns, so that both meet the same machine.
 const TURNS: usize = 5;
@@ -155,65 +160,136 @@ fn resident(pid: &str) -> anyhow::Result<usize> {
     Ok(number.context("no VmRSS")?.parse()?)
 }
 
-/// Echoes over one WebSocket, with and without many others open that do nothing.
+/// Connections that do nothing: WebSockets, and such as wait for their client's next request, which take the router one descriptor and not two.
+struct Idle {
+    tunnels: usize,
+    kept: usize,
+}
+
+/// Echoes over one WebSocket, with and without many connections open that do nothing.
 async fn websockets(
     port: u16,
     sandbox: u16,
-    idle: usize,
+    idle: &Idle,
     memory: impl Fn() -> anyhow::Result<usize>,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<Value> {
     let mut one = open(port, sandbox, "s").await?;
     let (mut alone, mut beside) = (Vec::new(), Vec::new());
     let mut per_tunnel = 0;
     for _ in 0..TURNS {
         echo(&mut one, &mut alone).await?;
         let before = memory()?;
-        let mut others = Vec::with_capacity(idle);
-        for number in 0..idle {
-            others.push(open(port, sandbox, &format!("s-{}", number % SANDBOXES)).await?);
-        }
-        // Each has carried something, as those of users have.
-        for other in &mut others {
-            echo_once(other, *b"alive").await?;
-        }
+        let mut tunnels = open_all(port, sandbox, idle.tunnels).await?;
         // Of the first turn: later ones find what the allocator has kept.
         if per_tunnel == 0 {
-            per_tunnel = memory()?.saturating_sub(before) * 1024 / idle.max(1);
+            per_tunnel = memory()?.saturating_sub(before) * 1024 / idle.tunnels.max(1);
+        }
+        let mut kept = Vec::with_capacity(idle.kept);
+        for number in 0..idle.kept {
+            let mut stream = connect(port).await?;
+            get(&mut stream, sandbox, &one_of_many(number)).await?;
+            kept.push(stream);
         }
         echo(&mut one, &mut beside).await?;
-        for other in others.iter_mut().step_by(1 + idle / 100) {
-            echo_once(other, *b"still").await?;
+        for tunnel in tunnels.iter_mut().step_by(1 + idle.tunnels / 100) {
+            echo_once(tunnel, *b"still").await?;
         }
-        drop(others);
+        for (number, stream) in kept.iter_mut().enumerate() {
+            get(stream, sandbox, &one_of_many(number)).await?;
+        }
+        drop((tunnels, kept));
     }
-    let ((alone_p50, alone_p99), (p50, p99)) = (quantiles(alone), quantiles(beside));
-    println!("echo over 1 WebSocket:    p50 {alone_p50:.1} µs, p99 {alone_p99:.1} µs");
+    Ok(told(idle, quantiles(alone), quantiles(beside), per_tunnel))
+}
+
+/// Prints what was measured, p50 and p99 each, and answers it.
+fn told(idle: &Idle, alone: (f64, f64), beside: (f64, f64), per_tunnel: usize) -> Value {
+    let Idle { tunnels, kept } = idle;
     println!(
-        "beside {idle} idle ones: p50 {p50:.1} µs ({:.2}), p99 {p99:.1} µs ({:.2}); {TURNS} turns of each",
-        p50 / alone_p50,
-        p99 / alone_p99
+        "echo over 1 WebSocket: p50 {:.1} µs, p99 {:.1} µs",
+        alone.0, alone.1
+    );
+    println!(
+        "beside {} idle connections ({tunnels} WebSockets, {kept} between requests): p50 {:.1} µs ({:.2}), p99 {:.1} µs ({:.2}); {TURNS} turns of each",
+        tunnels + kept,
+        beside.0,
+        beside.0 / alone.0,
+        beside.1,
+        beside.1 / alone.1
     );
     println!("router RSS per idle tunnel: {per_tunnel} bytes");
-    Ok(())
+    let tenth = |micros: f64| (micros * 10.0).round() / 10.0;
+    json!({
+        "websockets": tunnels,
+        "between_requests": kept,
+        "turns": TURNS,
+        "echo_alone": {"p50_micros": tenth(alone.0), "p99_micros": tenth(alone.1)},
+        "echo_beside": {"p50_micros": tenth(beside.0), "p99_micros": tenth(beside.1)},
+        "router_bytes_per_websocket": per_tunnel,
+    })
+}
+
+/// The sandbox that an idle connection goes to.
+fn one_of_many(number: usize) -> String {
+    format!("s-{}", number % SANDBOXES)
+}
+
+/// WebSockets that have each carried something, as those of users have.
+async fn open_all(port: u16, sandbox: u16, count: usize) -> anyhow::Result<Vec<TcpStream>> {
+    let mut opened = Vec::with_capacity(count);
+    for number in 0..count {
+        opened.push(open(port, sandbox, &one_of_many(number)).await?);
+    }
+    for stream in &mut opened {
+        echo_once(stream, *b"alive").await?;
+    }
+    Ok(opened)
+}
+
+async fn connect(port: u16) -> anyhow::Result<TcpStream> {
+    let stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).await?;
+    stream.set_nodelay(true)?;
+    Ok(stream)
 }
 
 async fn open(port: u16, sandbox: u16, name: &str) -> anyhow::Result<TcpStream> {
-    let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).await?;
-    stream.set_nodelay(true)?;
+    let mut stream = connect(port).await?;
+    let upgrade = "Connection: upgrade\r\nUpgrade: websocket\r\n";
+    ask(&mut stream, sandbox, name, upgrade, 101).await?;
+    Ok(stream)
+}
+
+/// A request and its whole answer, after which the connection waits for the next one.
+async fn get(stream: &mut TcpStream, sandbox: u16, name: &str) -> anyhow::Result<()> {
+    ask(stream, sandbox, name, "", 200).await?;
+    let mut body = [0; 2];
+    stream.read_exact(&mut body).await?;
+    ensure!(body == *b"ok", "it answers something else");
+    Ok(())
+}
+
+/// Sends a request with further headers, and reads the head of its answer.
+async fn ask(
+    stream: &mut TcpStream,
+    sandbox: u16,
+    name: &str,
+    headers: &str,
+    status: u16,
+) -> anyhow::Result<()> {
     let head = format!(
-        "GET / HTTP/1.1\r\nHost: r\r\nX-Sandbox-ID: {name}\r\nX-Sandbox-Namespace: ns\r\nX-Sandbox-Port: {sandbox}\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
+        "GET / HTTP/1.1\r\nHost: r\r\nX-Sandbox-ID: {name}\r\nX-Sandbox-Namespace: ns\r\nX-Sandbox-Port: {sandbox}\r\n{headers}\r\n"
     );
     stream.write_all(head.as_bytes()).await?;
     let mut answer = Vec::new();
     while !answer.ends_with(b"\r\n\r\n") {
         answer.push(stream.read_u8().await.context("no answer")?);
     }
+    let answer = String::from_utf8_lossy(&answer);
     ensure!(
-        answer.starts_with(b"HTTP/1.1 101"),
-        "{}",
-        String::from_utf8_lossy(&answer)
+        answer.starts_with(&format!("HTTP/1.1 {status}")),
+        "{answer}"
     );
-    Ok(stream)
+    Ok(())
 }
 
 async fn echo_once<const N: usize>(stream: &mut TcpStream, message: [u8; N]) -> anyhow::Result<()> {
