@@ -5,7 +5,7 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::Pod;
 use torpor_api::annotations::HIBERNATE;
 use torpor_api::conditions::POD_HIBERNATED;
-use torpor_api::reasons::hibernated::AWAKE;
+use torpor_api::reasons::hibernated::{AWAKE, DOZING};
 
 use crate::case::{Case, condition};
 use crate::wait;
@@ -47,6 +47,12 @@ impl Case {
         self.pod_until(pod, "it sleeps", SLEEP_LIMIT, asleep).await
     }
 
+    /// The Pod, once it says that it dozes. Its memory may still be on its way to swap: [`crate::node::Node::dozes`].
+    pub async fn dozes(&self, pod: &str) -> anyhow::Result<Pod> {
+        self.pod_until(pod, "it dozes", SLEEP_LIMIT, is_dozing)
+            .await
+    }
+
     /// The node has no image of the Pod, whole or half-made.
     pub async fn no_image_left(&self, uid: &str) -> anyhow::Result<()> {
         wait::until("the Pod's images go", SLEEP_LIMIT, async || {
@@ -55,6 +61,11 @@ impl Case {
         })
         .await
     }
+}
+
+/// Whether the Pod says that it dozes.
+pub fn is_dozing(pod: &Pod) -> bool {
+    condition(pod, POD_HIBERNATED).1 == DOZING
 }
 
 /// Whether all containers of the Pod are ready.

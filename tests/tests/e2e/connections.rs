@@ -9,13 +9,11 @@ use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use torpor_api::annotations::{DOZE_AFTER, HIBERNATE};
-use torpor_api::conditions::POD_HIBERNATED;
-use torpor_api::reasons::hibernated::DOZING;
-use torpor_tests::case::{Case, case, condition, uid};
+use torpor_tests::case::{Case, case, uid};
 use torpor_tests::counted::{Fate, Plan, accept, fates, listen, open};
 use torpor_tests::pods::{pod, python, with};
 use torpor_tests::sandboxes::sandbox;
-use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
+use torpor_tests::sleep::{is_dozing, restarts};
 use torpor_tests::swap::Swap;
 use torpor_tests::wait;
 use torpor_tests::witness::{self, Connection};
@@ -186,12 +184,11 @@ async fn both_sides_keepalives_are_answered_while_it_dozes() -> anyhow::Result<(
         .await?;
         keep_alive(&stream)?;
         echo(&mut stream).await?;
-        let dozes = |pod: &Pod| condition(pod, POD_HIBERNATED).1 == DOZING;
-        let pod = case.pod_until("p", "it dozes", SLEEP_LIMIT, dozes).await?;
+        let pod = case.dozes("p").await?;
         let asleep = case.node.ledger_seq(&uid(&pod))?;
         tokio::time::sleep(Duration::from_secs(15)).await;
         ensure!(
-            dozes(&case.pods().get("p").await?),
+            is_dozing(&case.pods().get("p").await?),
             "something has woken it"
         );
         echo(&mut stream).await?;

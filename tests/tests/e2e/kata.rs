@@ -10,17 +10,15 @@ use kube::ResourceExt;
 use kube::api::{Api, ListParams};
 use serde_json::json;
 use torpor_api::annotations::DOZE_AFTER;
-use torpor_api::conditions::POD_HIBERNATED;
-use torpor_api::reasons::hibernated::DOZING;
 use torpor_core::ids::PodUid;
 use torpor_core::state::Live;
 use torpor_core::steps::{Action, Outcome};
 use torpor_kata::containerd::Containerd;
 use torpor_kata::driver::{Driver, Seen};
-use torpor_tests::case::{Case, case, condition, uid};
+use torpor_tests::case::{Case, case, uid};
 use torpor_tests::machine::processes;
 use torpor_tests::pods::{COUNT, pod, shell, shell_pod, with};
-use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
+use torpor_tests::sleep::restarts;
 use torpor_tests::swap::Swap;
 
 const LIMIT: Duration = Duration::from_secs(20);
@@ -182,8 +180,7 @@ async fn a_kata_sandbox_dozes_and_a_packet_wakes_it() -> anyhow::Result<()> {
             "spec": { "runtimeClassName": class },
         }));
         let pod = case.start(manifest).await?;
-        let says = |pod: &Pod| condition(pod, POD_HIBERNATED).1 == DOZING;
-        case.pod_until("p", "it dozes", SLEEP_LIMIT, says).await?;
+        case.dozes("p").await?;
         let address = pod.status.and_then(|status| status.pod_ip).unwrap_or_default();
         let mut stream = tokio::net::TcpStream::connect((address.as_str(), 8080)).await?;
         tokio::io::AsyncWriteExt::write_all(&mut stream, b"?").await?;

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use torpor_api::annotations::{DOZE_AFTER, HIBERNATE_AFTER};
 use torpor_api::conditions::POD_HIBERNATED;
-use torpor_api::reasons::hibernated::{AWAKE, DOZING};
+use torpor_api::reasons::hibernated::AWAKE;
 use torpor_gvisor::record::SandboxState;
 use torpor_tests::attached::{self, Attached};
 use torpor_tests::case::{Case, START_LIMIT, case, condition, uid};
@@ -202,8 +202,7 @@ const MIB: u64 = 1 << 20;
 
 /// The Pod, once it dozes and its memory has gone.
 async fn dozes(case: &Case, most: u64) -> anyhow::Result<Pod> {
-    let dozing = |pod: &Pod| condition(pod, POD_HIBERNATED).1 == DOZING;
-    let pod = case.pod_until("p", "it dozes", SLEEP_LIMIT, dozing).await?;
+    let pod = case.dozes("p").await?;
     let uid = uid(&pod);
     wait::until("its memory is in swap", START_LIMIT, async || {
         let bytes = memory_of(case, &uid)?;

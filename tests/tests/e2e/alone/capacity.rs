@@ -10,7 +10,7 @@ use serde_json::json;
 use torpor_api::annotations::{DOZE_AFTER, HIBERNATE, HIBERNATE_AFTER};
 use torpor_api::conditions::{self, POD_HIBERNATED};
 use torpor_api::node::SandboxNode;
-use torpor_api::reasons::{event, hibernated, plan};
+use torpor_api::reasons::{event, plan};
 use torpor_gvisor::record::WakeCause;
 use torpor_gvisor::turns::Turns;
 use torpor_tests::agent::Agent;
@@ -243,12 +243,10 @@ async fn a_node_that_is_short_of_swap_hibernates_who_dozes_the_longest_idle_firs
             ("TORPOR_PRESSURE_IDLE", "10"),
         ];
         Agent::with_environment(&case.kubectl, &short, async || {
-            let dozes = |pod: &Pod| condition(pod, POD_HIBERNATED).1 == hibernated::DOZING;
             case.start(holds("d0", DOZE_AFTER, "2s")).await?;
-            let words = "its memory is in swap";
-            case.pod_until("d0", words, SLEEP_LIMIT, dozes).await?;
+            case.dozes("d0").await?;
             let held = megabytes << 20;
-            wait::until(words, SLEEP_LIMIT, async || {
+            wait::until("its memory is in swap", SLEEP_LIMIT, async || {
                 let (total, free) = swap()?;
                 wait::holds(total - free >= held, || format!("{free} of {total} bytes are free"))
             })

@@ -7,9 +7,8 @@ use kube::Api;
 use kube::api::{EvictParams, ListParams, Patch, PatchParams};
 use serde_json::{Value, json};
 use torpor_api::annotations::{DOZE_AFTER, HIBERNATE};
-use torpor_api::conditions::{POD_HIBERNATED, POD_RESTORED};
+use torpor_api::conditions::POD_RESTORED;
 use torpor_api::reasons::event;
-use torpor_api::reasons::hibernated::DOZING;
 use torpor_tests::case::{Case, case_alone, condition, uid};
 use torpor_tests::pods::with;
 use torpor_tests::sandboxes::sandbox;
@@ -53,8 +52,7 @@ async fn drained(case: &Case, manifest: Value, sleeps: Sleeps) -> anyhow::Result
                 .await?;
         }
         Sleeps::Dozing => {
-            let dozing = |pod: &Pod| condition(pod, POD_HIBERNATED).1 == DOZING;
-            case.pod_until("s", "it dozes", LIMIT, dozing).await?;
+            case.dozes("s").await?;
         }
     }
     cordon(case, &node, true).await?;
