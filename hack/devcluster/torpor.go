@@ -83,9 +83,13 @@ func cargoBuild() (string, error) {
 	if host == "" {
 		return "", fmt.Errorf("rustc -vV does not name its host:\n%s", version)
 	}
-	say("cargo build --profile cluster (torpor-controller, torpor-router, torpor-runtime, torpor-agent, torpor-oci)")
+	arguments, folder, err := cargoArguments(os.Getenv("TORPOR_PROFILE"))
+	if err != nil {
+		return "", err
+	}
+	say("cargo %s", strings.Join(arguments, " "))
 	begin := time.Now()
-	cmd := exec.Command("cargo", "build", "--locked", "--profile", "cluster", "-p", "torpor-controller", "-p", "torpor-router", "-p", "torpor-runtime", "-p", "torpor-agent", "-p", "torpor-oci")
+	cmd := exec.Command("cargo", arguments...)
 	cmd.Dir, cmd.Stdout, cmd.Stderr = repoRoot, os.Stderr, os.Stderr
 	if err := during("cargo build", cmd.Run); err != nil {
 		return "", fmt.Errorf("cargo build failed (see above): %w", err)
@@ -95,7 +99,23 @@ func cargoBuild() (string, error) {
 	if target == "" {
 		target = filepath.Join(repoRoot, "target")
 	}
-	return filepath.Join(target, host, "cluster"), nil
+	return filepath.Join(target, host, folder), nil
+}
+
+// cargoArguments says how cargo builds the binaries in a profile, and the name of the folder that they come to.
+//
+//   - "cluster" (also ""): optimised, and no more than what the images hold. What is measured or shown is built so.
+//   - "dev": as the unit tests are, with the same selection of crates and so the same features: after them only the
+//     binaries are left to link. hack/test.sh does that; its checks need no speed.
+func cargoArguments(profile string) (arguments []string, folder string, err error) {
+	switch profile {
+	case "", "cluster":
+		return []string{"build", "--locked", "--profile", "cluster", "-p", "torpor-controller", "-p", "torpor-router", "-p", "torpor-runtime", "-p", "torpor-agent", "-p", "torpor-oci"}, "cluster", nil
+	case "dev":
+		return []string{"build", "--locked", "--workspace", "--exclude", "torpor-tests", "--bins", "--tests"}, "debug", nil
+	default:
+		return nil, "", fmt.Errorf("TORPOR_PROFILE is %q: it must be cluster (optimised, the default) or dev", profile)
+	}
 }
 
 // make writes the image's archive into the cache unless one of the same content is there.

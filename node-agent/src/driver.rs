@@ -332,7 +332,7 @@ impl Driver {
         let look =
             move || match of_kata::look(&shared, pod.as_deref(), &desired, &kubelet, &remembered) {
                 Some(looked) => looked,
-                None => look(&shared, &desired, kubelet, remembered),
+                None => look(&shared, pod.as_deref(), &desired, kubelet, remembered),
             };
         tokio::task::spawn_blocking(look).await
     }
@@ -468,6 +468,7 @@ struct Look {
 
 fn look(
     shared: &Shared,
+    pod: Option<&Pod>,
     desired: &Desired,
     kubelet: Kubelet,
     remembered: Remembered,
@@ -508,6 +509,7 @@ fn look(
                 record,
                 lock,
                 probes: probes.as_ref(),
+                has_guest: draft::added(node, record, pod).is_some(),
             };
             idle::watch(&sandbox, desired, &mut observed, remembered.idle, now)
         }
@@ -585,6 +587,7 @@ fn run_in(
     let mut kata = look.kata.take();
     let look = &*look;
     let draft = || draft::manifest(&shared.node, look.record.as_ref(), pod);
+    let added = || draft::added(&shared.node, look.record.as_ref()?, pod);
     let context = Context {
         rules: &look.rules,
         node: &shared.node,
@@ -592,6 +595,7 @@ fn run_in(
         namespace,
         sandbox: look.record.as_ref().zip(look.lock.as_ref()),
         draft: &draft,
+        added: &added,
         partial: RefCell::new(None),
         written: Cell::new(0),
     };

@@ -73,6 +73,8 @@ pub(crate) struct Sandbox<'a> {
     pub(crate) record: &'a PodRecord,
     pub(crate) lock: &'a PodLock,
     pub(crate) probes: Option<&'a Probes>,
+    /// Whether somebody has added a container to the Pod (`kubectl debug`).
+    pub(crate) has_guest: bool,
 }
 
 /// Looks at a sandbox that may fall asleep by itself, and says in `observed` since when it has been idle. Answers what is to be
@@ -118,7 +120,7 @@ impl Sandbox<'_> {
             at: now,
             cpu,
             host: self.host_time(),
-            in_use: works || forwards,
+            in_use: works || forwards || self.has_guest,
             last_use: records.last_use(id).and_then(timestamp),
         });
         if watch.is_due(after, now) {

@@ -41,6 +41,11 @@ impl Node {
         })
     }
 
+    /// The OCI runtime that containerd's shims run.
+    pub fn torpor_oci(&self) -> PathBuf {
+        self.config.runsc.with_file_name("torpor-oci")
+    }
+
     /// Every sandbox that is recorded for the Pod, the newest last.
     pub fn sandboxes_of(&self, uid: &str) -> anyhow::Result<Vec<PodRecord>> {
         let mut found = self.records.pods()?;

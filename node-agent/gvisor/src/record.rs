@@ -140,6 +140,15 @@ impl ContainerRecord {
         i32::try_from(self.keeper_pid).unwrap_or_default()
     }
 
+    /// Whether the kubelet made this one in the other's place: a Pod has one container of a name at a time.
+    pub fn supersedes(&self, other: &Self) -> bool {
+        self.role == Role::Container
+            && other.role == Role::Container
+            && self.sandbox == other.sandbox
+            && self.name == other.name
+            && self.id != other.id
+    }
+
     /// Whether the keeper's parent is no longer the pod's shim, which has the sandbox' id on its command line.
     pub fn has_lost_its_shim(&self) -> bool {
         let command = process::parent(self.keeper()).map(process::command_line);

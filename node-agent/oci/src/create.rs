@@ -15,7 +15,7 @@ use torpor_cgroup as cgroup;
 use torpor_core::ids::{Namespace, PodUid, SandboxId};
 use torpor_gvisor::keeper::{self, Request};
 use torpor_gvisor::loopback::{self, Loopback};
-use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState};
+use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState, WakeCause};
 use torpor_gvisor::spec::{
     CRI_SANDBOX_NAME, CRI_SANDBOX_NAMESPACE, CRI_SANDBOX_UID, Role, SandboxVolume, Spec, digest,
     rewrite, sandbox_volumes,
@@ -24,6 +24,8 @@ use torpor_gvisor::{net, traffic};
 
 use crate::args::CreateArgs;
 use crate::console::{Terminal, create_with_console, hand_over};
+use crate::delete;
+use crate::exec;
 use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node, read_oci_json};
 use crate::restore;
 
@@ -40,11 +42,15 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Option<an
     let _lock = node.records.lock(&sandbox)?;
     let pod = node.records.pod(&sandbox)?;
 
+    let mut record = record_of(args, &spec, sandbox.clone(), role)?;
     let state = match role {
         Role::Sandbox => restore::begin(node, &pod, &spec)?,
-        Role::Container => restore::join(node, &sandbox)?,
+        Role::Container => {
+            delete::supersede(node, &record)?;
+            admit(node, &pod, &record)?;
+            restore::join(node, &sandbox)?
+        }
     };
-    let mut record = record_of(args, &spec, sandbox, role)?;
     if let SandboxState::Restoring { image, .. } = &state {
         record.completed = restore::completed(node, &pod, image, &record)?;
     }
@@ -81,6 +87,20 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Option<an
             .with_context(|| format!("cannot write {}", path.display()))?;
     }
     Ok(warning)
+}
+
+/// A container that the Pod has not had before (`kubectl debug` adds such) is somebody who needs the sandbox, and wakes it as an exec does. One
+/// that the kubelet brings back is part of a hibernated sandbox' image, and comes back with that. The caller holds the lock.
+fn admit(node: &Node, pod: &PodRecord, record: &ContainerRecord) -> anyhow::Result<()> {
+    let comes_back = match restore::settled(node, &pod.sandbox)? {
+        SandboxState::Running => false,
+        SandboxState::Hibernated { image } => !restore::is_new(node, pod, &image, record)?,
+        SandboxState::Restoring { .. } => true,
+    };
+    if comes_back {
+        return Ok(());
+    }
+    exec::wake_up(node, &pod.sandbox, WakeCause::Called)
 }
 
 /// The pause container's keeper sees to a container whose own is killed. Where it cannot (an old kernel, a keeper of an older version), nobody does, and the container's end is seen with that of the pod.

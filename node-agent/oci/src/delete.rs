@@ -56,17 +56,32 @@ pub(crate) fn delete(node: &Node, id: &ContainerId, force: bool) -> anyhow::Resu
         kill_processes(node, &processes)?;
     }
     match record.role {
-        Role::Container => {
-            let state = node.records.state(&record.sandbox);
-            if lock.is_some() && matches!(state, Ok(SandboxState::Running)) {
-                restore::sleep_on(node, &record.sandbox)?;
-            }
-            delete_container(node, &record)?;
-        }
+        Role::Container if lock.is_some() => take_out(node, &record)?,
+        Role::Container => delete_container(node, &record)?,
         Role::Sandbox => delete_sandbox(node, &record)?,
     }
     drop(lock);
     Ok(())
+}
+
+/// Removes what stands in the way of a container that is to be made: an earlier one of its name that containerd has lost. containerd that is
+/// killed while it takes up a dead keeper's end forgets the container without having asked for its removal. The caller holds the lock.
+pub(crate) fn supersede(node: &Node, next: &ContainerRecord) -> anyhow::Result<()> {
+    for known in node.records.containers_of(&next.sandbox)? {
+        if next.supersedes(&known) && !known.keeper_lives() {
+            take_out(node, &known)?;
+        }
+    }
+    Ok(())
+}
+
+/// The caller holds the lock.
+fn take_out(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
+    let state = node.records.state(&record.sandbox);
+    if matches!(state, Ok(SandboxState::Running)) {
+        restore::sleep_on(node, &record.sandbox)?;
+    }
+    delete_container(node, record)
 }
 
 fn delete_container(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {

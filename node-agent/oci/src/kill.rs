@@ -39,15 +39,18 @@ pub(crate) fn kill(node: &Node, id: &ContainerId, signal: &str, all: bool) -> an
         SandboxState::Running if ends(signal) && is_saved_and_paused(node, &record)? => {
             end_keeper(node, id, signal)
         }
+        // Nobody may wake it, and nobody brings back what it has lost: who ends it must not wait for that.
+        SandboxState::Running
+            if ends(signal)
+                && !node.records.is_held_open(&record.sandbox)?
+                && restore::sleep_on(node, &record.sandbox)? =>
+        {
+            end_keeper(node, id, signal)
+        }
         SandboxState::Running => {
             // A paused container handles no signal, and who ends one wants it to run its handlers.
-            if !doze::rouse(node, &record.sandbox, WakeCause::Called)? && is_paused(node, &record)?
-            {
-                let mut control = Control::connect(node.runsc.root(), record.sandbox.as_str())?;
-                let about_to_run = restore::about_to_run(node, &record.sandbox)?;
-                let resumed =
-                    pause::resume(&node.records, &mut control, &record.sandbox, CALL_LIMIT);
-                about_to_run.settle(resumed)?;
+            if !doze::rouse(node, &record.sandbox, WakeCause::Called)? {
+                run_on(node, &record)?;
             }
             deliver(node, &record, signal, all)
         }
@@ -84,6 +87,8 @@ fn end_orphaned(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
     if restore::sleep_on(node, &record.sandbox)? {
         return Ok(());
     }
+    // Somebody died who had paused it for a save: as long as it stands still its programs do not end either.
+    run_on(node, record)?;
     let connected = Control::connect(node.runsc.root(), record.sandbox.as_str());
     let ended = connected.and_then(|mut control| {
         let (all, kill) = (SignalScope::All, Signal::SIGKILL as i32);
@@ -119,17 +124,17 @@ fn is_saved_and_paused(node: &Node, record: &ContainerRecord) -> anyhow::Result<
     Ok(!dozes && restore::stands_in(node, &record.sandbox)?.is_some())
 }
 
-fn is_paused(node: &Node, record: &ContainerRecord) -> anyhow::Result<bool> {
-    let connected = Control::connect(node.runsc.root(), record.sandbox.as_str());
-    let Ok(mut control) = connected else {
-        return Ok(false);
+/// Resumes the container's sandbox if it stands still. The caller holds the lock.
+fn run_on(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
+    let (sandbox, records) = (&record.sandbox, &node.records);
+    let Ok(mut control) = Control::connect(node.runsc.root(), sandbox.as_str()) else {
+        return Ok(());
     };
-    Ok(pause::is_paused(
-        &node.records,
-        &mut control,
-        &record.sandbox,
-        CALL_LIMIT,
-    )?)
+    if pause::is_paused(records, &mut control, sandbox, CALL_LIMIT)? {
+        let about_to_run = restore::about_to_run(node, sandbox)?;
+        about_to_run.settle(pause::resume(records, &mut control, sandbox, CALL_LIMIT))?;
+    }
+    Ok(())
 }
 
 /// Sends the signal, and has the keeper wait for the container's end if it does not yet: containerd dies now and then between a container's creation and its start, in which nobody has

@@ -283,6 +283,20 @@ pub(crate) fn join(node: &Node, sandbox: &SandboxId) -> anyhow::Result<SandboxSt
     Ok(state)
 }
 
+/// Whether the image knows nothing of the container. Of one that cannot be read, nobody knows: who restores it says what is wrong.
+pub(crate) fn is_new(
+    node: &Node,
+    pod: &PodRecord,
+    image: &ImageId,
+    record: &ContainerRecord,
+) -> anyhow::Result<bool> {
+    let opened = store(node)?.image(&pod.namespace, image);
+    Ok(opened.is_ok_and(|image| {
+        let place = place_in(image.manifest(), record);
+        matches!(place, Err(Mismatch::ContainerAdded { .. }))
+    }))
+}
+
 /// The exit code of a container that had ended when the image was saved; none for one that is part of the image.
 pub(crate) fn completed(
     node: &Node,

@@ -3,9 +3,10 @@
 
 use torpor_core::ids::ContainerId;
 use torpor_gvisor::keeper::{self, Request};
-use torpor_gvisor::record::SandboxState;
+use torpor_gvisor::record::{SandboxState, WakeCause};
 use torpor_gvisor::runsc::Stdio3;
 
+use crate::doze;
 use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
 use crate::restore;
 
@@ -20,6 +21,8 @@ pub(crate) fn start(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
     let pod = node.records.pod(&record.sandbox)?;
     match node.records.state(&record.sandbox)? {
         SandboxState::Running => {
+            // It may have dozed off since the container's creation.
+            doze::rouse(node, &record.sandbox, WakeCause::Called)?;
             node.cgroups.place(&pod.cgroup, std::process::id())?;
             let stdio = if record.terminal {
                 None

@@ -95,6 +95,25 @@ fn is_about(status: &ContainerStatus, container: &ContainerRecord) -> bool {
     status.name == container.name && (id.is_empty() || id.ends_with(container.id.as_str()))
 }
 
+/// A container that the Pod's spec does not have: who uses `kubectl debug` adds such, and the Pod that goes on from an image would lack it.
+pub(super) fn added(node: &Node, record: &PodRecord, pod: Option<&Pod>) -> Option<String> {
+    let containers = node.records.containers_of(&record.sandbox).ok()?;
+    added_to(pod?, &containers)
+}
+
+fn added_to(pod: &Pod, containers: &[ContainerRecord]) -> Option<String> {
+    let spec = pod.spec.as_ref()?;
+    let init = spec.init_containers.iter().flatten();
+    let own: Vec<&str> = init
+        .chain(&spec.containers)
+        .map(|container| container.name.as_str())
+        .collect();
+    let mut added = containers
+        .iter()
+        .filter(|one| one.role == Role::Container && !own.contains(&one.name.as_str()));
+    added.next().map(|container| container.name.clone())
+}
+
 /// What a manifest calls it.
 pub(crate) fn saved_name(container: &ContainerRecord) -> Option<SavedName> {
     match container.role {
@@ -221,5 +240,26 @@ mod tests {
             .map(|one| (one.name.as_str(), one.exit_code))
             .collect();
         assert_eq!(codes, [("ended", 3), ("before", 0), ("gone", 1)]);
+    }
+
+    #[test]
+    fn who_is_not_in_the_pods_spec_was_added_by_kubectl_debug() {
+        let pod: Pod = serde_json::from_value(json!({ "spec": {
+            "initContainers": [{ "name": "sidecar" }],
+            "containers": [{ "name": "main" }],
+            "ephemeralContainers": [{ "name": "debugger-x7" }],
+        } }))
+        .expect("a Pod");
+        let own = [
+            container('1', "main", None),
+            container('2', "sidecar", None),
+        ];
+        let mut pause = container('3', "", None);
+        pause.role = Role::Sandbox;
+        let mut all = own.to_vec();
+        all.push(pause);
+        assert_eq!(added_to(&pod, &all), None);
+        all.push(container('4', "debugger-x7", None));
+        assert_eq!(added_to(&pod, &all).as_deref(), Some("debugger-x7"));
     }
 }

@@ -29,8 +29,9 @@ use crate::witness::address;
 /// A cycle that takes longer anywhere is stuck. The kubelet starts a container again at once the first time, then after ten
 /// seconds; an agent that was killed is there again after a few; and whoever was woken may not sleep for ten.
 const LIMIT: Duration = Duration::from_secs(90);
-/// The kubelet looks once a minute for sandboxes that it has made anew, and in the next minute again if containerd was not there.
-const REMOVAL_LIMIT: Duration = Duration::from_secs(180);
+/// The kubelet looks once a minute for sandboxes that it has made anew, and in the next minute again if containerd was not there: other lanes
+/// kill that several times a minute.
+const REMOVAL_LIMIT: Duration = Duration::from_secs(300);
 /// Between two looks at the node.
 const LOOK: Duration = Duration::from_millis(10);
 /// Between two questions of a client that goes on asking, and after one that was not answered.

@@ -9,6 +9,7 @@ mod badinput;
 mod claims;
 mod clock;
 mod connections;
+mod debug;
 mod forwards;
 mod hibernate;
 mod hooks;

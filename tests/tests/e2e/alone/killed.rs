@@ -89,6 +89,35 @@ async fn containerd_comes_back_right_after_a_keeper_was_killed() -> anyhow::Resu
     .await
 }
 
+/// Somebody who has paused a sandbox for a save is not there any more, and a container loses its keeper: its program cannot end while the
+/// sandbox stands still, and containerd waits for that.
+#[tokio::test]
+async fn a_keeper_that_dies_in_a_save_whose_agent_is_gone_keeps_nobody_waiting()
+-> anyhow::Result<()> {
+    case_alone("keeperpaused", async |case| {
+        let pod = case.start(two_containers()).await?;
+        let agent = Agent::find()?.process;
+        agent.stop()?;
+        let restarted = async {
+            let sandbox = case.node.sandbox_of(&uid(&pod))?.sandbox;
+            let paused = tokio::process::Command::new(case.node.torpor_oci())
+                .args(["pause", sandbox.as_str()])
+                .output()
+                .await?;
+            anyhow::ensure!(paused.status.success(), "{paused:?}");
+            case.node.keeper(&uid(&pod), "a")?.kill()?;
+            let restarted = |pod: &Pod| restarts(pod) == 1 && is_ready(pod);
+            case.pod_until("p", "a is there again", RECOVERY_LIMIT, restarted)
+                .await
+        };
+        let restarted = restarted.await;
+        let goes_on = agent.go_on();
+        assert_eq!(restarts(&restarted?), 1);
+        goes_on
+    })
+    .await
+}
+
 /// Creating a container and starting it are a few hundredths of a second apart.
 const TRIES: usize = 8;
 
