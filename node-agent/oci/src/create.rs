@@ -25,7 +25,7 @@ use torpor_gvisor::{net, traffic};
 use crate::args::CreateArgs;
 use crate::console::{Terminal, create_with_console, hand_over};
 use crate::delete;
-use crate::exec;
+use crate::doze;
 use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node, read_oci_json};
 use crate::restore;
 
@@ -92,15 +92,26 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Option<an
 /// A container that the Pod has not had before (`kubectl debug` adds such) is somebody who needs the sandbox, and wakes it as an exec does. One
 /// that the kubelet brings back is part of a hibernated sandbox' image, and comes back with that. The caller holds the lock.
 fn admit(node: &Node, pod: &PodRecord, record: &ContainerRecord) -> anyhow::Result<()> {
-    let comes_back = match restore::settled(node, &pod.sandbox)? {
-        SandboxState::Running => false,
-        SandboxState::Hibernated { image } => !restore::is_new(node, pod, &image, record)?,
-        SandboxState::Restoring { .. } => true,
-    };
-    if comes_back {
-        return Ok(());
+    match restore::settled(node, &pod.sandbox)? {
+        SandboxState::Running => {
+            doze::rouse(node, &pod.sandbox, WakeCause::Called)?;
+        }
+        SandboxState::Hibernated { image } if restore::is_new(node, pod, &image, record)? => {
+            restore::ensure_goes_on(node, pod)?;
+            restore::wake_locked(node, &pod.sandbox, WakeCause::Called)?;
+        }
+        // Of a Pod that goes on from its own image all containers are known: this one is no mismatch.
+        SandboxState::Restoring { image, .. }
+            if *image.pod() == pod.pod_uid && restore::is_new(node, pod, &image, record)? =>
+        {
+            bail!(
+                "the sandbox is being restored, and container {} is not part of it: try again when it runs",
+                record.name
+            );
+        }
+        SandboxState::Hibernated { .. } | SandboxState::Restoring { .. } => {}
     }
-    exec::wake_up(node, &pod.sandbox, WakeCause::Called)
+    Ok(())
 }
 
 /// The pause container's keeper sees to a container whose own is killed. Where it cannot (an old kernel, a keeper of an older version), nobody does, and the container's end is seen with that of the pod.

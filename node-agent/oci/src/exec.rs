@@ -129,7 +129,7 @@ pub(crate) fn awake(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyho
 }
 
 /// The caller holds the lock.
-pub(crate) fn wake_up(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<()> {
+fn wake_up(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<()> {
     match node.records.state(sandbox)? {
         SandboxState::Running if doze::rouse(node, sandbox, cause)? => Ok(()),
         SandboxState::Running => refuse_frozen(node, sandbox),

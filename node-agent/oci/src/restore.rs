@@ -254,7 +254,7 @@ fn report_failure(
 
 /// The kubelet brings back what was killed of a Pod, but the sandbox goes on in another one: what it did in this one would be lost. A Pod
 /// that has not run yet and is to be suspended all the same is restored first, and saved.
-fn ensure_goes_on(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
+pub(crate) fn ensure_goes_on(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
     let ledger = store(node)?.ledger(&pod.pod_uid)?.read()?;
     ensure!(
         ledger.memory.image().is_none() || !node.records.suspends(&pod.pod_uid),
@@ -276,6 +276,8 @@ pub(crate) fn join(node: &Node, sandbox: &SandboxId) -> anyhow::Result<SandboxSt
         .containers_of(sandbox)?
         .into_iter()
         .filter(|container| container.role == Role::Container && container.completed.is_none())
+        // One that has lost its keeper comes back too.
+        .filter(ContainerRecord::keeper_lives)
         .map(|container| container.id)
         .collect();
     let state = SandboxState::Restoring { image, started };
@@ -283,18 +285,18 @@ pub(crate) fn join(node: &Node, sandbox: &SandboxId) -> anyhow::Result<SandboxSt
     Ok(state)
 }
 
-/// Whether the image knows nothing of the container. Of one that cannot be read, nobody knows: who restores it says what is wrong.
+/// Whether the image knows nothing of the container.
 pub(crate) fn is_new(
     node: &Node,
     pod: &PodRecord,
     image: &ImageId,
     record: &ContainerRecord,
 ) -> anyhow::Result<bool> {
-    let opened = store(node)?.image(&pod.namespace, image);
-    Ok(opened.is_ok_and(|image| {
-        let place = place_in(image.manifest(), record);
-        matches!(place, Err(Mismatch::ContainerAdded { .. }))
-    }))
+    let opened = store(node)?
+        .image(&pod.namespace, image)
+        .map_err(Refusal::from)?;
+    let place = place_in(opened.manifest(), record);
+    Ok(matches!(place, Err(Mismatch::ContainerAdded { .. })))
 }
 
 /// The exit code of a container that had ended when the image was saved; none for one that is part of the image.
@@ -386,6 +388,8 @@ pub(crate) fn arrive(
         .containers_of(&pod.sandbox)?
         .into_iter()
         .filter(|part| part.role == Role::Sandbox || started.contains(&part.id))
+        // Another may have lost its keeper since: the kubelet brings it back.
+        .filter(|part| part.role == Role::Sandbox || part.keeper_lives())
         .collect();
     if !is_complete(opened.manifest(), &parts) {
         let state = SandboxState::Restoring {

@@ -97,7 +97,9 @@ fn is_about(status: &ContainerStatus, container: &ContainerRecord) -> bool {
 
 /// A container that the Pod's spec does not have: who uses `kubectl debug` adds such, and the Pod that goes on from an image would lack it.
 pub(super) fn added(node: &Node, record: &PodRecord, pod: Option<&Pod>) -> Option<String> {
-    let containers = node.records.containers_of(&record.sandbox).ok()?;
+    let mut containers = node.records.containers_of(&record.sandbox).ok()?;
+    // Of one that has ended, its record is left for a moment; or for longer, where containerd has lost it.
+    containers.retain(ContainerRecord::keeper_lives);
     added_to(pod?, &containers)
 }
 
