@@ -28,3 +28,4 @@ mod streams;
 mod suspend;
 mod volumes;
 mod wake;
+mod windows;
