@@ -14,6 +14,11 @@
 //!
 //! Not answered, but kept for the sandbox like any acknowledgement: segments with other options (selective acknowledgements
 //! say that data is missing; signatures cannot be made here), and all of a connection on which something else has come.
+//! Of the acknowledgements that are none, one tells something: a peer that says again what it has said, but for a larger window, has
+//! read what had filled the one before. A sandbox that fell asleep while it could not send on has more for it, and nobody but the
+//! sandbox can say that. Likewise a peer that acknowledges more than before, which a sandbox that stands still (its network
+//! stack runs) has sent meanwhile.
+//!
 //! Keepalives with a byte of rubbish, as some systems send them, are data to who does not know the connection: they wake.
 
 use std::collections::HashMap;
@@ -35,6 +40,8 @@ const PROTEST: Duration = Duration::from_millis(500);
 /// nothing: who has something to say must say it, so that the sandbox wakes.
 const WINDOW: u16 = 4096;
 const HOPS: u8 = 64;
+/// Numbers further on than this are earlier ones (RFC 9293, 3.4).
+const HALF: u32 = (1 << 31) - 1;
 
 /// What is known of the connections of one sleeping pod, from what their peers say.
 #[derive(Debug, Default)]
@@ -61,6 +68,19 @@ enum State {
     Spoken,
 }
 
+/// What a segment was.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Heard {
+    /// A keepalive, and what to answer.
+    Keepalive(Answer),
+    /// The peer has read what had filled its window, and may wait for more.
+    WindowOpens,
+    /// The peer acknowledges more than before.
+    AcknowledgesMore,
+    /// Nothing that could be told from what it says.
+    Other,
+}
+
 /// An acknowledgement to a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Answer {
@@ -68,12 +88,12 @@ pub struct Answer {
 }
 
 impl Keepalives {
-    /// Takes note of a segment; what to answer, if it is a keepalive.
-    pub fn hear(&mut self, segment: &Segment, now: Instant) -> Option<Answer> {
+    /// Takes note of a segment, and says what it was.
+    pub fn hear(&mut self, segment: &Segment, now: Instant) -> Heard {
         if segment.rst || segment.begins() {
             // What is not there, or not yet, is not kept alive.
             self.connections.remove(&segment.ends);
-            return None;
+            return Heard::Other;
         }
         let known = self.connections.get(&segment.ends).copied();
         let state = next(known.as_ref(), segment, now);
@@ -86,7 +106,13 @@ impl Keepalives {
         let said = *segment;
         self.connections
             .insert(segment.ends, Connection { said, at, state });
-        (state == State::Asks { answered: now }).then_some(Answer { to: *segment })
+        if state == (State::Asks { answered: now }) {
+            return Heard::Keepalive(Answer { to: *segment });
+        }
+        match known {
+            Some(known) if is_bare(segment) => goes_on(&known.said, segment),
+            _ => Heard::Other,
+        }
     }
 
     fn make_room(&mut self, ends: &Ends) {
@@ -101,7 +127,7 @@ impl Keepalives {
 }
 
 fn next(known: Option<&Connection>, segment: &Segment, now: Instant) -> State {
-    let bare = segment.only_acknowledges() && segment.length == 0 && !segment.other_options;
+    let bare = is_bare(segment);
     let Some(known) = known else {
         return if bare { State::Heard } else { State::Spoken };
     };
@@ -130,6 +156,18 @@ fn next(known: Option<&Connection>, segment: &Segment, now: Instant) -> State {
             }
         }
         State::Heard | State::Asks { .. } => State::Heard,
+    }
+}
+
+fn is_bare(segment: &Segment) -> bool {
+    segment.only_acknowledges() && segment.length == 0 && !segment.other_options
+}
+
+fn goes_on(before: &Segment, now: &Segment) -> Heard {
+    match now.acknowledgment.wrapping_sub(before.acknowledgment) {
+        0 if now.window > before.window => Heard::WindowOpens,
+        1..=HALF => Heard::AcknowledgesMore,
+        _ => Heard::Other,
     }
 }
 

@@ -166,30 +166,45 @@ struct Full {
     from: [TcpStream; 2],
 }
 
+/// Starts the Pod and waits until its program listens.
+async fn started(case: &Case) -> anyhow::Result<Pod> {
+    let env = json!([{ "name": "WORDS", "value": WORDS.to_string() }]);
+    let container = with(python("a", FULL), json!({ "env": env }));
+    let pod = case
+        .start(pod("p", json!({ "containers": [container] })))
+        .await?;
+    wait::until("it listens", LIMIT, async || {
+        let told = answer(&pod, b'?').await;
+        Ok(told.map_err(|error| format!("{error:#}")))
+    })
+    .await?;
+    Ok(pod)
+}
+
+/// Everything that there is to be said on a connection.
+fn all() -> Vec<u8> {
+    (0..WORDS).flat_map(u64::to_ne_bytes).collect()
+}
+
+/// Waits until the program has found no room for more on so many connections.
+async fn has_no_room(pod: &Pod, connections: usize) -> anyhow::Result<()> {
+    wait::until("the program has no room", LIMIT, async || {
+        let written: Vec<Written> = serde_json::from_str(&answer(pod, b'?').await?)?;
+        let waits = |written: &Written| written.waits && written.bytes < all().len();
+        let full = written.len() == connections && written.iter().all(waits);
+        wait::holds(full, || format!("{written:?}"))
+    })
+    .await
+}
+
 impl Full {
     async fn begin(case: &Case) -> anyhow::Result<Self> {
-        let env = json!([{ "name": "WORDS", "value": WORDS.to_string() }]);
-        let container = with(python("a", FULL), json!({ "env": env }));
-        let pod = case
-            .start(pod("p", json!({ "containers": [container] })))
-            .await?;
-        wait::until("it listens", LIMIT, async || {
-            let told = answer(&pod, b'?').await;
-            Ok(told.map_err(|error| format!("{error:#}")))
-        })
-        .await?;
-        let all: Vec<u8> = (0..WORDS).flat_map(u64::to_ne_bytes).collect();
+        let (pod, all) = (started(case).await?, all());
         // In this order: a Pod that has heard data last is taken for one that owes an answer, and is woken as soon as it sleeps.
         let to = wish(&pod, b'r').await?;
         let taken = fill(&to, &all).await?;
         let from = [wish(&pod, b'w').await?, wish(&pod, b'w').await?];
-        wait::until("the program has no room", LIMIT, async || {
-            let written: Vec<Written> = serde_json::from_str(&answer(&pod, b'?').await?)?;
-            let waits = |written: &Written| written.waits && written.bytes < all.len();
-            let full = written.len() == from.len() && written.iter().all(waits);
-            wait::holds(full, || format!("{written:?}"))
-        })
-        .await?;
+        has_no_room(&pod, from.len()).await?;
         Ok(Self {
             pod,
             all,
@@ -276,6 +291,33 @@ async fn what_waits_behind_closed_windows_comes_after_a_doze() -> anyhow::Result
         case.annotate("p", DOZE_AFTER, Some("3s")).await?;
         case.dozes("p").await?;
         full.flows(case, DOZE_AFTER).await
+    })
+    .await
+}
+
+/// Nobody wakes the Pod but who reads on after a break, and says only that there is room again.
+#[tokio::test]
+async fn who_reads_on_after_a_break_gets_the_rest_from_a_hibernated_pod() -> anyhow::Result<()> {
+    case("readson", async |case| {
+        let pod = started(case).await?;
+        let from = wish(&pod, b'w').await?;
+        has_no_room(&pod, 1).await?;
+        case.hibernate("p").await?;
+        read_all(from, Vec::new(), &all()).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn who_reads_on_after_a_break_gets_the_rest_from_a_dozing_pod() -> anyhow::Result<()> {
+    let _swap = Swap::on()?;
+    case("dozereadson", async |case| {
+        let pod = started(case).await?;
+        let from = wish(&pod, b'w').await?;
+        has_no_room(&pod, 1).await?;
+        case.annotate("p", DOZE_AFTER, Some("3s")).await?;
+        case.dozes("p").await?;
+        read_all(from, Vec::new(), &all()).await
     })
     .await
 }

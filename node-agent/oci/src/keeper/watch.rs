@@ -12,9 +12,9 @@ use torpor_gvisor::net::{self, Pair};
 use torpor_gvisor::record::PodRecord;
 use torpor_gvisor::traffic;
 use torpor_wake::doubt::{Doubts, Settled};
-use torpor_wake::keepalive::Keepalives;
+use torpor_wake::keepalive::{self, Keepalives};
 use torpor_wake::owner::Kubelet;
-use torpor_wake::packet::{Cause, Ends, Segment, meaning, segment};
+use torpor_wake::packet::{Cause, Ends, Meaning, Segment, meaning, segment};
 use torpor_wake::probes::Responder;
 use torpor_wake::sensor::{Next, Sensor};
 use torpor_wake::tap::{HEADER, Mouth, Tap, ethernet};
@@ -163,6 +163,19 @@ impl Watch {
         {
             return Next::Nothing.into();
         }
+        let heard = seen.map(|segment| self.keepalives.hear(&segment, now));
+        let waits_for_more = match heard {
+            Some(keepalive::Heard::WindowOpens) => true,
+            // What one that hibernates has said at last may be acknowledged late.
+            Some(keepalive::Heard::AcknowledgesMore) => self.stands,
+            _ => false,
+        };
+        if let Some(segment) = seen.filter(|_| waits_for_more) {
+            let cause = Cause::Tcp {
+                port: segment.ends.local_port,
+            };
+            return self.means(Meaning::Wakes(cause), frame, seen, now).into();
+        }
         // Its network stack runs while its programs stand still, sends keepalives of its own, and answers those of peers.
         // An acknowledgement changes nothing there that the image would have to know of.
         let says_nothing = |seen: &Segment| seen.only_acknowledges() && seen.length == 0;
@@ -172,8 +185,9 @@ impl Watch {
                 pass_on: sent_by(frame, self.sender),
             };
         }
-        let answer = seen.and_then(|segment| self.keepalives.hear(&segment, now));
-        if let Some(answer) = answer.and_then(|answer| answer.frame(ethernet(frame))) {
+        if let Some(keepalive::Heard::Keepalive(answer)) = heard
+            && let Some(answer) = answer.frame(ethernet(frame))
+        {
             voice.say(answer);
             return Next::Nothing.into();
         }
@@ -217,8 +231,17 @@ impl Watch {
     }
 
     fn arrived(&mut self, frame: &[u8], seen: Option<Segment>, now: Instant) -> Next {
+        self.means(meaning(ethernet(frame), &self.own), frame, seen, now)
+    }
+
+    fn means(
+        &mut self,
+        meaning: Meaning,
+        frame: &[u8],
+        seen: Option<Segment>,
+        now: Instant,
+    ) -> Next {
         let says = seen.map(|segment| segment.says());
-        let meaning = meaning(ethernet(frame), &self.own);
         let meaning = meaning.for_pod_that_wakes_on(&self.rules.wake_on);
         self.sensor.arrived(frame, says, meaning, now)
     }

@@ -41,7 +41,7 @@ fn answered(segments: &[(u64, Segment)]) -> Vec<bool> {
         .iter()
         .map(|(millis, segment)| {
             let at = began + Duration::from_millis(*millis);
-            keepalives.hear(segment, at).is_some()
+            matches!(keepalives.hear(segment, at), Heard::Keepalive(_))
         })
         .collect()
 }
@@ -128,6 +128,60 @@ fn what_is_no_keepalive_is_not_answered() {
     ] {
         assert!(!answered(&segments).contains(&true), "{segments:?}");
     }
+}
+
+/// What bare segments are, heard one after the other.
+fn heard(segments: &[Segment]) -> Vec<Heard> {
+    let began = Instant::now();
+    let mut keepalives = Keepalives::default();
+    let mut millis = 0;
+    let hear = |segment| {
+        millis += 700;
+        keepalives.hear(segment, began + Duration::from_millis(millis))
+    };
+    segments.iter().map(hear).collect()
+}
+
+#[test]
+fn a_peer_that_reads_on_is_told_from_one_that_is_idle() {
+    use Heard::{AcknowledgesMore, Other, WindowOpens};
+    let said = |acknowledgment, window| Segment {
+        acknowledgment,
+        window,
+        ..bare(100)
+    };
+    // What was said before the first is not known; a window that shrinks is one that fills.
+    let opens = [
+        (0, Other),
+        (8, WindowOpens),
+        (8, Other),
+        (4, Other),
+        (9, WindowOpens),
+    ];
+    let (windows, expected): (Vec<_>, Vec<_>) = opens.into_iter().unzip();
+    let segments: Vec<_> = windows
+        .into_iter()
+        .map(|window| said(500, window))
+        .collect();
+    assert_eq!(heard(&segments), expected);
+    // Numbers begin anew after the largest.
+    let more = [said(u32::MAX, 8), said(4, 8), said(3, 9)];
+    assert_eq!(heard(&more), [Other, AcknowledgesMore, Other]);
+    let data = Segment {
+        length: 5,
+        ..said(600, 9)
+    };
+    assert_eq!(
+        heard(&[said(500, 0), data]),
+        [Other; 2],
+        "data wakes by itself"
+    );
+    // Keepalives say the same again and again.
+    let idle = heard(&[bare(100), bare(99), bare(99), bare(100), bare(99)]);
+    assert!(
+        !idle.contains(&WindowOpens) && !idle.contains(&AcknowledgesMore),
+        "{idle:?}"
+    );
 }
 
 #[test]
@@ -319,7 +373,7 @@ proptest! {
                 Event::Keepalive => Segment { window: room, ..bare(sent.wrapping_sub(1)) },
                 Event::ProbesWindow => Segment { window: room, ..bare(acknowledged.wrapping_sub(1)) },
             };
-            if let Some(answer) = keepalives.hear(&segment, now) {
+            if let Heard::Keepalive(answer) = keepalives.hear(&segment, now) {
                 let told = answer.to.sequence.wrapping_add(1);
                 prop_assert!(received.wrapping_sub(told) < u32::MAX / 2, "{told} of {received}");
                 prop_assert!(last_answer.is_none_or(|at| now - at >= PROTEST));
