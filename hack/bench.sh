@@ -186,7 +186,7 @@ is_ready() { [ "$(k -n "$NAMESPACE" get "$1" "$2" -o jsonpath="{.status.conditio
 
 creates() {
 	local n begin
-	for n in $(seq 10); do
+	for n in $(seq "$RUNS"); do
 		pod "pod-$n" torpor.dev/busybox:dev '["sh","-c","while :; do sleep 1000; done"]' >"$TMP/pod.yaml"
 		begin=$(micros)
 		k create -f "$TMP/pod.yaml" >/dev/null
