@@ -219,6 +219,9 @@ all_end_to_end() {
 	step "end-to-end tests that disturb the node" end_to_end_node
 }
 
+# A little of the kill test, other cycles each time; it says by which seed. The long run is a command (hack/chaos).
+chaos() { hack/chaos --cycles 24 --seconds 60; }
+
 # Kills the whole cluster and starts it again, so nothing that needs it runs beside it, but the unit tests that make network namespaces:
 # these may not run beside what compares the machine with what it was before.
 reboot() {
@@ -269,6 +272,7 @@ step "install by Helm, and take it off" by_helm
 step "unit tests that leave the machine alone" ended quiet_unit_tests
 step "install Torpor" install
 all_end_to_end
+[ -z "${CI:-}" ] || step "kill test, a short run" chaos
 step "reboot of the node, and the rest of the unit tests" reboot
 step "install Torpor again" install_again
 [ -n "${KEEP:-}" ] || step "take Torpor off" uninstall

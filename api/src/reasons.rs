@@ -188,6 +188,7 @@ pub mod plan {
     pub const SAVE_UNFINISHED: &str = "SaveUnfinished";
     pub const NOT_CAPABLE: &str = "NotCapable";
     pub const IN_USE: &str = "InUse";
+    pub const DEBUGGED: &str = "Debugged";
     pub const AWAITING_TURN: &str = "AwaitingTurn";
     pub const AWAITING_BANDWIDTH: &str = "AwaitingBandwidth";
     pub const BACKOFF: &str = "Backoff";
@@ -200,7 +201,7 @@ pub mod plan {
     pub const NUMBERS_EXHAUSTED: &str = "NumbersExhausted";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 30] = [
+    pub const ALL: [&str; 31] = [
         BUSY,
         LIVE_UNKNOWN,
         LEDGER_CORRUPT,
@@ -221,6 +222,7 @@ pub mod plan {
         SAVE_UNFINISHED,
         NOT_CAPABLE,
         IN_USE,
+        DEBUGGED,
         AWAITING_TURN,
         AWAITING_BANDWIDTH,
         BACKOFF,

@@ -41,6 +41,9 @@ pub fn of_plan(reason: &str) -> Option<&'static str> {
         plan::IN_USE => {
             "it shall sleep, but somebody uses it: an exec, an attach or a port-forward is open, or woke it less than 10 s ago"
         }
+        plan::DEBUGGED => {
+            "a container that kubectl debug has added runs in it: nothing is saved until that has ended"
+        }
         plan::AWAITING_TURN => "other sandboxes of its node are being saved; it waits for its turn",
         plan::AWAITING_BANDWIDTH => {
             "it is idle, and is saved when the disk of its node has had time for the images before it (--save-bandwidth); nobody else has to wait for it"

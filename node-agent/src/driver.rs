@@ -494,6 +494,9 @@ fn look(
     }
     let failures = &remembered.failures;
     let mut observed = observe(node, &pod_uid, record.as_ref(), failures, busy);
+    observed.added = record
+        .as_ref()
+        .and_then(|record| draft::added(node, record, pod));
     let turn = remembered.save_turn.as_ref();
     observed.save_turn = turn.is_some_and(|turn| turn.has_come());
     observed.held_back = turn.is_some_and(|turn| turn.is_held_back());
@@ -509,7 +512,6 @@ fn look(
                 record,
                 lock,
                 probes: probes.as_ref(),
-                has_guest: draft::added(node, record, pod).is_some(),
             };
             idle::watch(&sandbox, desired, &mut observed, remembered.idle, now)
         }
@@ -587,7 +589,6 @@ fn run_in(
     let mut kata = look.kata.take();
     let look = &*look;
     let draft = || draft::manifest(&shared.node, look.record.as_ref(), pod);
-    let added = || draft::added(&shared.node, look.record.as_ref()?, pod);
     let context = Context {
         rules: &look.rules,
         node: &shared.node,
@@ -595,7 +596,6 @@ fn run_in(
         namespace,
         sandbox: look.record.as_ref().zip(look.lock.as_ref()),
         draft: &draft,
-        added: &added,
         partial: RefCell::new(None),
         written: Cell::new(0),
     };

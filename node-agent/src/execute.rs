@@ -40,8 +40,6 @@ pub(crate) struct Context<'a> {
     pub(crate) rules: &'a Rules,
     /// What a commit writes into the manifest.
     pub(crate) draft: &'a dyn Fn() -> ManifestDraft,
-    /// The container that `kubectl debug` has added to the Pod, if one is there.
-    pub(crate) added: &'a dyn Fn() -> Option<String>,
     /// The image that a checkpoint of this plan wrote and that waits for its commit.
     pub(crate) partial: RefCell<Option<Partial>>,
     /// Bytes of images that this plan wrote, whatever became of them.
@@ -283,15 +281,6 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
     let Some((record, _)) = context.sandbox else {
         return no_sandbox();
     };
-    if let Some(name) = (context.added)() {
-        let message = format!(
-            "container {name} runs in the sandbox and is none of its Pod's own (kubectl debug adds such): whoever goes on from the image would lack it; end its program"
-        );
-        return Outcome::Failed {
-            reason: "EphemeralContainer".to_owned(),
-            message,
-        };
-    }
     let partial = match context.node.store.begin(context.namespace, image) {
         Ok(partial) => partial,
         Err(error) => return failed(error.reason(), &error),

@@ -73,8 +73,6 @@ pub(crate) struct Sandbox<'a> {
     pub(crate) record: &'a PodRecord,
     pub(crate) lock: &'a PodLock,
     pub(crate) probes: Option<&'a Probes>,
-    /// Whether somebody has added a container to the Pod (`kubectl debug`).
-    pub(crate) has_guest: bool,
 }
 
 /// Looks at a sandbox that may fall asleep by itself, and says in `observed` since when it has been idle. Answers what is to be
@@ -92,7 +90,7 @@ pub(crate) fn watch(
     let id = &sandbox.record.sandbox;
     let mut watched = Watched::of(known, id, now);
     let looked = match observed.live {
-        Live::Running => sandbox.look(&mut watched.watch, after, now),
+        Live::Running => sandbox.look(&mut watched.watch, after, now, observed.added.is_some()),
         // Nothing goes on in it.
         Live::Paused => Ok(()),
         Live::None => return None,
@@ -106,7 +104,13 @@ pub(crate) fn watch(
 }
 
 impl Sandbox<'_> {
-    fn look(&self, watch: &mut IdleWatch, after: Duration, now: Timestamp) -> Result<(), String> {
+    fn look(
+        &self,
+        watch: &mut IdleWatch,
+        after: Duration,
+        now: Timestamp,
+        is_debugged: bool,
+    ) -> Result<(), String> {
         let (node, id) = (self.node, &self.record.sandbox);
         let mut control = self.connect()?;
         let cpu = control
@@ -120,7 +124,7 @@ impl Sandbox<'_> {
             at: now,
             cpu,
             host: self.host_time(),
-            in_use: works || forwards || self.has_guest,
+            in_use: works || forwards || is_debugged,
             last_use: records.last_use(id).and_then(timestamp),
         });
         if watch.is_due(after, now) {

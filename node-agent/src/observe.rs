@@ -37,6 +37,8 @@ pub(crate) fn observe(
         containers: whole
             .map(|record| started(node, record))
             .unwrap_or_default(),
+        // Whoever has the Pod knows: see `crate::driver`.
+        added: None,
         record: hibernated,
         doze: doze.map(|note| Doze {
             reclaimed: note.reclaimed,

@@ -271,7 +271,7 @@ pub(crate) fn signed(bytes: u64) -> i64 {
 
 #[cfg(test)]
 mod tests {
-    use torpor_core::ids::ImageId;
+    use torpor_core::ids::{ContainerName, ImageId};
     use torpor_core::pressure::Resource;
     use torpor_core::queue::Urgency;
     use torpor_gvisor::record::{Depth, WakeCause};
@@ -305,6 +305,9 @@ mod tests {
             Reason::SaveUnfinished,
             Reason::NotCapable,
             Reason::InUse,
+            Reason::Debugged {
+                container: ContainerName::new("debugger").expect("a name"),
+            },
             Reason::AwaitingTurn {
                 urgency: Urgency::Asked,
             },
@@ -340,6 +343,7 @@ mod tests {
                 | Reason::SaveUnfinished
                 | Reason::NotCapable
                 | Reason::InUse
+                | Reason::Debugged { .. }
                 | Reason::AwaitingTurn { .. }
                 | Reason::AwaitingBandwidth
                 | Reason::Backoff { .. }

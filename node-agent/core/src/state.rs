@@ -229,6 +229,8 @@ pub struct Observed {
     pub live: Live,
     /// The containers that were started in the sandbox, unless it dozes.
     pub containers: BTreeSet<ContainerName>,
+    /// One of those that are there that the Pod's spec does not have (`kubectl debug` adds such). Whoever goes on from an image would lack it.
+    pub added: Option<ContainerName>,
     pub record: Option<Record>,
     pub doze: Option<Doze>,
     /// `Err`: this node cannot push memory out, in words.
@@ -271,6 +273,7 @@ impl Observed {
             sandbox: None,
             live: Live::None,
             containers: BTreeSet::new(),
+            added: None,
             record: None,
             doze: None,
             can_doze: Ok(()),

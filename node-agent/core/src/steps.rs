@@ -13,7 +13,7 @@
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use crate::ids::{ImageId, PodUid, SandboxId};
+use crate::ids::{ContainerName, ImageId, PodUid, SandboxId};
 use crate::ledger::Entry;
 use crate::pressure::Resource;
 use crate::queue::Urgency;
@@ -173,6 +173,8 @@ pub enum Reason {
     NotCapable,
     /// Somebody has a session open, or had one a moment ago.
     InUse,
+    /// A container runs in it that its Pod's spec does not have (`kubectl debug` adds such).
+    Debugged { container: ContainerName },
     /// Other sandboxes of the node are being saved; this one waits for its turn.
     AwaitingTurn { urgency: Urgency },
     /// The same of one that is idle, until the disk is free of the images before it: their bandwidth is limited.

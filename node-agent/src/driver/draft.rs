@@ -96,14 +96,14 @@ fn is_about(status: &ContainerStatus, container: &ContainerRecord) -> bool {
 }
 
 /// A container that the Pod's spec does not have: who uses `kubectl debug` adds such, and the Pod that goes on from an image would lack it.
-pub(super) fn added(node: &Node, record: &PodRecord, pod: Option<&Pod>) -> Option<String> {
+pub(super) fn added(node: &Node, record: &PodRecord, pod: Option<&Pod>) -> Option<ContainerName> {
     let mut containers = node.records.containers_of(&record.sandbox).ok()?;
     // Of one that has ended, its record is left for a moment; or for longer, where containerd has lost it.
     containers.retain(ContainerRecord::keeper_lives);
     added_to(pod?, &containers)
 }
 
-fn added_to(pod: &Pod, containers: &[ContainerRecord]) -> Option<String> {
+fn added_to(pod: &Pod, containers: &[ContainerRecord]) -> Option<ContainerName> {
     let spec = pod.spec.as_ref()?;
     let init = spec.init_containers.iter().flatten();
     let own: Vec<&str> = init
@@ -113,7 +113,7 @@ fn added_to(pod: &Pod, containers: &[ContainerRecord]) -> Option<String> {
     let mut added = containers
         .iter()
         .filter(|one| one.role == Role::Container && !own.contains(&one.name.as_str()));
-    added.next().map(|container| container.name.clone())
+    ContainerName::new(added.next()?.name.clone()).ok()
 }
 
 /// What a manifest calls it.
@@ -262,6 +262,7 @@ mod tests {
         all.push(pause);
         assert_eq!(added_to(&pod, &all), None);
         all.push(container('4', "debugger-x7", None));
-        assert_eq!(added_to(&pod, &all).as_deref(), Some("debugger-x7"));
+        let added = added_to(&pod, &all).expect("one was added");
+        assert_eq!(added.as_str(), "debugger-x7");
     }
 }

@@ -31,6 +31,9 @@ impl Planning<'_> {
         if for_snapshot {
             self.why.push(Reason::SnapshotWanted);
         }
+        if self.is_debugged() {
+            return false;
+        }
         if view.awaited_container().is_some() {
             self.why.push(Reason::AwaitingContainers);
             self.look_at(later(self.now, self.policy.look_again));
@@ -53,6 +56,16 @@ impl Planning<'_> {
             return false;
         }
         self.push_sleep_wanted();
+        true
+    }
+
+    /// Whether somebody debugs it: nothing is saved meanwhile.
+    fn is_debugged(&mut self) -> bool {
+        let Some(container) = self.view.observed.added.clone() else {
+            return false;
+        };
+        self.why.push(Reason::Debugged { container });
+        self.look_at(later(self.now, self.policy.look_again));
         true
     }
 

@@ -1,6 +1,7 @@
 //! What users are told about a plan.
 
 use super::View;
+use crate::ids::ContainerName;
 use crate::state::{
     Failure, Live, PodPresence, Policy, Power, Restore, RolledBack, SnapshotIntent, SnapshotReason,
     SnapshotWish,
@@ -247,6 +248,13 @@ impl Telling<'_> {
     }
 
     fn awake_message(&self) -> String {
+        let debugged = self.why.iter().find_map(|reason| match reason {
+            Reason::Debugged { container } => Some(container),
+            _ => None,
+        });
+        if let Some(container) = debugged {
+            return format!("The sandbox is awake: it {}.", not_saved_beside(container));
+        }
         if let (Err(why), Some(_)) = (
             &self.view.observed.idle_known,
             self.view.desired.sleep.first(),
@@ -448,6 +456,9 @@ impl Telling<'_> {
     }
 
     fn pending_message(&self) -> String {
+        if let Some(container) = &self.view.observed.added {
+            return format!("The sandbox {}.", not_saved_beside(container));
+        }
         match (self.view.observed.live, self.view.awaited_container()) {
             (Live::None, _) => "Waiting for the sandbox to be there.".to_owned(),
             (Live::Unknown, _) => "Waiting to find out what the sandbox does.".to_owned(),
@@ -459,6 +470,12 @@ impl Telling<'_> {
             (Live::Running | Live::Paused, _) => "Waiting to be saved.".to_owned(),
         }
     }
+}
+
+fn not_saved_beside(container: &ContainerName) -> String {
+    format!(
+        "is not saved while container \"{container}\" runs, which is none of the Pod's own (kubectl debug adds such): whoever goes on from the image would lack it. End its program"
+    )
 }
 
 /// Reasons of failed wakes as the Restored condition knows them: an unknown outcome is a failed restore to a user.

@@ -97,6 +97,37 @@ fn what_the_kubelet_is_bringing_back_is_waited_for() {
     assert!(message.contains("container \"b\""), "{message}");
 }
 
+#[test]
+fn nothing_is_saved_while_somebody_debugs_it() {
+    let debugged = Observed {
+        added: Some(ContainerName::new("debugger").expect("a name")),
+        ..observed(Live::Running, &[], &[])
+    };
+    let mut suspended = desired(Power::Asleep);
+    suspended.snapshots = vec![snapshot("s", SnapshotReason::Suspend)];
+    for asked in [desired(Power::Asleep), suspended] {
+        let plan = planned(&asked, &debugged);
+        assert_eq!(plan.steps, [], "it is not even paused");
+        assert!(plan.wake_at.is_some(), "it looks again");
+        let told = plan.status.hibernated.expect("told").message;
+        assert!(
+            told.contains("\"debugger\"") && told.contains("kubectl debug"),
+            "{told}"
+        );
+        for snapshot in plan.status.snapshots {
+            let SnapshotState::Pending { message } = snapshot.state else {
+                panic!("{snapshot:?}");
+            };
+            assert!(message.contains("\"debugger\""), "{message}");
+        }
+        let ended = Observed {
+            added: None,
+            ..debugged.clone()
+        };
+        assert!(!planned(&asked, &ended).steps.is_empty());
+    }
+}
+
 /// To run, and to fall asleep by itself after a hundred seconds.
 fn sleepy() -> Desired {
     let sleep = SleepAfter {

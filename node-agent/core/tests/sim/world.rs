@@ -206,6 +206,7 @@ impl World {
             live: self.live,
             // All containers of this world come and go with its sandbox.
             containers: BTreeSet::new(),
+            added: None,
             record: self.record.clone().map(|image| Record { image }),
             doze: self.doze,
             can_doze: Ok(()),
