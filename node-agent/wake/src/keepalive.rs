@@ -15,7 +15,8 @@
 //! Not answered, but kept for the sandbox like any acknowledgement: segments with other options (selective acknowledgements
 //! say that data is missing; signatures cannot be made here), and all of a connection on which something else has come.
 //! Of the acknowledgements that are none, one tells something: a peer that says again what it has said, but for a larger window, has
-//! read what had filled the one before. A sandbox that fell asleep while it could not send on has more for it, and nobody but the
+//! read what had filled the one before. The first one in a sleep has none before it: its peer is asked, by a keepalive of ours,
+//! and what is said again with the same number was none. A sandbox that fell asleep while it could not send on has more for it, and nobody but the
 //! sandbox can say that. Likewise a peer that acknowledges more than before, which a sandbox that stands still (its network
 //! stack runs) has sent meanwhile.
 //!
@@ -43,9 +44,16 @@ const HOPS: u8 = 64;
 /// Numbers further on than this are earlier ones (RFC 9293, 3.4).
 const HALF: u32 = (1 << 31) - 1;
 
+/// After so long a sleep nobody acknowledges what was said before it any more: half a second is the most that a receiver may
+/// wait (RFC 9293, 3.8.6.3).
+const LATE: Duration = Duration::from_secs(1);
+/// A peer that is asked answers at once, and no keepalive is repeated so soon.
+const REPLY: Duration = Duration::from_millis(500);
+
 /// What is known of the connections of one sleeping pod, from what their peers say.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Keepalives {
+    began: Instant,
     connections: HashMap<Ends, Connection>,
 }
 
@@ -60,6 +68,8 @@ struct Connection {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Heard,
+    /// Its peer was asked what `said` was.
+    Asked,
     /// `said` was a keepalive.
     Asks {
         answered: Instant,
@@ -73,6 +83,8 @@ enum State {
 pub enum Heard {
     /// A keepalive, and what to answer.
     Keepalive(Answer),
+    /// A keepalive, or that the peer has read on: what to ask, so that it says so.
+    Unclear(Answer),
     /// The peer has read what had filled its window, and may wait for more.
     WindowOpens,
     /// The peer acknowledges more than before.
@@ -85,34 +97,76 @@ pub enum Heard {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Answer {
     to: Segment,
+    sequence: u32,
+    acknowledgment: u32,
+}
+
+impl Answer {
+    /// What the sandbox would say to a keepalive.
+    fn keeps_alive(to: &Segment) -> Self {
+        Self {
+            to: *to,
+            sequence: to.acknowledgment,
+            acknowledgment: to.sequence.wrapping_add(1),
+        }
+    }
+
+    /// A keepalive of ours: whoever gets a number that it has received long ago says which one it expects, and at which it is itself.
+    fn asks(of: &Segment) -> Self {
+        Self {
+            to: *of,
+            sequence: of.acknowledgment.wrapping_sub(1),
+            acknowledgment: of.sequence,
+        }
+    }
 }
 
 impl Keepalives {
-    /// Takes note of a segment, and says what it was.
-    pub fn hear(&mut self, segment: &Segment, now: Instant) -> Heard {
+    /// The sandbox falls asleep.
+    pub fn begin(now: Instant) -> Self {
+        Self {
+            began: now,
+            connections: HashMap::new(),
+        }
+    }
+
+    /// Takes note of a segment, and says what it was. `may_ask`: nobody but us speaks for the sandbox.
+    pub fn hear(&mut self, segment: &Segment, may_ask: bool, now: Instant) -> Heard {
         if segment.rst || segment.begins() {
             // What is not there, or not yet, is not kept alive.
             self.connections.remove(&segment.ends);
             return Heard::Other;
         }
         let known = self.connections.get(&segment.ends).copied();
+        if known.is_some_and(|known| known.is_said_again(segment, now)) {
+            self.note(*segment, State::Heard, now);
+            return Heard::WindowOpens;
+        }
+        let late = now.saturating_duration_since(self.began) >= LATE;
+        if known.is_none() && is_bare(segment) && may_ask && late {
+            self.note(*segment, State::Asked, now);
+            return Heard::Unclear(Answer::asks(segment));
+        }
         let state = next(known.as_ref(), segment, now);
         // Whether it has been said for long is told by when it was first said.
         let at = match known {
             Some(known) if state == State::Heard && repeats(&known.said, segment) => known.at,
             _ => now,
         };
-        self.make_room(&segment.ends);
-        let said = *segment;
-        self.connections
-            .insert(segment.ends, Connection { said, at, state });
+        self.note(*segment, state, at);
         if state == (State::Asks { answered: now }) {
-            return Heard::Keepalive(Answer { to: *segment });
+            return Heard::Keepalive(Answer::keeps_alive(segment));
         }
         match known {
             Some(known) if is_bare(segment) => goes_on(&known.said, segment),
             _ => Heard::Other,
         }
+    }
+
+    fn note(&mut self, said: Segment, state: State, at: Instant) {
+        self.make_room(&said.ends);
+        self.connections
+            .insert(said.ends, Connection { said, at, state });
     }
 
     fn make_room(&mut self, ends: &Ends) {
@@ -123,6 +177,19 @@ impl Keepalives {
         if let Some(ends) = quietest.map(|(ends, _)| *ends) {
             self.connections.remove(&ends);
         }
+    }
+}
+
+impl Connection {
+    /// Whether the segment is the answer to our question of one that has not asked whether the connection lives: then it would
+    /// bear another number now. A keepalive is not believed to be one because of that: what was said meanwhile may have been lost.
+    fn is_said_again(&self, segment: &Segment, now: Instant) -> bool {
+        self.state == State::Asked
+            && segment.only_acknowledges()
+            && segment.length == 0
+            && segment.sequence == self.said.sequence
+            && segment.window > 0
+            && now.saturating_duration_since(self.at) < REPLY
     }
 }
 
@@ -147,7 +214,7 @@ fn next(known: Option<&Connection>, segment: &Segment, now: Instant) -> State {
             }
         }
         _ if !bare => State::Spoken,
-        State::Heard if since >= REPEATED => {
+        State::Heard | State::Asked if since >= REPEATED => {
             let repeated = repeats(&known.said, segment);
             let follows = segment.sequence == known.said.sequence.wrapping_sub(1);
             match repeated || follows {
@@ -155,7 +222,7 @@ fn next(known: Option<&Connection>, segment: &Segment, now: Instant) -> State {
                 false => State::Heard,
             }
         }
-        State::Heard | State::Asks { .. } => State::Heard,
+        State::Heard | State::Asked | State::Asks { .. } => State::Heard,
     }
 }
 
@@ -198,13 +265,8 @@ impl Answer {
             _ => return None,
         };
         let tcp = ip
-            .tcp(
-                ends.local_port,
-                ends.remote_port,
-                asked.acknowledgment,
-                WINDOW,
-            )
-            .ack(asked.sequence.wrapping_add(1));
+            .tcp(ends.local_port, ends.remote_port, self.sequence, WINDOW)
+            .ack(self.acknowledgment);
         // The peer's clock, and the last time of the sandbox' that it has seen.
         let stamp = asked.timestamps.map(|(value, echo)| {
             let stamp = TcpOptionElement::Timestamp(echo, value);

@@ -303,6 +303,15 @@ async fn who_reads_on_after_a_break_gets_the_rest_from_a_hibernated_pod() -> any
         let from = wish(&pod, b'w').await?;
         has_no_room(&pod, 1).await?;
         case.hibernate("p").await?;
+        // In the first second it could be a late acknowledgement: see Limits in docs/guarantees.md.
+        let sandbox = case.node.sandbox_of(&uid(&pod))?.sandbox;
+        wait::until("it has slept for a second", LIMIT, async || {
+            let since = case.node.records.asleep_since(&sandbox);
+            let slept = since.and_then(|since| since.elapsed().ok());
+            let long = slept.is_some_and(|slept| slept > Duration::from_secs(1));
+            wait::holds(long, || format!("{slept:?}"))
+        })
+        .await?;
         read_all(from, Vec::new(), &all()).await
     })
     .await

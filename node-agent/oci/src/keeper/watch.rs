@@ -91,7 +91,7 @@ impl Watch {
         Ok(Self {
             _hush: hush,
             sensor,
-            keepalives: Keepalives::default(),
+            keepalives: Keepalives::begin(Instant::now()),
             links: links(namespace, &own, rules)?,
             own,
             rules: rules.clone(),
@@ -163,7 +163,8 @@ impl Watch {
         {
             return Next::Nothing.into();
         }
-        let heard = seen.map(|segment| self.keepalives.hear(&segment, now));
+        let may_ask = !self.stands;
+        let heard = seen.map(|segment| self.keepalives.hear(&segment, may_ask, now));
         let waits_for_more = match heard {
             Some(keepalive::Heard::WindowOpens) => true,
             // What one that hibernates has said at last may be acknowledged late.
@@ -184,6 +185,11 @@ impl Watch {
                 next: Next::Nothing,
                 pass_on: sent_by(frame, self.sender),
             };
+        }
+        if let Some(keepalive::Heard::Unclear(question)) = heard
+            && let Some(question) = question.frame(ethernet(frame))
+        {
+            voice.say(question);
         }
         if let Some(keepalive::Heard::Keepalive(answer)) = heard
             && let Some(answer) = answer.frame(ethernet(frame))

@@ -36,12 +36,12 @@ fn bare(sequence: u32) -> Segment {
 /// Which of the segments are answered, each so many milliseconds after the first.
 fn answered(segments: &[(u64, Segment)]) -> Vec<bool> {
     let began = Instant::now();
-    let mut keepalives = Keepalives::default();
+    let mut keepalives = Keepalives::begin(began);
     segments
         .iter()
         .map(|(millis, segment)| {
             let at = began + Duration::from_millis(*millis);
-            matches!(keepalives.hear(segment, at), Heard::Keepalive(_))
+            matches!(keepalives.hear(segment, true, at), Heard::Keepalive(_))
         })
         .collect()
 }
@@ -133,11 +133,11 @@ fn what_is_no_keepalive_is_not_answered() {
 /// What bare segments are, heard one after the other.
 fn heard(segments: &[Segment]) -> Vec<Heard> {
     let began = Instant::now();
-    let mut keepalives = Keepalives::default();
+    let mut keepalives = Keepalives::begin(began);
     let mut millis = 0;
     let hear = |segment| {
         millis += 700;
-        keepalives.hear(segment, began + Duration::from_millis(millis))
+        keepalives.hear(segment, true, began + Duration::from_millis(millis))
     };
     segments.iter().map(hear).collect()
 }
@@ -182,6 +182,47 @@ fn a_peer_that_reads_on_is_told_from_one_that_is_idle() {
         !idle.contains(&WindowOpens) && !idle.contains(&AcknowledgesMore),
         "{idle:?}"
     );
+}
+
+#[test]
+fn the_first_who_speaks_up_is_asked_and_one_that_reads_on_says_it_again() {
+    let heard_at = |millis: u64, segments: &[Segment], may_ask: bool| {
+        let began = Instant::now();
+        let mut keepalives = Keepalives::begin(began);
+        let mut at = began + Duration::from_millis(millis);
+        let hear = |segment| {
+            at += Duration::from_millis(10);
+            keepalives.hear(segment, may_ask, at)
+        };
+        segments.iter().map(hear).collect::<Vec<_>>()
+    };
+    let question = Heard::Unclear(Answer::asks(&bare(100)));
+    assert_eq!(
+        heard_at(2_000, &[bare(100), bare(100)], true),
+        [question, Heard::WindowOpens]
+    );
+    // Half a second after the last word it may be an acknowledgement of that.
+    let early = heard_at(400, &[bare(100), bare(100)], true);
+    assert_eq!(early, [Heard::Other; 2]);
+    // Somebody else answers.
+    let stands = heard_at(2_000, &[bare(100), bare(100)], false);
+    assert_eq!(stands, [Heard::Other; 2]);
+    // A keepalive, whose sender says its real number then; and one who has no room yet.
+    let keepalive = heard_at(2_000, &[bare(99), bare(100)], true);
+    assert_eq!(keepalive[1], Heard::Other);
+    let full = Segment {
+        window: 0,
+        ..bare(100)
+    };
+    assert_eq!(heard_at(2_000, &[full, full], true)[1], Heard::Other);
+}
+
+#[test]
+fn a_question_is_an_old_number_that_acknowledges_nothing_new() {
+    let asked = Answer::asks(&bare(100));
+    assert_eq!((asked.sequence, asked.acknowledgment), (499, 100));
+    let kept = Answer::keeps_alive(&bare(99));
+    assert_eq!((kept.sequence, kept.acknowledgment), (500, 100));
 }
 
 #[test]
@@ -237,7 +278,7 @@ fn a_connection_that_is_over_is_forgotten() {
 #[test]
 fn connections_are_bounded_and_the_quietest_goes() {
     let now = Instant::now();
-    let mut keepalives = Keepalives::default();
+    let mut keepalives = Keepalives::begin(now);
     for n in 0..=MOST_CONNECTIONS {
         let port = u16::try_from(n).expect("a port");
         let segment = Segment {
@@ -246,6 +287,7 @@ fn connections_are_bounded_and_the_quietest_goes() {
         };
         keepalives.hear(
             &segment,
+            true,
             now + Duration::from_millis(n.try_into().expect("few")),
         );
     }
@@ -282,7 +324,7 @@ fn the_answer_says_what_the_keepalive_asks_for() {
     for (frame, stamped) in frames.iter().zip([true, true, false]) {
         let own = [IpAddr::from(POD), IpAddr::from(POD6)];
         let heard = segment(frame, &own).expect("a segment");
-        let answer = Answer { to: heard }.frame(frame).expect("an answer");
+        let answer = Answer::keeps_alive(&heard).frame(frame).expect("an answer");
         assert_eq!(answer[..6], frame[6..12]);
         assert_eq!(answer[6..12], frame[..6]);
         let read = segment(&answer, &[heard.ends.remote]).expect("a segment for the peer");
@@ -306,7 +348,7 @@ fn the_answer_says_what_the_keepalive_asks_for() {
     let mut tagged = frames[0].clone();
     tagged.splice(12..12, [0x81, 0x00, 0, 5]);
     let heard = segment(&frames[0], &[POD.into()]).expect("a segment");
-    assert_eq!(Answer { to: heard }.frame(&tagged), None);
+    assert_eq!(Answer::keeps_alive(&heard).frame(&tagged), None);
 }
 
 /// What a peer may do while nobody but the keeper answers it.
@@ -342,8 +384,8 @@ proptest! {
         in_flight in 0..3_u32,
         events in proptest::collection::vec(event(), 0..60),
     ) {
-        let mut keepalives = Keepalives::default();
         let mut now = Instant::now();
+        let mut keepalives = Keepalives::begin(now);
         // What the peer has sent and what of it was acknowledged; what it said last of its room.
         let acknowledged = received;
         let mut sent = received.wrapping_add(in_flight);
@@ -373,7 +415,7 @@ proptest! {
                 Event::Keepalive => Segment { window: room, ..bare(sent.wrapping_sub(1)) },
                 Event::ProbesWindow => Segment { window: room, ..bare(acknowledged.wrapping_sub(1)) },
             };
-            if let Heard::Keepalive(answer) = keepalives.hear(&segment, now) {
+            if let Heard::Keepalive(answer) = keepalives.hear(&segment, true, now) {
                 let told = answer.to.sequence.wrapping_add(1);
                 prop_assert!(received.wrapping_sub(told) < u32::MAX / 2, "{told} of {received}");
                 prop_assert!(last_answer.is_none_or(|at| now - at >= PROTEST));
