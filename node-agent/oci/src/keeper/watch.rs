@@ -163,8 +163,12 @@ impl Watch {
         {
             return Next::Nothing.into();
         }
-        let may_ask = !self.stands;
-        let heard = seen.map(|segment| self.keepalives.hear(&segment, may_ask, now));
+        // Of a probe that is over the kubelet's kernel says again what it said last, when it is asked.
+        let is_probed = |segment: &Segment| self.rules.probes.contains(&segment.ends.local_port);
+        let heard = seen.map(|segment| {
+            let may_ask = !self.stands && !is_probed(&segment);
+            self.keepalives.hear(&segment, may_ask, now)
+        });
         let waits_for_more = match heard {
             Some(keepalive::Heard::WindowOpens) => true,
             // What one that hibernates has said at last may be acknowledged late.
