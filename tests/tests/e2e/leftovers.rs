@@ -4,15 +4,11 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
-use torpor_api::annotations::DOZE_AFTER;
-use torpor_core::ids::ContainerId;
-use torpor_gvisor::record::ContainerRecord;
 use torpor_tests::case::{Case, START_LIMIT, case, uid};
 use torpor_tests::node::PAUSE;
-use torpor_tests::pods::{COUNT, annotated, mounts, pod, shell, with};
+use torpor_tests::pods::{COUNT, mounts, pod, shell, with};
 use torpor_tests::remains::Footprint;
 use torpor_tests::sleep::{is_ready, restarts};
-use torpor_tests::swap::Swap;
 use torpor_tests::wait;
 
 /// The kubelet looks at its Pods every second or two; a crash costs it a backoff of ten.
@@ -174,64 +170,6 @@ async fn a_container_whose_state_a_killed_runsc_left_half_written_is_brought_bac
         assert_eq!(restarts(&pod), 1);
         footprint.add(&case.node)?;
         nothing_is_left(case, &footprint).await
-    })
-    .await
-}
-
-/// A container of the Pod that containerd has lost: killed while it took up the end of the container's keeper, it forgot the container and never
-/// asked for its removal (`hack/chaos`, seed 20261122, cycle 124).
-fn lose_a_container(case: &Case, uid: &str) -> anyhow::Result<ContainerRecord> {
-    let own = case.node.container(uid, "a")?;
-    let id = ContainerId::try_from("f".repeat(64))?;
-    let lost = ContainerRecord {
-        cgroup: own.cgroup.with_file_name(id.as_str()),
-        id,
-        // No process has it.
-        keeper_pid: 0,
-        ..own
-    };
-    case.node.records.create_container_dir(&lost.id)?;
-    case.node.records.write_container(&lost)?;
-    Ok(lost)
-}
-
-#[tokio::test]
-async fn a_dozing_pod_with_a_container_that_containerd_has_lost_can_be_deleted()
--> anyhow::Result<()> {
-    let _swap = Swap::on()?;
-    case("lostgoes", async |case| {
-        let sleeper = pod("p", json!({ "containers": [shell("a", "sleep 1000000")] }));
-        let pod = case.start(annotated(sleeper, DOZE_AFTER, "1s")).await?;
-        let footprint = Footprint::take(&case.node, &case.namespace, &uid(&pod))?;
-        case.dozes("p").await?;
-        let lost = lose_a_container(case, &uid(&pod))?;
-        nothing_is_left(case, &footprint).await?;
-        let dir = case.node.records.container_dir(&lost.id);
-        anyhow::ensure!(!dir.exists(), "{} is left", dir.display());
-        Ok(())
-    })
-    .await
-}
-
-#[tokio::test]
-async fn a_container_that_containerd_has_lost_goes_when_another_of_its_name_is_made()
--> anyhow::Result<()> {
-    case("lostreplaced", async |case| {
-        let line = "until [ -e /end ]; do sleep 0.2; done";
-        let pod = case
-            .start(pod("p", json!({ "containers": [shell("a", line)] })))
-            .await?;
-        let lost = lose_a_container(case, &uid(&pod))?;
-        case.kubectl.sh("p", "a", "touch /end").await?;
-        let again = |pod: &Pod| restarts(pod) == 1 && is_ready(pod);
-        case.pod_until("p", "a runs again", RECOVERY_LIMIT, again)
-            .await?;
-        let dir = case.node.records.container_dir(&lost.id);
-        anyhow::ensure!(!dir.exists(), "{} is left", dir.display());
-        // Nor does anything keep it from waking.
-        case.hibernate("p").await?;
-        assert_eq!(restarts(&case.wake("p").await?), 1);
-        Ok(())
     })
     .await
 }
