@@ -17,7 +17,9 @@ use crate::leftovers::{RECOVERY_LIMIT, nothing_is_left};
 /// asked for its removal (`hack/chaos`, seed 20261122, cycle 124).
 fn lose_a_container(case: &Case, uid: &str) -> anyhow::Result<ContainerRecord> {
     let own = case.node.container(uid, "a")?;
-    let id = ContainerId::try_from("f".repeat(64))?;
+    // Nobody else's.
+    let id: String = own.id.as_str().chars().rev().collect();
+    let id = ContainerId::try_from(id)?;
     let lost = ContainerRecord {
         cgroup: own.cgroup.with_file_name(id.as_str()),
         id,
