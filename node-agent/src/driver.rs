@@ -494,8 +494,10 @@ fn look(
     }
     let failures = &remembered.failures;
     let mut observed = observe(node, &pod_uid, record.as_ref(), failures, busy);
+    // Nobody runs in one that sleeps.
     observed.added = record
         .as_ref()
+        .filter(|_| !observed.containers.is_empty())
         .and_then(|record| draft::added(node, record, pod));
     let turn = remembered.save_turn.as_ref();
     observed.save_turn = turn.is_some_and(|turn| turn.has_come());

@@ -387,9 +387,10 @@ pub(crate) fn arrive(
         .records
         .containers_of(&pod.sandbox)?
         .into_iter()
-        .filter(|part| part.role == Role::Sandbox || started.contains(&part.id))
-        // Another may have lost its keeper since: the kubelet brings it back.
-        .filter(|part| part.role == Role::Sandbox || part.keeper_lives())
+        // One that has lost its keeper since is brought back by the kubelet.
+        .filter(|part| {
+            part.role == Role::Sandbox || started.contains(&part.id) && part.keeper_lives()
+        })
         .collect();
     if !is_complete(opened.manifest(), &parts) {
         let state = SandboxState::Restoring {

@@ -185,8 +185,7 @@ impl Connection {
     /// bear another number now. A keepalive is not believed to be one because of that: what was said meanwhile may have been lost.
     fn is_said_again(&self, segment: &Segment, now: Instant) -> bool {
         self.state == State::Asked
-            && segment.only_acknowledges()
-            && segment.length == 0
+            && segment.says_nothing()
             && segment.sequence == self.said.sequence
             && segment.window > 0
             && now.saturating_duration_since(self.at) < REPLY
@@ -227,7 +226,7 @@ fn next(known: Option<&Connection>, segment: &Segment, now: Instant) -> State {
 }
 
 fn is_bare(segment: &Segment) -> bool {
-    segment.only_acknowledges() && segment.length == 0 && !segment.other_options
+    segment.says_nothing() && !segment.other_options
 }
 
 fn goes_on(before: &Segment, now: &Segment) -> Heard {

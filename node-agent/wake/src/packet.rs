@@ -50,15 +50,21 @@ impl Segment {
         self.ack && !(self.syn || self.fin || self.rst)
     }
 
+    /// An acknowledgement without data, whatever its options.
+    pub fn says_nothing(&self) -> bool {
+        self.only_acknowledges() && self.length == 0
+    }
+
     /// What it says, but for when and how often: a segment that is sent again says the same.
     pub fn says(&self) -> Says {
-        let bare = self.only_acknowledges() && self.length == 0;
         Says {
             ends: self.ends,
             sequence: self.sequence,
             length: self.length,
             flags: [self.syn, self.fin, self.rst, self.ack],
-            acknowledges: bare.then_some((self.acknowledgment, self.window)),
+            acknowledges: self
+                .says_nothing()
+                .then_some((self.acknowledgment, self.window)),
         }
     }
 }

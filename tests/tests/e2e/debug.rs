@@ -36,12 +36,11 @@ async fn debug(case: &Case, kept: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn debugger(pod: &Pod) -> Option<&k8s_openapi::api::core::v1::ContainerState> {
-    let statuses = pod.status.as_ref()?.ephemeral_container_statuses.as_ref()?;
-    statuses.first()?.state.as_ref()
-}
 fn debugger_runs(pod: &Pod) -> bool {
-    debugger(pod).is_some_and(|state| state.running.is_some())
+    let status = pod.status.as_ref();
+    let statuses = status.and_then(|status| status.ephemeral_container_statuses.as_ref());
+    let mut states = statuses.into_iter().flatten().map(|one| one.state.as_ref());
+    states.any(|state| state.is_some_and(|state| state.running.is_some()))
 }
 
 #[tokio::test]

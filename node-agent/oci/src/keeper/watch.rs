@@ -183,8 +183,7 @@ impl Watch {
         }
         // Its network stack runs while its programs stand still, sends keepalives of its own, and answers those of peers.
         // An acknowledgement changes nothing there that the image would have to know of.
-        let says_nothing = |seen: &Segment| seen.only_acknowledges() && seen.length == 0;
-        if self.stands && seen.as_ref().is_some_and(says_nothing) {
+        if self.stands && seen.as_ref().is_some_and(Segment::says_nothing) {
             return Heard {
                 next: Next::Nothing,
                 pass_on: sent_by(frame, self.sender),
