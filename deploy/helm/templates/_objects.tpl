@@ -34,7 +34,7 @@ torpor.objects: the objects of `files`, as a JSON list, with the images and the 
 {{- default .Release.Namespace .Values.namespace.name -}}
 {{- end -}}
 
-{{/* torpor.image: reference of one of the images. All are of one build, so that one tag is enough unless each has its own. */}}
+{{/* torpor.image: reference of one of the images. One without a tag of its own has the controller's: enough for who gives all four one tag. */}}
 {{- define "torpor.image" -}}
 {{- $values := .root.Values -}}
 {{- $image := $values.image -}}
