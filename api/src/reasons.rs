@@ -89,11 +89,13 @@ pub mod hibernated {
     pub const FROZEN: &str = "Frozen";
     pub const DOZING: &str = "Dozing";
     pub const RUNTIME_NOT_CAPABLE: &str = "RuntimeNotCapable";
+    /// A suspended sandbox' image cannot be found on its node at the moment.
+    pub const IMAGE_MISSING: &str = "ImageMissing";
     pub const INVALID_ANNOTATION: &str = "InvalidAnnotation";
     pub const SNAPSHOT_CLASS_NOT_SUPPORTED: &str = "SnapshotClassNotSupported";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 10] = [
+    pub const ALL: [&str; 11] = [
         HIBERNATED,
         AWAKE,
         WAKING,
@@ -102,6 +104,7 @@ pub mod hibernated {
         FROZEN,
         DOZING,
         RUNTIME_NOT_CAPABLE,
+        IMAGE_MISSING,
         INVALID_ANNOTATION,
         SNAPSHOT_CLASS_NOT_SUPPORTED,
     ];
@@ -148,19 +151,22 @@ pub mod snapshot {
     pub const SAVE_FAILED: &str = "SaveFailed";
     pub const SANDBOX_NOT_FOUND: &str = "SandboxNotFound";
     pub const RUNTIME_NOT_CAPABLE: &str = "RuntimeNotCapable";
+    /// It was whole once, and is not on its node now.
+    pub const IMAGE_MISSING: &str = "ImageMissing";
     /// Consumed: some Pod was restored from the image.
     pub const RESUMED: &str = "Resumed";
     /// Consumed: the sandbox was started cold instead, so the image is older than the sandbox. Only a restore by name uses it from then on.
     pub const SUPERSEDED: &str = "Superseded";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 8] = [
+    pub const ALL: [&str; 9] = [
         COMMITTED,
         PENDING,
         SAVING,
         SAVE_FAILED,
         SANDBOX_NOT_FOUND,
         RUNTIME_NOT_CAPABLE,
+        IMAGE_MISSING,
         RESUMED,
         SUPERSEDED,
     ];

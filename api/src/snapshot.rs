@@ -202,6 +202,14 @@ impl SandboxSnapshot {
         conditions::is_true(self.conditions(), conditions::COMMITTED)
     }
 
+    /// Whether its image was whole once and cannot be found on its node now. It may come back: a disk that is mounted late, a name that is
+    /// put right.
+    pub fn is_missing(&self) -> bool {
+        let known = self.status.as_ref().is_some_and(|s| s.image_id.is_some());
+        let said = conditions::find(self.conditions(), conditions::COMMITTED);
+        known && said.is_some_and(|c| c.reason == reasons::snapshot::IMAGE_MISSING)
+    }
+
     /// Whether the sandbox went on without the image, so that only a restore by name may use it.
     pub fn is_consumed(&self) -> bool {
         conditions::is_true(self.conditions(), conditions::CONSUMED)

@@ -67,7 +67,8 @@ pub fn plan(snapshot: &SandboxSnapshot, around: Around, now: Timestamp) -> Plan 
     if let Some(deleted) = &snapshot.metadata.deletion_timestamp {
         return plan_deleted(snapshot, around, Duration::try_from(now - deleted.0).ok());
     }
-    if snapshot.is_committed() {
+    // Its node's agent says more of one that is missing, and looks for it.
+    if snapshot.is_committed() || snapshot.is_missing() {
         return Plan::Nothing;
     }
     let committed = conditions::find(snapshot.conditions(), conditions::COMMITTED);

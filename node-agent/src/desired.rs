@@ -1,6 +1,7 @@
 //! What the API asks for, for one Pod UID. Pure: from the watch caches to `torpor-core`'s words.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::{Container, LifecycleHandler, Pod, PodCondition, Probe};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
@@ -52,6 +53,21 @@ pub(crate) fn pod_of_snapshot(snapshot: &SandboxSnapshot, pods: &[&Pod]) -> Opti
         .and_then(|uid| PodUid::new(uid).ok())
 }
 
+/// The snapshots that concern a Pod: of all those that name it, the ones of its own namespace. Whoever may write into one namespace has no
+/// say over the Pods of another, whatever UID they name. `namespace`: the Pod's; none if nothing on this node or in the API tells it.
+pub(crate) fn snapshots_about(
+    mut all: Vec<Arc<SandboxSnapshot>>,
+    pod: &PodUid,
+    namespace: Option<&str>,
+    pods: &[&Pod],
+) -> Vec<Arc<SandboxSnapshot>> {
+    all.retain(|snapshot| {
+        let own = namespace.is_none_or(|own| snapshot.namespace().as_deref() == Some(own));
+        own && pod_of_snapshot(snapshot, pods).as_ref() == Some(pod)
+    });
+    all
+}
+
 /// Whether the agent has promised to keep bytes for the snapshot.
 pub(crate) fn has_finalizer(snapshot: &SandboxSnapshot) -> bool {
     snapshot
@@ -61,10 +77,9 @@ pub(crate) fn has_finalizer(snapshot: &SandboxSnapshot) -> bool {
 }
 
 fn intent(snapshot: &SandboxSnapshot, pod_uid: &PodUid) -> Option<SnapshotIntent> {
+    // Also one that cannot be found at the moment is the snapshot's: it may come back (a disk that is mounted late).
     let status = snapshot.status.as_ref();
-    let image = status
-        .filter(|_| snapshot.is_committed())
-        .and_then(|s| s.image_id.as_deref());
+    let image = status.and_then(|status| status.image_id.as_deref());
     Some(SnapshotIntent {
         uid: SnapshotUid::new(snapshot.uid()?).ok()?,
         name: format!("{}/{}", snapshot.namespace()?, snapshot.name_any()),
@@ -548,6 +563,25 @@ mod tests {
     #[test]
     fn a_pod_that_is_not_in_the_cache_is_gone() {
         assert_eq!(desired(&uid(), None, &[]).pod, PodPresence::Gone);
+    }
+
+    #[test]
+    fn who_may_write_into_one_namespace_has_no_say_over_the_pods_of_another() {
+        let spec = json!({ "sandboxName": "s", "podUID": "pod-1", "reason": "Suspend" });
+        let own = Arc::new(snapshot(spec, &[]));
+        let mut other = snapshot(json!({ "sandboxName": "s" }), &[]);
+        other.metadata.namespace = Some("of-somebody-else".to_owned());
+        for named in ["spec", "status"] {
+            let mut other = other.clone();
+            match named {
+                "spec" => other.spec.pod_uid = Some("pod-1".to_owned()),
+                _ => other.status.get_or_insert_default().pod_uid = Some("pod-1".to_owned()),
+            }
+            let all = vec![Arc::new(other), own.clone()];
+            let about = |namespace| snapshots_about(all.clone(), &uid(), namespace, &[]);
+            let names: Vec<_> = about(Some("n")).iter().map(|s| s.namespace()).collect();
+            assert_eq!(names, [Some("n".to_owned())], "{named}");
+        }
     }
 
     #[test]

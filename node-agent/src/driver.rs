@@ -27,7 +27,9 @@ use torpor_core::steps::{Outcome, Plan, Reason};
 use torpor_gvisor::keeper::{self, Request, Rules};
 use torpor_gvisor::record::{PodLock, PodRecord, Probes};
 
-use crate::desired::{desired, has_finalizer, may_be_pressed, pod_of_snapshot, probes, rules};
+use crate::desired::{
+    desired, has_finalizer, may_be_pressed, pod_of_snapshot, probes, rules, snapshots_about,
+};
 use crate::execute::{Context, execute};
 use crate::idle::{self, Watched};
 use crate::kata::{Held, Kata};
@@ -199,7 +201,10 @@ impl Driver {
         let shared = &self.shared;
         let pod = pod_of(shared, pod_uid);
         shared.spans.note(pod_uid, pod.as_deref());
-        let snapshots = self.snapshots_of(pod_uid);
+        let Ok(snapshots) = self.snapshots_of(pod_uid, pod.as_deref()).await else {
+            remembered.save_turn = None;
+            return Turn::Wait(RETRY);
+        };
         if let Err(wait) = self.adopt(&snapshots, pod.as_deref()).await {
             // Others do not wait for what the API does not take.
             remembered.save_turn = None;
@@ -286,12 +291,22 @@ impl Driver {
         self.shared.publisher.node_pressure(pod, &words).await;
     }
 
-    fn snapshots_of(&self, pod: &PodUid) -> Vec<Arc<SandboxSnapshot>> {
+    async fn snapshots_of(
+        &self,
+        uid: &PodUid,
+        pod: Option<&Pod>,
+    ) -> Result<Vec<Arc<SandboxSnapshot>>, tokio::task::JoinError> {
+        let namespace = match pod {
+            Some(pod) => pod.namespace(),
+            None => {
+                let (shared, uid) = (self.shared.clone(), uid.clone());
+                tokio::task::spawn_blocking(move || namespace_of(&shared.node, &uid)).await?
+            }
+        };
         let pods = self.shared.pods.state();
         let references: Vec<&Pod> = pods.iter().map(AsRef::as_ref).collect();
-        let mut snapshots = self.shared.snapshots.state();
-        snapshots.retain(|snapshot| pod_of_snapshot(snapshot, &references).as_ref() == Some(pod));
-        snapshots
+        let all = self.shared.snapshots.state();
+        Ok(snapshots_about(all, uid, namespace.as_deref(), &references))
     }
 
     /// Our finalizer goes on a snapshot before a byte is written for it; the cache then shows it to the next turn.
@@ -399,6 +414,15 @@ fn until(wake_at: Option<Timestamp>) -> Duration {
     wait.map_or(LOOK, |wait| {
         Duration::try_from(wait).unwrap_or(Duration::ZERO)
     })
+}
+
+/// The namespace of a Pod of which only its sandbox or its images are left.
+fn namespace_of(node: &Node, pod: &PodUid) -> Option<String> {
+    let record = node.sandbox_of(pod).map(|record| record.namespace);
+    let of_images = || Some(node.store.list_pod(pod).ok()?.into_iter().next()?.namespace);
+    record
+        .or_else(of_images)
+        .map(|namespace| namespace.to_string())
 }
 
 fn pod_of(shared: &Shared, uid: &PodUid) -> Option<Arc<Pod>> {

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use torpor_core::Entry;
 use torpor_core::ids::{ContainerId, ImageId, Namespace, PodUid, SandboxId};
 use torpor_core::ledger::Memory;
+use torpor_core::state::ImageState;
 use torpor_core::steps::{Action, Outcome, Step};
 use torpor_gvisor::control::Control;
 use torpor_gvisor::keeper::{self, Request, Rules, Verb};
@@ -14,7 +15,7 @@ use torpor_gvisor::record::{
 };
 use torpor_gvisor::spec::Role;
 use torpor_gvisor::{pause, save};
-use torpor_snapshots::{LedgerFile, ManifestDraft, Partial, Removed, SaveError};
+use torpor_snapshots::{LedgerFile, Listed, ManifestDraft, Partial, Removed, SaveError};
 
 use crate::driver::saved_name;
 use crate::node::{CALL_LIMIT, Node};
@@ -150,6 +151,7 @@ fn act(
         Action::DiscardImage { image } => {
             removed(node.store.remove_image(context.namespace, image))
         }
+        Action::ReleaseImage { image } => give_back(context, image),
         Action::DiscardLedger => match ledger.remove() {
             Ok(Removed::Done) => Outcome::Done,
             Ok(Removed::Already) => Outcome::Already,
@@ -223,6 +225,23 @@ fn resume(context: &Context<'_>) -> Outcome {
         }
     }
     outcome
+}
+
+/// The image is another Pod's; where it lies is for the store to find.
+fn give_back(context: &Context<'_>, image: &ImageId) -> Outcome {
+    let store = &context.node.store;
+    let released = store.list_pod(image.pod()).and_then(|listed| {
+        let whole = |one: &Listed| one.id == *image && one.state == ImageState::Committed;
+        match listed.into_iter().find(whole) {
+            Some(one) => store.image(&one.namespace, image)?.release(context.pod),
+            None => Ok(Removed::Already),
+        }
+    });
+    match released {
+        Ok(Removed::Done) => Outcome::Done,
+        Ok(Removed::Already) => Outcome::Already,
+        Err(error) => failed(error.reason(), &error),
+    }
 }
 
 fn removed(result: Result<Removed, SaveError>) -> Outcome {

@@ -389,6 +389,7 @@ fn work(kind: StepKind) -> &'static str {
         | StepKind::ForgetSleep
         | StepKind::DiscardPartial
         | StepKind::DiscardImage
+        | StepKind::ReleaseImage
         | StepKind::DiscardLedger => "upkeep",
     }
 }

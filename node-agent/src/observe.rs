@@ -160,7 +160,11 @@ fn noted(mark: Result<Option<PauseMark>, record::Error>) -> Option<bool> {
 }
 
 fn images(node: &Node, pod: &PodUid) -> Vec<ImageObserved> {
-    let listed = node.store.list_pod(pod).unwrap_or_default();
+    // What cannot be listed now is missing, as what lies on a disk that is not mounted yet: nothing of it is given up.
+    let listed = node.store.list_pod(pod).unwrap_or_else(|error| {
+        tracing::warn!(%pod, error = words(&error), "the Pod's images cannot be listed");
+        Vec::new()
+    });
     if listed.is_empty() {
         return Vec::new();
     }
@@ -169,11 +173,20 @@ fn images(node: &Node, pod: &PodUid) -> Vec<ImageObserved> {
         .into_iter()
         .map(|image| ImageObserved {
             state: image.state,
-            consumed_by: image.consumed_by,
+            consumed_by: image
+                .consumed_by
+                .filter(|by| !restoring.contains(&image.id) && has_gone_on(node, by, &image.id)),
             being_restored: restoring.contains(&image.id),
             id: image.id,
         })
         .collect()
+}
+
+/// Whether the Pod that took the image has run from it. As long as it has not, by its ledger, the image is still the sandbox' memory: the
+/// restore may fail, and another Pod go on from it.
+fn has_gone_on(node: &Node, by: &PodUid, image: &ImageId) -> bool {
+    let ledger = node.store.ledger(by).and_then(|ledger| ledger.read());
+    !ledger.is_ok_and(|state| state.memory.image() == Some(image))
 }
 
 /// The images that Pods of this node are being restored from, each on its way from another Pod's image to its own memory.

@@ -350,6 +350,11 @@ fn snapshot_status(
                 message,
             );
             conditions::set(&mut status.conditions, draft, generation, now);
+        } else if status.consumed_by_pod_uid.take().is_some() {
+            // The Pod that had taken it never ran.
+            status.conditions.retain(|c| {
+                c.type_ != conditions::CONSUMED || c.reason != reasons::snapshot::RESUMED
+            });
         }
     }
     status

@@ -212,6 +212,7 @@ fn of_sandbox(
             let wrong = [
                 hibernated::SAVE_FAILED,
                 hibernated::RUNTIME_NOT_CAPABLE,
+                hibernated::IMAGE_MISSING,
                 hibernated::INVALID_ANNOTATION,
                 hibernated::SNAPSHOT_CLASS_NOT_SUPPORTED,
             ];

@@ -310,6 +310,53 @@ async fn a_node_that_comes_back_brings_the_memory_back() {
     assert_eq!(restore_image(&world), "i.1");
 }
 
+/// What the agent says while the image's directory has another name, or its disk is not mounted.
+fn image_is_missing(world: &World, name: &str) {
+    let missing = condition(
+        "Committed",
+        "False",
+        "ImageMissing",
+        "Image i.1 is not in this node's store.",
+    );
+    world.edit_snapshot(name, &json!({"status": {"conditions": [missing]}}));
+}
+
+const MISSING: &str = "is not on node \"n1\", and is waited for (a disk that is not mounted, a directory with another name)";
+
+#[tokio::test]
+async fn an_image_that_is_missing_is_waited_for_and_not_given_up() {
+    let (world, name) = asleep(json!({})).await;
+    image_is_missing(&world, &name);
+    world.settle().await;
+    let why = format!("The image of SandboxSnapshot {name:?} {MISSING}");
+    world.assert_says("Hibernated", "False", "ImageMissing", &why);
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert!(world.pod().is_none());
+    let message =
+        format!("{why}. To start without the memory, set torpor.dev/on-restore-failure: ColdStart");
+    world.assert_says("Restored", "False", "ImageMissing", &message);
+    world.edit_snapshot(&name, &committed("i.1", "n1"));
+    world.settle().await;
+    assert_eq!(restore_image(&world), "i.1");
+}
+
+#[tokio::test]
+async fn with_policy_cold_start_a_missing_image_is_left_behind_and_kept() {
+    let (world, name) = asleep(policy(COLD)).await;
+    image_is_missing(&world, &name);
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(restore_image(&world), Value::Null);
+    let cold = format!(
+        "Started without the saved memory (ImageMissing): The image of SandboxSnapshot {name:?} {MISSING}"
+    );
+    world.assert_says("Restored", "False", "ColdStarted", &cold);
+    let left = &world.snapshots()[0]["metadata"];
+    let deleted = left.get("deletionTimestamp");
+    assert_eq!(deleted, None, "its bytes are the user's to delete");
+}
+
 #[tokio::test]
 async fn a_stale_image_is_left_behind_and_the_sandbox_starts_cold() {
     let (world, _) = asleep(json!({})).await;

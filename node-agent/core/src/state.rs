@@ -374,6 +374,7 @@ impl Failures {
             | StepKind::ForgetSleep
             | StepKind::DiscardPartial
             | StepKind::DiscardImage
+            | StepKind::ReleaseImage
             | StepKind::DiscardLedger => &mut self.upkeep,
         };
         let (reason, message) = match outcome {

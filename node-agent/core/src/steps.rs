@@ -69,6 +69,8 @@ pub enum Action {
     DiscardPartial { image: ImageId },
     /// Remove a committed image.
     DiscardImage { image: ImageId },
+    /// Give back an image of another Pod, which this one has taken and never run: the next Pod may be restored from it.
+    ReleaseImage { image: ImageId },
     /// Remove the ledger of a Pod that is gone.
     DiscardLedger,
 }
@@ -88,6 +90,7 @@ pub enum StepKind {
     ForgetSleep,
     DiscardPartial,
     DiscardImage,
+    ReleaseImage,
     DiscardLedger,
 }
 
@@ -106,6 +109,7 @@ impl Action {
             Action::ForgetSleep => StepKind::ForgetSleep,
             Action::DiscardPartial { .. } => StepKind::DiscardPartial,
             Action::DiscardImage { .. } => StepKind::DiscardImage,
+            Action::ReleaseImage { .. } => StepKind::ReleaseImage,
             Action::DiscardLedger => StepKind::DiscardLedger,
         }
     }

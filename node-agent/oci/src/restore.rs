@@ -166,6 +166,15 @@ fn admit(
         && let Some(other) = image.consumed_by()?
         && other != pod.pod_uid
     {
+        let theirs = store.ledger(&other).and_then(|ledger| ledger.read());
+        if theirs.is_ok_and(|state| state.memory.image() == Some(image_id)) {
+            return Err(Refusal {
+                reason: "RestoreFailed",
+                message: format!(
+                    "Pod {other} was to go on from image {image_id} and never ran; the node's agent gives the image back once that Pod is gone, and this one is tried again"
+                ),
+            });
+        }
         return Err(Refusal {
             reason: "ImageStale",
             message: format!(
@@ -420,6 +429,10 @@ pub(crate) fn arrive(
         Err(error) => {
             // A keeper that is gone holds nothing.
             let _ = keeper::ask(&pause, &Request::Release, &[], CALL_LIMIT);
+            // Nothing of it has run: should this Pod be given up, another goes on with the memory.
+            if ledger.read()?.memory.image() == Some(image) {
+                opened.release(&pod.pod_uid).map_err(Refusal::from)?;
+            }
             let refusal = Refusal {
                 reason: "RestoreFailed",
                 message: format!("{error:#}; it is tried again"),

@@ -399,6 +399,22 @@ fn one_pod_gets_an_image_and_keeps_it() {
 }
 
 #[test]
+fn an_image_is_given_back_by_who_has_it_alone() {
+    let (_dir, store) = store();
+    save(&store, 1).unwrap();
+    let found = store.image(&namespace(), &image(1)).unwrap();
+    found.mark_consumed(&pod("pod-b")).unwrap();
+    assert_eq!(found.release(&pod("pod-c")).unwrap(), Removed::Already);
+    assert_eq!(found.consumed_by().unwrap(), Some(pod("pod-b")));
+    assert_eq!(found.release(&pod("pod-b")).unwrap(), Removed::Done);
+    assert_eq!(found.release(&pod("pod-b")).unwrap(), Removed::Already);
+    assert_eq!(
+        found.mark_consumed(&pod("pod-c")).unwrap(),
+        Consumption::Marked
+    );
+}
+
+#[test]
 fn of_many_pods_at_once_exactly_one_gets_an_image() {
     let (_dir, store) = store();
     save(&store, 1).unwrap();

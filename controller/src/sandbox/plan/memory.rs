@@ -60,9 +60,16 @@ fn is_deleting(snapshot: &SandboxSnapshot) -> bool {
     snapshot.metadata.deletion_timestamp.is_some()
 }
 
-/// Whether the sandbox may be resumed from it.
+/// Whether the sandbox' memory is in its image, be that missing at the moment.
 fn is_resumable(snapshot: &SandboxSnapshot) -> bool {
-    snapshot.is_committed() && !snapshot.is_consumed() && !is_deleting(snapshot)
+    (snapshot.is_committed() || snapshot.is_missing())
+        && !snapshot.is_consumed()
+        && !is_deleting(snapshot)
+}
+
+/// Whether it is of no use to anybody: a save that did not come to its end.
+fn is_half_made(snapshot: &SandboxSnapshot) -> bool {
+    !snapshot.is_committed() && !snapshot.is_missing() && !is_deleting(snapshot)
 }
 
 fn newest_resumable<'a>(
@@ -186,10 +193,15 @@ const NOT_KEPT: &str = "memory was not kept";
 /// The Pod is gone: what is left of its memory.
 pub(super) fn asleep(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
     let shown = if let Some(snapshot) = newest_resumable(desired, observed) {
-        kept_in(snapshot)
-    } else if own_snapshots(desired, observed)
-        .any(|snapshot| !snapshot.is_committed() && !is_deleting(snapshot))
-    {
+        match snapshot.is_missing() {
+            true => says(
+                conditions::HIBERNATED,
+                hibernated::IMAGE_MISSING,
+                image_missing(snapshot),
+            ),
+            false => kept_in(snapshot),
+        }
+    } else if own_snapshots(desired, observed).any(|snapshot| is_half_made(snapshot)) {
         says(
             conditions::HIBERNATED,
             hibernated::SAVE_FAILED,
@@ -208,6 +220,19 @@ pub(super) fn asleep(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed
         }
     };
     show_hibernated(plan, desired, observed, shown);
+}
+
+/// Where the image should be.
+fn image_missing(snapshot: &SandboxSnapshot) -> String {
+    let node = snapshot
+        .status
+        .as_ref()
+        .and_then(|s| s.node_name.as_deref());
+    format!(
+        "The image of SandboxSnapshot {:?} is not on node {:?}, and is waited for (a disk that is not mounted, a directory with another name)",
+        snapshot.name_any(),
+        node.unwrap_or_default()
+    )
 }
 
 fn kept_in(snapshot: &SandboxSnapshot) -> Shown {

@@ -27,7 +27,8 @@ impl Planning<'_> {
         if self.view.observed.live != Live::None {
             return;
         }
-        let mut kept = false;
+        // An image that a snapshot names and that is not there may come back, and is the snapshot's then: by its status and by the ledger.
+        let mut kept = self.view.is_awaited();
         self.discard_partials();
         for image in self.images(ImageState::Committed) {
             if self.view.is_referenced(&image) || self.waits_for_restore(&image) {
@@ -37,9 +38,18 @@ impl Planning<'_> {
             }
         }
         let has_ledger = self.view.ledger.seq > 0 || self.view.corrupt.is_some();
-        if has_ledger && !kept {
-            self.upkeep(Action::DiscardLedger, None, None);
+        if !has_ledger || kept {
+            return;
         }
+        if let Some(image) = self.view.taken_in_vain().cloned() {
+            // What is being removed may still be restoring.
+            if self.view.observed.sandbox.is_some() || self.view.observed.busy {
+                self.look_at(later(self.now, self.policy.look_again));
+                return;
+            }
+            self.upkeep(Action::ReleaseImage { image }, None, None);
+        }
+        self.upkeep(Action::DiscardLedger, None, None);
     }
 
     /// Also an image that nobody wants any more is not taken from under a Pod that is coming back from it.

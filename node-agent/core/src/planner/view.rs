@@ -151,6 +151,20 @@ impl<'a> View<'a> {
         })
     }
 
+    /// The image of another Pod from which this one was to go on, if it never did.
+    pub(super) fn taken_in_vain(&self) -> Option<&ImageId> {
+        let image = self.ledger.memory.image()?;
+        (image.pod() != &self.desired.pod_uid).then_some(image)
+    }
+
+    /// Whether a snapshot that stays names an image of this Pod, wherever that is at the moment.
+    pub(super) fn is_awaited(&self) -> bool {
+        let mut kept = self.desired.kept_snapshots();
+        kept.any(|snapshot| {
+            snapshot.image.is_some() || self.ledger.image_of(&snapshot.uid).is_some()
+        })
+    }
+
     /// Images that a snapshot that is being deleted refers to.
     pub(super) fn images_of_deleted(&self, snapshot: &SnapshotIntent) -> BTreeSet<ImageId> {
         let linked = self

@@ -253,6 +253,7 @@ impl Agent {
                 world.images.remove(image);
                 Outcome::Done
             }
+            Action::ReleaseImage { image } => panic!("{image} is no other Pod's"),
             Action::DiscardLedger => {
                 assert_eq!(world.pod, PodPresence::Gone);
                 world.discard_ledger();
@@ -402,12 +403,11 @@ fn tell(world: &mut World, drafts: &[torpor_core::SnapshotDraft]) {
                 world.snapshots.retain(|s| s.intent.uid != draft.uid);
                 world.say("snapshot released", || draft.uid.to_string());
             }
+            // The status goes on naming the image that it named.
             SnapshotState::Pending { .. }
             | SnapshotState::Saving
-            | SnapshotState::Failed { .. } => {
-                snapshot.intent.image = None;
-            }
-            SnapshotState::Releasing => {}
+            | SnapshotState::Failed { .. }
+            | SnapshotState::Releasing => {}
         }
     }
 }
@@ -426,6 +426,7 @@ fn name_of(action: &Action) -> &'static str {
         Action::ForgetSleep => "forget sleep",
         Action::DiscardPartial { .. } => "discard partial",
         Action::DiscardImage { .. } => "discard image",
+        Action::ReleaseImage { .. } => "release image",
         Action::DiscardLedger => "discard ledger",
     }
 }

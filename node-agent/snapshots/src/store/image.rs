@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use torpor_core::{ImageId, Namespace, PodUid};
 
 use super::dirs::{self, OpenError, PathError};
-use super::{CONSUMED, ImageError, MANIFEST, Store};
+use super::{CONSUMED, ImageError, MANIFEST, Removed, Store};
 use crate::digest::Digest;
 use crate::failpoint;
 use crate::manifest::{
@@ -261,6 +261,21 @@ impl Image {
         }
         swept.map_err(|e| PathError::new("remove", &path, e))?;
         Ok(Consumption::Marked)
+    }
+
+    /// Gives the image back, durably, if `pod` has it: nothing of that Pod has run. Whoever calls knows that nothing of it will.
+    pub fn release(&self, pod: &PodUid) -> Result<Removed, ImageError> {
+        if self.consumed_by()?.as_ref() != Some(pod) {
+            return Ok(Removed::Already);
+        }
+        let path = self.path.join(CONSUMED);
+        match rustix::fs::unlinkat(&self.dir, CONSUMED, AtFlags::empty()) {
+            Ok(()) => {}
+            Err(Errno::NOENT) => return Ok(Removed::Already),
+            Err(errno) => return Err(PathError::new("remove", &path, errno).into()),
+        }
+        dirs::sync_dir(self.dir.as_fd(), &self.path)?;
+        Ok(Removed::Done)
     }
 
     fn taken_by(&self, pod: &PodUid) -> Result<Consumption, ImageError> {

@@ -14,9 +14,9 @@ use torpor_daemon::spans::LONGEST_CARRIER;
 
 use super::{
     super::{Action, Area, ImageUse, Plan, Shown, SnapshotFence, delete_pod},
-    capabilities, delete_snapshot, evicted, fence, is_deleting, is_resumable, is_terminating,
-    newest_resumable, node_of, own_snapshots, phase, pod_condition, says, show_hibernated,
-    shown_before, snapshot_of_pod,
+    capabilities, delete_snapshot, evicted, fence, image_missing, is_deleting, is_half_made,
+    is_resumable, is_terminating, newest_resumable, node_of, own_snapshots, phase, pod_condition,
+    says, show_hibernated, shown_before, snapshot_of_pod,
 };
 use crate::sandbox::{
     dereference::Observed,
@@ -33,9 +33,7 @@ type Obstacle = (&'static str, String);
 pub(in crate::sandbox::plan) fn start(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
     show_hibernated(plan, desired, observed, Shown::Remove);
     // From here on the sandbox goes on without an image that is still being made; one that has just been committed is found by the fence.
-    for snapshot in own_snapshots(desired, observed)
-        .filter(|snapshot| !snapshot.is_committed() && !is_deleting(snapshot))
-    {
+    for snapshot in own_snapshots(desired, observed).filter(|snapshot| is_half_made(snapshot)) {
         let resource_version = snapshot.resource_version().unwrap_or_default();
         let fence = SnapshotFence::Unchanged { resource_version };
         plan.step(Area::Pod, delete_snapshot(snapshot, fence));
@@ -63,9 +61,15 @@ fn resume(
             create_pod(plan, desired, observed, start, Shown::Remove);
         }
         Err((reason, message)) if policy == OnRestoreFailure::Fail => {
+            let kept = match snapshot.is_missing() {
+                true => "T".to_owned(),
+                false => format!(
+                    "The image is kept in SandboxSnapshot {:?}; t",
+                    snapshot.name_any()
+                ),
+            };
             let message = format!(
-                "{message}. The image is kept in SandboxSnapshot {:?}; to start without the memory, set {}: ColdStart",
-                snapshot.name_any(),
+                "{message}. {kept}o start without the memory, set {}: ColdStart",
                 annotations::ON_RESTORE_FAILURE
             );
             plan.memory.restored = says(conditions::RESTORED, reason, message);
@@ -127,6 +131,9 @@ fn can_restore(
 ) -> Result<Memory, Obstacle> {
     let name = snapshot.name_any();
     let policy = desired.settings.restore_policy();
+    if snapshot.is_missing() {
+        return Err((restored::IMAGE_MISSING, image_missing(snapshot)));
+    }
     let Some(memory) = Memory::of(snapshot, copy, policy) else {
         let message = format!("SandboxSnapshot {name:?} does not say where its image lies");
         return Err((restored::SNAPSHOT_NOT_READY, message));

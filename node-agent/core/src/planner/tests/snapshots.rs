@@ -109,6 +109,75 @@ fn a_deleted_snapshot_wakes_its_sandbox_before_its_image_goes() {
 }
 
 #[test]
+fn an_image_that_cannot_be_found_for_a_while_is_its_snapshots_when_it_is_there_again() {
+    for reason in [SnapshotReason::Suspend, SnapshotReason::Manual] {
+        let mut desired = desired(Power::Awake);
+        desired.pod = PodPresence::Gone;
+        desired.snapshots.push(snapshot("s-1", reason));
+        desired.snapshots[0].image = Some(image(1));
+        let mut hidden = observed(Live::None, &asleep(), &[]);
+        hidden.sandbox = None;
+        let plan = planned(&desired, &hidden);
+        assert_eq!(kinds(&plan), [], "the ledger knows whose image it is");
+        let said = &plan.status.snapshots[0].state;
+        assert!(
+            matches!(said, SnapshotState::Failed { reason, .. } if reason == "ImageMissing"),
+            "{said:?}"
+        );
+        let found = observed(Live::None, &asleep(), &[1]);
+        let plan = planned(&desired, &found);
+        assert_eq!(kinds(&plan), []);
+        let said = &plan.status.snapshots[0].state;
+        assert!(matches!(said, SnapshotState::Committed { .. }), "{said:?}");
+    }
+}
+
+#[test]
+fn a_snapshot_whose_image_cannot_be_found_is_not_made_anew_of_what_runs_now() {
+    let mut desired = desired(Power::Awake);
+    desired
+        .snapshots
+        .push(snapshot("s-1", SnapshotReason::Manual));
+    desired.snapshots[0].image = Some(image(1));
+    let running = observed(Live::Running, &[], &[]);
+    assert_steps(&desired, &running, &[]);
+}
+
+#[test]
+fn an_image_that_a_pod_took_and_never_ran_is_given_back_when_that_pod_is_gone() {
+    let theirs = ImageId::new(PodUid::new("pod-of-before").unwrap(), 3).unwrap();
+    let mut desired = desired(Power::Awake);
+    desired.pod = PodPresence::Gone;
+    let left = |entries: &[Entry]| {
+        let mut left = observed(Live::None, entries, &[]);
+        left.sandbox = None;
+        left
+    };
+    let waking = Entry::Waking {
+        image: theirs.clone(),
+    };
+    let failed = Entry::WakeFailed {
+        image: theirs.clone(),
+        reason: "RestoreFailed".to_owned(),
+    };
+    for entries in [vec![waking.clone()], vec![waking.clone(), failed]] {
+        let plan = planned(&desired, &left(&entries));
+        let kinds = kinds(&plan);
+        assert_eq!(kinds, [StepKind::ReleaseImage, StepKind::DiscardLedger]);
+        let image = theirs.clone();
+        assert_eq!(plan.steps[0].action, Action::ReleaseImage { image });
+    }
+    // It has run: nobody else may.
+    let ran = [waking.clone(), Entry::Awake];
+    assert_steps(&desired, &left(&ran), &[StepKind::DiscardLedger]);
+    // What is being removed may still be restoring.
+    let there = observed(Live::None, &[waking], &[]);
+    let plan = planned(&desired, &there);
+    assert_eq!(kinds(&plan), []);
+    assert!(plan.wake_at.is_some(), "it has to look again");
+}
+
+#[test]
 fn of_a_pod_that_is_gone_only_what_snapshots_refer_to_stays() {
     use StepKind::*;
     let mut desired = desired(Power::Awake);
