@@ -38,6 +38,7 @@ impl Context {
         metrics.count(Counted {
             sandboxes: caches.sandboxes.clone(),
             pools: caches.pools.clone(),
+            templates: caches.templates.clone(),
         });
         Self {
             api,

@@ -389,7 +389,7 @@ impl Metrics {
             let labels = CreationLabels {
                 namespace: sandbox.namespace().unwrap_or_default(),
                 launch_type: launch_type(sandbox),
-                sandbox_template: template_of_claim(sandbox),
+                sandbox_template: self.template_of_claim(sandbox),
             };
             self.creation
                 .get_or_create(&labels)
@@ -398,7 +398,7 @@ impl Metrics {
     }
 
     fn count_turn(&self, sandbox: &Sandbox, uid: &str, turn: Turn, now: Timestamp) {
-        let labels = lifecycle_labels(sandbox);
+        let labels = self.lifecycle_labels(sandbox);
         match turn {
             Turn::SuspendRequested => {
                 count_outcome(&self.suspends, labels, "requested");
@@ -457,7 +457,7 @@ impl Metrics {
             Some(Change::Resume) => &self.resumes,
             None => return,
         };
-        count_outcome(counter, lifecycle_labels(sandbox), "error");
+        count_outcome(counter, self.lifecycle_labels(sandbox), "error");
     }
 
     /// The Sandbox with this UID is gone.
@@ -499,7 +499,7 @@ impl Metrics {
             status.is_some_and(|status| conditions::is_true(&status.conditions, conditions::READY));
         let labels = ClaimLabels {
             namespace: claim.namespace().unwrap_or_default(),
-            sandbox_template: template_of_claim(sandbox),
+            sandbox_template: self.template_of_claim(sandbox),
             launch_type: launch_type(sandbox),
             warmpool_name: claim.spec.warm_pool_ref.name.clone(),
             pod_condition: if ready { "ready" } else { "not_ready" },
@@ -521,7 +521,7 @@ impl Metrics {
     ) {
         let labels = StartupLabels {
             launch_type: launch_type(sandbox),
-            sandbox_template: template_of_claim(sandbox),
+            sandbox_template: self.template_of_claim(sandbox),
         };
         let asked = claim
             .annotations()
@@ -547,6 +547,23 @@ impl Metrics {
                 latency.get_or_create(&labels).observe(observed);
             }
         }
+    }
+
+    fn lifecycle_labels(&self, sandbox: &Sandbox) -> LifecycleLabels {
+        LifecycleLabels {
+            namespace: sandbox.namespace().unwrap_or_default(),
+            sandbox_template: self.template(sandbox).unwrap_or_else(|| UNKNOWN.to_owned()),
+            owned_by: owned_by(sandbox),
+        }
+    }
+
+    fn template_of_claim(&self, sandbox: &Sandbox) -> String {
+        let template = self.template(sandbox);
+        template.unwrap_or_else(|| UNKNOWN_TEMPLATE.to_owned())
+    }
+
+    fn template(&self, sandbox: &Sandbox) -> Option<String> {
+        self.counted.get()?.template(sandbox)
     }
 
     /// The metrics in OpenMetrics text format.
@@ -605,14 +622,6 @@ fn count_outcome(
     counter.get_or_create(&labels).inc();
 }
 
-fn lifecycle_labels(sandbox: &Sandbox) -> LifecycleLabels {
-    LifecycleLabels {
-        namespace: sandbox.namespace().unwrap_or_default(),
-        sandbox_template: template(sandbox).unwrap_or_else(|| UNKNOWN.to_owned()),
-        owned_by: owned_by(sandbox),
-    }
-}
-
 fn launch_type(sandbox: &Sandbox) -> &'static str {
     let label = sandbox.labels().get(labels::LAUNCH_TYPE);
     if label.is_some_and(|value| value == "warm") {
@@ -627,16 +636,6 @@ fn owned_by(sandbox: &Sandbox) -> &'static str {
         .into_iter()
         .find(|kind| controller_of_kind(sandbox, kind).is_some())
         .unwrap_or("None")
-}
-
-/// The template that the Sandbox was made from, if it names one.
-fn template(sandbox: &Sandbox) -> Option<String> {
-    let named = sandbox.annotations().get(annotations::SANDBOX_TEMPLATE_REF);
-    named.filter(|name| !name.is_empty()).cloned()
-}
-
-fn template_of_claim(sandbox: &Sandbox) -> String {
-    template(sandbox).unwrap_or_else(|| UNKNOWN_TEMPLATE.to_owned())
 }
 
 #[cfg(target_arch = "aarch64")]

@@ -33,6 +33,9 @@ use crate::{
 
 pub mod extensions;
 
+/// How many objects are read at once. Tenants make most of them, and each may have more than a megabyte.
+const PAGE: u32 = 50;
+
 /// Everything that is watched.
 #[derive(Clone, Debug)]
 pub struct Caches {
@@ -120,14 +123,9 @@ pub fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
         }
     }));
     let known = Arc::clone(context);
-    tasks.spawn(follow(
-        client.clone(),
-        watcher::Config::default(),
-        trim,
-        move |event| {
-            known.caches.runtime_classes.apply(event);
-        },
-    ));
+    tasks.spawn(follow(client.clone(), in_pages(), trim, move |event| {
+        known.caches.runtime_classes.apply(event);
+    }));
     let known = Arc::clone(context);
     tasks.spawn(follow_guarded(client, trim, move |event| {
         for change in known.caches.snapshot_classes.apply(event) {
@@ -213,7 +211,7 @@ fn wake_sandbox(context: &Context, key: Key) {
 /// What belongs to a Sandbox.
 fn start_dependents(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
     let client = context.api.client();
-    let hashed = watcher::Config::default().labels(labels::SANDBOX_NAME_HASH);
+    let hashed = in_pages().labels(labels::SANDBOX_NAME_HASH);
     let known = Arc::clone(context);
     tasks.spawn(follow(
         client.clone(),
@@ -234,7 +232,7 @@ fn start_dependents(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
     let services = if context.settings.cache_label_selectors {
         hashed.clone()
     } else {
-        watcher::Config::default()
+        in_pages()
     };
     tasks.spawn(follow(
         client.clone(),
@@ -255,6 +253,11 @@ fn start_dependents(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
     tasks.spawn(follow(client, hashed, trim_claim, move |event| {
         known.caches.volume_claims.apply(event);
     }));
+}
+
+/// A list is read page by page: see [`PAGE`].
+fn in_pages() -> watcher::Config {
+    watcher::Config::default().page_size(PAGE)
 }
 
 /// Reads a watch for ever and hands each event on. Faults of the watch are retried with a growing delay.
@@ -284,10 +287,9 @@ async fn follow_guarded<K>(
 ) where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + 'static,
 {
-    let config = watcher::Config::default();
     follow::<DeserializeGuard<K>>(
         client,
-        config,
+        in_pages(),
         |_| {},
         move |event| {
             if let Some(event) = unguarded(event) {

@@ -1,4 +1,4 @@
-//! What Go programs take on the command line: one dash or two, addresses such as `:8080`, durations such as `1h30m`.
+//! What Go programs take on the command line: one dash or two, addresses such as `:8080`, durations such as `1h30m`, several words for yes and no.
 
 use std::{ffi::OsString, net::SocketAddr, time::Duration};
 
@@ -75,6 +75,15 @@ pub fn duration(text: &str) -> Result<Duration, String> {
     Duration::try_from_secs_f64(total).map_err(|_| bad())
 }
 
+/// Yes or no, in the words of Go's `strconv.ParseBool`.
+pub fn boolean(text: &str) -> Result<bool, String> {
+    match text {
+        "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
+        "0" | "f" | "F" | "false" | "FALSE" | "False" => Ok(false),
+        _ => Err(format!("{text:?} is neither true nor false")),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use rstest::rstest;
@@ -108,5 +117,15 @@ mod tests {
     #[case("-5s")]
     fn what_is_no_duration_is_refused(#[case] text: &str) {
         duration(text).unwrap_err();
+    }
+
+    #[rstest]
+    #[case(["1", "t", "T", "true", "TRUE", "True"], Some(true))]
+    #[case(["0", "f", "F", "false", "FALSE", "False"], Some(false))]
+    #[case(["", "2", "yes", "on", "tRUE", " true"], None)]
+    fn booleans_are_gos(#[case] texts: [&str; 6], #[case] value: Option<bool>) {
+        for text in texts {
+            assert_eq!(boolean(text).ok(), value, "{text:?}");
+        }
     }
 }

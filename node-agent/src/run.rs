@@ -45,6 +45,9 @@ use crate::{sandbox_node, server};
 /// How often every Pod is looked at in any case: what the node's disk says comes with no event.
 const SWEEP: Duration = Duration::from_secs(10);
 
+/// How many objects are read at once. Tenants make them, each may have more than a megabyte, and what is read takes several times that.
+const PAGE: u32 = 10;
+
 /// Runs until SIGTERM or SIGINT.
 pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
     let config = Config::read(&args.paths.install_dir.join("bin").join(FILE_NAME))?;
@@ -207,10 +210,12 @@ async fn watch(
     let (pods, pod_events) = reflect(
         Api::<Pod>::all(client.clone()),
         watcher::Config::default().fields(&format!("spec.nodeName={node_name}")),
+        trim_pod,
     );
     let (snapshots, snapshot_events) = reflect(
         Api::<SandboxSnapshot>::all(client),
         watcher::Config::default(),
+        trim_snapshot,
     );
     let shared = shared(pods.clone(), snapshots.clone());
     let driver = Driver::new(Arc::new(shared), stop.clone());
@@ -246,7 +251,7 @@ async fn watch(
 
 type Events<K> = std::pin::Pin<Box<dyn Stream<Item = Result<K, watcher::Error>> + Send>>;
 
-fn reflect<K>(api: Api<K>, config: watcher::Config) -> (Store<K>, Events<K>)
+fn reflect<K>(api: Api<K>, config: watcher::Config, trim: fn(&mut K)) -> (Store<K>, Events<K>)
 where
     K: kube::Resource<DynamicType = ()>
         + Clone
@@ -257,12 +262,27 @@ where
         + 'static,
 {
     let (store, writer) = reflector::store();
-    let events = watcher(api, config)
-        .modify(|object| object.meta_mut().managed_fields = None)
+    let events = watcher(api, config.page_size(PAGE))
+        .modify(trim)
         .default_backoff()
         .reflect(writer)
         .touched_objects();
     (store, events.boxed())
+}
+
+/// A Pod without what nobody here reads and its user may make large.
+fn trim_pod(pod: &mut Pod) {
+    pod.metadata.managed_fields = None;
+    pod.metadata.labels = None;
+}
+
+/// The same of a snapshot. Every agent holds all of the cluster.
+fn trim_snapshot(snapshot: &mut SandboxSnapshot) {
+    let metadata = &mut snapshot.metadata;
+    metadata.managed_fields = None;
+    metadata.labels = None;
+    metadata.annotations = None;
+    metadata.owner_references = None;
 }
 
 async fn pump<K>(
@@ -280,5 +300,78 @@ async fn pump<K>(
             },
             () = stop.cancelled() => return Ok(()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+    use torpor_test_apiserver::Apiserver;
+
+    use super::*;
+
+    fn large_snapshot(name: &str) -> serde_json::Value {
+        json!({
+            "metadata": {
+                "name": name, "namespace": "ns", "finalizers": ["a.b/c"],
+                "labels": {"a": "b"}, "annotations": {"a": "b"},
+                "ownerReferences": [{"apiVersion": "v1", "kind": "Pod", "name": "p", "uid": "u"}],
+                "managedFields": [{"manager": "m", "operation": "Apply"}],
+            },
+            "spec": {"sandboxName": "s"},
+        })
+    }
+
+    #[tokio::test]
+    async fn snapshots_are_listed_in_pages_and_kept_without_what_nobody_reads() {
+        let server = Apiserver::new();
+        for n in 0..PAGE + 1 {
+            server.create("sandboxsnapshots", large_snapshot(&format!("s{n}")));
+        }
+        let api = Api::<SandboxSnapshot>::all(server.client());
+        let (store, mut events) = reflect(api, watcher::Config::default(), trim_snapshot);
+        let reading = async { while events.next().await.is_some() {} };
+        let listed = async {
+            tokio::select! {
+                ready = store.wait_until_ready() => ready.expect("the watch goes on"),
+                () = reading => panic!("the watch ended"),
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(20), listed)
+            .await
+            .expect("all is listed");
+        let sizes = server.take_lists().into_iter().map(|(_, size)| size);
+        assert_eq!(sizes.collect::<Vec<_>>(), [10, 1]);
+        assert_eq!(store.state().len(), 11);
+        for snapshot in store.state() {
+            let metadata = &snapshot.metadata;
+            assert_eq!(
+                metadata.finalizers.as_deref(),
+                Some(&["a.b/c".to_owned()][..])
+            );
+            assert_eq!(metadata.labels, None);
+            assert_eq!(metadata.annotations, None);
+            assert_eq!(metadata.owner_references, None);
+            assert_eq!(metadata.managed_fields, None);
+        }
+    }
+
+    #[test]
+    fn a_pod_is_kept_without_its_labels_and_with_what_it_says_and_whose_it_is() {
+        let mut pod: Pod = serde_json::from_value(json!({
+            "metadata": {
+                "name": "p", "labels": {"a": "b"}, "annotations": {"a": "b"},
+                "ownerReferences": [{"apiVersion": "v1", "kind": "Sandbox", "name": "s", "uid": "u"}],
+                "managedFields": [{"manager": "m", "operation": "Apply"}],
+            },
+        }))
+        .expect("a Pod");
+        trim_pod(&mut pod);
+        assert_eq!(
+            (pod.metadata.labels, pod.metadata.managed_fields),
+            (None, None)
+        );
+        assert!(pod.metadata.annotations.is_some());
+        assert!(pod.metadata.owner_references.is_some());
     }
 }

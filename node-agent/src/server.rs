@@ -8,7 +8,6 @@ use anyhow::Context;
 use axum::Router;
 use axum::http::StatusCode;
 use axum::routing::get;
-use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 use crate::metrics::Metrics;
@@ -64,12 +63,9 @@ pub(crate) async fn metrics(
 }
 
 async fn serve(address: SocketAddr, router: Router, stop: CancellationToken) -> anyhow::Result<()> {
-    let listener = TcpListener::bind(address)
+    let listener = torpor_daemon::serve::listen(address)
         .await
         .with_context(|| format!("cannot listen on {address}"))?;
-    let served = axum::serve(listener, router);
-    served
-        .with_graceful_shutdown(async move { stop.cancelled().await })
-        .await?;
+    torpor_daemon::serve::serve_on(listener, router, stop).await;
     Ok(())
 }

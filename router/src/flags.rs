@@ -6,7 +6,7 @@ use std::{ffi::OsString, path::PathBuf, time::Duration};
 use clap::{
     Arg, ArgAction, CommandFactory, FromArgMatches, Parser, ValueEnum, parser::ValueSource,
 };
-use torpor_daemon::go_flags::{BindAddress, duration, with_two_dashes};
+use torpor_daemon::go_flags::{BindAddress, boolean, duration, with_two_dashes};
 
 use crate::{
     connection::Patience,
@@ -69,7 +69,7 @@ pub struct Flags {
     #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..))]
     pub authz_tokenreview_cache_size: u32,
     /// Refuse requests without a token
-    #[arg(long, default_value = "false", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
+    #[arg(long, default_value = "false", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set, value_parser = boolean)]
     pub authz_tokenreview_require_token: bool,
     /// Audiences of which a token must name one
     #[arg(long, value_delimiter = ',')]
@@ -117,7 +117,7 @@ pub struct Flags {
     #[arg(long, default_value = "")]
     pub kubeconfig: String,
     /// A line in the log for each request
-    #[arg(long, default_value = "true", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
+    #[arg(long, default_value = "true", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set, value_parser = boolean)]
     pub access_log: bool,
     /// Torpor's: hosts <port>-<sandbox>-<namespace>.<domain> name sandboxes
     #[arg(long, default_value = "")]
@@ -399,6 +399,16 @@ mod tests {
     #[case("--authz-mode=none")]
     fn what_would_change_who_reaches_what_is_not_ignored(#[case] flag: &str) {
         read(&[flag]).unwrap_err();
+    }
+
+    #[rstest]
+    #[case("--access-log=0", Some(false))]
+    #[case("-access-log=F", Some(false))]
+    #[case("--access-log", Some(true))]
+    #[case("--access-log=no", None)]
+    fn booleans_are_taken_as_go_takes_them(#[case] flag: &str, #[case] logged: Option<bool>) {
+        let read = read(&[flag]).ok();
+        assert_eq!(read.map(|(flags, _)| flags.access_log), logged);
     }
 
     #[rstest]

@@ -57,6 +57,12 @@ fn flags_of_pools_and_claims_have_their_effect() {
 #[case(&["-leader-elect=false"], false)]
 #[case(&["--leader-elect"], true)]
 #[case(&["--leader-elect=true"], true)]
+#[case(&["--leader-elect=1"], true)]
+#[case(&["--leader-elect=T"], true)]
+#[case(&["-leader-elect=True"], true)]
+#[case(&["--leader-elect=0"], false)]
+#[case(&["--leader-elect=f"], false)]
+#[case(&["--leader-elect=FALSE"], false)]
 fn booleans_are_taken_as_go_takes_them(#[case] arguments: &[&str], #[case] leader: bool) {
     assert_eq!(read(arguments).unwrap().0.leader_elect, leader);
 }

@@ -12,9 +12,12 @@ use prometheus_client::{
     encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric},
     metrics::{MetricType, gauge::ConstGauge},
 };
-use torpor_api::{Sandbox, SandboxWarmPool, conditions, labels, reasons::sandbox as reasons};
+use torpor_api::{
+    Sandbox, SandboxTemplate, SandboxWarmPool, annotations, conditions, labels,
+    reasons::sandbox as reasons,
+};
 
-use super::{launch_type, owned_by, template};
+use super::{UNKNOWN, launch_type, owned_by};
 use crate::{cache::Cache, watches::extensions::controller_of_kind};
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, EncodeLabelSet)]
@@ -44,6 +47,20 @@ const MEMBER_STATES: [&str; 4] = ["ready", "pending", "succeeded", "failed"];
 pub struct Counted {
     pub sandboxes: Cache<Sandbox>,
     pub pools: Cache<SandboxWarmPool>,
+    pub templates: Cache<SandboxTemplate>,
+}
+
+impl Counted {
+    /// The template that the Sandbox was made from, if it names one that there is. Whoever makes a Sandbox writes there what it likes, and what is counted
+    /// under it stays in memory.
+    pub(super) fn template(&self, sandbox: &Sandbox) -> Option<String> {
+        let named = sandbox
+            .annotations()
+            .get(annotations::SANDBOX_TEMPLATE_REF)?;
+        let namespace = sandbox.namespace().unwrap_or_default();
+        let found = self.templates.get(&namespace, named)?;
+        Some(found.name_any())
+    }
 }
 
 /// Counts when somebody looks; nothing until the caches are known.
@@ -60,23 +77,23 @@ impl fmt::Debug for Scrape {
 impl Collector for Scrape {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
         let (mut counts, mut members) = (BTreeMap::<_, i64>::new(), BTreeMap::<_, i64>::new());
-        if let Some(Counted { sandboxes, pools }) = self.counted.get() {
-            let pools = pools.filtered(|_| true);
+        if let Some(counted) = self.counted.get() {
+            let pools = counted.pools.filtered(|_| true);
             // A pool without members has noughts, so that its emptiness shows.
             for pool in &pools {
                 for state in MEMBER_STATES {
-                    members.insert(pool_labels(pool, None, state), 0);
+                    members.insert(pool_labels(counted, pool, None, state), 0);
                 }
             }
             let pools: BTreeMap<_, _> = pools
                 .iter()
                 .map(|pool| (pool.metadata.uid.clone(), pool))
                 .collect();
-            for sandbox in sandboxes.filtered(|_| true) {
-                *counts.entry(sandbox_labels(&sandbox)).or_default() += 1;
+            for sandbox in counted.sandboxes.filtered(|_| true) {
+                *counts.entry(sandbox_labels(counted, &sandbox)).or_default() += 1;
                 let owner = controller_of_kind(&*sandbox, "SandboxWarmPool");
                 if let Some(pool) = owner.and_then(|owner| pools.get(&Some(owner.uid.clone()))) {
-                    let labels = pool_labels(pool, Some(&sandbox), member_state(&sandbox));
+                    let labels = pool_labels(counted, pool, Some(&sandbox), member_state(&sandbox));
                     *members.entry(labels).or_default() += 1;
                 }
             }
@@ -111,15 +128,20 @@ fn gauges<L: EncodeLabelSet>(
 
 /// The template is the member's own, which is not the pool's any more when it is stale.
 fn pool_labels(
+    counted: &Counted,
     pool: &SandboxWarmPool,
     member: Option<&Sandbox>,
     sandbox_status: &'static str,
 ) -> PoolLabels {
-    let own = member.and_then(template);
+    let own = member.and_then(|member| counted.template(member));
+    let named = Some(&pool.spec.sandbox_template_ref.name);
+    let named = named.filter(|name| annotations::is_dns_subdomain(name));
     PoolLabels {
         namespace: pool.namespace().unwrap_or_default(),
         warmpool_name: pool.name_any(),
-        sandbox_template: own.unwrap_or_else(|| pool.spec.sandbox_template_ref.name.clone()),
+        sandbox_template: own
+            .or_else(|| named.cloned())
+            .unwrap_or_else(|| UNKNOWN.to_owned()),
         sandbox_status,
     }
 }
@@ -139,7 +161,7 @@ fn member_state(member: &Sandbox) -> &'static str {
     }
 }
 
-fn sandbox_labels(sandbox: &Sandbox) -> SandboxLabels {
+fn sandbox_labels(counted: &Counted, sandbox: &Sandbox) -> SandboxLabels {
     let conditions = sandbox
         .status
         .as_ref()
@@ -151,11 +173,13 @@ fn sandbox_labels(sandbox: &Sandbox) -> SandboxLabels {
         ready_condition: text(ready.is_some_and(|ready| ready.status == "True")),
         expired: text(ready.is_some_and(|ready| ready.reason == reasons::SANDBOX_EXPIRED)),
         launch_type: launch_type(sandbox),
-        sandbox_template: template(sandbox).unwrap_or_else(|| super::UNKNOWN.to_owned()),
+        sandbox_template: counted
+            .template(sandbox)
+            .unwrap_or_else(|| UNKNOWN.to_owned()),
         owned_by: owned_by(sandbox),
         created_by: sandbox
             .labels()
             .get(labels::CREATED_BY)
-            .map_or(super::UNKNOWN, |creator| labels::created_by(creator)),
+            .map_or(UNKNOWN, |creator| labels::created_by(creator)),
     }
 }

@@ -1,5 +1,8 @@
+use kube::runtime::watcher::Event;
+use rstest::rstest;
+use serde_json::json;
 use torpor_api::{
-    SandboxWarmPool,
+    SandboxTemplate, SandboxWarmPool,
     conditions::{Draft, Status, set},
 };
 
@@ -102,6 +105,82 @@ fn names_and_buckets_are_upstreams() {
     );
 }
 
+/// There is one, of the name t.
+fn templates() -> Cache<SandboxTemplate> {
+    let template = json!({
+        "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxTemplate",
+        "metadata": {"name": "t", "namespace": "ns", "resourceVersion": "1"},
+        "spec": {"podTemplate": {"spec": {"containers": []}}},
+    });
+    let templates = Cache::new(|_: &SandboxTemplate| None);
+    templates.apply(Event::Apply(serde_json::from_value(template).unwrap()));
+    templates
+}
+
+/// Everything that is told of a Sandbox, and of a pool, that name this template.
+fn told_of(template: &str) -> String {
+    let sandbox: Sandbox = serde_json::from_value(json!({
+        "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox",
+        "metadata": {
+            "name": "s", "namespace": "ns", "uid": "u", "resourceVersion": "1",
+            "creationTimestamp": "1970-01-01T00:00:00Z",
+            "annotations": {"agents.x-k8s.io/sandbox-template-ref": template},
+        },
+        "spec": {"podTemplate": {"spec": {"containers": []}}},
+    }))
+    .unwrap();
+    let pool: SandboxWarmPool = serde_json::from_value(json!({
+        "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxWarmPool",
+        "metadata": {"name": "p", "namespace": "ns", "uid": "v", "resourceVersion": "1"},
+        "spec": {"replicas": 1, "sandboxTemplateRef": {"name": template}},
+    }))
+    .unwrap();
+    let (sandboxes, pools) = (
+        Cache::new(|_: &Sandbox| None),
+        Cache::new(|_: &SandboxWarmPool| None),
+    );
+    sandboxes.apply(Event::Apply(sandbox.clone()));
+    pools.apply(Event::Apply(pool));
+    let metrics = Metrics::default();
+    metrics.count(Counted {
+        sandboxes,
+        pools,
+        templates: templates(),
+    });
+    let now = Timestamp::from_millisecond(120).unwrap();
+    let ready = status(&[(conditions::READY, Status::True, 1)]);
+    metrics.observe_sandbox(&sandbox, &SandboxStatus::default(), &ready, now);
+    metrics.observe_claim_ready(&claim(), &sandbox, now, now);
+    metrics.count_claim(&claim(), &sandbox);
+    metrics.count_turn(&sandbox, "u", Turn::Expired, now);
+    metrics.text().unwrap()
+}
+
+#[rstest]
+#[case::it_is_there("t", "t", "t")]
+#[case::it_is_not("u", "unknown", "__unknown__")]
+#[case::none("", "unknown", "__unknown__")]
+#[case::text_of_a_tenant("TTT, and more", "unknown", "__unknown__")]
+fn only_a_template_that_there_is_makes_a_series(
+    #[case] named: &str,
+    #[case] of_a_life: &str,
+    #[case] of_a_claim: &str,
+) {
+    let text = told_of(named);
+    for (family, template) in [
+        ("agent_sandbox_creation_latency_ms_count", of_a_claim),
+        ("agent_sandbox_claim_startup_latency_ms_count", of_a_claim),
+        ("agent_sandbox_claim_creation_total", of_a_claim),
+        ("agent_sandbox_expired_total", of_a_life),
+        ("agent_sandboxes", of_a_life),
+    ] {
+        let label = format!("sandbox_template=\"{template}\"");
+        let told = |line: &str| line.starts_with(&format!("{family}{{")) && line.contains(&label);
+        assert!(text.lines().any(told), "{family} {label}\nnot in\n{text}");
+    }
+    assert!(!text.contains("TTT"), "{text}");
+}
+
 #[test]
 fn dashboards_and_alerts_name_metrics_and_labels_that_the_controller_has() {
     let metrics = Metrics::default();
@@ -124,7 +203,11 @@ fn dashboards_and_alerts_name_metrics_and_labels_that_the_controller_has() {
     .unwrap();
     let pools = Cache::new(|_: &SandboxWarmPool| None);
     pools.apply(kube::runtime::watcher::Event::Apply(pool));
-    metrics.count(Counted { sandboxes, pools });
+    metrics.count(Counted {
+        sandboxes,
+        pools,
+        templates: templates(),
+    });
     let now = Timestamp::from_millisecond(120).unwrap();
     metrics.observe_claim_ready(&claim(), &member, now, now);
     metrics.count_claim(&claim(), &member);

@@ -162,13 +162,16 @@ fn continue_from(spec: &mut Map<String, Value>, memory: &Memory, name: &str) {
             .into_iter()
             .flatten()
         {
-            let saved = memory
-                .containers
-                .iter()
-                .find(|(name, _)| container["name"] == name.as_str());
-            let Some((_, image)) = saved else { continue };
-            has_started(container, list == "initContainers");
-            container["image"] = image_reference(image).into();
+            let named = |name: &String| container["name"] == name.as_str();
+            let saved = memory.containers.iter().find(|(name, _)| named(name));
+            // What had ended is not run again, but the kubelet wants its image none the less.
+            if saved.is_none() && !memory.completed.iter().any(named) {
+                continue;
+            }
+            if let Some((_, image)) = saved {
+                has_started(container, list == "initContainers");
+                container["image"] = image_reference(image).into();
+            }
             // Pulling could only fail or bring something else; and a bare image id has no registry to pull from.
             if container["imagePullPolicy"] != "Never" {
                 container["imagePullPolicy"] = "IfNotPresent".into();

@@ -6,7 +6,7 @@ use jiff::Timestamp;
 use k8s_openapi::{
     api::networking::v1::NetworkPolicy, apimachinery::pkg::apis::meta::v1::OwnerReference,
 };
-use kube::{Resource, ResourceExt, runtime::watcher};
+use kube::{Resource, ResourceExt};
 use tokio::task::JoinSet;
 use torpor_api::{
     Sandbox, SandboxClaim, SandboxTemplate, SandboxWarmPool,
@@ -15,7 +15,7 @@ use torpor_api::{
     labels,
 };
 
-use super::{follow, follow_guarded, trim};
+use super::{follow, follow_guarded, in_pages, trim};
 use crate::{
     cache::{Change, key_of},
     candidates::pool_of,
@@ -48,8 +48,7 @@ pub(super) fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
         }
     }));
     let known = Arc::clone(context);
-    let all = watcher::Config::default();
-    tasks.spawn(follow(client, all, trim, move |event| {
+    tasks.spawn(follow(client, in_pages(), trim, move |event| {
         for change in known.caches.policies.apply(event) {
             policy_changed(&known, &change);
         }

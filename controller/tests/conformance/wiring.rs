@@ -231,6 +231,36 @@ async fn many_sandboxes_at_once_all_come_up() {
     running.end().await;
 }
 
+#[tokio::test]
+async fn what_tenants_make_is_listed_in_pages() {
+    let world = World::new();
+    for number in 0..60 {
+        let name = format!("s{number}");
+        let service = json!({"metadata": {"name": name, "namespace": NS}, "spec": {}});
+        world.api.create("services", service);
+        let asleep = json!({"metadata": {"name": name}, "spec": {"operatingMode": "Suspended"}});
+        world.api.create("sandboxes", sandbox(asleep));
+    }
+    let running = Running::start(world);
+    let caches = &running.world.context.caches;
+    let listed =
+        async { tokio::join!(caches.sandboxes.wait_ready(), caches.services.wait_ready()) };
+    tokio::time::timeout(Duration::from_secs(20), listed)
+        .await
+        .unwrap();
+    let lists = running.world.api.take_lists();
+    for kind in ["sandboxes", "services"] {
+        let of_kind = lists.iter().filter(|(listed, _)| listed == kind);
+        let sizes: Vec<usize> = of_kind.map(|(_, size)| *size).collect();
+        assert_eq!(sizes, [50, 10], "{kind}");
+    }
+    for number in 0..60 {
+        let found = caches.sandboxes.get(NS, &format!("s{number}"));
+        assert!(found.is_some(), "s{number}");
+    }
+    running.end().await;
+}
+
 // --- lease ------------------------------------------------------------------------------------------------------------------------------
 
 fn quick() -> Timing {

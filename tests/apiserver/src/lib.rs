@@ -17,9 +17,10 @@ use tokio::sync::{Semaphore, watch};
 
 pub mod merge_patch;
 
+mod page;
 mod state;
 
-use self::state::State;
+use self::{page::Page, state::State};
 
 /// Plural, namespace (empty for cluster-scoped kinds), name.
 pub type Key = (String, String, String);
@@ -252,6 +253,11 @@ impl Apiserver {
         std::mem::take(&mut self.state.lock().unwrap().reads)
     }
 
+    /// Kinds that were listed since the last call, each with how many objects the answer had.
+    pub fn take_lists(&self) -> Vec<(String, usize)> {
+        std::mem::take(&mut self.state.lock().unwrap().lists)
+    }
+
     /// Writes since the last call.
     pub fn take_all_writes(&self) -> Vec<Write> {
         std::mem::take(&mut self.state.lock().unwrap().writes)
@@ -393,20 +399,20 @@ impl Apiserver {
     }
 
     fn list_answer(&self, call: &Call) -> Value {
-        let state = self.state.lock().unwrap();
-        let items: Vec<&Value> = state
-            .objects
-            .iter()
-            .filter(|(key, object)| call.wants(key, object))
-            .map(|(_, object)| object)
-            .collect();
+        let mut state = self.state.lock().unwrap();
+        let page = Page::of(&call.query, state.version);
+        let all = state.objects.iter();
+        let (items, token) = page.cut(all.filter(|(key, object)| call.wants(key, object)));
         let (_, kind, api_version) = *KINDS.iter().find(|(p, ..)| *p == call.kind).unwrap();
-        json!({
+        let size = items.len();
+        let answer = json!({
             "kind": format!("{kind}List"),
             "apiVersion": api_version,
-            "metadata": {"resourceVersion": state.version.to_string()},
+            "metadata": {"resourceVersion": page.version.to_string(), "continue": token},
             "items": items,
-        })
+        });
+        state.lists.push((call.kind.clone(), size));
+        answer
     }
 
     fn watch(&self, call: &Call) -> Response<Body> {

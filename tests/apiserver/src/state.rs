@@ -19,6 +19,8 @@ pub(super) struct State {
     pub(super) history: Vec<(u64, &'static str, Key, Value)>,
     pub(super) writes: Vec<Write>,
     pub(super) reads: Vec<String>,
+    /// Kind and number of objects of each answer.
+    pub(super) lists: Vec<(String, usize)>,
     /// Those of clients that are authenticated.
     pub(super) tokens: Vec<String>,
     pub(super) faults: Vec<Fault>,

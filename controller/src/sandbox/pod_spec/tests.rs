@@ -102,6 +102,28 @@ fn container_images_are_those_of_the_image(#[case] saved: &str, #[case] used: &s
     }
 }
 
+#[rstest]
+#[case::it_would_be_pulled(json!("Always"), "IfNotPresent")]
+#[case::latest_would_be_pulled(Value::Null, "IfNotPresent")]
+#[case::it_never_is(json!("Never"), "Never")]
+fn a_container_that_had_ended_waits_for_no_registry(#[case] policy: Value, #[case] kept: &str) {
+    let container =
+        |name: &str| json!({"name": name, "image": "img:latest", "imagePullPolicy": policy});
+    let memory = Memory {
+        completed: vec!["setup".into()],
+        ..memory()
+    };
+    let spec = json!({
+        "initContainers": [container("setup"), container("added")], "containers": [container("c")],
+    });
+    let pod = pod(&sandbox(spec), &[], Some(&memory));
+    let ended = &pod["spec"]["initContainers"][0];
+    assert_eq!(ended["image"], "img:latest");
+    assert_eq!(ended["imagePullPolicy"], kept);
+    let added = &pod["spec"]["initContainers"][1];
+    assert_eq!(*added, container("added"), "not known from before");
+}
+
 #[test]
 fn what_was_done_at_the_start_of_a_saved_container_is_not_done_again() {
     let container = |name: &str| {
