@@ -500,6 +500,9 @@ impl Keeper<'_> {
             }
             Request::Hold(rules) => {
                 let answered = self.watch(rules);
+                if let Some(watch) = &mut self.watch {
+                    watch.hold();
+                }
                 answer(&peer, &answered, &[]);
             }
             Request::Rules(rules) => {
@@ -511,6 +514,12 @@ impl Keeper<'_> {
                 let answered = self.watch(rules);
                 answer(&peer, &answered, &[]);
                 let next = self.watch.as_mut().map(Watch::standing);
+                self.follow(next.unwrap_or(Next::Nothing));
+            }
+            Request::Freeze(rules) => {
+                let answered = self.watch(rules);
+                let next = self.watch.as_mut().map(Watch::frozen);
+                answer(&peer, &answered, &[]);
                 self.follow(next.unwrap_or(Next::Nothing));
             }
             Request::Doze => {
