@@ -270,7 +270,7 @@ fn wake_up(pod: &Pod) -> Option<jiff::Timestamp> {
     annotations::parse_time(annotations::NEXT_WAKEUP, written).ok()
 }
 
-/// What the Pod's keeper goes by while its sandbox sleeps; `desired` is what is wanted of that Pod.
+/// What the Pod's keeper goes by while its sandbox sleeps, or is frozen; `desired` is what is wanted of that Pod.
 pub(crate) fn rules(pod: &Pod, desired: &Desired) -> Rules {
     let mut probes: BTreeSet<u16> = answerable_ports(pod).into_iter().collect();
     let mut hooks = hooked_ports(pod);
@@ -290,11 +290,16 @@ pub(crate) fn rules(pod: &Pod, desired: &Desired) -> Rules {
         probes.retain(|port| !hooks.contains(port));
         hooks.clear();
     }
+    // Nobody but who froze it lets it run. A Pod that is being deleted runs to its end.
+    let frozen = desired.power == Power::Frozen && desired.pod == PodPresence::Present;
     Rules {
         probes: probes.into_iter().collect(),
         hooks: hooks.into_iter().collect(),
         suspends: false,
-        wake_on: wake_on(pod),
+        wake_on: match frozen {
+            true => WakeOn::NOTHING,
+            false => wake_on(pod),
+        },
     }
 }
 
@@ -631,6 +636,16 @@ mod tests {
         };
         assert_eq!(told(&[&snapshot("Manual")]), tcp(vec![]));
         assert_eq!(told(&[&snapshot("Suspend")]), WakeOn::NOTHING);
+    }
+
+    #[test]
+    fn nothing_wakes_what_is_frozen_before_its_pod_is_deleted() {
+        let frozen = json!({ "torpor.dev/freeze": "true", "torpor.dev/wake-on": "tcp" });
+        let mut pod = pod(frozen);
+        let wakes = |pod: &Pod| rules(pod, &desired(&uid(), Some(pod), &[])).wake_on;
+        assert_eq!(wakes(&pod), WakeOn::NOTHING);
+        pod.metadata.deletion_timestamp = Some(jiff::Timestamp::UNIX_EPOCH.into());
+        assert_ne!(wakes(&pod), WakeOn::NOTHING, "its hooks are run");
     }
 
     #[test]

@@ -119,9 +119,12 @@ fn act(
 ) -> Outcome {
     let node = context.node;
     match action {
-        Action::Pause => with_control(context, |control, record| {
-            pause::pause(&node.records, control, &record.sandbox, CALL_LIMIT)
-        }),
+        Action::Pause => pause(context),
+        Action::Freeze => {
+            let outcome = pause(context);
+            tell_keeper(context, &Request::Freeze(context.rules.clone()));
+            outcome
+        }
         Action::Doze => {
             let outcome = with_control(context, |control, record| {
                 pause::doze(&node.records, control, &record.sandbox, CALL_LIMIT)
@@ -201,6 +204,13 @@ fn sleep_on(context: &Context<'_>, ledger: &LedgerFile, image: &ImageId) -> Outc
         },
         other => other,
     }
+}
+
+fn pause(context: &Context<'_>) -> Outcome {
+    let records = &context.node.records;
+    with_control(context, |control, record| {
+        pause::pause(records, control, &record.sandbox, CALL_LIMIT)
+    })
 }
 
 fn resume(context: &Context<'_>) -> Outcome {

@@ -388,7 +388,7 @@ impl Held {
         match step.action {
             Action::Doze => self.doze(&step.action),
             // From now on nobody but who froze it lets it run.
-            Action::Pause => {
+            Action::Pause | Action::Freeze => {
                 (self.known.doze, self.known.asleep_since) = (None, None);
                 self.known.disarm();
                 self.kata.driver.act(&self.sandbox, &step.action)

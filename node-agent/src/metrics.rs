@@ -378,6 +378,7 @@ fn resource_label(resource: Resource) -> ResourceLabel {
 fn work(kind: StepKind) -> &'static str {
     match kind {
         StepKind::Pause
+        | StepKind::Freeze
         | StepKind::Doze
         | StepKind::Checkpoint
         | StepKind::Commit

@@ -6,10 +6,11 @@
 //! | running | in it | nothing, and it has been idle for long enough | as for sleep; it then sleeps until somebody needs it |
 //! | running | in it | nothing, and it has been idle for long enough to doze | doze: paused; then, each in a plan of its own so that whoever needs it comes between: checkpoint and commit, reclaim |
 //! | running | in it | snapshot | pause, checkpoint, commit, resume |
-//! | running | in it | freeze | pause |
+//! | running | in it | freeze | freeze |
 //! | running | anything else | - | record that it is awake: from now on its image is stale |
 //! | paused | in it | sleep or snapshot | as above, without the pause; while waiting after a failure: resume |
 //! | paused | in it | run | resume |
+//! | paused, and dozes | in it, and maybe in an image | freeze | pause: the note goes that whoever needs it resumes it |
 //! | paused | in it and in an image | sleep | end (a snapshot adopts the image) |
 //! | paused | in it and in an image | run | record, resume |
 //! | running | in it, and the runtime makes no images | sleep, or it has been idle for long enough | doze; then reclaim, in a plan of its own |
@@ -155,7 +156,7 @@ impl<'a> Planning<'a> {
         } else if view.target == Power::Frozen && view.is_present() {
             self.why.push(Reason::FreezeWanted);
             if self.may_try_save_steps() {
-                self.step(Action::Pause, None, None);
+                self.step(Action::Freeze, None, None);
             }
         } else if self.why.is_empty() {
             self.why.push(Reason::Settled);

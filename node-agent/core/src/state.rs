@@ -346,7 +346,7 @@ pub struct Failure {
 /// Failures that are not yet made good, by the kind of work. Kept in memory: after a restart of the agent everything is tried at once.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Failures {
-    /// Pause, Doze, Checkpoint, Commit, Reclaim, End.
+    /// Pause, Freeze, Doze, Checkpoint, Commit, Reclaim, End.
     pub save: Option<Failure>,
     /// Wake.
     pub wake: Option<Failure>,
@@ -363,6 +363,7 @@ impl Failures {
         let step = action.kind();
         let place = match step {
             StepKind::Pause
+            | StepKind::Freeze
             | StepKind::Doze
             | StepKind::Checkpoint
             | StepKind::Commit

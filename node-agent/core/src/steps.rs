@@ -45,7 +45,10 @@ pub struct Step {
 pub enum Action {
     /// Stop the sandbox's processor time; it stays in memory.
     Pause,
-    /// The same, with a note that it is for idleness: whoever needs it resumes it. One that is paused gets the note.
+    /// The same, for as long as its user wishes: nobody wakes it, and the kubelet's probes are answered for it. Only of a sandbox whose memory
+    /// is in no image: what arrives reaches its network stack.
+    Freeze,
+    /// The same as a pause, with a note that it is for idleness: whoever needs it resumes it. One that is paused gets the note.
     Doze,
     /// Push the memory of a dozing sandbox, which is in `image` too, out of main memory, and note that. Without one: of a runtime
     /// that makes none.
@@ -79,6 +82,7 @@ pub enum Action {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum StepKind {
     Pause,
+    Freeze,
     Doze,
     Reclaim,
     Resume,
@@ -98,6 +102,7 @@ impl Action {
     pub fn kind(&self) -> StepKind {
         match self {
             Action::Pause => StepKind::Pause,
+            Action::Freeze => StepKind::Freeze,
             Action::Doze => StepKind::Doze,
             Action::Reclaim { .. } => StepKind::Reclaim,
             Action::Resume => StepKind::Resume,

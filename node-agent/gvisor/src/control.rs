@@ -9,7 +9,7 @@ use std::io::{BufReader, ErrorKind, IoSlice, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use serde::Deserialize;
@@ -123,6 +123,51 @@ pub struct Control {
     stream: UnixStream,
 }
 
+/// The connection up to a deadline, which stands for all that is carried over it together: the kernel's own limit begins anew with each
+/// call, and a sandbox that says a byte now and then would be listened to for months.
+struct Until<'a> {
+    stream: &'a UnixStream,
+    /// None: for as long as it takes.
+    deadline: Option<Instant>,
+}
+
+impl Until<'_> {
+    /// What is left, as the limit of the next call of the kernel's.
+    fn left(&self) -> std::io::Result<Option<Duration>> {
+        let until = |at: Instant| at.saturating_duration_since(Instant::now());
+        match self.deadline.map(until) {
+            Some(Duration::ZERO) => Err(ErrorKind::TimedOut.into()),
+            left => Ok(left),
+        }
+    }
+}
+
+impl Read for Until<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        self.stream.set_read_timeout(self.left()?)?;
+        self.stream.read(buffer).map_err(timed_out)
+    }
+}
+
+impl Write for Until<'_> {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.stream.set_write_timeout(self.left()?)?;
+        self.stream.write(bytes).map_err(timed_out)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The kernel says of a time that is over that the call would block.
+fn timed_out(error: std::io::Error) -> std::io::Error {
+    match error.kind() {
+        ErrorKind::WouldBlock => ErrorKind::TimedOut.into(),
+        _ => error,
+    }
+}
+
 impl Control {
     /// Connects to the sandbox whose root container is `sandbox`.
     pub fn connect(runsc_root: &Path, sandbox: &str) -> Result<Self, Error> {
@@ -143,6 +188,7 @@ impl Control {
         method: &'static str,
         arg: &Value,
         files: &[BorrowedFd<'_>],
+        deadline: Option<Instant>,
     ) -> Result<(), Error> {
         let request = json!({ "method": method, "arg": arg })
             .to_string()
@@ -150,6 +196,13 @@ impl Control {
         let fds: Vec<RawFd> = files.iter().map(AsRawFd::as_raw_fd).collect();
         let rights = [ControlMessage::ScmRights(&fds)];
         let cmsgs: &[ControlMessage<'_>] = if fds.is_empty() { &[] } else { &rights };
+        let failed = |source| Error::of_send(method, source);
+        let mut until = Until {
+            stream: &self.stream,
+            deadline,
+        };
+        let limit = until.left().map_err(failed)?;
+        self.stream.set_write_timeout(limit).map_err(failed)?;
         let sent = sendmsg::<()>(
             self.stream.as_raw_fd(),
             &[IoSlice::new(&request)],
@@ -157,15 +210,21 @@ impl Control {
             MsgFlags::MSG_NOSIGNAL,
             None,
         )
-        .map_err(|errno| Error::of_send(method, errno.into()))?;
-        self.stream
-            .write_all(&request[sent..])
-            .map_err(|source| Error::of_send(method, source))
+        .map_err(|errno| failed(timed_out(errno.into())))?;
+        until.write_all(&request[sent..]).map_err(failed)
     }
 
-    fn receive<T: DeserializeOwned>(&mut self, method: &'static str) -> Result<T, Error> {
+    fn receive<T: DeserializeOwned>(
+        &mut self,
+        method: &'static str,
+        deadline: Option<Instant>,
+    ) -> Result<T, Error> {
+        let until = Until {
+            stream: &self.stream,
+            deadline,
+        };
         // One call at a time: nothing comes after its answer. Without a buffer each byte would be a call of the kernel's.
-        let limited = BufReader::new((&mut self.stream).take(MAX_ANSWER));
+        let limited = BufReader::new(until.take(MAX_ANSWER));
         let mut values = serde_json::Deserializer::from_reader(limited).into_iter::<Answer>();
         let answer = match values.next() {
             Some(Ok(answer)) => answer,
@@ -198,11 +257,9 @@ impl Control {
         files: &[BorrowedFd<'_>],
         timeout: Duration,
     ) -> Result<T, Error> {
-        self.stream
-            .set_read_timeout(Some(timeout))
-            .map_err(|source| Error::Send { method, source })?;
-        self.send(method, arg, files)?;
-        self.receive(method)
+        let deadline = Some(Instant::now() + timeout);
+        self.send(method, arg, files, deadline)?;
+        self.receive(method, deadline)
     }
 
     /// Stops every task; returns when all of them are stopped. gVisor counts: see [`crate::pause`].
@@ -331,21 +388,22 @@ impl Control {
 
     /// Asks to be told when the container's first process ends; the answer is read by [`Self::wait_result`].
     pub fn begin_wait(&mut self, container: &str) -> Result<(), Error> {
-        self.send("containerManager.Wait", &json!(container), &[])
+        self.send("containerManager.Wait", &json!(container), &[], None)
     }
 
     /// Reads the answer of [`Self::begin_wait`]: a wait status as wait(2) gives it.
     pub fn wait_result(&mut self) -> Result<WaitStatus, Error> {
-        self.receive::<u32>("containerManager.Wait").map(WaitStatus)
+        self.wait_result_until(None)
     }
 
     /// The same, but not for longer than `timeout`.
     pub fn wait_result_within(&mut self, timeout: Duration) -> Result<WaitStatus, Error> {
-        let method = "containerManager.Wait";
-        self.stream
-            .set_read_timeout(Some(timeout))
-            .map_err(|source| Error::Send { method, source })?;
-        self.wait_result()
+        self.wait_result_until(Some(Instant::now() + timeout))
+    }
+
+    fn wait_result_until(&mut self, deadline: Option<Instant>) -> Result<WaitStatus, Error> {
+        self.receive::<u32>("containerManager.Wait", deadline)
+            .map(WaitStatus)
     }
 
     /// Starts a process in a container; `arg` is gVisor's control.ExecArgs. Answers its pid in the sandbox.
@@ -360,16 +418,11 @@ impl Control {
 
     /// Asks to be told when process `pid` (as [`Self::execute`] answered) ends; see [`Self::wait_result`].
     pub fn begin_wait_pid(&mut self, container: &str, pid: i32) -> Result<(), Error> {
-        self.stream
-            .set_read_timeout(None)
-            .map_err(|source| Error::Send {
-                method: "containerManager.WaitPID",
-                source,
-            })?;
         self.send(
             "containerManager.WaitPID",
             &json!({ "PID": pid, "CID": container }),
             &[],
+            None,
         )
     }
 }
@@ -444,6 +497,61 @@ mod tests {
             .pause(Duration::from_secs(5))
             .expect_err("no answer");
         assert!(error.is_unknown(), "{error}");
+    }
+
+    #[test]
+    fn an_answer_in_drips_is_waited_for_no_longer_than_one_in_a_piece() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let listener = UnixListener::bind(socket_path(dir.path(), "s")).expect("a socket");
+        let answers = std::thread::spawn(move || {
+            let (mut peer, _) = listener.accept().expect("a connection");
+            // Each comes in time, all of them together do not; nobody may listen any more.
+            for _ in 0..100 {
+                if peer.write_all(b" ").is_err() {
+                    return;
+                }
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            let _ = peer.write_all(br#"{"success":true,"err":"","result":null}"#);
+        });
+        let mut control = Control::connect(dir.path(), "s").expect("connected");
+        let error = control
+            .resume(Duration::from_millis(200))
+            .expect_err("no answer in time");
+        let over = |source: &std::io::Error| source.kind() == ErrorKind::TimedOut;
+        assert!(
+            matches!(&error, Error::NoAnswer { source, .. } if over(source)),
+            "{error:?}"
+        );
+        assert!(error.is_unknown());
+        drop(control);
+        answers.join().expect("no panic");
+    }
+
+    #[test]
+    fn a_call_that_is_not_read_is_given_up_and_had_no_effect() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let listener = UnixListener::bind(socket_path(dir.path(), "s")).expect("a socket");
+        let mut control = Control::connect(dir.path(), "s").expect("connected");
+        let (given_up, waits) = std::sync::mpsc::channel::<()>();
+        let deaf = std::thread::spawn(move || {
+            // Not for ever: who waits for it would wait too.
+            let _ = waits.recv_timeout(Duration::from_secs(10));
+            drop(listener);
+        });
+        // More than a socket holds.
+        let long = "x".repeat(8 << 20);
+        let error = control
+            .destroy_container(&long, Duration::from_millis(200))
+            .expect_err("not read");
+        let over = |source: &std::io::Error| source.kind() == ErrorKind::TimedOut;
+        assert!(
+            matches!(&error, Error::Send { source, .. } if over(source)),
+            "{error:?}"
+        );
+        assert!(!error.is_unknown());
+        drop(given_up);
+        deaf.join().expect("no panic");
     }
 
     #[test]

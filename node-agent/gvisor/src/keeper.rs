@@ -59,6 +59,9 @@ pub enum Request {
     Hold(Rules),
     /// The sandbox stands still with its memory: as for [`Request::Hold`], and it sleeps from now on.
     Watch(Rules),
+    /// The sandbox stands still for as long as its user wishes, and its memory is in no image: answer its probes, wake it for nobody, and let all
+    /// else reach it: its network stack runs.
+    Freeze(Rules),
     /// The sandbox stands still because it was idle, and reads nothing: wake it for what is written to the container's standard input.
     Doze,
     /// Other rules for what is held and wakes, if anything is.
@@ -251,6 +254,7 @@ mod tests {
         for request in [
             Request::Hold(rules.clone()),
             Request::Watch(Rules::default()),
+            Request::Freeze(rules.clone()),
             Request::Rules(rules),
         ] {
             let said = serde_json::to_string(&request).expect("words");

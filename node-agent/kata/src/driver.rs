@@ -250,7 +250,7 @@ impl Driver {
     /// Does one step of a plan. The planner knows that there are no images here, and plans no others.
     pub fn act(&self, sandbox: &Sandbox, action: &Action) -> Outcome {
         match action {
-            Action::Pause | Action::Doze => outcome(self.pause(sandbox)),
+            Action::Pause | Action::Freeze | Action::Doze => outcome(self.pause(sandbox)),
             Action::Resume => outcome(self.resume(sandbox)),
             Action::Reclaim { image: None } => outcome(self.reclaim(sandbox).map(|_| true)),
             other => Outcome::Failed {

@@ -44,7 +44,11 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Option<an
 
     let mut record = record_of(args, &spec, sandbox.clone(), role)?;
     let state = match role {
-        Role::Sandbox => restore::begin(node, &pod, &spec)?,
+        Role::Sandbox => {
+            // Also for what is done before runsc runs: an image is read and hashed.
+            node.cgroups.place(&pod.cgroup, std::process::id())?;
+            restore::begin(node, &pod, &spec)?
+        }
         Role::Container => {
             delete::supersede(node, &record)?;
             admit(node, &pod, &record)?;
@@ -61,7 +65,9 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Option<an
     node.cgroups.create(&record.cgroup)?;
 
     let console = if state == SandboxState::Running {
-        node.cgroups.place(&pod.cgroup, std::process::id())?;
+        if role == Role::Container {
+            node.cgroups.place(&pod.cgroup, std::process::id())?;
+        }
         create_in_sandbox(node, &record, &dir)?
     } else {
         None

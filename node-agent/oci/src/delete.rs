@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use torpor_cgroup as cgroup;
-use torpor_core::ids::ContainerId;
+use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_gvisor::keeper::{self, Request};
 use torpor_gvisor::record::{ContainerRecord, SandboxState};
 use torpor_gvisor::spec::Role;
@@ -114,7 +114,14 @@ fn delete_sandbox(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
     end_keeper(node, record)?;
     remove_cgroup(node, &record.cgroup)?;
     node.records.remove_container(&record.id)?;
-    node.records.remove_pod(&record.sandbox)?;
+    forget_pod(node, &record.sandbox)
+}
+
+/// A wake or a creation that was cut off may have left the pod without its limit of processor time, and its cgroup is the kubelet's: another
+/// sandbox may come into it. A limit that cannot be put back is no reason for the rest to stay.
+fn forget_pod(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
+    let _ = restore::put_quotas_back(node, sandbox);
+    node.records.remove_pod(sandbox)?;
     Ok(())
 }
 
@@ -122,15 +129,14 @@ fn delete_sandbox(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
 fn forget_half_made(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
     node.runsc.delete(id.as_str(), COMMAND_LIMIT)?;
     node.records.remove_container(id)?;
-    let Ok(sandbox) = torpor_core::ids::SandboxId::try_from(id.as_str().to_owned()) else {
+    let Ok(sandbox) = SandboxId::try_from(id.as_str().to_owned()) else {
         return Ok(());
     };
     if let Ok(pod) = node.records.pod(&sandbox) {
         kill_processes(node, &pod.cgroup)?;
         remove_cgroup(node, &pod.cgroup)?;
     }
-    node.records.remove_pod(&sandbox)?;
-    Ok(())
+    forget_pod(node, &sandbox)
 }
 
 /// It has usually ended: delete comes after the end. One that hangs on is killed with its cgroup.

@@ -128,15 +128,6 @@ fn is_broken(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
     Ok(dozes && !node.runsc.has_its_gofers(sandbox.as_str())?)
 }
 
-/// Whether it dozes or hibernates at this moment.
-pub(crate) fn sleeps(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
-    match node.records.state(sandbox)? {
-        SandboxState::Hibernated { .. } => Ok(true),
-        SandboxState::Restoring { .. } => Ok(false),
-        SandboxState::Running => Ok(dozing(node, sandbox)?.is_some()),
-    }
-}
-
 /// The way to a sandbox that dozes; none to one that does not, or that died while it dozed.
 fn dozing(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Option<Control>> {
     if node.records.doze(sandbox)?.is_none() {

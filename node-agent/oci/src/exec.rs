@@ -6,7 +6,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode, Stdio};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use nix::errno::Errno;
@@ -25,8 +25,10 @@ use crate::console::{Terminal, hand_over};
 use crate::doze;
 use crate::node::{CALL_LIMIT, Node, read_oci_json};
 use crate::restore;
-use crate::state::refuse_frozen;
+use crate::state::{refuse_frozen, stands_still};
 
+/// Between two looks at a sandbox that somebody else is at work on. The kubelet gives a probe a second, if it is told nothing else.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
 /// What the shim is told when the sandbox died under the process: as if it had been killed.
 const KILLED: u8 = 137;
 
@@ -38,11 +40,14 @@ pub(crate) fn exec(node: &Node, args: &ExecArgs) -> anyhow::Result<()> {
     let process = read_oci_json(&args.process, "process")?;
     let record = node.container(&args.id)?;
     let session = session_of(node, &record.sandbox, &process);
+    let lock = match session {
+        Session::Use => Some(node.records.lock(&record.sandbox)?),
+        Session::Probe => lock_for_probe(node, &record.sandbox)?,
+    };
     // Held until the process runs: a save that begins now would otherwise take the sandbox away under it.
-    let _lock = node.records.lock(&record.sandbox)?;
-    if session == Session::Probe && doze::sleeps(node, &record.sandbox)? {
+    let Some(_lock) = lock else {
         return answer_probe(node, args, &record);
-    }
+    };
     wake_up(node, &record.sandbox, WakeCause::Called)?;
     let spec = node.records.spec(&args.id)?;
     let request = exec_args(&process, &spec, args.id.as_str())?;
@@ -93,8 +98,50 @@ fn stand_for(
     Ok(())
 }
 
-/// A sandbox that sleeps is as it was when it fell asleep, and a probe is no reason to wake it: it is answered by a process that
-/// succeeds. When it is awake, its own answer counts again.
+/// What becomes of a probe.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Probed {
+    /// It is answered in the sandbox' place.
+    Answered,
+    /// It is run in the sandbox.
+    Run,
+    /// Nobody knows yet: somebody is at work on the sandbox.
+    LookAgain,
+}
+
+/// A save and a wake that waits for its turn take longer than the kubelet waits for a probe, and have the lock: what they leave standing is answered for
+/// without it. `stands_still`: paused, whatever for.
+fn of_probe(state: &SandboxState, stands_still: bool, has_lock: bool) -> Probed {
+    match state {
+        SandboxState::Hibernated { .. } => Probed::Answered,
+        SandboxState::Running if stands_still => Probed::Answered,
+        SandboxState::Running | SandboxState::Restoring { .. } => match has_lock {
+            true => Probed::Run,
+            false => Probed::LookAgain,
+        },
+    }
+}
+
+/// The pod's lock, for a probe that is run in the sandbox; none for one that is answered in its place.
+fn lock_for_probe(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Option<PodLock>> {
+    loop {
+        let lock = node.records.try_lock(sandbox)?;
+        let state = node.records.state(sandbox)?;
+        let stands_still = match &lock {
+            Some(_) => state == SandboxState::Running && stands_still(node, sandbox),
+            // Whoever has the lock has paused it, or has not resumed it yet.
+            None => node.records.is_noted_paused(sandbox),
+        };
+        match of_probe(&state, stands_still, lock.is_some()) {
+            Probed::Answered => return Ok(None),
+            Probed::Run => return Ok(lock),
+            Probed::LookAgain => std::thread::sleep(LOOK_AGAIN),
+        }
+    }
+}
+
+/// A sandbox that sleeps, or stands still, is as it was when that began, and a probe is no reason to let it run: it is answered by a process that
+/// succeeds. The kubelet would restart what fails it, and the memory would be lost. When the sandbox is awake, its own answer counts again.
 fn answer_probe(node: &Node, args: &ExecArgs, record: &ContainerRecord) -> anyhow::Result<()> {
     let succeeds = Command::new("/proc/self/exe")
         .arg0("torpor-exec")
@@ -259,4 +306,43 @@ fn terminal_signals() -> SigSet {
         Signal::SIGHUP,
         Signal::SIGTERM,
     ])
+}
+
+#[cfg(test)]
+mod tests {
+    use torpor_core::ids::ImageId;
+
+    use super::*;
+
+    #[test]
+    fn a_probe_is_answered_for_who_stands_still_also_while_somebody_is_at_work_on_it() {
+        let image = || ImageId::parse("pod-a.1").expect("an id");
+        let hibernated = SandboxState::Hibernated { image: image() };
+        let restoring = SandboxState::Restoring {
+            image: image(),
+            started: Vec::new(),
+        };
+        for (state, stands_still, has_lock, expected) in [
+            // Asleep, and while somebody wakes it or waits for his turn to.
+            (&hibernated, false, true, Probed::Answered),
+            (&hibernated, false, false, Probed::Answered),
+            (&hibernated, true, false, Probed::Answered),
+            // Dozing or frozen, and while it is saved or resumed.
+            (&SandboxState::Running, true, true, Probed::Answered),
+            (&SandboxState::Running, true, false, Probed::Answered),
+            // About to be paused, or in use.
+            (&SandboxState::Running, false, false, Probed::LookAgain),
+            (&SandboxState::Running, false, true, Probed::Run),
+            // There is no container to speak for yet.
+            (&restoring, false, false, Probed::LookAgain),
+            (&restoring, false, true, Probed::Run),
+            (&restoring, true, false, Probed::LookAgain),
+        ] {
+            assert_eq!(
+                of_probe(state, stands_still, has_lock),
+                expected,
+                "{state:?} {stands_still} {has_lock}"
+            );
+        }
+    }
 }

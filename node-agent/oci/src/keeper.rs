@@ -21,11 +21,13 @@ use torpor_core::ids::{ContainerId, ImageId};
 use torpor_gvisor::control::{self, Control};
 use torpor_gvisor::keeper::{Answer, Request, Rules, Verb, receive, send};
 use torpor_gvisor::record::{ContainerRecord, SandboxState};
+use torpor_gvisor::spec::Role;
 use torpor_wake::sensor::Next;
 
 use crate::args::KeeperArgs;
 use crate::doze;
 use crate::node::Node;
+use crate::restore;
 
 mod children;
 mod loopback;
@@ -267,12 +269,23 @@ impl Keeper<'_> {
         }
     }
 
-    /// To take the program off the pod's link, and to close what watched it, each waits for a grace period of the kernel's RCU: 6 to
-    /// 15 ms in which the first packet still waits.
+    /// The sandbox runs. To take the program off the pod's link, and to close what watched it, each waits for a grace period of the
+    /// kernel's RCU: 6 to 15 ms in which the first packet still waits.
     fn release(&mut self) {
         if let Some(watch) = self.watch.take() {
             let _expedited = self.node.expedited();
             watch.release();
+        }
+        self.put_quotas_back();
+    }
+
+    /// Who has woken the sandbox does so too, unless he was killed before it.
+    fn put_quotas_back(&self) {
+        if self.record.role != Role::Sandbox {
+            return;
+        }
+        if let Err(error) = restore::put_quotas_back(self.node, &self.record.sandbox) {
+            eprintln!("torpor-oci: the pod's limit of processor time is not back: {error:#}");
         }
     }
 
@@ -487,6 +500,9 @@ impl Keeper<'_> {
             }
             Request::Hold(rules) => {
                 let answered = self.watch(rules);
+                if let Some(watch) = &mut self.watch {
+                    watch.hold();
+                }
                 answer(&peer, &answered, &[]);
             }
             Request::Rules(rules) => {
@@ -498,6 +514,12 @@ impl Keeper<'_> {
                 let answered = self.watch(rules);
                 answer(&peer, &answered, &[]);
                 let next = self.watch.as_mut().map(Watch::standing);
+                self.follow(next.unwrap_or(Next::Nothing));
+            }
+            Request::Freeze(rules) => {
+                let answered = self.watch(rules);
+                let next = self.watch.as_mut().map(Watch::frozen);
+                answer(&peer, &answered, &[]);
                 self.follow(next.unwrap_or(Next::Nothing));
             }
             Request::Doze => {

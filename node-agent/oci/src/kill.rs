@@ -4,6 +4,7 @@ use std::str::FromStr;
 
 use anyhow::{Context, bail};
 use nix::sys::signal::Signal;
+use torpor_cgroup as cgroup;
 use torpor_core::ids::ContainerId;
 use torpor_gvisor::control::{self, Control, SignalScope};
 use torpor_gvisor::keeper::{self, Request};
@@ -17,42 +18,83 @@ use crate::restore;
 /// The shim knows by these words that there is nothing left to kill.
 const FINISHED: &str = "container not running";
 
+/// How a container gets a signal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// Its keeper is gone: the shim sends this to what is left of a container that has ended.
+    ToOrphan,
+    /// Its program does not run, but there may be processes of a restore that was cut off.
+    ToRemains,
+    /// Its program is in an image.
+    ToKeeper,
+    /// The sandbox runs, and its program with it.
+    ToProgram,
+    /// The sandbox is ended as a whole.
+    ByForce,
+}
+
 pub(crate) fn kill(node: &Node, id: &ContainerId, signal: &str, all: bool) -> anyhow::Result<()> {
     let signal = parse(signal)?;
     let record = node.container(id)?;
     if ends(signal) {
-        doze::left_to_agent(node, &record.sandbox)?;
+        // What cannot be found out here is asked again below, with the lock.
+        let _ = doze::left_to_agent(node, &record.sandbox);
     }
     let _lock = node.records.lock(&record.sandbox)?;
-    match restore::settled(node, &record.sandbox)? {
-        // The shim sends this to what is left of a container that has ended.
-        SandboxState::Running if keeper_is_gone(node, id) => end_orphaned(node, &record),
-        SandboxState::Hibernated { .. } | SandboxState::Restoring { .. } if ends(signal) => {
-            end_remains(node, &record)?;
+    match way(signal, prepare(node, &record, signal))? {
+        Way::ToOrphan => end_orphaned(node, &record),
+        Way::ToRemains => {
+            end_sandbox(node, &record)?;
             end_keeper(node, id, signal)
+        }
+        Way::ToKeeper => end_keeper(node, id, signal),
+        Way::ToProgram => deliver(node, &record, signal, all),
+        Way::ByForce => end_by_force(node, &record),
+    }
+}
+
+/// A sandbox of which nothing can be found out (it answers no question in time, or its records cannot be read) is ended as a whole when the
+/// kubelet has decided that it must go: otherwise it would stay for as long as it is silent, and its programs have that in their hands.
+fn way(signal: Signal, prepared: anyhow::Result<Way>) -> anyhow::Result<Way> {
+    match prepared {
+        Err(error) if signal == Signal::SIGKILL => {
+            eprintln!("torpor-oci: the sandbox is ended as a whole: {error:#}");
+            Ok(Way::ByForce)
+        }
+        other => other,
+    }
+}
+
+/// What has to be before the container can get the signal, and how it then does. The caller holds the lock.
+fn prepare(node: &Node, record: &ContainerRecord, signal: Signal) -> anyhow::Result<Way> {
+    let sandbox = &record.sandbox;
+    match restore::settled(node, sandbox)? {
+        SandboxState::Running if keeper_is_gone(node, &record.id) => Ok(Way::ToOrphan),
+        SandboxState::Hibernated { .. } | SandboxState::Restoring { .. } if ends(signal) => {
+            Ok(Way::ToRemains)
         }
         SandboxState::Hibernated { .. } => {
-            restore::wake_locked(node, &record.sandbox, WakeCause::Called)?;
-            deliver(node, &record, signal, all)
+            restore::wake_locked(node, sandbox, WakeCause::Called)?;
+            Ok(Way::ToProgram)
         }
         SandboxState::Restoring { .. } => bail!("the sandbox is being restored: nothing runs yet"),
-        SandboxState::Running if ends(signal) && is_saved_and_paused(node, &record)? => {
-            end_keeper(node, id, signal)
+        SandboxState::Running if ends(signal) && is_saved_and_paused(node, record)? => {
+            Ok(Way::ToKeeper)
         }
         // Nobody may wake it, and nobody brings back what it has lost: who ends it must not wait for that.
         SandboxState::Running
             if ends(signal)
-                && !node.records.is_held_open(&record.sandbox)?
-                && restore::sleep_on(node, &record.sandbox)? =>
+                && !node.records.is_held_open(sandbox)?
+                && restore::sleep_on(node, sandbox)? =>
         {
-            end_keeper(node, id, signal)
+            Ok(Way::ToKeeper)
         }
         SandboxState::Running => {
             // A paused container handles no signal, and who ends one wants it to run its handlers.
-            if !doze::rouse(node, &record.sandbox, WakeCause::Called)? {
-                run_on(node, &record)?;
+            if !doze::rouse(node, sandbox, WakeCause::Called)? {
+                run_on(node, record)?;
             }
-            deliver(node, &record, signal, all)
+            Ok(Way::ToProgram)
         }
     }
 }
@@ -71,15 +113,24 @@ pub(crate) fn bereave(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
     match restore::settled(node, &record.sandbox)? {
         SandboxState::Running => end_orphaned(node, &record),
         SandboxState::Hibernated { .. } | SandboxState::Restoring { .. } => {
-            end_remains(node, &record)
+            end_sandbox(node, &record)
         }
     }
 }
 
-/// A restore that was cut off leaves processes, and they hold the container's output, for whose end containerd waits. The caller holds the lock.
-fn end_remains(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
-    let pod = node.records.pod(&record.sandbox)?;
-    restore::kill_processes(node, &pod.cgroup)
+/// Ends every process of the sandbox. A restore that was cut off leaves some, and they hold the container's output, for whose end containerd
+/// waits. Not by the pod's record: what is to go must go also when that cannot be read. The caller holds the lock.
+fn end_sandbox(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
+    let processes = cgroup::beside(&record.cgroup, record.sandbox.as_str());
+    restore::kill_processes(node, &processes)
+}
+
+/// A keeper that waits for the container's end sees that by itself.
+fn end_by_force(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
+    end_sandbox(node, record)?;
+    // One that is gone has seen it.
+    let _ = end_keeper(node, &record.id, Signal::SIGKILL);
+    Ok(())
 }
 
 /// A sandbox that sleeps does so without the container, and one that runs loses it. The caller holds the lock.
@@ -179,10 +230,7 @@ fn send(node: &Node, record: &ContainerRecord, signal: Signal, all: bool) -> any
             end_keeper(node, &record.id, signal)
         }
         // A sandbox that does not answer is ended as a whole: the kubelet has decided that it must go.
-        Err(_) if signal == Signal::SIGKILL => {
-            let pod = node.records.pod(&record.sandbox)?;
-            restore::kill_processes(node, &pod.cgroup)
-        }
+        Err(_) if signal == Signal::SIGKILL => end_sandbox(node, record),
         Err(error) => Err(error).context("cannot signal the container"),
     }
 }
@@ -220,5 +268,21 @@ mod tests {
         }
         parse("SIGNONE").unwrap_err();
         parse("0").unwrap_err();
+    }
+
+    #[test]
+    fn a_sandbox_that_answers_no_question_does_not_keep_the_kubelet_from_ending_it() {
+        let silent = || anyhow::anyhow!("the sandbox gave no answer to debug.Stacks");
+        let killed = way(Signal::SIGKILL, Err(silent())).expect("a way");
+        assert_eq!(killed, Way::ByForce);
+        for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGUSR1] {
+            way(signal, Err(silent())).expect_err("it may answer later");
+        }
+        // Where all is known nothing changes.
+        for known in [Way::ToOrphan, Way::ToRemains, Way::ToKeeper, Way::ToProgram] {
+            for signal in [Signal::SIGKILL, Signal::SIGTERM] {
+                assert_eq!(way(signal, Ok(known)).expect("a way"), known);
+            }
+        }
     }
 }

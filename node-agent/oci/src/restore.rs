@@ -29,7 +29,7 @@ mod sandbox;
 mod source;
 
 pub(crate) use memory::{about_to_run, memory_image, sleep_on, stands_in};
-pub(crate) use sandbox::{end_processes, kill_processes};
+pub(crate) use sandbox::{end_processes, kill_processes, put_quotas_back};
 use source::{Source, last_image, source};
 
 /// Annotations of the Pod, set by the controller.
@@ -70,7 +70,7 @@ fn store(node: &Node) -> anyhow::Result<Store> {
 }
 
 /// Decides how a new sandbox begins and records it. Verifies the image, so that what can be known to fail fails before
-/// anything was done.
+/// anything was done. That is much work, and the pod's: the caller is in its cgroup.
 pub(crate) fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result<SandboxState> {
     let given = spec
         .annotation(RESTORE_IMAGE)
@@ -93,23 +93,27 @@ pub(crate) fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result
             }
             SandboxState::Running
         }
-        Source::Image { image, copy } => match admit(node, &store, pod, &image, copy) {
-            Ok(build) => {
-                node.records.write_pod(&build.of(pod))?;
-                SandboxState::Restoring {
-                    image,
-                    started: Vec::new(),
+        Source::Image { image, copy } => {
+            // All processors hash it.
+            let fits = || admit(node, &store, pod, &image, copy);
+            match sandbox::without_quotas(node, pod, fits)? {
+                Ok(build) => {
+                    node.records.write_pod(&build.of(pod))?;
+                    SandboxState::Restoring {
+                        image,
+                        started: Vec::new(),
+                    }
+                }
+                Err(refusal) if pod.cold_start_on_failure => {
+                    give_up(node, pod, &ledger, &image, refusal)?;
+                    SandboxState::Running
+                }
+                Err(refusal) => {
+                    report_failure(node, pod, &image, &refusal)?;
+                    return Err(refusal.into());
                 }
             }
-            Err(refusal) if pod.cold_start_on_failure => {
-                give_up(node, pod, &ledger, &image, refusal)?;
-                SandboxState::Running
-            }
-            Err(refusal) => {
-                report_failure(node, pod, &image, &refusal)?;
-                return Err(refusal.into());
-            }
-        },
+        }
     };
     node.records.write_state(&pod.sandbox, &state)?;
     Ok(state)
@@ -532,6 +536,7 @@ pub(crate) fn settled(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Sandbo
 
 /// Whoever woke it died before it could say so: the image is stale, and the sandbox runs, or has died awake.
 fn catch_up(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
+    put_quotas_back(node, sandbox)?;
     node.records.write_state(sandbox, &SandboxState::Running)?;
     for part in node.records.containers_of(sandbox)? {
         // A keeper that finds no sandbox ends, and one that is gone has.

@@ -80,7 +80,7 @@ pub(crate) fn traffic(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Answer
 
 /// An exec into a paused sandbox would wait for as long as the pause lasts.
 pub(crate) fn refuse_frozen(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
-    if paused(node, sandbox) {
+    if stands_still(node, sandbox) {
         bail!(
             "the sandbox is frozen (suspension-strategy Freeze, or a pause by hand): set operatingMode to Running first"
         );
@@ -88,8 +88,8 @@ pub(crate) fn refuse_frozen(node: &Node, sandbox: &SandboxId) -> anyhow::Result<
     Ok(())
 }
 
-/// The caller holds the lock.
-fn paused(node: &Node, sandbox: &SandboxId) -> bool {
+/// Whether it lives and is paused, whatever for. The caller holds the lock.
+pub(crate) fn stands_still(node: &Node, sandbox: &SandboxId) -> bool {
     Control::connect(node.runsc.root(), sandbox.as_str()).is_ok_and(|mut control| {
         pause::is_paused(&node.records, &mut control, sandbox, CALL_LIMIT).unwrap_or(false)
     })

@@ -77,13 +77,7 @@ impl Tap {
             PACKET_VNET_HDR,
             &1_i32,
         )?;
-        set(
-            &socket,
-            "SO_RCVBUF",
-            libc::SOL_SOCKET,
-            libc::SO_RCVBUF,
-            &QUEUE,
-        )?;
+        make_room(&socket, QUEUE)?;
         bind(&socket, index, libc::ETH_P_ALL)?;
         Ok(Self {
             socket,
@@ -196,6 +190,18 @@ fn bind(socket: &OwnedFd, index: u32, protocol: libc::c_int) -> Result<(), Error
     Ok(())
 }
 
+/// Room for so many bytes that wait to be read. The kernel gives no more than `net.core.rmem_max`, a fifth of what is wanted here if nobody
+/// has changed it, but to who has CAP_NET_ADMIN and insists.
+fn make_room(socket: &OwnedFd, bytes: libc::c_int) -> Result<(), Error> {
+    let ask = |what, option| set(socket, what, libc::SOL_SOCKET, option, &bytes);
+    match ask("SO_RCVBUFFORCE", libc::SO_RCVBUFFORCE) {
+        Err(Error::Set { source, .. }) if source.raw_os_error() == Some(libc::EPERM) => {
+            ask("SO_RCVBUF", libc::SO_RCVBUF)
+        }
+        other => other,
+    }
+}
+
 fn length_of<T>() -> libc::socklen_t {
     libc::socklen_t::try_from(size_of::<T>()).unwrap_or(libc::socklen_t::MAX)
 }
@@ -247,5 +253,25 @@ fn filter() -> libc::sock_fprog {
         len: 4,
         // The kernel only reads it.
         filter: CODE.as_ptr().cast_mut(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::UdpSocket;
+
+    use nix::sys::socket::{getsockopt, sockopt};
+
+    use super::*;
+
+    /// Needs root, as the development cluster does.
+    #[test]
+    fn there_is_room_for_what_waits_however_little_the_kernel_gives_of_itself() {
+        const MUCH: libc::c_int = 1 << 29;
+        let socket = OwnedFd::from(UdpSocket::bind("127.0.0.1:0").expect("bound"));
+        make_room(&socket, MUCH).expect("set");
+        // The kernel doubles it, for what it needs itself. It takes no memory before there is something to keep.
+        let room = getsockopt(&socket, sockopt::RcvBuf).expect("told");
+        assert_eq!(Some(room), usize::try_from(2 * MUCH).ok());
     }
 }

@@ -277,7 +277,7 @@ fn each_state_has_its_next_steps() {
     let nothing = observed(Live::None, &[], &[]);
     for (desired, observed, steps) in [
         (&awake, &running, &[][..]),
-        (&freeze, &running, &[Pause]),
+        (&freeze, &running, &[Freeze]),
         (&awake, &paused, &[Resume]),
         (&freeze, &paused, &[]),
         (&sleep, &paused, &[Checkpoint, Commit, End]),

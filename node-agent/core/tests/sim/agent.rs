@@ -164,17 +164,24 @@ impl Agent {
     ) -> Result<Outcome, Dead> {
         world.say(name_of(action), || format!("{action:?}"));
         Ok(match action {
-            Action::Pause => match world.live {
-                Live::Running => {
-                    world.live = Live::Paused;
-                    Outcome::Done
+            Action::Pause | Action::Freeze => {
+                let unreached = *action == Action::Pause;
+                assert!(
+                    unreached || world.restorable().is_none(),
+                    "what reaches it is not in its image"
+                );
+                match world.live {
+                    Live::Running => {
+                        world.live = Live::Paused;
+                        Outcome::Done
+                    }
+                    Live::Paused => {
+                        world.doze = None;
+                        Outcome::Already
+                    }
+                    Live::None | Live::Unknown => no_sandbox(),
                 }
-                Live::Paused => {
-                    world.doze = None;
-                    Outcome::Already
-                }
-                Live::None | Live::Unknown => no_sandbox(),
-            },
+            }
             Action::Doze => {
                 if world.live == Live::None {
                     return Ok(no_sandbox());
@@ -415,6 +422,7 @@ fn tell(world: &mut World, drafts: &[torpor_core::SnapshotDraft]) {
 fn name_of(action: &Action) -> &'static str {
     match action {
         Action::Pause => "pause",
+        Action::Freeze => "freeze",
         Action::Doze => "doze",
         Action::Reclaim { .. } => "reclaim",
         Action::Resume => "resume",

@@ -19,6 +19,7 @@ const QUIET_PASSES: u32 = 60;
 /// What the schedules together must have come across.
 pub(crate) const EXERCISED: &[&str] = &[
     "pause",
+    "freeze",
     "resume",
     "checkpoint",
     "commit",

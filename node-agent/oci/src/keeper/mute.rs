@@ -69,7 +69,7 @@ fn was_heard(ethernet: &[u8], known: Sender) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use std::net::UdpSocket;
     use std::path::PathBuf;
@@ -77,17 +77,18 @@ mod tests {
     use std::time::Duration;
 
     /// A pod and its host, in network namespaces of their own. Needs root and iproute2, as the development cluster does.
-    struct Pair {
-        pod: String,
+    pub(crate) struct Pair {
+        pub(crate) pod: String,
         host: String,
     }
 
     impl Pair {
-        fn new() -> Self {
-            let of = |what| format!("torpor-{what}-{}", std::process::id());
+        /// `word`: of no other pair.
+        pub(crate) fn new(word: &str) -> Self {
+            let of = |what| format!("torpor-{word}-{what}-{}", std::process::id());
             let pair = Self {
-                pod: of("says"),
-                host: of("hears"),
+                pod: of("pod"),
+                host: of("host"),
             };
             let (pod, host) = (&pair.pod, &pair.host);
             sh(&format!(
@@ -99,15 +100,15 @@ mod tests {
             pair
         }
 
-        fn path(name: &str) -> PathBuf {
+        pub(crate) fn path(name: &str) -> PathBuf {
             Path::new("/run/netns").join(name)
         }
 
-        fn at_host<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
+        pub(crate) fn at_host<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
             net::inside(&Self::path(&self.host), work).expect("inside")
         }
 
-        fn in_pod<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
+        pub(crate) fn in_pod<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
             net::inside(&Self::path(&self.pod), work).expect("inside")
         }
     }
@@ -128,7 +129,7 @@ mod tests {
         assert!(status.expect("sh runs").success(), "{script}");
     }
 
-    fn said(socket: &UdpSocket) -> Option<String> {
+    pub(crate) fn said(socket: &UdpSocket) -> Option<String> {
         let mut word = [0; 16];
         let length = socket.recv(&mut word).ok()?;
         Some(String::from_utf8_lossy(&word[..length]).into_owned())
@@ -136,7 +137,7 @@ mod tests {
 
     #[test]
     fn what_is_said_while_muted_is_heard_at_its_end_in_order_or_never() {
-        let pair = Pair::new();
+        let pair = Pair::new("muted");
         let pod = Pair::path(&pair.pod);
         let hears = pair.at_host(|| UdpSocket::bind("10.204.0.2:0").expect("bound"));
         let limit = Some(Duration::from_millis(300));

@@ -46,6 +46,8 @@ pub(super) struct Watch {
     is_home: bool,
     /// The sandbox is there and stands still: acknowledgements are passed on to it.
     stands: bool,
+    /// And no image has to know of what it hears: all but probes is.
+    passes_on: bool,
     /// Frames of this sender are heard in the pod, and those of the pod's keeper outside while it is muted.
     sender: Sender,
     /// While it is restored.
@@ -98,6 +100,7 @@ impl Watch {
             kubelet: Kubelet::at(kubelet_port),
             is_home: false,
             stands: false,
+            passes_on: false,
             sender,
             muted: None,
             namespace: namespace.to_owned(),
@@ -162,6 +165,13 @@ impl Watch {
             && self.is_of_probe(voice, segment, frame, now)
         {
             return Next::Nothing.into();
+        }
+        if self.passes_on {
+            let for_pod = meaning(ethernet(frame), &self.own) != Meaning::NotForPod;
+            return Heard {
+                next: Next::Nothing,
+                pass_on: sent_by(frame, self.sender).filter(|_| for_pod),
+            };
         }
         // Of a probe that is over the kubelet's kernel says again what it said last, when it is asked.
         let is_probed = |segment: &Segment| self.rules.probes.contains(&segment.ends.local_port);
@@ -261,10 +271,22 @@ impl Watch {
         self.sensor.asleep(Instant::now())
     }
 
+    /// The sandbox stands still and nobody wakes it: its user has frozen it.
+    pub(super) fn frozen(&mut self) -> Next {
+        self.passes_on = true;
+        self.standing()
+    }
+
+    /// Its memory is about to be written: what reached it from now on would be in no image.
+    pub(super) fn hold(&mut self) {
+        self.passes_on = false;
+    }
+
     /// The sandbox' processes have ended. Its address is put back, so that others still find the link that it is on.
     pub(super) fn asleep(&mut self, pod: &PodRecord) -> Next {
         self.is_home = true;
         self.stands = false;
+        self.passes_on = false;
         if let Some(namespace) = &pod.network_namespace
             && let Err(error) = net::put_back(namespace, &pod.addresses)
         {
@@ -423,4 +445,70 @@ fn links(namespace: &Path, own: &[IpAddr], rules: &Rules) -> anyhow::Result<Vec<
         })
     });
     links.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::UdpSocket;
+
+    use torpor_core::ids::{Namespace, PodUid, SandboxId};
+    use torpor_core::wake_on::WakeOn;
+
+    use super::*;
+    use crate::keeper::mute::tests::{Pair, said};
+
+    fn frozen_pod(network: &Path) -> PodRecord {
+        PodRecord {
+            sandbox: SandboxId::new("5".repeat(64)).expect("an id"),
+            pod_uid: PodUid::new("pod-a").expect("a uid"),
+            namespace: Namespace::new("default").expect("a name"),
+            name: "a".to_owned(),
+            runsc: PathBuf::new(),
+            runsc_digest: String::new(),
+            network_namespace: Some(network.to_owned()),
+            addresses: net::read(network).expect("addresses"),
+            cgroup: PathBuf::new(),
+            volumes: Vec::new(),
+            cold_start_on_failure: false,
+        }
+    }
+
+    #[test]
+    fn what_is_frozen_is_reached_by_others_until_its_memory_is_written() {
+        let pair = Pair::new("frozen");
+        let network = Pair::path(&pair.pod);
+        let hears = pair.in_pod(|| UdpSocket::bind("10.204.0.1:7").expect("bound"));
+        let limit = Some(Duration::from_millis(300));
+        hears.set_read_timeout(limit).expect("set");
+        let says = pair.at_host(|| UdpSocket::bind("10.204.0.2:0").expect("bound"));
+        let say = |word: &str| says.send_to(word.as_bytes(), "10.204.0.1:7").expect("sent");
+        say("before");
+        assert_eq!(said(&hears).as_deref(), Some("before"));
+
+        let pod = frozen_pod(&network);
+        let rules = Rules {
+            wake_on: WakeOn::NOTHING,
+            ..Rules::default()
+        };
+        pair.at_host(|| {
+            let mut watch = Watch::begin(&pod, &rules, 10250, None).expect("watched");
+            say("held");
+            assert_eq!(watch.turn(), Next::Nothing);
+            assert_eq!(said(&hears), None);
+            assert_eq!(watch.frozen(), Next::Nothing);
+            assert!(watch.is_asleep(), "nobody has to look");
+            say("frozen");
+            assert_eq!(watch.turn(), Next::Nothing);
+            assert_eq!(said(&hears).as_deref(), Some("frozen"));
+            watch.hold();
+            say("saved");
+            assert_eq!(watch.turn(), Next::Nothing);
+            assert_eq!(said(&hears), None, "no image knows of it");
+            watch.release();
+        });
+        say("after");
+        let heard: Vec<_> = std::iter::from_fn(|| said(&hears)).collect();
+        // While it sleeps, what does not wake it is as if it had been lost on its way.
+        assert_eq!(heard, ["held", "after"]);
+    }
 }

@@ -10,6 +10,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use torpor_core::ids::SandboxId;
 use torpor_gvisor::hush::{self, Hush};
 use torpor_gvisor::keeper::{self, Request, Rules};
 use torpor_gvisor::net::{self, AddressWatch};
@@ -47,9 +48,9 @@ pub(super) fn restore(
     let _turn = Turns::new(&node.config.state_dir, node.config.wakes_at_once).take(cause);
     stages.over("turnCame");
     let expedited = node.expedited();
-    lift_quotas(node, pod)?;
-    let result = attempt(node, pod, image, parts, awake, &mut stages);
-    put_quotas_back(node, pod)?;
+    let result = without_quotas(node, pod, || {
+        attempt(node, pod, image, parts, awake, &mut stages)
+    })?;
     drop(expedited);
     if let Err(error) = result {
         // What ended it badly is the news; that the remains could not be removed will be seen by the next try.
@@ -60,7 +61,18 @@ pub(super) fn restore(
 }
 
 /// A sandbox with a fifth of a processor would take six times as long to load its memory: for the moment of a wake the pod
-/// has no limit.
+/// has no limit. Whoever is killed meanwhile leaves it without one, until somebody else puts it back.
+pub(super) fn without_quotas<T>(
+    node: &Node,
+    pod: &PodRecord,
+    work: impl FnOnce() -> T,
+) -> anyhow::Result<T> {
+    lift_quotas(node, pod)?;
+    let done = work();
+    put_quotas_back(node, &pod.sandbox)?;
+    Ok(done)
+}
+
 fn lift_quotas(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
     let Some(cgroup) = pod.cgroup.parent() else {
         return Ok(());
@@ -75,11 +87,12 @@ fn lift_quotas(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn put_quotas_back(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
-    for quota in node.records.quotas(&pod.sandbox)? {
+/// Where none are lifted nothing changes.
+pub(crate) fn put_quotas_back(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
+    for quota in node.records.quotas(sandbox)? {
         quota.put_back()?;
     }
-    Ok(node.records.forget_quotas(&pod.sandbox)?)
+    Ok(node.records.forget_quotas(sandbox)?)
 }
 
 fn attempt(
@@ -401,5 +414,132 @@ pub(crate) fn end_processes(node: &Node, cgroup: &Path) -> anyhow::Result<BTreeS
             };
         }
         std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use anyhow::ensure;
+    use torpor_cgroup::Hierarchies;
+    use torpor_core::ids::{Namespace, PodUid};
+    use torpor_gvisor::config::Config;
+    use torpor_gvisor::net::Addresses;
+    use torpor_gvisor::record::Records;
+
+    use super::*;
+    use crate::restore::catch_up;
+
+    const LIMIT: &str = "20000 100000";
+
+    /// A node on files, with one pod, which may use a fifth of a processor.
+    struct Limited {
+        dir: tempfile::TempDir,
+        node: Node,
+        pod: PodRecord,
+    }
+
+    impl Limited {
+        fn new() -> Self {
+            let dir = tempfile::tempdir().expect("a directory");
+            std::fs::write(dir.path().join("cgroup.controllers"), "cpu").expect("written");
+            let config = Config {
+                runsc: PathBuf::new(),
+                runsc_digest: String::new(),
+                state_dir: dir.path().join("state"),
+                store_dir: PathBuf::new(),
+                kubelet_root: PathBuf::new(),
+                kubelet_port: 10250,
+                platform: String::new(),
+                expedite_wakes: false,
+                wakes_at_once: 0,
+                debug_log_dir: None,
+            };
+            let node = Node {
+                runsc: Runsc::new(&config),
+                records: Records::new(&config),
+                cgroups: Hierarchies::find(dir.path()).expect("found"),
+                config,
+            };
+            let pod = PodRecord {
+                sandbox: SandboxId::new("5".repeat(64)).expect("an id"),
+                pod_uid: PodUid::new("pod-a").expect("a uid"),
+                namespace: Namespace::new("default").expect("a name"),
+                name: "a".to_owned(),
+                runsc: PathBuf::new(),
+                runsc_digest: String::new(),
+                network_namespace: None,
+                addresses: Addresses::default(),
+                cgroup: "kubepods/pod1/torpor-555555555555".into(),
+                volumes: Vec::new(),
+                cold_start_on_failure: false,
+            };
+            std::fs::create_dir_all(dir.path().join(&pod.cgroup)).expect("made");
+            node.records.create_pod_dir(&pod.sandbox).expect("made");
+            let limited = Self { dir, node, pod };
+            std::fs::write(limited.file(), LIMIT).expect("written");
+            limited
+        }
+
+        fn file(&self) -> PathBuf {
+            self.dir.path().join("kubepods/pod1/cpu.max")
+        }
+
+        fn limit(&self) -> String {
+            std::fs::read_to_string(self.file()).expect("read")
+        }
+
+        fn lift(&self) {
+            lift_quotas(&self.node, &self.pod).expect("lifted");
+            assert_eq!(self.limit(), "max 100000");
+        }
+    }
+
+    #[test]
+    fn the_limit_is_lifted_for_the_work_and_back_after_it_however_that_ends() {
+        let limited = Limited::new();
+        for well in [true, false] {
+            let work = || -> anyhow::Result<()> {
+                assert_eq!(limited.limit(), "max 100000");
+                ensure!(well, "it failed");
+                Ok(())
+            };
+            let done = without_quotas(&limited.node, &limited.pod, work).expect("put back");
+            assert_eq!((done.is_ok(), limited.limit()), (well, LIMIT.to_owned()));
+        }
+    }
+
+    #[test]
+    fn whoever_catches_up_with_a_wake_that_was_cut_off_puts_its_limit_back() {
+        // Where it was killed.
+        let moments: [(&str, fn(&Limited)); 4] = [
+            ("before it began", |_| {}),
+            ("noted", |limited| {
+                limited.lift();
+                std::fs::write(limited.file(), LIMIT).expect("written");
+            }),
+            ("lifted", Limited::lift),
+            ("lifted again", |limited| {
+                limited.lift();
+                limited.lift();
+            }),
+        ];
+        for (moment, killed) in moments {
+            let limited = Limited::new();
+            let (node, sandbox) = (&limited.node, &limited.pod.sandbox);
+            killed(&limited);
+            for again in [false, true] {
+                catch_up(node, sandbox).expect("caught up");
+                assert_eq!(limited.limit(), LIMIT, "{moment} {again}");
+                assert_eq!(node.records.quotas(sandbox).expect("read"), []);
+            }
+            let state = node.records.state(sandbox).expect("written");
+            assert_eq!(state, SandboxState::Running);
+            // Nothing is left that would undo what the kubelet sets from now on.
+            std::fs::write(limited.file(), "max 100000").expect("written");
+            catch_up(node, sandbox).expect("caught up");
+            assert_eq!(limited.limit(), "max 100000", "{moment}");
+        }
     }
 }

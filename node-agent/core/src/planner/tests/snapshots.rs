@@ -20,6 +20,8 @@ fn a_manual_snapshot_leaves_the_sandbox_as_it_was() {
     );
     let frozen = observed(Live::Paused, &[], &[]);
     assert_steps(&with(Power::Frozen), &frozen, &[Checkpoint, Commit]);
+    // Nothing of what arrives from now on may reach it: its image would not know of it.
+    assert_steps(&with(Power::Frozen), &running, &[Pause, Checkpoint, Commit]);
     let plan = planned(&with(Power::Asleep), &hibernated());
     let adopted = Entry::Adopted {
         image: image(1),

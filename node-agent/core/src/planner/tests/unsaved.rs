@@ -139,7 +139,7 @@ fn a_doze_that_was_cut_off_is_taken_up_and_ended_while_it_waits_after_a_failure(
 fn it_freezes_as_any_other_and_is_let_go() {
     use StepKind::*;
     let frozen = desired(Power::Frozen);
-    assert_steps(&frozen, &running(), &[Pause]);
+    assert_steps(&frozen, &running(), &[Freeze]);
     assert_steps(&frozen, &paused(None), &[]);
     assert_steps(&frozen, &paused(begun(true)), &[Pause]);
     assert_steps(&desired(Power::Awake), &paused(None), &[Resume]);
@@ -200,7 +200,7 @@ proptest! {
         for step in &plan.steps {
             prop_assert!(matches!(
                 step.action,
-                Action::Pause | Action::Doze | Action::Resume | Action::Reclaim { image: None }
+                Action::Pause | Action::Freeze | Action::Doze | Action::Resume | Action::Reclaim { image: None }
             ), "{:?}", step.action);
             prop_assert!(step.before.is_none() && step.after.is_none());
         }
