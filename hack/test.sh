@@ -9,10 +9,13 @@
 # A development cluster that is there already is used and left as it is (in CI it is replaced).
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+. "$REPO_ROOT/hack/machine.sh"
 cd "$REPO_ROOT"
 cluster=$REPO_ROOT/hack/cluster
 foreign_cluster=${KUBECONFIG:-}
 cluster_started=
+# What the machine was before a cluster that goes away again.
+machine_before=
 # What runs beside the rest: its process groups and logs by name.
 declare -A BESIDE_PID=() BESIDE_LOG=()
 
@@ -28,7 +31,13 @@ finish() {
 	fi
 	if [ -n "$cluster_started" ] && [ -z "${KEEP:-}" ]; then
 		"$cluster" down || status=1
+		# After a failure there may be more that was not taken away: the failure is the news.
+		if [ "$status" = 0 ] && ! is_as_before "$machine_before"; then
+			say "down did not leave the machine as it was (see the difference)"
+			status=1
+		fi
 	fi
+	[ -z "$machine_before" ] || rm -f "$machine_before"
 	print_steps
 	if [ "$status" = 0 ]; then
 		say "all checks passed"
@@ -118,6 +127,11 @@ ended() {
 }
 
 cluster_up() {
+	# Only tests that leave the machine alone run beside this, and none at the end.
+	if [ -z "${KEEP:-}" ]; then
+		machine_before=$(mktemp)
+		fingerprint >"$machine_before"
+	fi
 	cluster_started=1
 	# Nobody measures Torpor in a cluster that goes away again: its images are made of what was built for the unit tests, and only linked. In one
 	# that stays they are optimised.
@@ -155,6 +169,7 @@ uninstall() {
 	[ -z "$left" ] || die "left behind in the cluster: $left"
 	diff <(echo "$config_before") <(containerd_config) || die "containerd's configuration is not as it was before Torpor"
 	[ ! -e /opt/torpor/bin ] || die "left behind: $(find /opt/torpor)"
+	[ ! -e /run/torpor ] || die "left behind: $(find /run/torpor)"
 	"$cluster" status
 }
 
@@ -235,6 +250,7 @@ reboot() {
 step "toolchains" toolchains
 step "cargo fmt" cargo fmt --all --check
 step "layers" hack/check-layers
+step "guarantees" hack/check-guarantees
 step "development cluster: format, vet, tests" go_checks
 step "clippy" cargo clippy --locked --workspace --all-targets -- -D warnings
 if [ -n "${SKIP_E2E:-}" ]; then

@@ -145,17 +145,23 @@ pub async fn ask_by_datagram(pod: &Pod) -> anyhow::Result<State> {
     Ok(serde_json::from_slice(&answer[..length])?)
 }
 
+/// A socket that speaks ICMP with the address.
+fn icmp(address: IpAddr) -> std::io::Result<Socket> {
+    let (domain, protocol) = match address {
+        IpAddr::V4(_) => (Domain::IPV4, Protocol::ICMPV4),
+        IpAddr::V6(_) => (Domain::IPV6, Protocol::ICMPV6),
+    };
+    let socket = Socket::new(domain, Type::RAW, Some(protocol))?;
+    socket.connect(&SocketAddr::new(address, 0).into())?;
+    Ok(socket)
+}
+
 /// An ICMP echo request to the Pod, one only, and its reply.
 pub async fn echo(pod: &Pod) -> anyhow::Result<()> {
     let address: IpAddr = address(pod)?.parse()?;
     let replied = tokio::task::spawn_blocking(move || {
-        let (domain, protocol) = match address {
-            IpAddr::V4(_) => (Domain::IPV4, Protocol::ICMPV4),
-            IpAddr::V6(_) => (Domain::IPV6, Protocol::ICMPV6),
-        };
-        let socket = Socket::new(domain, Type::RAW, Some(protocol))?;
+        let socket = icmp(address)?;
         socket.set_read_timeout(Some(ANSWER_LIMIT))?;
-        socket.connect(&SocketAddr::new(address, 0).into())?;
         // Type, code, checksum (what the rest adds up to; RFC 792), identifier and number. The kernel itself sets ICMPv6's (RFC 3542).
         let (request, reply) = match address {
             IpAddr::V4(_) => ([8, 0, 0x9f, 0x7f, 0x58, 0x7f, 0, 1], 0),
@@ -177,6 +183,23 @@ pub async fn echo(pod: &Pod) -> anyhow::Result<()> {
         }
     });
     replied.await?
+}
+
+/// So many ICMP echo replies that the Pod did not ask for, no faster than a loaded node takes them. One that sleeps sleeps on, and they wait for it.
+pub async fn unasked_replies(pod: &Pod, count: usize) -> anyhow::Result<()> {
+    let address: IpAddr = address(pod)?.parse()?;
+    let socket = icmp(address)?;
+    let reply = match address {
+        IpAddr::V4(_) => [0, 0, 0xa7, 0x7f, 0x58, 0x7f, 0, 1],
+        IpAddr::V6(_) => [129, 0, 0, 0, 0x58, 0x7f, 0, 1],
+    };
+    for number in 1..=count {
+        (&socket).write_all(&reply)?;
+        if number % 100 == 0 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+    Ok(())
 }
 
 /// The Pod as one that has its IPv6 address alone; none where its cluster gives Pods none.

@@ -1,9 +1,11 @@
 //! Places where a test can kill the process.
 //!
-//! `TORPOR_FAILPOINT=<name>` makes [`hit`] with that name abort, as a crash would: no destructor runs, nothing is flushed.
-//! Unset, a hit costs one atomic load. The names are in [`ALL`], and a test dies at each of them.
+//! `TORPOR_FAILPOINT=<name>#<n>` makes the `n`th [`hit`] with that name abort, as a crash would: no destructor runs, nothing is
+//! flushed. The name alone is its first hit. Unset, a hit costs one atomic load. The names are in [`ALL`], and a test dies at each
+//! of them as often as it is passed.
 
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Environment variable that names the point.
 pub const VARIABLE: &str = "TORPOR_FAILPOINT";
@@ -26,12 +28,60 @@ pub const ALL: &[&str] = &[
     "remove:emptied",
 ];
 
-static CHOSEN: OnceLock<Option<String>> = OnceLock::new();
+static CHOSEN: OnceLock<Option<Chosen>> = OnceLock::new();
 
-/// Aborts the process if `name` is the chosen point.
+#[derive(Debug)]
+struct Chosen {
+    name: String,
+    number: u64,
+    hits: AtomicU64,
+}
+
+impl Chosen {
+    fn parse(text: &str) -> Self {
+        let numbered = text.rsplit_once('#');
+        let numbered = numbered.and_then(|(name, number)| Some((name, number.parse().ok()?)));
+        let (name, number) = numbered.unwrap_or((text, 1));
+        Self {
+            name: name.to_owned(),
+            number,
+            hits: AtomicU64::new(0),
+        }
+    }
+
+    /// Takes note of a hit; whether it is the chosen one.
+    fn is_hit(&self, name: &str) -> bool {
+        self.name == name && self.hits.fetch_add(1, Ordering::Relaxed) + 1 == self.number
+    }
+}
+
+/// Aborts the process if this is the chosen point, passed as often as was chosen.
 pub fn hit(name: &str) {
-    let chosen = CHOSEN.get_or_init(|| std::env::var(VARIABLE).ok());
-    if chosen.as_deref() == Some(name) {
+    let chosen = CHOSEN.get_or_init(|| std::env::var(VARIABLE).ok().map(|v| Chosen::parse(&v)));
+    if chosen.as_ref().is_some_and(|chosen| chosen.is_hit(name)) {
         std::process::abort();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_point_is_chosen_by_its_name_and_how_often_it_is_passed() {
+        for (text, wanted) in [
+            ("a:b", [true, false, false]),
+            ("a:b#1", [true, false, false]),
+            ("a:b#3", [false, false, true]),
+            ("a:b#4", [false; 3]),
+            ("a:c", [false; 3]),
+        ] {
+            let chosen = Chosen::parse(text);
+            let hits = [0; 3].map(|_| {
+                assert!(!chosen.is_hit("a"), "another one is not counted");
+                chosen.is_hit("a:b")
+            });
+            assert_eq!(hits, wanted, "{text}");
+        }
     }
 }

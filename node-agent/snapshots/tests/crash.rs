@@ -1,12 +1,15 @@
-//! The process dies at every failpoint, once on its way through a save, a consumption and a removal.
-//! Afterwards the store holds either nothing or a whole image, and what is left can be removed.
+//! The process dies at every failpoint, as often as it is passed on the way through a save, a consumption and a removal.
+//! Afterwards the store holds either nothing or a whole image, and what the agent plans over it comes to an end.
 
+mod agent;
 mod common;
 
+use std::collections::BTreeSet;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
+use agent::{Agent, pod, snapshot};
 use common::*;
 use torpor_core::{Entry, ImageState, LedgerState, Memory, PodUid, ledger};
 use torpor_snapshots::{Store, failpoint};
@@ -14,43 +17,76 @@ use torpor_snapshots::{Store, failpoint};
 const ROOT: &str = "TORPOR_TEST_ROOT";
 /// Entries that make a ledger so long that the next one has it rewritten.
 const LONG: usize = 900;
+/// Entries of one life.
+const ENTRIES: usize = 9;
 
-fn pod() -> PodUid {
-    PodUid::new(POD).unwrap()
-}
-
-/// The life of an image, as the agent leads it. Runs in the child only.
+/// Runs in the child only.
 #[test]
 fn child() {
-    let Some(root) = std::env::var_os(ROOT) else {
-        return;
-    };
-    let store = Store::open(root).unwrap();
+    if let Some(root) = std::env::var_os(ROOT) {
+        lead(&Store::open(root).unwrap());
+    }
+}
+
+/// The life of an image, as the agent leads it.
+fn lead(store: &Store) {
     let ledger = store.ledger(&pod()).unwrap();
-    ledger
-        .append(&Entry::Saving {
-            image: image(1),
-            snapshots: [].into(),
-        })
-        .unwrap();
-    save(&store, 1).unwrap();
-    ledger
-        .append(&Entry::Committed { image: image(1) })
-        .unwrap();
-    ledger
-        .append(&Entry::Asleep {
-            image: image(1),
-            by_itself: false,
-        })
-        .unwrap();
-    append_to_a_long_ledger(&store);
+    let append = |entry: &Entry| {
+        ledger.append(entry).unwrap();
+    };
+    let [
+        saving,
+        committed,
+        adopted,
+        asleep,
+        waking,
+        failed,
+        again,
+        awake,
+        discarded,
+    ] = entries();
+    append(&saving);
+    save(store, 1).unwrap();
+    append(&committed);
+    append(&adopted);
+    append(&asleep);
+    append(&waking);
+    append(&failed);
+    append(&again);
+    append_to_a_long_ledger(store);
     let found = store.image(&namespace(), &image(1)).unwrap();
     found.mark_consumed(&PodUid::new("pod-b").unwrap()).unwrap();
-    ledger.append(&Entry::Awake).unwrap();
+    append(&awake);
     store.remove_image(&namespace(), &image(1)).unwrap();
-    ledger
-        .append(&Entry::Discarded { image: image(1) })
-        .unwrap();
+    append(&discarded);
+}
+
+/// One of each kind, and a second try of the wake.
+fn entries() -> [Entry; ENTRIES] {
+    let waking = Entry::Waking { image: image(1) };
+    [
+        Entry::Saving {
+            image: image(1),
+            snapshots: [].into(),
+        },
+        Entry::Committed { image: image(1) },
+        Entry::Adopted {
+            image: image(1),
+            snapshots: [snapshot()].into(),
+        },
+        Entry::Asleep {
+            image: image(1),
+            by_itself: false,
+        },
+        waking.clone(),
+        Entry::WakeFailed {
+            image: image(1),
+            reason: "RestoreFailed".to_owned(),
+        },
+        waking,
+        Entry::Awake,
+        Entry::Discarded { image: image(1) },
+    ]
 }
 
 fn old_pod() -> PodUid {
@@ -79,31 +115,46 @@ fn append_to_a_long_ledger(store: &Store) {
         .unwrap();
 }
 
+/// Dies at every point as often as it is passed, and looks at what is left each time. A `point` is a name and a number.
+fn at_each_death(mut look: impl FnMut(&str, &Path)) {
+    for name in failpoint::ALL {
+        for number in 1.. {
+            let dir = tempfile::tempdir().unwrap();
+            let point = format!("{name}#{number}");
+            if !dies_at(&point, dir.path()) {
+                assert!(number > 1, "{name} was not passed");
+                break;
+            }
+            look(&point, dir.path());
+        }
+    }
+}
+
 /// Whether the child died at the point.
-fn live(root: &Path, point: Option<&str>) -> bool {
+fn dies_at(point: &str, root: &Path) -> bool {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
         .args(["--exact", "child"])
         .env(ROOT, root)
-        .env_remove(failpoint::VARIABLE);
-    if let Some(point) = point {
-        command.env(failpoint::VARIABLE, point);
-    }
+        .env(failpoint::VARIABLE, point);
     let output = command.output().unwrap();
     let signal = std::os::unix::process::ExitStatusExt::signal(&output.status);
     assert!(
         output.status.success() || signal == Some(6),
-        "{point:?}: {output:?}"
+        "{point}: {output:?}"
     );
     !output.status.success()
 }
 
+fn name_of(point: &str) -> &str {
+    point.split_once('#').map_or(point, |(name, _)| name)
+}
+
 #[test]
 fn a_death_at_any_point_leaves_nothing_or_a_whole_image() {
-    for point in failpoint::ALL {
-        let dir = tempfile::tempdir().unwrap();
-        assert!(live(dir.path(), Some(point)), "{point} was not passed");
-        let store = Store::open(dir.path()).unwrap();
+    let mut last_entries = BTreeSet::new();
+    at_each_death(|point, root| {
+        let store = Store::open(root).unwrap();
         let state = store.ledger(&pod()).unwrap().read().unwrap();
         assert_not_shortened(point, &store.ledger(&old_pod()).unwrap().read().unwrap());
         let mut whole = Vec::new();
@@ -136,7 +187,12 @@ fn a_death_at_any_point_leaves_nothing_or_a_whole_image() {
             store.remove_image(&namespace(), image).unwrap();
         }
         assert_eq!(store.list().unwrap(), [], "{point}");
-    }
+        if name_of(point) == "ledger:synced" {
+            last_entries.insert(usize::try_from(state.seq).unwrap());
+        }
+    });
+    let each = (1..=ENTRIES).collect();
+    assert_eq!(last_entries, each, "each entry was the last one");
 }
 
 /// Rewritten or not, a ledger says the same: nothing yet, all that was there, or one more.
@@ -147,45 +203,48 @@ fn assert_not_shortened(point: &str, state: &LedgerState) {
         "{point}: {state:?}"
     );
     assert!(
-        point != "ledger:folded" || state.seq == before + 1,
+        name_of(point) != "ledger:folded" || state.seq == before + 1,
         "the entry was durable already"
     );
 }
 
-/// The ledger never promises an image that is not there, and never forgets one that is needed.
+/// The ledger says what was done and nothing else, never promises an image that is not there, and never forgets one that is
+/// needed.
 fn assert_agrees(point: &str, state: &LedgerState, whole: bool) {
+    let said = usize::try_from(state.seq).unwrap();
+    assert_eq!(*state, LedgerState::fold(&entries()[..said]), "{point}");
     let needs = !matches!(state.memory, Memory::Live | Memory::Saving { .. });
     assert!(whole || !needs, "{point}: {state:?} without the image");
-    let early = [
-        "begin:created",
-        "commit:synced",
-        "commit:manifest-written",
-        "commit:directory-synced",
-    ];
-    let late = [
-        "ledger:created",
-        "ledger:appended",
-        "ledger:synced",
-        "remove:renamed",
-        "remove:emptied",
-    ];
-    let expected = !early.contains(&point) && !late.contains(&point);
+    let image = state.images.get(&image(1));
+    let expected = match name_of(point) {
+        "begin:created"
+        | "commit:synced"
+        | "commit:manifest-written"
+        | "commit:directory-synced"
+        | "ledger:created"
+        | "remove:renamed"
+        | "remove:emptied" => false,
+        // From the entry that follows its commit to the one that follows its removal.
+        "ledger:appended" | "ledger:synced" => image.is_some_and(|image| image.committed),
+        _ => true,
+    };
     assert_eq!(whole, expected, "{point}");
 }
 
 #[test]
 fn after_a_death_at_any_point_the_same_life_can_be_led_to_its_end() {
-    for point in failpoint::ALL {
-        let dir = tempfile::tempdir().unwrap();
-        assert!(live(dir.path(), Some(point)));
-        let store = Store::open(dir.path()).unwrap();
-        store.remove_partial(&namespace(), &image(1)).unwrap();
-        store.remove_image(&namespace(), &image(1)).unwrap();
-        assert!(!live(dir.path(), None), "{point}");
+    at_each_death(|point, root| {
+        let store = Store::open(root).unwrap();
+        Agent::rebooted(&store).assert_keeps_what_is_needed(point);
+        let mut agent = Agent::new(&store);
+        agent.assert_keeps_what_is_needed(point);
+        agent.settle(point);
+        assert_eq!(store.list().unwrap(), [], "{point}");
+        lead(&store);
         assert_eq!(store.list().unwrap(), [], "{point}");
         assert_eq!(
             store.ledger(&pod()).unwrap().read().unwrap().memory,
             Memory::Live
         );
-    }
+    });
 }

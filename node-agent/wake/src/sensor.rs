@@ -299,30 +299,81 @@ mod tests {
         ]
     }
 
+    /// What the events so far ask of the sensor.
+    #[derive(Debug, Default)]
+    struct Model {
+        asleep: bool,
+        waking: bool,
+        wanted: bool,
+        failures: u32,
+        not_before: Option<Instant>,
+    }
+
+    impl Model {
+        /// Whether the event must make a wake, and no other may.
+        fn must_wake(&self, event: Event, now: Instant) -> bool {
+            let over = self.not_before.is_none_or(|at| at <= now);
+            match event {
+                Event::Frame(_, meaning) => self.sleeps() && meaning == SYN && over,
+                Event::Asleep => !self.waking && self.wanted && over,
+                Event::Turn => self.waits() && over && self.is_tried_by_itself(),
+                Event::Failed | Event::Released | Event::Later(_) => false,
+            }
+        }
+
+        fn sleeps(&self) -> bool {
+            self.asleep && !self.waking
+        }
+
+        /// Somebody waits for an answer, and nobody wakes the sandbox.
+        fn waits(&self) -> bool {
+            self.sleeps() && self.wanted
+        }
+
+        fn is_tried_by_itself(&self) -> bool {
+            self.failures <= RETRIES_BY_ITSELF
+        }
+
+        /// Whether a frame that comes now is for the sandbox.
+        fn keeps(&self, meaning: Meaning) -> bool {
+            let lost = meaning == Meaning::Unwanted && self.sleeps();
+            meaning != Meaning::NotForPod && !lost
+        }
+
+        fn fails(&mut self, now: Instant) {
+            let wait = 2_u64.pow(self.failures.min(6)).min(60);
+            self.failures += 1;
+            self.not_before = Some(now + Duration::from_secs(wait));
+            self.waking = false;
+        }
+    }
+
     proptest! {
         /// At every moment of a save, a sleep or a wake: a frame that is for the pod is given to it as often as it came, in order;
-        /// never two wakes at once; no wake before the sandbox sleeps.
+        /// never two wakes at once; no wake before the sandbox sleeps; and a wake whenever somebody waits for an answer, at the
+        /// latest when the time after a failure is over.
         #[test]
         fn no_frame_is_lost_or_given_twice(events in proptest::collection::vec(event(), 0..200)) {
             let mut now = Instant::now();
             let mut sensor = Sensor::default();
-            let (mut asleep, mut waking) = (false, false);
+            let mut model = Model::default();
             let mut expected: Vec<u16> = Vec::new();
             for event in events {
+                let must_wake = model.must_wake(event, now);
                 let next = match event {
                     Event::Frame(n, meaning) => {
-                        let lost = meaning == Meaning::Unwanted && asleep && !waking;
-                        if meaning != Meaning::NotForPod && !lost {
+                        if model.keeps(meaning) {
                             expected.push(n);
                         }
+                        model.wanted |= meaning == SYN;
                         sensor.arrived(&n.to_be_bytes(), None, meaning, now)
                     }
                     Event::Asleep => {
-                        asleep = true;
+                        model.asleep = true;
                         sensor.asleep(now)
                     }
-                    Event::Failed if waking => {
-                        waking = false;
+                    Event::Failed if model.waking => {
+                        model.fails(now);
                         sensor.wake_failed(now);
                         Next::Nothing
                     }
@@ -330,7 +381,7 @@ mod tests {
                         let given = sensor.release();
                         let wanted: Vec<Box<[u8]>> = expected.drain(..).map(|n| Box::from(n.to_be_bytes())).collect();
                         prop_assert_eq!(given, wanted);
-                        (asleep, waking) = (false, false);
+                        model = Model::default();
                         Next::Nothing
                     }
                     Event::Later(seconds) => {
@@ -340,11 +391,10 @@ mod tests {
                     Event::Turn => sensor.turn(now),
                     Event::Failed => Next::Nothing,
                 };
-                if next != Next::Nothing {
-                    prop_assert!(asleep, "woken before it slept");
-                    prop_assert!(!waking, "woken twice");
-                    waking = true;
-                }
+                prop_assert_eq!(next != Next::Nothing, must_wake, "{:?} {:?}", event, model);
+                model.waking |= must_wake;
+                let is_due = sensor.turn_again(now).is_some();
+                prop_assert_eq!(is_due, model.waits() && model.is_tried_by_itself(), "{:?}", model);
             }
         }
     }

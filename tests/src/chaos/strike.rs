@@ -58,10 +58,8 @@ pub fn strike(
         .filter(|pod| ledger(node, pod.pod_uid.as_str()).is_ok_and(|now| !is_in_image(&now.memory)))
         .map(|pod| pod.name)
         .collect();
-    let stayed = before
-        .zip(after)
-        .filter(|(before, after)| before.seq == after.seq);
-    let slept = !wanted && stayed.is_some_and(|(_, after)| is_in_image(&after.memory));
+    let seen = before.zip(after);
+    let slept = seen.is_some_and(|(before, after)| slept_through(&before, &after, wanted));
     Ok(Some(Struck {
         costs_memory: costs_memory(victim, slept),
         others,
@@ -110,6 +108,19 @@ fn is_in_image(memory: &Memory) -> bool {
         // A sandbox that is being restored may be awake already, and one that is being saved may not be saved yet.
         Memory::Live | Memory::Saving { .. } | Memory::Waking { .. } => false,
     }
+}
+
+/// Whether the sandbox slept before the kill and after it, and does not run on before somebody has seen what is missing. `wanted`: somebody has asked for it.
+fn slept_through(before: &LedgerState, after: &LedgerState, wanted: bool) -> bool {
+    let stayed = before.seq == after.seq;
+    stayed
+        && match &after.memory {
+            // Whoever wakes it looks once more, before anybody hears it, whether all are there that it stands on.
+            Memory::Asleep { .. } | Memory::WakeFailed { .. } => true,
+            // It stands still, and may have been on the point of running on.
+            Memory::Committed { .. } => !wanted,
+            Memory::Live | Memory::Saving { .. } | Memory::Waking { .. } => false,
+        }
 }
 
 /// Whoever stands for a sandbox that is awake takes it along; a sandbox that slept through the kill comes back.
@@ -166,6 +177,39 @@ mod tests {
         ] {
             assert!(!costs_memory(victim, true), "{victim:?}");
             assert!(costs_memory(victim, false), "{victim:?}");
+        }
+    }
+
+    #[test]
+    fn who_is_asleep_in_an_image_sleeps_through_a_kill_also_when_somebody_has_asked() {
+        let (image, by_itself) = (image(), false);
+        let at = |seq, memory: &Memory| LedgerState {
+            seq,
+            memory: memory.clone(),
+            ..LedgerState::default()
+        };
+        let asleep = Memory::Asleep {
+            image: image.clone(),
+            by_itself,
+        };
+        let committed = Memory::Committed {
+            image: image.clone(),
+        };
+        let waking = Memory::Waking { image };
+        for (memory, wanted, slept) in [
+            (&asleep, false, true),
+            (&asleep, true, true),
+            (&committed, false, true),
+            (&committed, true, false),
+            (&waking, false, false),
+            (&Memory::Live, false, false),
+        ] {
+            let before = at(3, memory);
+            assert_eq!(slept_through(&before, &before, wanted), slept, "{memory:?}");
+            assert!(
+                !slept_through(&before, &at(4, memory), wanted),
+                "{memory:?}"
+            );
         }
     }
 

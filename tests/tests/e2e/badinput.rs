@@ -6,15 +6,17 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
-use serde_json::json;
+use serde_json::{Value, json};
 use torpor_api::annotations::{HIBERNATE, HIBERNATE_AFTER};
-use torpor_api::conditions::POD_HIBERNATED;
+use torpor_api::conditions::{COMMITTED, POD_HIBERNATED, find};
 use torpor_api::reasons::hibernated::SAVE_FAILED;
+use torpor_api::snapshot::suspend_snapshot_name;
 use torpor_tests::case::{Case, case, condition, uid};
 use torpor_tests::fullness::FullDisk;
 use torpor_tests::pods::{COUNT, annotated, mounts, pod, shell, shell_pod, with};
-use torpor_tests::sandboxes::sandbox;
+use torpor_tests::sandboxes::{LIMIT, sandbox};
 use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
+use torpor_tests::{wait, witness};
 
 /// A counting Pod that sleeps, the number that it had reached, and its image.
 async fn sleeper(case: &Case) -> anyhow::Result<(Pod, u64, PathBuf)> {
@@ -58,30 +60,46 @@ fn flip_a_byte(path: &Path) -> anyhow::Result<()> {
     Ok(fs::write(path, bytes)?)
 }
 
+/// A volume of the node's.
+fn claim() -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": { "name": "data" },
+        "spec": { "accessModes": ["ReadWriteOnce"], "resources": { "requests": { "storage": "1Mi" } } },
+    })
+}
+
+/// A Pod's spec: the container, with that volume at /data.
+fn on_claim(container: Value) -> Value {
+    let volume = json!({ "volumeMounts": mounts(&[("data", "/data")]) });
+    json!({
+        "containers": [with(container, volume)],
+        "volumes": [{ "name": "data", "persistentVolumeClaim": { "claimName": "data" } }],
+    })
+}
+
 /// gVisor saves what was deleted and is still open when it is a file, and nothing else: so a pipe on a volume of the node's, with its name gone,
 /// makes it refuse.
 #[tokio::test]
 async fn a_sandbox_that_gvisor_refuses_to_save_runs_on_says_why_and_is_not_asked_all_the_time()
 -> anyhow::Result<()> {
     case("refused", async |case| {
-        case.create(json!({
-            "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": { "name": "data" },
-            "spec": { "accessModes": ["ReadWriteOnce"], "resources": { "requests": { "storage": "1Mi" } } },
-        }))
-        .await?;
-        let line = "mkfifo /data/pipe; exec 3<>/data/pipe; rm /data/pipe; echo kept >/mem; sleep 1000000";
-        let volume = json!({ "volumeMounts": mounts(&[("data", "/data")]) });
-        let spec = json!({
-            "containers": [with(shell("a", line), volume)],
-            "volumes": [{ "name": "data", "persistentVolumeClaim": { "claimName": "data" } }],
-        });
-        case.start(annotated(pod("p", spec), HIBERNATE_AFTER, "3s")).await?;
+        case.create(claim()).await?;
+        let line =
+            "mkfifo /data/pipe; exec 3<>/data/pipe; rm /data/pipe; echo kept >/mem; sleep 1000000";
+        let spec = on_claim(shell("a", line));
+        case.start(annotated(pod("p", spec), HIBERNATE_AFTER, "3s"))
+            .await?;
         let failed = |pod: &Pod| condition(pod, POD_HIBERNATED).1 == SAVE_FAILED;
         let refused = case
             .pod_until("p", "gVisor refuses", SLEEP_LIMIT, failed)
             .await?;
         let told = condition(&refused, POD_HIBERNATED).2.to_owned();
-        for word in ["attempt 1", "cannot save the sandbox", "deleted=true", "next attempt from"] {
+        for word in [
+            "attempt 1",
+            "cannot save the sandbox",
+            "deleted=true",
+            "next attempt from",
+        ] {
             anyhow::ensure!(told.contains(word), "{word:?} is not in: {told}");
         }
         // It would have been tried again by now if it were not for the refusal.
@@ -215,6 +233,83 @@ async fn a_wake_that_fails_is_told_on_the_pod_and_tried_again() -> anyhow::Resul
             .await?;
         fs::write(&pages, &whole)?;
         wakes_as_it_was(case, counted).await
+    })
+    .await
+}
+
+/// The image is whole, and gVisor cannot restore it: it opens anew what the program had open on a volume, and the file is not there.
+#[tokio::test]
+async fn a_restore_that_fails_uses_nothing_up_and_the_next_pod_has_the_memory() -> anyhow::Result<()>
+{
+    case("notused", async |case| {
+        case.create(claim()).await?;
+        let program = witness::container(5, &["/data/file"]);
+        case.create(sandbox("s", on_claim(program))).await?;
+        let before = witness::ask(&case.sandbox_ready("s").await?).await?;
+        case.suspend("s").await?;
+        let other = on_claim(shell("a", "exec sleep 1000000"));
+        case.start(pod("other", other)).await?;
+        let moves = async |line: &str| case.kubectl.sh("other", "a", line).await;
+        moves("mv /data/file /data/aside").await?;
+
+        case.set_mode("s", "Running").await?;
+        case.sandbox_says("s", "Restored", "False", "RestoreFailed")
+            .await?;
+        let failed = uid(&case.pods().get("s").await?);
+        case.delete_pod_at_once("s").await?;
+        let is_another = |pod: &Pod| uid(pod) != failed;
+        case.pod_until("s", "another Pod comes", LIMIT, is_another)
+            .await?;
+        moves("mv /data/aside /data/file").await?;
+
+        let pod = case.sandbox_ready("s").await?;
+        case.sandbox_says("s", "Restored", "True", "Restored")
+            .await?;
+        witness::ask(&pod).await?.goes_on_from(&before)
+    })
+    .await
+}
+
+/// The agent looks for the images of a Pod that is gone every few seconds.
+#[tokio::test]
+async fn the_image_of_a_suspended_sandbox_that_is_away_is_missed_and_taken_when_it_is_back()
+-> anyhow::Result<()> {
+    case("away", async |case| {
+        let program = witness::container(5, &[]);
+        case.create(sandbox("s", json!({ "containers": [program] })))
+            .await?;
+        let pod = case.sandbox_ready("s").await?;
+        let before = witness::ask(&pod).await?;
+        case.suspend("s").await?;
+        let image = case.node.image_of(&case.namespace, &uid(&pod))?;
+        let aside = image.with_file_name("aside");
+        fs::rename(&image, &aside)?;
+        symlink(&aside, &image)?;
+        is_missed(case, &suspend_snapshot_name("s", &uid(&pod))).await?;
+
+        case.set_mode("s", "Running").await?;
+        case.sandbox_says("s", "Restored", "False", "ImageMissing")
+            .await?;
+        let made = case.pods().get_opt("s").await?;
+        anyhow::ensure!(made.is_none(), "a Pod was made without the memory");
+
+        fs::remove_file(&image)?;
+        fs::rename(&aside, &image)?;
+        let pod = case.sandbox_ready("s").await?;
+        witness::ask(&pod).await?.goes_on_from(&before)
+    })
+    .await
+}
+
+/// The snapshot says that its image is not there.
+async fn is_missed(case: &Case, snapshot: &str) -> anyhow::Result<()> {
+    let words = format!("SandboxSnapshot {snapshot}: its image is missing");
+    wait::object(case.snapshots(), snapshot, &words, LIMIT, |found| {
+        let found = found.ok_or("there is no such SandboxSnapshot")?;
+        match find(found.conditions(), COMMITTED) {
+            Some(told) if told.status == "False" && told.reason == "ImageMissing" => Ok(()),
+            told => Err(format!("{told:?}")),
+        }
     })
     .await
 }

@@ -178,6 +178,32 @@ async fn many_connections_at_once_are_one_wake_and_all_are_answered() -> anyhow:
     .await
 }
 
+/// Twice as many as may wait for one sandbox (`torpor_wake::held`).
+const TOO_MANY: usize = 4096;
+/// A client's kernel sends the first packet of a connection again after a second.
+const SENT_AGAIN: Duration = Duration::from_millis(900);
+
+#[tokio::test]
+async fn connections_that_find_no_room_among_what_waits_are_answered_all_the_same()
+-> anyhow::Result<()> {
+    case("noroom", async |case| {
+        let pod = case.start(witness_pod("p")).await?;
+        let before = witness::ask(&pod).await?;
+        let uid = uid(&case.hibernate("p").await?);
+        let asleep = case.node.ledger_seq(&uid)?;
+        witness::unasked_replies(&pod, TOO_MANY).await?;
+        ensure!(case.node.ledger_seq(&uid)? == asleep, "woken");
+        let began = Instant::now();
+        let asked = (0..50).map(|_| async { Connection::open(&pod).await?.ask().await });
+        for answer in try_join_all(asked).await? {
+            answer.goes_on_from(&before)?;
+        }
+        ensure!(began.elapsed() >= SENT_AGAIN, "each of them had room");
+        Ok(())
+    })
+    .await
+}
+
 /// That it wakes, that it is awake, and by now or soon that its image is gone; and again all six of a sleep and a wake.
 fn woken(case: &Case, uid: &str, asleep: u64, again: u64) -> anyhow::Result<()> {
     let entries = case.node.ledger_seq(uid)? - asleep;
