@@ -170,7 +170,7 @@ fn who_is_said_not_to_hibernate_only_dozes_for_the_nodes_sake() {
     let awake = idle_since(900, observed(Live::Running, &[], &[]));
     let ask = asked(&never_hibernates(), &awake).unwrap();
     assert!(ask.doze);
-    let mut cannot = awake.clone();
+    let mut cannot = awake;
     cannot.can_doze = Err("no swap".into());
     assert_eq!(asked(&never_hibernates(), &cannot), None);
     let mut dozes = idle_since(900, observed(Live::Paused, &committed(), &[1]));
