@@ -1,4 +1,5 @@
-//! `hibernate`, `wake`, `suspend`, `resume`: one patch, then waiting for what the conditions say.
+//! `hibernate`, `wake`, `suspend`, `resume`: one patch, then waiting for what the conditions say. A wake that took the place of somebody
+//! else's time puts that back in the end.
 
 use std::time::Duration;
 
@@ -10,11 +11,13 @@ use kube::runtime::{WatchStreamExt, watcher};
 use serde_json::json;
 use tokio::time::Instant;
 use torpor_api::Sandbox;
+use torpor_api::annotations::NEXT_WAKEUP;
 
 use crate::args::Change;
 use crate::connect::{Cluster, call};
 use crate::error::{Error, words};
 use crate::goal::{Goal, Progress, note};
+use crate::wakeup::Displaced;
 
 /// What was asked of one Sandbox, done.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -54,12 +57,14 @@ async fn change_one(
         namespace: cluster.namespace.clone(),
         name: name.to_owned(),
     })?;
+    let now = Timestamp::now();
     let patch = goal
-        .patch(&before, Timestamp::now())
-        .map_err(|message| Error::Refused {
-            name: name.to_owned(),
-            message,
-        })?;
+        .patch(&before, now)
+        .map_err(|message| refused(name, &message))?;
+    let displaced = Displaced::by(&patch, &before, now);
+    if let Some(displaced) = displaced.as_ref().filter(|_| limit.is_zero()) {
+        return Err(refused(name, &unattended(displaced)));
+    }
     let began = Instant::now();
     ask(&api, &before, patch).await?;
     if limit.is_zero() {
@@ -69,12 +74,58 @@ async fn change_one(
             note: None,
         });
     }
-    let now = wait(&api, goal, &before, limit, say).await?;
+    let waited = wait(&api, goal, &before, limit, say).await;
+    if let Some(displaced) = displaced.as_ref().filter(|_| waited.is_err()) {
+        say(&format!("{name}: {}", missing(displaced)));
+    }
+    let now = waited?;
+    let took = Some(began.elapsed());
+    let mut note = note(goal, &now);
+    if let Some(displaced) = &displaced
+        && let Err(error) = Box::pin(put_back(&api, now, displaced)).await
+    {
+        note = Some(format!("{}: {}", missing(displaced), words(&error)));
+    }
     Ok(Changed {
         name: name.to_owned(),
-        took: Some(began.elapsed()),
-        note: note(goal, &now),
+        took,
+        note,
     })
+}
+
+/// Why nobody is woken who would have to be watched, and is not.
+fn unattended(displaced: &Displaced) -> String {
+    let time = displaced.as_str();
+    format!(
+        "it is to be awake at {time} ({NEXT_WAKEUP}), which a wake takes the place of until it is done. Remedy: leave out --timeout 0, then that time is put back"
+    )
+}
+
+fn missing(displaced: &Displaced) -> String {
+    let time = displaced.as_str();
+    format!("{NEXT_WAKEUP} was {time}: set it again once the sandbox is awake")
+}
+
+/// Puts back the time that the wake has taken the place of. `now`: the Sandbox as it was seen last.
+async fn put_back(
+    api: &Api<Sandbox>,
+    mut now: Sandbox,
+    displaced: &Displaced,
+) -> Result<(), Error> {
+    while let Some(patch) = displaced.patch(&now, Timestamp::now()) {
+        match ask(api, &now, patch).await {
+            // Somebody has got on with it meanwhile: perhaps with the time.
+            Err(error) if error.is_conflict() => {}
+            done => return done,
+        }
+        let name = now.metadata.name.as_deref().unwrap_or_default();
+        let found = call(&format!("get Sandbox {name}"), api.get_opt(name)).await?;
+        match found.filter(|found| found.metadata.uid == now.metadata.uid) {
+            Some(found) => now = found,
+            None => break,
+        }
+    }
+    Ok(())
 }
 
 /// Patches this Sandbox, and not one that has taken its name meanwhile.

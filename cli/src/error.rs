@@ -79,6 +79,11 @@ impl Error {
         matches!(self, Self::Api { source, .. } if matches!(&**source, kube::Error::Api(status) if status.is_not_found()))
     }
 
+    /// Whether the object is another than the one that the call was made from.
+    pub fn is_conflict(&self) -> bool {
+        matches!(self, Self::Api { source, .. } if matches!(&**source, kube::Error::Api(status) if status.is_conflict()))
+    }
+
     /// Whether nobody knows what became of it, as against a failure.
     pub fn is_unknown(&self) -> bool {
         matches!(

@@ -9,7 +9,7 @@ use torpor_api::reasons::{hibernated, restored};
 use torpor_api::{OperatingMode, Sandbox};
 
 use crate::view::conditions_of;
-use crate::words;
+use crate::{wakeup, words};
 
 /// What a command asks of a Sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,7 +63,14 @@ impl Goal {
                 let value = by_template.then_some("false");
                 Ok(json!({"metadata": {"annotations": {HIBERNATE: value}}}))
             }
-            Self::Suspend => Ok(json!({"spec": {"operatingMode": "Suspended"}})),
+            Self::Suspend => {
+                let mut patch = json!({"spec": {"operatingMode": "Suspended"}});
+                // One that a wake has left would resume it at once; one that is still to come stays.
+                if wakeup::is_over(sandbox, now) {
+                    patch["metadata"] = json!({"annotations": {NEXT_WAKEUP: null}});
+                }
+                Ok(patch)
+            }
             Self::Resume => Ok(json!({"spec": {"operatingMode": "Running"}})),
         }
     }
@@ -321,6 +328,25 @@ mod tests {
         idle.metadata.annotations = Some([(HIBERNATE.to_owned(), "true".to_owned())].into());
         let patch = Goal::Wake.patch(&idle, Timestamp::UNIX_EPOCH).unwrap();
         assert_eq!(patch["metadata"]["annotations"].get(NEXT_WAKEUP), None);
+    }
+
+    #[rstest]
+    #[case(None, None)]
+    #[case(Some("2026-01-01T11:59:59Z"), Some(json!({NEXT_WAKEUP: null})))]
+    #[case(Some("2026-01-01T12:00:01Z"), None)]
+    #[case(Some("tomorrow"), None)]
+    fn a_suspension_takes_a_time_off_that_is_over(
+        #[case] written: Option<&str>,
+        #[case] annotations: Option<Value>,
+    ) {
+        let mut running = sandbox("Running", &[]);
+        let time = |time: &str| [(NEXT_WAKEUP.to_owned(), time.to_owned())].into();
+        running.metadata.annotations = written.map(time);
+        let now = "2026-01-01T12:00:00Z".parse().unwrap();
+        let patch = Goal::Suspend.patch(&running, now).unwrap();
+        assert_eq!(patch["spec"], json!({"operatingMode": "Suspended"}));
+        let metadata = annotations.map(|annotations| json!({"annotations": annotations}));
+        assert_eq!(patch.get("metadata"), metadata.as_ref());
     }
 
     #[test]

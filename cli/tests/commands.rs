@@ -226,6 +226,85 @@ async fn waking_takes_the_annotation_away() {
     results[0].as_ref().unwrap();
 }
 
+const NEXT_WAKEUP: &str = "agents.x-k8s.io/next-wakeup";
+const THEIRS: &str = "2999-01-01T00:00:00Z";
+
+fn set_time(server: &Apiserver, time: &str) {
+    let annotated = json!({"metadata": {"annotations": {NEXT_WAKEUP: time}}});
+    server.edit("sandboxes", "x", "demo", &annotated);
+}
+
+fn time(server: &Apiserver) -> Value {
+    let sandbox = server.get("sandboxes", "x", "demo").unwrap();
+    sandbox["metadata"]["annotations"][NEXT_WAKEUP].clone()
+}
+
+/// One that fell asleep by itself, and is to be awake in a thousand years.
+fn asleep_until_its_time(server: &Apiserver) {
+    create(server, "demo");
+    set_time(server, THEIRS);
+    let asleep = [
+        ("Hibernated", "True", "Hibernated"),
+        ("Ready", "True", "DependenciesReady"),
+    ];
+    says(server, "demo", &asleep);
+}
+
+/// What stands there once it was woken, where somebody does something about it between the wish and its end.
+async fn time_after_a_wake(between: impl Fn(&Apiserver)) -> Value {
+    let server = Apiserver::new();
+    asleep_until_its_time(&server);
+    let controller = async {
+        server.until("asked", |s| time(s) != THEIRS).await;
+        between(&server);
+        let awake = [
+            ("Hibernated", "False", "Awake"),
+            ("Ready", "True", "DependenciesReady"),
+        ];
+        says(&server, "demo", &awake);
+    };
+    let cluster = cluster(&server);
+    let ask = asked(&["demo"], 60);
+    let (results, ()) = tokio::join!(change(&cluster, Goal::Wake, &ask, &|_| {}), controller);
+    assert_eq!(results[0].as_ref().unwrap().note, None);
+    time(&server)
+}
+
+#[tokio::test]
+async fn a_wake_puts_back_the_time_that_somebody_has_set_unless_it_is_another_by_now() {
+    assert_eq!(time_after_a_wake(|_| {}).await, THEIRS);
+    let taken_off = |server: &Apiserver| {
+        let none = json!({"metadata": {"annotations": {NEXT_WAKEUP: null}}});
+        server.edit("sandboxes", "x", "demo", &none);
+    };
+    assert_eq!(time_after_a_wake(taken_off).await, THEIRS);
+    let later = "2999-12-31T00:00:00Z";
+    let moved = |server: &Apiserver| set_time(server, later);
+    assert_eq!(time_after_a_wake(moved).await, later);
+}
+
+#[tokio::test]
+async fn without_a_timeout_nobody_takes_the_place_of_a_time_that_is_to_come() {
+    let server = Apiserver::new();
+    asleep_until_its_time(&server);
+    let ask = asked(&["demo"], 0);
+    let results = change(&cluster(&server), Goal::Wake, &ask, &|_| {}).await;
+    let text = results[0].as_ref().unwrap_err().to_string();
+    assert!(text.contains(THEIRS) && text.contains("Remedy"), "{text}");
+    assert_eq!(time(&server), THEIRS);
+}
+
+#[tokio::test]
+async fn who_is_suspended_right_after_a_wake_stays_so() {
+    let server = Apiserver::new();
+    create(&server, "demo");
+    set_time(&server, "2026-01-01T00:00:00Z");
+    let ask = asked(&["demo"], 0);
+    let results = change(&cluster(&server), Goal::Suspend, &ask, &|_| {}).await;
+    results[0].as_ref().unwrap();
+    assert_eq!(time(&server), Value::Null);
+}
+
 #[tokio::test]
 async fn who_may_not_is_told_what_and_where_to_ask() {
     let server = Apiserver::new();

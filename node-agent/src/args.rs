@@ -99,6 +99,9 @@ pub(crate) struct RunArgs {
     /// Bytes a second (200Mi, 1G) of the images' disk that saves of idle sandboxes keep to on average, those that somebody asked for counted in; or off
     #[arg(long, default_value = "off", env = "TORPOR_SAVE_BANDWIDTH")]
     pub(crate) save_bandwidth: Bytes,
+    /// Percent of the images' disk that saves leave free, or off: one that would take of it fails as on a full disk, before it writes anything
+    #[arg(long, default_value = "5", env = "TORPOR_STORE_RESERVE")]
+    pub(crate) store_reserve: Limit,
     /// Where the host's cgroups are mounted: there it is read what sandboxes use, and whether they may swap
     #[arg(long, default_value = "/sys/fs/cgroup", value_parser = absolute, env = "TORPOR_CGROUP_ROOT")]
     pub(crate) cgroup_root: PathBuf,

@@ -125,13 +125,10 @@ pub(crate) fn desired(
     // The controller tells of a wrong value; here it is as if nobody had written one.
     let hibernate = annotations::hibernate_after(|key| pod?.annotations().get(key));
     let doze = annotations::doze_after(|key| pod?.annotations().get(key));
-    let duration = |read: Option<Result<annotations::SleepAfter, _>>| {
-        read.and_then(Result::ok)
-            .and_then(annotations::SleepAfter::duration)
-    };
+    let (hibernate, doze) = (hibernate.and_then(Result::ok), doze.and_then(Result::ok));
     let sleep = SleepAfter {
-        doze: duration(doze),
-        hibernate: duration(hibernate),
+        doze: doze.and_then(annotations::SleepAfter::duration),
+        hibernate: hibernate.and_then(annotations::SleepAfter::duration),
     };
     let snapshots = snapshots
         .iter()
@@ -144,7 +141,11 @@ pub(crate) fn desired(
         power,
         sleep,
         // What the node has to do with it is said by whoever knows the node.
-        pressure: Pressure::default(),
+        pressure: Pressure {
+            never_dozes: doze == Some(annotations::SleepAfter::Off),
+            never_hibernates: hibernate == Some(annotations::SleepAfter::Off),
+            ..Pressure::default()
+        },
         evicted: pod
             .and_then(|pod| condition(pod, conditions::POD_DISRUPTION_TARGET))
             .is_some_and(|said| said.status == "True"),
@@ -514,6 +515,32 @@ mod tests {
             assert_eq!(may, [by_default, on_all], "{annotations}");
         }
         assert!(!may_be_pressed(None, true));
+    }
+
+    #[test]
+    fn how_deep_one_never_sleeps_is_what_its_annotations_switch_off() {
+        for (annotations, never_dozes, never_hibernates) in [
+            (json!({}), false, false),
+            (
+                json!({ "torpor.dev/hibernate-after": "off", "torpor.dev/doze-after": "30s" }),
+                false,
+                true,
+            ),
+            (
+                json!({ "torpor.dev/idle-timeout": "1h", "torpor.dev/doze-after": "off" }),
+                true,
+                false,
+            ),
+            (
+                json!({ "torpor.dev/hibernate-after": "never" }),
+                false,
+                false,
+            ),
+        ] {
+            let pressure = desired(&uid(), Some(&pod(annotations.clone())), &[]).pressure;
+            let never = (pressure.never_dozes, pressure.never_hibernates);
+            assert_eq!(never, (never_dozes, never_hibernates), "{annotations}");
+        }
     }
 
     #[test]

@@ -20,6 +20,7 @@ use torpor_snapshots::{LedgerFile, Listed, ManifestDraft, Partial, Removed, Save
 use crate::driver::saved_name;
 use crate::node::{CALL_LIMIT, Node};
 use crate::observe::words;
+use crate::saves::memory_of;
 
 /// The memory of one sandbox is written at some hundred megabytes a second even on a slow disk.
 const SAVE_LIMIT: Duration = Duration::from_secs(300);
@@ -310,6 +311,9 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
     let Some((record, _)) = context.sandbox else {
         return no_sandbox();
     };
+    if let Err(error) = check_room(context.node, record) {
+        return failed(error.reason(), &error);
+    }
     let partial = match context.node.store.begin(context.namespace, image) {
         Ok(partial) => partial,
         Err(error) => return failed(error.reason(), &error),
@@ -337,6 +341,12 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
         },
         Err(error) => failed(error.reason(), &error),
     }
+}
+
+/// Of a sandbox that does not say how large it is, it is only asked that something is left.
+fn check_room(node: &Node, record: &PodRecord) -> Result<(), SaveError> {
+    let wanted = memory_of(node, record).unwrap_or(0);
+    node.store.check_room(wanted, node.store_reserve)
 }
 
 /// The containers that the image's manifest will name.

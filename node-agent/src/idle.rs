@@ -141,8 +141,11 @@ impl Sandbox<'_> {
         let cgroups = self.node.cgroups.as_ref()?;
         // First what is over, so that no probe's end is counted without its work.
         let probed = self.node.records.probed(&self.record.sandbox).ok()?;
+        // The kubelet limits the Pod.
+        let pod = self.record.cgroup.parent();
         Some(HostTime {
             used: cgroups.processor_time(&self.record.cgroup)?,
+            limit: pod.and_then(|pod| cgroups.processor_limit(pod)),
             probes: ProbeTime {
                 used: Duration::from_micros(probed.used_micros),
                 took: Duration::from_micros(probed.took_micros),

@@ -256,7 +256,8 @@ impl Kata {
                 cpu,
                 host: None,
                 in_use: false,
-                last_use: known.awake_since,
+                // Also one that was woken by a plan, as at its time, is idle since then.
+                last_use: known.awake_since.max(known.woke_at),
             });
         }
         let works = observed.live == Live::Running && watched.is_of(now) && !is_new;

@@ -30,6 +30,8 @@ pub(crate) struct Node {
     pub(crate) runsc: Runsc,
     pub(crate) records: Records,
     pub(crate) store: Store,
+    /// Percent of the images' disk that stay free.
+    pub(crate) store_reserve: u8,
     pub(crate) ability: Result<Ability, String>,
     /// The port of the kubelet's API.
     pub(crate) kubelet_port: u16,
@@ -42,6 +44,7 @@ pub(crate) struct Node {
 impl Node {
     pub(crate) fn new(
         config: Config,
+        store_reserve: u8,
         cgroup_root: &Path,
         swap: Arc<SwapRoom>,
     ) -> Result<Self, SaveError> {
@@ -50,6 +53,7 @@ impl Node {
             ability: probe(&config, &runsc),
             records: Records::new(&config),
             store: Store::open(&config.store_dir)?,
+            store_reserve,
             kubelet_port: config.kubelet_port,
             cgroups: Hierarchies::find(cgroup_root).ok(),
             swap,

@@ -53,7 +53,9 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
     let config = Config::read(&args.paths.install_dir.join("bin").join(FILE_NAME))?;
     let cgroups = args.cgroup_root.clone();
     let swap = Arc::new(SwapRoom::new(&args.swap));
-    let node = tokio::task::spawn_blocking(move || Node::new(config, &cgroups, swap)).await??;
+    let reserve = args.store_reserve.percent().unwrap_or(0);
+    let node = tokio::task::spawn_blocking(move || Node::new(config, reserve, &cgroups, swap));
+    let node = node.await??;
     let node = Arc::new(node);
     if let Err(why) = &node.ability {
         tracing::error!(

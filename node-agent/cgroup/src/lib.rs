@@ -263,6 +263,12 @@ impl Hierarchies {
         })
     }
 
+    /// Processor time that the cgroup may use in a second; none where it has no limit of its own.
+    pub fn processor_limit(&self, relative: &Path) -> Option<Duration> {
+        self.existing(relative)
+            .find_map(|path| processor_limit(&path))
+    }
+
     /// Where the memory of the cgroup is limited and counted; none where the kernel does neither.
     pub(crate) fn memory(&self, relative: &Path) -> Option<MemoryGroup> {
         let group = |root: &Path| {
@@ -362,6 +368,23 @@ fn unlimited(value: &str) -> Option<String> {
         Some((_, period)) => Some(format!("max {period}")),
         None => value.parse::<i64>().ok().map(|_| "-1".to_owned()),
     }
+}
+
+/// v1 has its quota and the period in two files, v2 in one. Without a limit the quota is no number, or -1.
+fn processor_limit(group: &Path) -> Option<Duration> {
+    let read = |file: &str| std::fs::read_to_string(group.join(file)).ok();
+    let text = match read("cpu.max") {
+        Some(text) => text,
+        None => format!(
+            "{} {}",
+            read("cpu.cfs_quota_us")?.trim(),
+            read("cpu.cfs_period_us")?
+        ),
+    };
+    let (quota, period) = text.trim().split_once(' ')?;
+    let (quota, period): (u64, u64) = (quota.parse().ok()?, period.parse().ok()?);
+    let in_a_second = quota.saturating_mul(1_000_000).checked_div(period)?;
+    Some(Duration::from_micros(in_a_second))
 }
 
 /// On v1 a new cpuset is empty, and an empty one takes no process.
@@ -536,6 +559,27 @@ mod tests {
         assert_eq!(time(), Some(Duration::from_micros(1500)));
         write("cpuacct.usage", "2000000\n");
         assert_eq!(time(), Some(Duration::from_millis(2)));
+    }
+
+    #[test]
+    fn a_limit_of_processor_time_is_read_in_both_versions() {
+        let root = v2_tree();
+        let pod = Path::new("kubepods/pod1");
+        let hierarchies = Hierarchies::find(root.path()).expect("found");
+        let limit = || hierarchies.processor_limit(pod);
+        let write = |file: &str, text: &str| {
+            std::fs::write(root.path().join(pod).join(file), text).expect("written");
+        };
+        assert_eq!(limit(), None);
+        write("cpu.cfs_quota_us", "-1\n");
+        write("cpu.cfs_period_us", "100000\n");
+        assert_eq!(limit(), None);
+        write("cpu.cfs_quota_us", "1000\n");
+        assert_eq!(limit(), Some(Duration::from_millis(10)));
+        write("cpu.max", "max 100000\n");
+        assert_eq!(limit(), None);
+        write("cpu.max", "50000 100000\n");
+        assert_eq!(limit(), Some(Duration::from_millis(500)));
     }
 
     #[test]

@@ -20,6 +20,10 @@ pub const CPU_FLOOR: f64 = 0.01;
 /// gVisor counts in ticks: one more than the average allows says nothing, when two looks follow closely.
 const TICK: Duration = Duration::from_millis(10);
 
+/// Over so long, what gVisor finds running for most of the time is work, however little the host gave it. A few looks, and less than
+/// people let a sandbox be idle.
+const STRETCH: Duration = Duration::from_secs(20);
+
 /// One cheap look at a running sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Look {
@@ -40,6 +44,8 @@ pub struct Look {
 pub struct HostTime {
     pub used: Duration,
     pub probes: ProbeTime,
+    /// What its Pod may use in a second; none: no limit.
+    pub limit: Option<Duration>,
 }
 
 /// What exec probes that are over have taken, all together.
@@ -66,6 +72,8 @@ pub struct Inquiry {
 pub struct IdleWatch {
     since: Timestamp,
     seen: Option<Look>,
+    /// Where the stretch began that is being looked at.
+    stretch: Option<Look>,
 }
 
 impl IdleWatch {
@@ -74,14 +82,16 @@ impl IdleWatch {
         Self {
             since: now,
             seen: None,
+            stretch: None,
         }
     }
 
     /// Takes note of a look.
     pub fn look(&mut self, look: &Look) {
         let worked = self.seen.is_some_and(|before| has_worked(&before, look));
+        let ran = self.ran_for_a_stretch(look);
         self.seen = Some(*look);
-        if look.in_use || worked {
+        if look.in_use || worked || ran {
             self.used(look.at);
         }
         if let Some(last) = look.last_use {
@@ -100,6 +110,18 @@ impl IdleWatch {
         }
     }
 
+    /// Whether a stretch ends with this look in which it ran for most of the time.
+    fn ran_for_a_stretch(&mut self, look: &Look) -> bool {
+        let from = *self.stretch.get_or_insert(*look);
+        let passed = Duration::try_from(look.at.duration_since(from.at)).ok();
+        if passed.is_some_and(|passed| passed < STRETCH) {
+            return false;
+        }
+        // Also where the clock was set back.
+        self.stretch = Some(*look);
+        passed.is_some_and(|passed| ran_most_of(&from, look, passed))
+    }
+
     fn used(&mut self, at: Timestamp) {
         self.since = self.since.max(at);
     }
@@ -115,6 +137,18 @@ impl IdleWatch {
     }
 }
 
+/// Whether gVisor found it running for most of the time: no probe or tick explains that, so that a program computes that the host gives
+/// next to nothing. What runs because of a probe (its process, and the program that answers it) may be counted twice as long as the probe
+/// took. Where the host's count is not known, gVisor's decides alone.
+fn ran_most_of(before: &Look, now: &Look, passed: Duration) -> bool {
+    let Some((host_before, host)) = before.host.zip(now.host) else {
+        return false;
+    };
+    let probing = host.probes.took.saturating_sub(host_before.probes.took);
+    let running = now.cpu.saturating_sub(before.cpu);
+    running.saturating_sub(probing.saturating_mul(2)) >= passed / 2
+}
+
 /// Work is what both counts show. A clock that was set back, or processor time that went back (another sandbox), counts as work.
 fn has_worked(before: &Look, now: &Look) -> bool {
     let Ok(passed) = Duration::try_from(now.at.duration_since(before.at)) else {
@@ -122,7 +156,7 @@ fn has_worked(before: &Look, now: &Look) -> bool {
     };
     let in_gvisor = now.cpu.checked_sub(before.cpu);
     let on_host = before.host.zip(now.host);
-    in_gvisor.is_none_or(|used| is_above_floor(used, passed))
+    in_gvisor.is_none_or(|used| used > floor(passed))
         && on_host.is_none_or(|(before, now)| works_on_host(&before, &now, passed))
 }
 
@@ -133,14 +167,24 @@ fn works_on_host(before: &HostTime, now: &HostTime, passed: Duration) -> bool {
     };
     let probing = now.probes.took.saturating_sub(before.probes.took);
     if probing > passed / 2 {
-        return is_above_floor(used, passed);
+        return used > floor_on_host(now.limit, passed);
     }
     let of_probes = now.probes.used.saturating_sub(before.probes.used);
-    is_above_floor(used.saturating_sub(of_probes), passed - probing)
+    used.saturating_sub(of_probes) > floor_on_host(now.limit, passed - probing)
 }
 
-fn is_above_floor(used: Duration, passed: Duration) -> bool {
-    used > passed.mul_f64(CPU_FLOOR) + TICK
+fn floor(passed: Duration) -> Duration {
+    passed.mul_f64(CPU_FLOOR) + TICK
+}
+
+/// Who uses more than half of what it may works, however little that is.
+fn floor_on_host(limit: Option<Duration>, passed: Duration) -> Duration {
+    let half = |limit: Duration| {
+        // More than one processor is far above the floor, and would only make large numbers larger.
+        let share = limit.as_secs_f64().min(1.0);
+        passed.mul_f64(share / 2.0)
+    };
+    limit.map_or_else(|| floor(passed), |limit| half(limit).min(floor(passed)))
 }
 
 #[cfg(test)]
@@ -218,6 +262,7 @@ mod tests {
                     used: ms(20),
                     took: ms(30),
                 },
+                limit: None,
             };
             let now = HostTime {
                 used: before.used + ms(used),
@@ -225,6 +270,7 @@ mod tests {
                     used: before.probes.used + ms(of_probes),
                     took: before.probes.took + ms(probing),
                 },
+                limit: None,
             };
             since(before, now, 3_000) == at(20)
         };
@@ -242,6 +288,65 @@ mod tests {
         };
         assert_eq!(since(host(50), host(0), 3_000), at(20), "another cgroup");
         assert_eq!(since(host(0), host(9_000), 100), at(0), "gVisor's own work");
+    }
+
+    /// What the host gave, and gVisor found, in that many seconds, with a probe that took so long; in milliseconds.
+    fn given(seconds: i64, host: u64, in_gvisor: u64, probing: u64, limit: Option<u64>) -> Look {
+        let ms = Duration::from_millis;
+        Look {
+            host: Some(HostTime {
+                used: ms(host),
+                probes: ProbeTime {
+                    used: Duration::ZERO,
+                    took: ms(probing),
+                },
+                limit: limit.map(ms),
+            }),
+            ..look(seconds, in_gvisor)
+        }
+    }
+
+    #[test]
+    fn who_uses_more_than_half_of_a_small_limit_works() {
+        let worked = |used, in_gvisor, limit| {
+            let looks = [
+                given(10, 0, 0, 0, limit),
+                given(15, used, in_gvisor, 0, limit),
+            ];
+            watched(&looks).since() == at(15)
+        };
+        // A hundredth of a processor is all that it may use: 50 ms in five seconds.
+        assert!(worked(48, 500, Some(10)));
+        assert!(!worked(48, 500, None), "without a limit it is next to none");
+        assert!(!worked(25, 500, Some(10)), "half of it");
+        assert!(!worked(48, 60, Some(10)), "gVisor's own work");
+        // A larger limit lets nobody do more unseen.
+        assert!(worked(61, 500, Some(2_000)) && !worked(60, 500, Some(2_000)));
+        assert!(worked(61, 500, Some(u64::MAX)));
+    }
+
+    #[test]
+    fn who_runs_for_most_of_a_while_by_gvisor_works_although_the_host_gives_it_next_to_nothing() {
+        let since = |looks: &[Look]| watched(looks).since();
+        // A few seconds say nothing: a probe that has not ended may have waited in them.
+        let starved = |second, in_gvisor| given(second, 0, in_gvisor, 0, None);
+        let looks = [0_i64, 5, 10, 15].map(|second| starved(second, second.unsigned_abs() * 1000));
+        assert_eq!(since(&looks), at(0));
+        let stretch = |in_gvisor, probing| {
+            let end = given(20, 0, in_gvisor, probing, None);
+            since(&[starved(0, 0), starved(10, in_gvisor / 2), end])
+        };
+        assert_eq!(stretch(10_000, 0), at(20));
+        assert_eq!(stretch(9_990, 0), at(0));
+        assert_eq!(stretch(20_000, 5_000), at(20), "beside a probe");
+        assert_eq!(stretch(12_000, 3_000), at(0), "a probe and who answers it");
+        // Each stretch for itself.
+        let mut watch = watched(&[starved(0, 0), starved(20, 20_000)]);
+        watch.look(&starved(40, 20_000));
+        assert_eq!(watch.since(), at(20));
+        watch.look(&starved(30, 20_000));
+        watch.look(&starved(50, 40_000));
+        assert_eq!(watch.since(), at(50), "also after the clock was set back");
     }
 
     #[test]

@@ -38,8 +38,19 @@ impl fmt::Display for Resource {
 pub struct Pressure {
     /// It may be put to sleep for the node's sake.
     pub may: bool,
+    /// It is said that it does not doze by itself: so it does not for the node's sake either.
+    pub never_dozes: bool,
+    /// The same of hibernation.
+    pub never_hibernates: bool,
     /// It is asked to, because of this.
     pub short_of: Option<Resource>,
+}
+
+impl Pressure {
+    /// Whether it may be hibernated for the node's sake.
+    pub fn may_hibernate(&self) -> bool {
+        self.may && !self.never_hibernates
+    }
 }
 
 /// The node's figures.
@@ -90,6 +101,8 @@ impl Ask {
         let earlier = |own: Option<Duration>| Some(own.map_or(idle, |own| own.min(idle)));
         let SleepAfter { doze, hibernate } = desired.sleep;
         let sleep = match self.doze {
+            true if desired.pressure.never_dozes => desired.sleep,
+            false if desired.pressure.never_hibernates => desired.sleep,
             true => SleepAfter {
                 doze: earlier(doze),
                 hibernate,
@@ -119,6 +132,8 @@ pub struct Candidate {
     pub dozes: bool,
     /// It may doze and the node can.
     pub may_doze: bool,
+    /// Nobody has said that it does not hibernate.
+    pub may_hibernate: bool,
 }
 
 /// Whether this one could, by what its task has seen.
@@ -131,13 +146,21 @@ pub fn candidate(desired: &Desired, observed: &Observed) -> Option<Candidate> {
         && observed.sessions == 0
         && !observed.busy;
     let dozes = observed.live == Live::Paused && observed.doze.is_some_and(|doze| doze.reclaimed);
-    // One that dozes as deep as its runtime goes has given what it has.
-    let fits = desired.pressure.may && asked_for_nothing && able && !(unsaved && dozes);
-    (fits && (dozes || observed.live == Live::Running)).then_some(Candidate {
+    let may_doze = (desired.sleep.doze.is_some() || unsaved && !desired.pressure.never_dozes)
+        && observed.can_doze.is_ok();
+    let may_hibernate = desired.pressure.may_hibernate();
+    // One that dozes as deep as its runtime or its user lets it has given what it has.
+    let gives = match dozes {
+        true => may_hibernate && !unsaved,
+        false => (may_doze || may_hibernate) && observed.live == Live::Running,
+    };
+    let fits = desired.pressure.may && asked_for_nothing && able && gives;
+    fits.then_some(Candidate {
         pod: desired.pod_uid.clone(),
         idle_since: observed.idle_since?,
         dozes,
-        may_doze: (desired.sleep.doze.is_some() || unsaved) && observed.can_doze.is_ok(),
+        may_doze,
+        may_hibernate,
     })
 }
 
@@ -239,15 +262,17 @@ impl Watch {
             later(candidate.idle_since, limits.idle) <= now
                 && !self.refused.contains_key(&candidate.pod)
         };
-        let longest = |dozes: bool| {
-            let of = candidates.iter().filter(idle);
-            of.filter(|candidate| candidate.dozes == dozes)
-                .min_by_key(|candidate| (candidate.idle_since, &candidate.pod))
-        };
         let (memory, swap) = (
             self.short.contains_key(&Resource::Memory),
             self.short.contains_key(&Resource::Swap),
         );
+        let to_doze = |candidate: &Candidate| candidate.may_doze && !candidate.dozes && !swap;
+        let longest = |dozes: bool| {
+            let of = candidates.iter().filter(idle);
+            of.filter(|candidate| candidate.dozes == dozes)
+                .filter(|candidate| candidate.may_hibernate || to_doze(candidate))
+                .min_by_key(|candidate| (candidate.idle_since, &candidate.pod))
+        };
         let ask = |candidate: &Candidate, short_of, doze| Ask {
             pod: candidate.pod.clone(),
             short_of,
@@ -260,8 +285,8 @@ impl Watch {
         if !memory {
             return None;
         }
-        let awake = longest(false)
-            .map(|candidate| ask(candidate, Resource::Memory, candidate.may_doze && !swap));
+        let awake =
+            longest(false).map(|candidate| ask(candidate, Resource::Memory, to_doze(candidate)));
         awake.or_else(|| Some(ask(longest(true)?, Resource::Memory, false)))
     }
 }

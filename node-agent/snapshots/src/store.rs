@@ -34,6 +34,7 @@ const TMP_PREFIX: &str = ".tmp-";
 const TRASH_PREFIX: &str = ".trash-";
 /// Stands for the consumer in a listing when the marker cannot be read: the image is taken then, by whomever.
 const UNREADABLE_CONSUMER: &str = "unreadable";
+const MIB: u64 = 1 << 20;
 
 /// Why an image could not be saved or removed.
 #[derive(Debug, thiserror::Error)]
@@ -45,6 +46,17 @@ pub enum SaveError {
         doing: &'static str,
         path: PathBuf,
         source: io::Error,
+    },
+    #[error(
+        "no room on the disk that holds the images: this one may take {} MiB, and of the {} MiB that are free at {}, {} MiB are to stay free (--store-reserve). Delete SandboxSnapshots, or enlarge the disk",
+        wanted.div_ceil(MIB), free / MIB, path.display(), kept.div_ceil(MIB)
+    )]
+    NoRoom {
+        path: PathBuf,
+        /// Bytes.
+        wanted: u64,
+        free: u64,
+        kept: u64,
     },
     #[error("image {image} has no files")]
     Empty { image: ImageId },
@@ -73,7 +85,7 @@ impl SaveError {
     /// DiskFull or SaveFailed.
     pub fn reason(&self) -> &'static str {
         match self {
-            SaveError::DiskFull { .. } => "DiskFull",
+            SaveError::DiskFull { .. } | SaveError::NoRoom { .. } => "DiskFull",
             SaveError::Exists { .. }
             | SaveError::Empty { .. }
             | SaveError::NotAFile { .. }
@@ -241,6 +253,18 @@ pub struct Capacity {
     pub available: u64,
 }
 
+impl Capacity {
+    /// What is to stay free when that is `reserve` percent of the disk.
+    fn kept(&self, reserve: u8) -> u64 {
+        self.total / 100 * u64::from(reserve)
+    }
+
+    /// Whether so many bytes more leave free what is to stay free. A file system that does not say how large it is forbids nothing.
+    pub fn has_room(&self, bytes: u64, reserve: u8) -> bool {
+        self.total == 0 || bytes.saturating_add(self.kept(reserve)) <= self.available
+    }
+}
+
 /// The store of one node.
 #[derive(Debug)]
 pub struct Store {
@@ -367,6 +391,22 @@ impl Store {
             total: stat.f_blocks.saturating_mul(stat.f_frsize),
             available: stat.f_bavail.saturating_mul(stat.f_frsize),
         })
+    }
+
+    /// Refuses an image of up to so many bytes that would take what is to stay free, before any of it is written: a disk that is full
+    /// is a misfortune for everybody on the node.
+    pub fn check_room(&self, wanted: u64, reserve: u8) -> Result<(), SaveError> {
+        // A disk that cannot be measured shows it when it is written to.
+        let capacity = self.capacity().ok();
+        match capacity.filter(|capacity| !capacity.has_room(wanted, reserve)) {
+            None => Ok(()),
+            Some(capacity) => Err(SaveError::NoRoom {
+                path: self.root.clone(),
+                wanted,
+                free: capacity.available,
+                kept: capacity.kept(reserve),
+            }),
+        }
     }
 
     fn namespace_path(&self, namespace: &Namespace) -> PathBuf {

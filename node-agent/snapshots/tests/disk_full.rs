@@ -44,6 +44,15 @@ fn in_namespace(root: &std::path::Path) {
     ledger.append(&Entry::Awake).unwrap();
     save(&store, 1).expect("one image fits");
 
+    // What is known to be too much is refused before it begins.
+    let error = store.check_room(2 << 20, 5).unwrap_err();
+    assert_eq!(error.reason(), "DiskFull", "{error:?}");
+    let (words, path) = (error.to_string(), root.display().to_string());
+    for part in [path.as_str(), "may take 2 MiB", "enlarge the disk"] {
+        assert!(words.contains(part), "{words}");
+    }
+    store.check_room(4096, 5).unwrap();
+
     // Filled but for a few pages at a time, a save fails at each of its stages in turn.
     let mut failed_at = std::collections::BTreeSet::new();
     for spare in 0..130 {

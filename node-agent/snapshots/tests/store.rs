@@ -9,7 +9,7 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use common::*;
 use torpor_core::{ImageState, PodUid};
 use torpor_snapshots::{
-    Consumption, ContainerSpecDigest, ImageError, Removed, SaveError, SavedName, Store,
+    Capacity, Consumption, ContainerSpecDigest, ImageError, Removed, SaveError, SavedName, Store,
 };
 
 fn pod(name: &str) -> PodUid {
@@ -50,6 +50,24 @@ fn what_was_committed_is_found_again_whole() {
     assert!(listed[0].size > committed.size, "the manifest counts, too");
     assert_eq!(again.list_pod(&pod(POD)).unwrap(), listed);
     assert_eq!(again.list_pod(&pod("other")).unwrap(), []);
+}
+
+#[test]
+fn there_is_room_while_what_is_to_stay_free_does() {
+    let disk = |total, available| Capacity { total, available };
+    for (disk, bytes, reserve, room) in [
+        (disk(1000, 500), 450, 5, true),
+        (disk(1000, 500), 451, 5, false),
+        (disk(1000, 500), 500, 0, true),
+        (disk(1000, 500), 501, 0, false),
+        // Whose size is not known is not saved where nothing is left either.
+        (disk(1000, 49), 0, 5, false),
+        (disk(1000, 500), u64::MAX, 5, false),
+        // A file system that tells nothing.
+        (disk(0, 0), 500, 5, true),
+    ] {
+        assert_eq!(disk.has_room(bytes, reserve), room, "{disk:?} {bytes}");
+    }
 }
 
 #[test]

@@ -246,12 +246,28 @@ fn provide_swap(
         (Some(share), None | Some((_, false))) => {
             let device = zram.add()?;
             record.zram = Some(device);
-            node.write_record(record)?;
-            zram.switch_on(device, share)?;
+            let made = node
+                .write_record(record)
+                .and_then(|()| zram.switch_on(device, share));
+            if let Err(error) = made {
+                take_back(node, record, &zram, device);
+                return Err(error);
+            }
             info!(device, "made swap in compressed memory");
         }
     }
     node.write_record(record)
+}
+
+/// Removes a device that did not become swap: the next attempt makes another one. What failed first is what is told.
+fn take_back(node: &Node, record: &mut Record, zram: &Zram, device: u32) {
+    let removed = zram.remove(device).and_then(|()| {
+        record.zram = None;
+        node.write_record(record)
+    });
+    if let Err(error) = removed {
+        warn!(device, %error, "a zram device that is of no use is left");
+    }
 }
 
 /// Twice the node's processors: a restore waits for others (processes that begin, the disk) about half of its time.

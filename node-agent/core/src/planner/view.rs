@@ -279,9 +279,12 @@ fn of_idleness(
     if desired.pod != PodPresence::Present {
         return None;
     }
-    // Whoever needs it has resumed it: what dozes sleeps on, since when it is idle or not.
+    // Whoever needs it has resumed it: what dozes sleeps on, since when it is idle or not. So does what dozes for the node's sake: it is
+    // not asked any more, and may have no time of its own.
     let dozes = observed.live == Live::Paused && observed.doze.is_some();
-    let dozing = desired.sleep.doze.is_some() && (dozes || is_over(desired.sleep.doze));
+    let for_the_node = dozes_unsaved(observed) && desired.pressure.may;
+    let sleeps_on = dozes && (desired.sleep.doze.is_some() || for_the_node);
+    let dozing = sleeps_on || is_over(desired.sleep.doze);
     if is_over(desired.sleep.hibernate) {
         Some(Power::Asleep)
     } else if dozing && observed.can_doze.is_ok() {
@@ -313,7 +316,8 @@ pub(super) fn idle_until(
 fn sleeps_by_itself(desired: &Desired, observed: &Observed, ledger: &LedgerState) -> bool {
     let asleep = matches!(&ledger.memory, Memory::Asleep { image, by_itself: true }
         if observed.record.as_ref().is_some_and(|record| record.image == *image));
-    let may = desired.sleep.hibernate.is_some() || desired.pressure.may || desired.evicted;
+    let may =
+        desired.sleep.hibernate.is_some() || desired.pressure.may_hibernate() || desired.evicted;
     observed.live == Live::None && asleep && may
 }
 

@@ -45,6 +45,7 @@ fn awake(name: &str, since: i64) -> Candidate {
         idle_since: at(since),
         dozes: false,
         may_doze: true,
+        may_hibernate: true,
     }
 }
 
@@ -52,6 +53,21 @@ fn dozing(name: &str, since: i64) -> Candidate {
     Candidate {
         dozes: true,
         ..awake(name, since)
+    }
+}
+
+/// That it does not hibernate is said.
+fn stays(name: &str, since: i64) -> Candidate {
+    Candidate {
+        may_hibernate: false,
+        ..awake(name, since)
+    }
+}
+
+fn stays_dozing(name: &str, since: i64) -> Candidate {
+    Candidate {
+        may_hibernate: false,
+        ..dozing(name, since)
     }
 }
 
@@ -163,6 +179,24 @@ fn what_it_is_asked_for_follows_from_what_the_node_is_short_of() {
             vec![awake("a", 20), dozing("d", 30)],
             Some(("d", Swap, false)),
         ),
+        // Who is not to hibernate dozes, and where that does not help others are asked.
+        (
+            readings(40, 900),
+            vec![stays("s", 10), awake("a", 20)],
+            Some(("s", Memory, true)),
+        ),
+        (
+            readings(40, 40),
+            vec![stays("s", 10), awake("a", 20)],
+            Some(("a", Memory, false)),
+        ),
+        (
+            readings(40, 40),
+            vec![stays_dozing("s", 10), dozing("d", 20)],
+            Some(("d", Swap, false)),
+        ),
+        (readings(40, 40), vec![stays("s", 10)], None),
+        (readings(40, 900), vec![stays_dozing("s", 10)], None),
         // Who is awake takes no swap.
         (readings(900, 40), vec![awake("a", 20)], None),
         (
@@ -218,13 +252,14 @@ proptest! {
     fn only_the_longest_idle_of_its_kind_is_asked(
         available in 0..300_u64,
         swap in 0..300_u64,
-        idle in proptest::collection::vec((0..1000_i64, any::<bool>(), any::<bool>()), 0..8),
+        idle in proptest::collection::vec((0..1000_i64, any::<[bool; 3]>()), 0..8),
     ) {
-        let candidates: Vec<Candidate> = idle.iter().enumerate().map(|(n, (since, dozes, may_doze))| Candidate {
+        let candidates: Vec<Candidate> = idle.iter().enumerate().map(|(n, (since, [dozes, may_doze, may_hibernate]))| Candidate {
             pod: uid(&format!("p{n}")),
             idle_since: at(*since),
             dozes: *dozes,
             may_doze: *may_doze,
+            may_hibernate: *may_hibernate,
         }).collect();
         let mut watch = watch(&readings(available, swap));
         watch.choose(&candidates, &LIMITS, at(1000));
@@ -233,7 +268,9 @@ proptest! {
         prop_assert!(watch.short().contains_key(&ask.short_of));
         prop_assert!(chosen.idle_since <= at(970));
         prop_assert!(!ask.doze || chosen.may_doze && !chosen.dozes);
-        let same = candidates.iter().filter(|c| c.dozes == chosen.dozes);
+        prop_assert!(ask.doze || chosen.may_hibernate);
+        let doze = |c: &Candidate| c.may_doze && !c.dozes && !watch.short().contains_key(&Resource::Swap);
+        let same = candidates.iter().filter(|c| c.dozes == chosen.dozes && (c.may_hibernate || doze(c)));
         prop_assert!(same.map(|c| c.idle_since).min() == Some(chosen.idle_since));
     }
 }

@@ -241,7 +241,7 @@ impl World {
             sleep: self.sleep,
             pressure: Pressure {
                 may: self.may_be_pressed,
-                short_of: None,
+                ..Pressure::default()
             },
             evicted: self.evicted,
             keep_last_image: self.keep_last,

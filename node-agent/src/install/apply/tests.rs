@@ -236,6 +236,43 @@ fn a_second_installation_leaves_every_file_and_containerd_alone() {
 }
 
 #[test]
+fn a_device_that_cannot_become_swap_is_removed_and_forgotten() {
+    // No host has so many.
+    const DEVICE: &str = "40711";
+    let host = Host::new("version = 3\n");
+    let (control, block) = (
+        host.root().join("sys/class/zram-control"),
+        host.root().join(format!("sys/block/zram{DEVICE}")),
+    );
+    for dir in [&control, &block] {
+        fs::create_dir_all(dir).expect("directory");
+    }
+    fs::write(control.join("hot_add"), format!("{DEVICE}\n")).expect("control");
+    for file in [
+        control.join("hot_remove"),
+        block.join("disksize"),
+        block.join("reset"),
+    ] {
+        fs::write(file, "").expect("control");
+    }
+    let args = InstallArgs {
+        doze_swap: ShareOfMemory::percent(50),
+        ..host.install_args()
+    };
+    // It has no file in /dev to write a header to.
+    let error = install(&args).expect_err("not swap");
+    assert!(error.to_string().contains("dev/zram40711"), "{error}");
+    let removed = fs::read_to_string(control.join("hot_remove")).expect("control");
+    assert_eq!(removed, DEVICE);
+    assert_eq!(
+        fs::read_to_string(block.join("reset")).expect("control"),
+        "1"
+    );
+    let record = fs::read_to_string(host.root().join("opt/torpor/installed.json"));
+    assert!(!record.expect("a record").contains("zram"));
+}
+
+#[test]
 fn new_binaries_need_no_restart_and_keep_the_old_runsc() {
     let host = Host::new("version = 3\n").supervised();
     host.install();

@@ -98,7 +98,7 @@ fn patient() -> Desired {
         },
         pressure: Pressure {
             may: true,
-            short_of: None,
+            ..Pressure::default()
         },
         ..desired(Power::Awake)
     }
@@ -150,6 +150,64 @@ fn nobody_is_asked_who_must_not_sleep_or_is_in_use() {
     assert_eq!(asked(&patient(), &in_use), None);
     let unknown = observed(Live::Running, &[], &[]);
     assert_eq!(asked(&patient(), &unknown), None);
+}
+
+/// May doze for the node's sake; that it does not hibernate is said.
+fn never_hibernates() -> Desired {
+    let mut dozes = Desired {
+        pressure: Pressure {
+            never_hibernates: true,
+            ..patient().pressure
+        },
+        ..dozy()
+    };
+    dozes.sleep.hibernate = None;
+    dozes
+}
+
+#[test]
+fn who_is_said_not_to_hibernate_only_dozes_for_the_nodes_sake() {
+    let awake = idle_since(900, observed(Live::Running, &[], &[]));
+    let ask = asked(&never_hibernates(), &awake).unwrap();
+    assert!(ask.doze);
+    let mut cannot = awake;
+    cannot.can_doze = Err("no swap".into());
+    assert_eq!(asked(&never_hibernates(), &cannot), None);
+    let mut dozes = idle_since(900, observed(Live::Paused, &committed(), &[1]));
+    dozes.doze = Some(Doze { reclaimed: true });
+    assert_eq!(asked(&never_hibernates(), &dozes), None);
+    let mut may = never_hibernates();
+    may.pressure.never_hibernates = false;
+    let ask = asked(&may, &dozes).unwrap();
+    assert!(!ask.doze);
+    // Said since it was asked.
+    let pressed = ask.shorten(never_hibernates(), LIMITS.idle);
+    assert_eq!(pressed.sleep, never_hibernates().sleep);
+    assert_steps(&pressed, &dozes, &[]);
+    // One that sleeps so since before is woken.
+    let mut asleep = observed(Live::None, &asleep_entries(true), &[1]);
+    asleep.record = Some(Record { image: image(1) });
+    assert_steps(&never_hibernates(), &asleep, &[StepKind::Wake]);
+}
+
+#[test]
+fn who_is_said_not_to_doze_is_not_asked_to() {
+    let mut hibernates = patient();
+    hibernates.pressure.never_dozes = true;
+    let mut unsaved = idle_since(900, observed(Live::Running, &[], &[]));
+    (unsaved.capable, unsaved.dozes_unsaved) = (Err("no images".into()), true);
+    for idle in [idle_since(900, observed(Live::Running, &[], &[])), unsaved] {
+        let ask = asked(&hibernates, &idle).unwrap();
+        assert!(!ask.doze);
+        let may_doze = Desired {
+            pressure: patient().pressure,
+            ..hibernates.clone()
+        };
+        let ask_to_doze = asked(&may_doze, &idle).unwrap();
+        assert_eq!(ask_to_doze.doze, idle.dozes_unsaved);
+        let pressed = ask_to_doze.shorten(hibernates.clone(), LIMITS.idle);
+        assert_eq!(pressed.sleep.doze, None);
+    }
 }
 
 #[test]

@@ -84,6 +84,39 @@ fn without_a_way_to_push_memory_out_it_stays_awake_and_says_why() {
 }
 
 #[test]
+fn what_dozes_for_the_nodes_sake_sleeps_on_when_it_is_not_asked_any_more() {
+    let mut pressed = desired(Power::Awake);
+    pressed.pressure.may = true;
+    let mut sleeps_later = sleepy();
+    sleeps_later.pressure.may = true;
+    sleeps_later.sleep.hibernate = Some(std::time::Duration::from_secs(86_400));
+    for wish in [pressed, sleeps_later] {
+        let plan = planned(&wish, &idle_since(900, paused(begun(true))));
+        assert_eq!(
+            (kinds(&plan), plan.wake_at.is_some()),
+            (vec![], wish.sleep.hibernate.is_some())
+        );
+        assert_eq!(plan.status.phase, Phase::Dozing { image: None });
+        assert_eq!(
+            crate::pressure::candidate(&wish, &idle_since(900, paused(begun(true)))),
+            None
+        );
+        // Nobody has begun to doze who is awake, or was paused by an agent that is gone.
+        assert_steps(&wish, &idle_since(900, running()), &[]);
+        assert_steps(&wish, &idle_since(900, paused(None)), &[StepKind::Resume]);
+        let never = Desired {
+            pressure: Pressure::default(),
+            ..wish
+        };
+        assert_steps(
+            &never,
+            &idle_since(900, paused(begun(true))),
+            &[StepKind::Resume],
+        );
+    }
+}
+
+#[test]
 fn whoever_needs_it_has_it_resumed() {
     use StepKind::*;
     for doze in [None, begun(false), begun(true)] {
