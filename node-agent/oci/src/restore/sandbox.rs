@@ -513,7 +513,8 @@ mod tests {
     #[test]
     fn whoever_catches_up_with_a_wake_that_was_cut_off_puts_its_limit_back() {
         // Where it was killed.
-        let moments: [(&str, fn(&Limited)); 4] = [
+        type Killed = fn(&Limited);
+        let moments: [(&str, Killed); 4] = [
             ("before it began", |_| {}),
             ("noted", |limited| {
                 limited.lift();
