@@ -27,7 +27,7 @@ var allowed = map[string][]string{
 	"torpor-gvisor":          {"torpor-core", "torpor-cgroup", "torpor-snapshots"},
 	"torpor-wake":            {"torpor-core"},
 	"torpor-oci":             {"torpor-core", "torpor-cgroup", "torpor-snapshots", "torpor-gvisor", "torpor-wake"},
-	"torpor-agent":           {"torpor-api", "torpor-daemon", "torpor-core", "torpor-snapshots", "torpor-gvisor", "torpor-cgroup", "torpor-kata", "torpor-wake", "torpor-test-monitoring"},
+	"torpor-agent":           {"torpor-api", "torpor-daemon", "torpor-core", "torpor-snapshots", "torpor-gvisor", "torpor-cgroup", "torpor-kata", "torpor-wake", "torpor-test-apiserver", "torpor-test-monitoring"},
 	"torpor-bench":           {"torpor-api"},
 	"torpor-test-apiserver":  {},
 	"torpor-test-monitoring": {},
