@@ -20,10 +20,6 @@ pub const CPU_FLOOR: f64 = 0.01;
 /// gVisor counts in ticks: one more than the average allows says nothing, when two looks follow closely.
 const TICK: Duration = Duration::from_millis(10);
 
-/// Over so long, what gVisor finds running for most of the time is work, however little the host gave it. A few looks, and less than
-/// people let a sandbox be idle.
-const STRETCH: Duration = Duration::from_secs(20);
-
 /// One cheap look at a running sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Look {
@@ -72,8 +68,6 @@ pub struct Inquiry {
 pub struct IdleWatch {
     since: Timestamp,
     seen: Option<Look>,
-    /// Where the stretch began that is being looked at.
-    stretch: Option<Look>,
 }
 
 impl IdleWatch {
@@ -82,16 +76,14 @@ impl IdleWatch {
         Self {
             since: now,
             seen: None,
-            stretch: None,
         }
     }
 
     /// Takes note of a look.
     pub fn look(&mut self, look: &Look) {
         let worked = self.seen.is_some_and(|before| has_worked(&before, look));
-        let ran = self.ran_for_a_stretch(look);
         self.seen = Some(*look);
-        if look.in_use || worked || ran {
+        if look.in_use || worked {
             self.used(look.at);
         }
         if let Some(last) = look.last_use {
@@ -110,18 +102,6 @@ impl IdleWatch {
         }
     }
 
-    /// Whether a stretch ends with this look in which it ran for most of the time.
-    fn ran_for_a_stretch(&mut self, look: &Look) -> bool {
-        let from = *self.stretch.get_or_insert(*look);
-        let passed = Duration::try_from(look.at.duration_since(from.at)).ok();
-        if passed.is_some_and(|passed| passed < STRETCH) {
-            return false;
-        }
-        // Also where the clock was set back.
-        self.stretch = Some(*look);
-        passed.is_some_and(|passed| ran_most_of(&from, look, passed))
-    }
-
     fn used(&mut self, at: Timestamp) {
         self.since = self.since.max(at);
     }
@@ -135,18 +115,6 @@ impl IdleWatch {
     pub fn is_due(&self, after: Duration, now: Timestamp) -> bool {
         later(self.since, after) <= now
     }
-}
-
-/// Whether gVisor found it running for most of the time: no probe or tick explains that, so that a program computes that the host gives
-/// next to nothing. What runs because of a probe (its process, and the program that answers it) may be counted twice as long as the probe
-/// took. Where the host's count is not known, gVisor's decides alone.
-fn ran_most_of(before: &Look, now: &Look, passed: Duration) -> bool {
-    let Some((host_before, host)) = before.host.zip(now.host) else {
-        return false;
-    };
-    let probing = host.probes.took.saturating_sub(host_before.probes.took);
-    let running = now.cpu.saturating_sub(before.cpu);
-    running.saturating_sub(probing.saturating_mul(2)) >= passed / 2
 }
 
 /// Work is what both counts show. A clock that was set back, or processor time that went back (another sandbox), counts as work.
@@ -323,30 +291,6 @@ mod tests {
         // A larger limit lets nobody do more unseen.
         assert!(worked(61, 500, Some(2_000)) && !worked(60, 500, Some(2_000)));
         assert!(worked(61, 500, Some(u64::MAX)));
-    }
-
-    #[test]
-    fn who_runs_for_most_of_a_while_by_gvisor_works_although_the_host_gives_it_next_to_nothing() {
-        let since = |looks: &[Look]| watched(looks).since();
-        // A few seconds say nothing: a probe that has not ended may have waited in them.
-        let starved = |second, in_gvisor| given(second, 0, in_gvisor, 0, None);
-        let looks = [0_i64, 5, 10, 15].map(|second| starved(second, second.unsigned_abs() * 1000));
-        assert_eq!(since(&looks), at(0));
-        let stretch = |in_gvisor, probing| {
-            let end = given(20, 0, in_gvisor, probing, None);
-            since(&[starved(0, 0), starved(10, in_gvisor / 2), end])
-        };
-        assert_eq!(stretch(10_000, 0), at(20));
-        assert_eq!(stretch(9_990, 0), at(0));
-        assert_eq!(stretch(20_000, 5_000), at(20), "beside a probe");
-        assert_eq!(stretch(12_000, 3_000), at(0), "a probe and who answers it");
-        // Each stretch for itself.
-        let mut watch = watched(&[starved(0, 0), starved(20, 20_000)]);
-        watch.look(&starved(40, 20_000));
-        assert_eq!(watch.since(), at(20));
-        watch.look(&starved(30, 20_000));
-        watch.look(&starved(50, 40_000));
-        assert_eq!(watch.since(), at(50), "also after the clock was set back");
     }
 
     #[test]
