@@ -213,7 +213,7 @@ impl Publisher {
         }
         let name = snapshot.name_any();
         let what = format!("the status of SandboxSnapshot {name}");
-        let patch = Patch::Merge(json!({ "status": wanted }));
+        let patch = Patch::Merge(json!({ "status": replacing(&current, &wanted) }));
         let api = self.snapshots(snapshot);
         within(
             what,
@@ -222,6 +222,15 @@ impl Publisher {
         .await?;
         Ok(())
     }
+}
+
+/// The status as a merge patch has it, which takes off only what it names.
+fn replacing(current: &SandboxSnapshotStatus, wanted: &SandboxSnapshotStatus) -> serde_json::Value {
+    let mut status = json!(wanted);
+    if current.consumed_by_pod_uid.is_some() && wanted.consumed_by_pod_uid.is_none() {
+        status["consumedByPodUID"] = serde_json::Value::Null;
+    }
+    status
 }
 
 /// What is read of an image for its snapshot's status.
@@ -442,6 +451,35 @@ mod tests {
         assert_eq!(note("image pod.1"), note("image pod.2"));
         let awake = note_of(&condition(core::AWAKE, "The sandbox is awake."));
         assert_eq!(awake.as_deref(), Some("The sandbox is awake."));
+    }
+
+    #[test]
+    fn an_image_that_was_given_back_names_no_pod_any_more() {
+        let image = torpor_core::ImageId::parse("pod-a.1").expect("an id");
+        let told = |current: &SandboxSnapshotStatus, consumed_by: Option<&str>| {
+            let consumed_by = consumed_by.map(|uid| torpor_core::PodUid::new(uid).expect("a UID"));
+            let draft = SnapshotDraft {
+                uid: torpor_core::SnapshotUid::new("s-1").expect("a UID"),
+                name: "n/s".to_owned(),
+                state: SnapshotState::Committed {
+                    image: image.clone(),
+                    consumed_by,
+                    stale: false,
+                },
+            };
+            snapshot_status(current, &draft, None, "node", None, Timestamp::UNIX_EPOCH)
+        };
+        let taken = told(&SandboxSnapshotStatus::default(), Some("pod-b"));
+        assert!(conditions::is_true(&taken.conditions, conditions::CONSUMED));
+        let back = told(&taken, None);
+        assert!(conditions::find(&back.conditions, conditions::CONSUMED).is_none());
+        let patch = replacing(&taken, &back);
+        assert_eq!(
+            patch.get("consumedByPodUID"),
+            Some(&serde_json::Value::Null)
+        );
+        assert_eq!(replacing(&back, &taken)["consumedByPodUID"], "pod-b");
+        assert_eq!(replacing(&back, &back).get("consumedByPodUID"), None);
     }
 
     /// The planner knows nothing of Kubernetes and so has words of its own; they must be the API's.
