@@ -238,19 +238,24 @@ fn resume(context: &Context<'_>) -> Outcome {
     outcome
 }
 
-/// The image is another Pod's; where it lies is for the store to find.
+/// The image is another Pod's; where it lies is for the store to find. Its maker's ledger knows of one that is only away for a while.
 fn give_back(context: &Context<'_>, image: &ImageId) -> Outcome {
     let store = &context.node.store;
     let released = store.list_pod(image.pod()).and_then(|listed| {
         let whole = |one: &Listed| one.id == *image && one.state == ImageState::Committed;
-        match listed.into_iter().find(whole) {
-            Some(one) => store.image(&one.namespace, image)?.release(context.pod),
-            None => Ok(Removed::Already),
-        }
+        let found = listed.into_iter().find(whole);
+        found
+            .map(|one| store.image(&one.namespace, image)?.release(context.pod))
+            .transpose()
     });
+    let maker = store.ledger(image.pod()).and_then(|ledger| ledger.read());
     match released {
-        Ok(Removed::Done) => Outcome::Done,
-        Ok(Removed::Already) => Outcome::Already,
+        Ok(None) if maker.is_ok_and(|state| state.images.contains_key(image)) => Outcome::Failed {
+            reason: "ImageMissing".to_owned(),
+            message: format!("image {image}, which is to be given back, is not in the store"),
+        },
+        Ok(None | Some(Removed::Already)) => Outcome::Already,
+        Ok(Some(Removed::Done)) => Outcome::Done,
         Err(error) => failed(error.reason(), &error),
     }
 }

@@ -175,7 +175,7 @@ fn images(node: &Node, pod: &PodUid) -> Vec<ImageObserved> {
             state: image.state,
             consumed_by: image
                 .consumed_by
-                .filter(|by| !restoring.contains(&image.id) && has_gone_on(node, by, &image.id)),
+                .filter(|by| has_gone_on(node, by, &image.id)),
             being_restored: restoring.contains(&image.id),
             id: image.id,
         })

@@ -18,17 +18,18 @@ use torpor_gvisor::record::{
     ContainerRecord, Depth, PodRecord, RestoreReport, SandboxState, SleepNote, WakeCause,
 };
 use torpor_gvisor::spec::{Role, Spec};
-use torpor_snapshots::ledger_file::Error::Fenced;
 use torpor_snapshots::{Image, LedgerFile, Manifest, Mismatch, SavedName, Store};
 
 use crate::node::{CALL_LIMIT, Node};
 use crate::stages::Stages;
 
 mod memory;
+mod recorded;
 mod sandbox;
 mod source;
 
 pub(crate) use memory::{about_to_run, memory_image, sleep_on, stands_in};
+use recorded::{take_and_restore, wake_recorded};
 pub(crate) use sandbox::{end_processes, kill_processes, put_quotas_back};
 use source::{Source, last_image, source};
 
@@ -94,6 +95,11 @@ pub(crate) fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result
             SandboxState::Running
         }
         Source::Image { image, copy } => {
+            // Whatever the policy is: it only takes a moment.
+            if let Err(refusal) = is_given_back(&store, pod, &image, copy) {
+                report_failure(node, pod, &image, &refusal)?;
+                return Err(refusal.into());
+            }
             // All processors hash it.
             let fits = || admit(node, &store, pod, &image, copy);
             match sandbox::without_quotas(node, pod, fits)? {
@@ -157,6 +163,33 @@ impl Build {
     }
 }
 
+/// A Pod that took the image and never ran has it until the node's agent has seen that Pod gone.
+fn is_given_back(
+    store: &Store,
+    pod: &PodRecord,
+    image: &ImageId,
+    copy: bool,
+) -> Result<(), Refusal> {
+    let taken_by = match store.image(&pod.namespace, image) {
+        Ok(found) if !copy => found.consumed_by()?,
+        // What is wrong with it is said by who admits it.
+        _ => None,
+    };
+    let Some(other) = taken_by.filter(|other| *other != pod.pod_uid) else {
+        return Ok(());
+    };
+    let theirs = store.ledger(&other).and_then(|ledger| ledger.read());
+    if theirs.is_ok_and(|state| state.memory.image() == Some(image)) {
+        return Err(Refusal {
+            reason: "RestoreFailed",
+            message: format!(
+                "Pod {other} was to go on from image {image} and never ran; the node's agent gives the image back once that Pod is gone, and this one is tried again"
+            ),
+        });
+    }
+    Ok(())
+}
+
 /// Whether the image may and can be restored here; answers the build of runsc that it takes.
 fn admit(
     node: &Node,
@@ -170,15 +203,6 @@ fn admit(
         && let Some(other) = image.consumed_by()?
         && other != pod.pod_uid
     {
-        let theirs = store.ledger(&other).and_then(|ledger| ledger.read());
-        if theirs.is_ok_and(|state| state.memory.image() == Some(image_id)) {
-            return Err(Refusal {
-                reason: "RestoreFailed",
-                message: format!(
-                    "Pod {other} was to go on from image {image_id} and never ran; the node's agent gives the image back once that Pod is gone, and this one is tried again"
-                ),
-            });
-        }
         return Err(Refusal {
             reason: "ImageStale",
             message: format!(
@@ -414,12 +438,10 @@ pub(crate) fn arrive(
     }
     let ledger = store.ledger(&pod.pod_uid)?;
     let goes_back = ledger.read()?.was_left(image);
-    if image.pod() != &pod.pod_uid && !is_copy(node, pod)? {
-        opened.mark_consumed(&pod.pod_uid).map_err(Refusal::from)?;
-    }
+    let takes = image.pod() != &pod.pod_uid && !is_copy(node, pod)?;
     let pause = node.records.container_dir(&pod.sandbox.clone().into());
     sandbox::hold_packets(pod, &pause);
-    match wake_recorded(node, pod, &opened, image, &parts, &ledger, WakeCause::Asked) {
+    match take_and_restore(node, pod, &opened, &parts, &ledger, takes) {
         Ok(stages) => {
             // It runs: that nobody learns where the time went is no reason to end it.
             let note = stages.restore_note(image);
@@ -433,10 +455,6 @@ pub(crate) fn arrive(
         Err(error) => {
             // A keeper that is gone holds nothing.
             let _ = keeper::ask(&pause, &Request::Release, &[], CALL_LIMIT);
-            // Nothing of it has run: should this Pod be given up, another goes on with the memory.
-            if ledger.read()?.memory.image() == Some(image) {
-                opened.release(&pod.pod_uid).map_err(Refusal::from)?;
-            }
             let refusal = Refusal {
                 reason: "RestoreFailed",
                 message: format!("{error:#}; it is tried again"),
@@ -469,32 +487,6 @@ fn is_complete(manifest: &Manifest, parts: &[ContainerRecord]) -> bool {
     })
 }
 
-/// Restores with the ledger's entries around it. The caller holds the lock.
-fn wake_recorded(
-    node: &Node,
-    pod: &PodRecord,
-    image: &Image,
-    id: &ImageId,
-    parts: &[ContainerRecord],
-    ledger: &LedgerFile,
-    cause: WakeCause,
-) -> anyhow::Result<Stages> {
-    let waking = ledger.append(&Entry::Waking { image: id.clone() })?;
-    // Fenced: the kubelet may have made another sandbox of this Pod meanwhile, which says of itself how its restore went.
-    let outcome = |entry| ledger.append_at(waking.seq, &entry);
-    let awake = || Ok(outcome(Entry::Awake).map(drop)?);
-    let restored = sandbox::restore(node, pod, image, parts, cause, awake);
-    if restored.is_err() {
-        let reason = "RestoreFailed".to_owned();
-        let image = id.clone();
-        match outcome(Entry::WakeFailed { image, reason }) {
-            Ok(_) | Err(Fenced { .. }) => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
-    restored
-}
-
 /// Wakes a hibernated sandbox for an exec, a signal or a packet: the agent is not needed. The caller holds the lock.
 pub(crate) fn wake_locked(
     node: &Node,
@@ -512,7 +504,7 @@ pub(crate) fn wake_locked(
     let ledger = store.ledger(&pod.pod_uid)?;
     let image = store.image(&pod.namespace, &id)?;
     let parts = parts_of(node, sandbox, &image)?;
-    let stages = wake_recorded(node, &pod, &image, &id, &parts, &ledger, cause)
+    let stages = wake_recorded(node, &pod, &image, &parts, &ledger, cause)
         .context("cannot wake the hibernated sandbox")?;
     node.records.note_call(sandbox)?;
     node.records
@@ -536,7 +528,10 @@ pub(crate) fn settled(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Sandbo
 
 /// Whoever woke it died before it could say so: the image is stale, and the sandbox runs, or has died awake.
 fn catch_up(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
-    put_quotas_back(node, sandbox)?;
+    // Its keeper tries again: nobody is kept from the sandbox for this.
+    if let Err(error) = put_quotas_back(node, sandbox) {
+        eprintln!("torpor-oci: the pod's limit of processor time is not back: {error:#}");
+    }
     node.records.write_state(sandbox, &SandboxState::Running)?;
     for part in node.records.containers_of(sandbox)? {
         // A keeper that finds no sandbox ends, and one that is gone has.

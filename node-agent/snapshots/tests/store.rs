@@ -58,8 +58,8 @@ fn there_is_room_while_what_is_to_stay_free_does() {
     for (disk, bytes, reserve, room) in [
         (disk(1000, 500), 450, 5, true),
         (disk(1000, 500), 451, 5, false),
-        (disk(1000, 500), 500, 0, true),
-        (disk(1000, 500), 501, 0, false),
+        // Nothing is to stay free: it is tried.
+        (disk(1000, 500), 501, 0, true),
         // Whose size is not known is not saved where nothing is left either.
         (disk(1000, 49), 0, 5, false),
         (disk(1000, 500), u64::MAX, 5, false),

@@ -282,7 +282,8 @@ fn of_idleness(
     // Whoever needs it has resumed it: what dozes sleeps on, since when it is idle or not. So does what dozes for the node's sake: it is
     // not asked any more, and may have no time of its own.
     let dozes = observed.live == Live::Paused && observed.doze.is_some();
-    let for_the_node = dozes_unsaved(observed) && desired.pressure.may;
+    let pressure = &desired.pressure;
+    let for_the_node = dozes_unsaved(observed) && pressure.may && !pressure.never_dozes;
     let sleeps_on = dozes && (desired.sleep.doze.is_some() || for_the_node);
     let dozing = sleeps_on || is_over(desired.sleep.doze);
     if is_over(desired.sleep.hibernate) {

@@ -1,0 +1,82 @@
+//! A restore with the ledger's entries around it, and with the marker of an image that is taken from another Pod.
+
+use torpor_core::Entry;
+use torpor_core::ids::ImageId;
+use torpor_gvisor::record::{ContainerRecord, PodRecord, WakeCause};
+use torpor_snapshots::ledger_file::Error::Fenced;
+use torpor_snapshots::{Image, LedgerFile};
+
+use super::{Refusal, sandbox};
+use crate::node::Node;
+use crate::stages::Stages;
+
+/// Restores with the ledger's entries around it. The caller holds the lock.
+pub(super) fn wake_recorded(
+    node: &Node,
+    pod: &PodRecord,
+    image: &Image,
+    parts: &[ContainerRecord],
+    ledger: &LedgerFile,
+    cause: WakeCause,
+) -> anyhow::Result<Stages> {
+    let waking = ledger.append(&Entry::Waking {
+        image: image.id().clone(),
+    })?;
+    let awake = || Ok(ledger.append_at(waking.seq, &Entry::Awake).map(drop)?);
+    let restored = sandbox::restore(node, pod, image, parts, cause, awake);
+    if restored.is_err() {
+        has_failed(ledger, waking.seq, image.id())?;
+    }
+    restored
+}
+
+/// Notes that nothing of the restore runs; answers whether that was this Pod's last word. Fenced: the kubelet may have made another sandbox of
+/// the Pod meanwhile, which says of itself how its restore went.
+fn has_failed(ledger: &LedgerFile, waking: u64, image: &ImageId) -> anyhow::Result<bool> {
+    let failed = Entry::WakeFailed {
+        image: image.clone(),
+        reason: "RestoreFailed".to_owned(),
+    };
+    match ledger.append_at(waking, &failed) {
+        Ok(_) => Ok(true),
+        Err(Fenced { .. }) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The same for a Pod that goes on from another's image and `takes` it: the marker is there before anything runs, and from before it on the ledger
+/// tells whether this Pod has run. One that has not gives the image back.
+pub(super) fn take_and_restore(
+    node: &Node,
+    pod: &PodRecord,
+    image: &Image,
+    parts: &[ContainerRecord],
+    ledger: &LedgerFile,
+    takes: bool,
+) -> anyhow::Result<Stages> {
+    let cause = WakeCause::Asked;
+    if !takes {
+        return wake_recorded(node, pod, image, parts, ledger, cause);
+    }
+    let waking = ledger.append(&Entry::Waking {
+        image: image.id().clone(),
+    })?;
+    let take = || -> anyhow::Result<()> {
+        image.mark_consumed(&pod.pod_uid).map_err(Refusal::from)?;
+        Ok(())
+    };
+    // Once more: an earlier sandbox of this Pod may have given it back meanwhile.
+    let awake = || {
+        take()?;
+        Ok(ledger.append_at(waking.seq, &Entry::Awake).map(drop)?)
+    };
+    let restored = take().and_then(|()| sandbox::restore(node, pod, image, parts, cause, awake));
+    // A Pod that starts cold instead leaves its memory behind for good.
+    if restored.is_err()
+        && has_failed(ledger, waking.seq, image.id())?
+        && !pod.cold_start_on_failure
+    {
+        image.release(&pod.pod_uid).map_err(Refusal::from)?;
+    }
+    restored
+}
