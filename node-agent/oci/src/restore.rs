@@ -21,7 +21,6 @@ use torpor_gvisor::spec::{Role, Spec};
 use torpor_snapshots::{Image, LedgerFile, Manifest, Mismatch, SavedName, Store};
 
 use crate::node::{CALL_LIMIT, Node};
-use crate::stages::Stages;
 
 mod memory;
 mod recorded;
