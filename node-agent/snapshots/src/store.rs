@@ -262,7 +262,9 @@ impl Capacity {
     /// Whether so many bytes more leave free what is to stay free. Without a reserve it is tried (less may be written than was thought), and
     /// a file system that does not say how large it is forbids nothing.
     pub fn has_room(&self, bytes: u64, reserve: u8) -> bool {
-        reserve == 0 || self.total == 0 || bytes.saturating_add(self.kept(reserve)) <= self.available
+        reserve == 0
+            || self.total == 0
+            || bytes.saturating_add(self.kept(reserve)) <= self.available
     }
 }
 
