@@ -97,9 +97,22 @@ async fn a_keeper_that_dies_in_a_save_whose_agent_is_gone_keeps_nobody_waiting()
     case_alone("keeperpaused", async |case| {
         let pod = case.start(two_containers()).await?;
         let agent = Agent::find()?.process;
-        agent.stop()?;
+        let sandbox = case.node.sandbox_of(&uid(&pod))?.sandbox;
+        // Not while it looks at this very Pod: it would take the lock along.
+        wait::until(
+            "the agent stands still without the lock",
+            RECOVERY_LIMIT,
+            async || {
+                agent.stop()?;
+                let free = case.node.records.try_lock(&sandbox)?.is_some();
+                if !free {
+                    agent.go_on()?;
+                }
+                wait::holds(free, || "it has the lock".to_owned())
+            },
+        )
+        .await?;
         let restarted = async {
-            let sandbox = case.node.sandbox_of(&uid(&pod))?.sandbox;
             let paused = tokio::process::Command::new(case.node.torpor_oci())
                 .args(["pause", sandbox.as_str()])
                 .output()
