@@ -118,9 +118,9 @@ fn delete_sandbox(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
 }
 
 /// A wake or a creation that was cut off may have left the pod without its limit of processor time, and its cgroup is the kubelet's: another
-/// sandbox may come into it. A limit that cannot be put back is no reason for the rest to stay.
+/// sandbox may come into it.
 fn forget_pod(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
-    let _ = restore::put_quotas_back(node, sandbox);
+    restore::put_quotas_back(node, sandbox);
     node.records.remove_pod(sandbox)?;
     Ok(())
 }

@@ -281,11 +281,8 @@ impl Keeper<'_> {
 
     /// Who has woken the sandbox does so too, unless he was killed before it.
     fn put_quotas_back(&self) {
-        if self.record.role != Role::Sandbox {
-            return;
-        }
-        if let Err(error) = restore::put_quotas_back(self.node, &self.record.sandbox) {
-            eprintln!("torpor-oci: the pod's limit of processor time is not back: {error:#}");
+        if self.record.role == Role::Sandbox {
+            restore::put_quotas_back(self.node, &self.record.sandbox);
         }
     }
 

@@ -28,7 +28,7 @@ mod sandbox;
 mod source;
 
 pub(crate) use memory::{about_to_run, memory_image, sleep_on, stands_in};
-use recorded::{take_and_restore, wake_recorded};
+use recorded::wake_recorded;
 pub(crate) use sandbox::{end_processes, kill_processes, put_quotas_back};
 use source::{Source, last_image, source};
 
@@ -440,7 +440,7 @@ pub(crate) fn arrive(
     let takes = image.pod() != &pod.pod_uid && !is_copy(node, pod)?;
     let pause = node.records.container_dir(&pod.sandbox.clone().into());
     sandbox::hold_packets(pod, &pause);
-    match take_and_restore(node, pod, &opened, &parts, &ledger, takes) {
+    match wake_recorded(node, pod, &opened, &parts, &ledger, WakeCause::Asked, takes) {
         Ok(stages) => {
             // It runs: that nobody learns where the time went is no reason to end it.
             let note = stages.restore_note(image);
@@ -503,7 +503,7 @@ pub(crate) fn wake_locked(
     let ledger = store.ledger(&pod.pod_uid)?;
     let image = store.image(&pod.namespace, &id)?;
     let parts = parts_of(node, sandbox, &image)?;
-    let stages = wake_recorded(node, &pod, &image, &parts, &ledger, cause)
+    let stages = wake_recorded(node, &pod, &image, &parts, &ledger, cause, false)
         .context("cannot wake the hibernated sandbox")?;
     node.records.note_call(sandbox)?;
     node.records
@@ -527,10 +527,7 @@ pub(crate) fn settled(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Sandbo
 
 /// Whoever woke it died before it could say so: the image is stale, and the sandbox runs, or has died awake.
 fn catch_up(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
-    // Its keeper tries again: nobody is kept from the sandbox for this.
-    if let Err(error) = put_quotas_back(node, sandbox) {
-        eprintln!("torpor-oci: the pod's limit of processor time is not back: {error:#}");
-    }
+    put_quotas_back(node, sandbox);
     node.records.write_state(sandbox, &SandboxState::Running)?;
     for part in node.records.containers_of(sandbox)? {
         // A keeper that finds no sandbox ends, and one that is gone has.

@@ -10,7 +10,8 @@ use super::{Refusal, sandbox};
 use crate::node::Node;
 use crate::stages::Stages;
 
-/// Restores with the ledger's entries around it. The caller holds the lock.
+/// Restores with the ledger's entries around it. A Pod that goes on from another's image `takes` it: the marker is there before anything runs, and
+/// from before it on the ledger tells whether this Pod has run. One that has not gives the image back. The caller holds the lock.
 pub(super) fn wake_recorded(
     node: &Node,
     pod: &PodRecord,
@@ -18,14 +19,30 @@ pub(super) fn wake_recorded(
     parts: &[ContainerRecord],
     ledger: &LedgerFile,
     cause: WakeCause,
+    takes: bool,
 ) -> anyhow::Result<Stages> {
     let waking = ledger.append(&Entry::Waking {
         image: image.id().clone(),
     })?;
-    let awake = || Ok(ledger.append_at(waking.seq, &Entry::Awake).map(drop)?);
-    let restored = sandbox::restore(node, pod, image, parts, cause, awake);
-    if restored.is_err() {
-        has_failed(ledger, waking.seq, image.id())?;
+    let take = || -> anyhow::Result<()> {
+        if takes {
+            image.mark_consumed(&pod.pod_uid).map_err(Refusal::from)?;
+        }
+        Ok(())
+    };
+    // Once more: an earlier sandbox of this Pod may have given it back meanwhile.
+    let awake = || {
+        take()?;
+        Ok(ledger.append_at(waking.seq, &Entry::Awake).map(drop)?)
+    };
+    let restored = take().and_then(|()| sandbox::restore(node, pod, image, parts, cause, awake));
+    // A Pod that starts cold instead leaves its memory behind for good.
+    if restored.is_err()
+        && has_failed(ledger, waking.seq, image.id())?
+        && takes
+        && !pod.cold_start_on_failure
+    {
+        image.release(&pod.pod_uid).map_err(Refusal::from)?;
     }
     restored
 }
@@ -42,41 +59,4 @@ fn has_failed(ledger: &LedgerFile, waking: u64, image: &ImageId) -> anyhow::Resu
         Err(Fenced { .. }) => Ok(false),
         Err(error) => Err(error.into()),
     }
-}
-
-/// The same for a Pod that goes on from another's image and `takes` it: the marker is there before anything runs, and from before it on the ledger
-/// tells whether this Pod has run. One that has not gives the image back.
-pub(super) fn take_and_restore(
-    node: &Node,
-    pod: &PodRecord,
-    image: &Image,
-    parts: &[ContainerRecord],
-    ledger: &LedgerFile,
-    takes: bool,
-) -> anyhow::Result<Stages> {
-    let cause = WakeCause::Asked;
-    if !takes {
-        return wake_recorded(node, pod, image, parts, ledger, cause);
-    }
-    let waking = ledger.append(&Entry::Waking {
-        image: image.id().clone(),
-    })?;
-    let take = || -> anyhow::Result<()> {
-        image.mark_consumed(&pod.pod_uid).map_err(Refusal::from)?;
-        Ok(())
-    };
-    // Once more: an earlier sandbox of this Pod may have given it back meanwhile.
-    let awake = || {
-        take()?;
-        Ok(ledger.append_at(waking.seq, &Entry::Awake).map(drop)?)
-    };
-    let restored = take().and_then(|()| sandbox::restore(node, pod, image, parts, cause, awake));
-    // A Pod that starts cold instead leaves its memory behind for good.
-    if restored.is_err()
-        && has_failed(ledger, waking.seq, image.id())?
-        && !pod.cold_start_on_failure
-    {
-        image.release(&pod.pod_uid).map_err(Refusal::from)?;
-    }
-    restored
 }

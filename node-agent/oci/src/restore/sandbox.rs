@@ -69,10 +69,7 @@ pub(super) fn without_quotas<T>(
 ) -> anyhow::Result<T> {
     lift_quotas(node, pod)?;
     let done = work();
-    // What the work has done is done: a sandbox that runs is not ended for this. Its keeper tries again.
-    if let Err(error) = put_quotas_back(node, &pod.sandbox) {
-        eprintln!("torpor-oci: the pod's limit of processor time is not back: {error:#}");
-    }
+    put_quotas_back(node, &pod.sandbox);
     Ok(done)
 }
 
@@ -90,12 +87,18 @@ fn lift_quotas(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Where none are lifted nothing changes.
-pub(crate) fn put_quotas_back(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
-    for quota in node.records.quotas(sandbox)? {
-        quota.put_back()?;
+/// Where none are lifted nothing changes. That it fails is a reason for nobody to stop: a sandbox that runs is not ended for it, one that is to be
+/// woken or removed does not wait for it, and its keeper tries again.
+pub(crate) fn put_quotas_back(node: &Node, sandbox: &SandboxId) {
+    let put_back = || -> anyhow::Result<()> {
+        for quota in node.records.quotas(sandbox)? {
+            quota.put_back()?;
+        }
+        Ok(node.records.forget_quotas(sandbox)?)
+    };
+    if let Err(error) = put_back() {
+        eprintln!("torpor-oci: the pod's limit of processor time is not back: {error:#}");
     }
-    Ok(node.records.forget_quotas(sandbox)?)
 }
 
 fn attempt(
