@@ -234,6 +234,7 @@ impl Driver {
         let watched = remembered.idle.is_some();
         shared.board.note(pod_uid, &look.plan.why, watched);
         let (held, wish) = (remembered.save_turn.take(), look.wish.take());
+        let joins = held.is_none();
         remembered.save_turn = shared.saves.follow(held, &look.plan, wish, task);
         if look.plan.steps.is_empty() {
             // Whoever needs the sandbox while it waits for its turn may have it.
@@ -249,8 +250,9 @@ impl Driver {
             }
         }
         if look.plan.steps.is_empty() {
-            let turn = remembered.save_turn.as_ref();
-            return match turn.is_some_and(|turn| turn.has_come()) {
+            // Who joins the queue also looks what it waits for there, and tells it.
+            let news = |turn: &Arc<SaveTurn>| turn.has_come() || joins && turn.is_held_back();
+            return match remembered.save_turn.as_ref().is_some_and(news) {
                 true => Turn::Again,
                 false => Turn::Wait(until(look.plan.wake_at)),
             };

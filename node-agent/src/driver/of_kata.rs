@@ -37,6 +37,7 @@ pub(super) fn look(
     let mut observed = looked.observed;
     let turn = remembered.save_turn.as_ref();
     observed.save_turn = turn.is_some_and(|turn| turn.has_come());
+    observed.held_back = turn.is_some_and(|turn| turn.is_held_back());
     let working_set = || looked.held.as_ref()?.working_set();
     let swap = &shared.node.swap;
     let plan = swap.plan(desired, &mut observed, &shared.policy, now, working_set);
