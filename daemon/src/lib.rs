@@ -2,5 +2,6 @@
 
 pub mod go_flags;
 pub mod log;
+mod places;
 pub mod serve;
 pub mod spans;

@@ -2,8 +2,7 @@
 
 use std::{
     io,
-    net::{Ipv4Addr, SocketAddr},
-    sync::Arc,
+    net::{IpAddr, Ipv4Addr, SocketAddr},
     time::Duration,
 };
 
@@ -15,17 +14,19 @@ use hyper_util::{
 };
 use tokio::{
     net::{TcpListener, TcpStream},
-    sync::Semaphore,
+    task::{AbortHandle, JoinSet, yield_now},
     time::timeout,
 };
-use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tokio_util::sync::CancellationToken;
+
+use crate::places::{Bounds, Places};
 
 /// How much of a head is read at once and kept, in bytes.
 const MAX_HEAD: usize = 16 * 1024;
 /// After a failed accept, such as when no file descriptor is left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 const LIMITS: Limits = Limits {
-    connections: 64,
+    places: Bounds { all: 64, each: 8 },
     head: Duration::from_secs(5),
     connection: Duration::from_secs(15),
 };
@@ -33,8 +34,8 @@ const LIMITS: Limits = Limits {
 /// What clients may take. Whoever reaches the address is one, a sandbox too, and the daemon has little memory.
 #[derive(Clone, Copy)]
 struct Limits {
-    /// Most connections at once.
-    connections: usize,
+    /// Connections at once. The kubelet and whoever scrapes need one or two, and must come in whatever the others hold.
+    places: Bounds,
     /// How long the head of a request may take.
     head: Duration,
     /// How long a connection may last: one request, and its answer.
@@ -75,43 +76,53 @@ async fn serve_within(
     router: Router,
     shutdown: CancellationToken,
 ) {
-    let tasks = TaskTracker::new();
-    let accepting = accept_all(limits, listener, router, &tasks, &shutdown);
+    let mut connections = JoinSet::new();
+    let accepting = accept_all(limits, listener, router, &mut connections, &shutdown);
     shutdown.run_until_cancelled(accepting).await;
-    tasks.close();
-    tasks.wait().await;
+    while connections.join_next().await.is_some() {}
 }
 
 async fn accept_all(
     limits: Limits,
     listener: TcpListener,
     router: Router,
-    tasks: &TaskTracker,
+    connections: &mut JoinSet<()>,
     shutdown: &CancellationToken,
 ) {
-    let places = Arc::new(Semaphore::new(limits.connections));
+    let mut places: Places<AbortHandle> = Places::new(limits.places);
     loop {
-        // Who finds no place waits in the kernel's queue.
-        let Ok(place) = Arc::clone(&places).acquire_owned().await else {
-            return;
-        };
-        let stream = match listener.accept().await {
-            Ok((stream, _)) => stream,
-            Err(error) => {
-                tracing::warn!(%error, "cannot accept");
-                tokio::time::sleep(ACCEPT_PAUSE).await;
+        let (stream, peer) = tokio::select! {
+            biased;
+            Some(ended) = connections.join_next_with_id() => {
+                let ended = ended.map_or_else(|error| error.id(), |(id, ())| id);
+                places.leave(|connection| connection.id() == ended);
                 continue;
             }
+            accepted = accept(&listener) => accepted,
         };
         let connection = answer(limits, stream, router.clone(), shutdown.clone());
-        tasks.spawn(async move {
-            connection.await;
-            drop(place);
-        });
+        let connection = connections.spawn(connection);
+        if let Some(surplus) = places.enter(peer, connection) {
+            surplus.abort();
+            // It goes before the next one comes, however fast they come.
+            yield_now().await;
+        }
     }
 }
 
-/// Answers one request. A connection that waited for the next one would keep its place from others.
+async fn accept(listener: &TcpListener) -> (TcpStream, IpAddr) {
+    loop {
+        match listener.accept().await {
+            Ok((stream, peer)) => return (stream, peer.ip()),
+            Err(error) => {
+                tracing::warn!(%error, "cannot accept");
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
+
+/// Answers one request, and so the oldest connection is the one that makes least of its place. Nobody keeps one between requests.
 async fn answer(limits: Limits, stream: TcpStream, router: Router, shutdown: CancellationToken) {
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new())
@@ -138,9 +149,12 @@ async fn answer(limits: Limits, stream: TcpStream, router: Router, shutdown: Can
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use axum::routing::get;
     use tokio::{
         io::{AsyncReadExt, AsyncWriteExt},
+        net::TcpSocket,
         sync::Notify,
         task::JoinHandle,
     };
@@ -150,8 +164,10 @@ mod tests {
     const REQUEST: &[u8] = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n";
     /// Long enough for whatever is to come.
     const PATIENCE: Duration = Duration::from_secs(20);
+    /// As long as the kubelet waits for a probe.
+    const PROBE: Duration = Duration::from_secs(1);
     const NONE: Limits = Limits {
-        connections: 8,
+        places: LIMITS.places,
         head: PATIENCE,
         connection: PATIENCE,
     };
@@ -179,7 +195,15 @@ mod tests {
     }
 
     async fn sent(address: SocketAddr, bytes: &[u8]) -> TcpStream {
-        let mut stream = TcpStream::connect(address).await.unwrap();
+        sent_from(1, address, bytes).await
+    }
+
+    /// From 127.0.0.`last`.
+    async fn sent_from(last: u8, address: SocketAddr, bytes: &[u8]) -> TcpStream {
+        let socket = TcpSocket::new_v4().unwrap();
+        let own = Ipv4Addr::new(127, 0, 0, last);
+        socket.bind(SocketAddr::from((own, 0))).unwrap();
+        let mut stream = socket.connect(address).await.unwrap();
         // The server may have closed it before the last of them.
         let _ = stream.write_all(bytes).await;
         stream
@@ -191,6 +215,11 @@ mod tests {
         let read = timeout(PATIENCE / 2, stream.read_to_end(&mut bytes)).await;
         let _ = read.expect("the connection stays open");
         String::from_utf8(bytes).unwrap()
+    }
+
+    async fn is_open(stream: &mut TcpStream) -> bool {
+        let read = timeout(Duration::from_millis(50), stream.read_u8());
+        read.await.is_err()
     }
 
     #[tokio::test]
@@ -218,24 +247,39 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn one_more_than_there_are_places_for_is_served_once_another_ends() {
-        let connections = 2;
-        let server = served(
-            Limits {
-                connections,
-                ..NONE
-            },
-            ok(),
-        )
-        .await;
-        let first = sent(server.address, b"").await;
-        let _second = sent(server.address, b"").await;
-        let mut third = sent(server.address, REQUEST).await;
-        let early = timeout(Duration::from_millis(200), third.read_u8()).await;
-        assert_eq!(early.ok().map(Result::ok), None, "served beside the others");
-        drop(first);
-        let answer = rest(third).await;
+    async fn however_many_silent_ones_an_address_opens_everybody_is_answered_at_once() {
+        let server = served(NONE, ok()).await;
+        let mut silent = Vec::new();
+        for _ in 0..200 {
+            silent.push(sent(server.address, b"").await);
+        }
+        for last in [2, 1] {
+            let asking = rest(sent_from(last, server.address, REQUEST).await);
+            let answer = timeout(PROBE, asking).await.expect("it waits");
+            assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+        }
+        let kept = NONE.places.each - 1;
+        let newest = silent.split_off(silent.len() - kept);
+        for stream in silent {
+            assert_eq!(rest(stream).await, "");
+        }
+        for mut stream in newest {
+            assert!(is_open(&mut stream).await, "the newest are left");
+        }
+    }
+
+    #[tokio::test]
+    async fn of_a_full_server_who_has_most_gives_a_place() {
+        let places = Bounds { all: 3, each: 2 };
+        let server = served(Limits { places, ..NONE }, ok()).await;
+        let mut other = sent_from(2, server.address, b"").await;
+        let oldest = sent(server.address, b"").await;
+        let mut newer = sent(server.address, b"").await;
+        let asking = rest(sent_from(3, server.address, REQUEST).await);
+        let answer = timeout(PROBE, asking).await.expect("it waits");
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+        assert_eq!(rest(oldest).await, "");
+        assert!(is_open(&mut other).await && is_open(&mut newer).await);
     }
 
     #[tokio::test]
