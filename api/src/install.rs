@@ -17,7 +17,16 @@ pub const SILENT_AFTER_SECONDS: i64 = 90;
 
 #[cfg(test)]
 mod tests {
+    use serde_json::Value;
+
     use super::*;
+
+    fn objects(manifests: &str) -> Vec<Value> {
+        let documents = manifests.split("\n---\n");
+        documents
+            .map(|document| serde_saphyr::from_str(document).unwrap())
+            .collect()
+    }
 
     #[test]
     fn the_manifests_have_these_names() {
@@ -34,5 +43,47 @@ mod tests {
         }
         let roles = include_str!("../../deploy/base/controller-rbac.yaml");
         assert!(roles.contains(&format!("resourceNames: [{CONTROLLER_LEASE}]")));
+    }
+
+    #[test]
+    fn network_policies_open_metrics_to_some_the_proxy_to_all_and_health_to_nobody() {
+        let manifests = objects(concat!(
+            include_str!("../../deploy/base/controller.yaml"),
+            "\n---\n",
+            include_str!("../../deploy/base/agent.yaml"),
+            "\n---\n",
+            include_str!("../../deploy/router/router.yaml"),
+        ));
+        let policies = objects(include_str!("../../deploy/networkpolicy/policies.yaml"));
+        for name in [CONTROLLER, AGENT, ROUTER] {
+            let named = |object: &&Value| object["metadata"]["name"] == name;
+            let policy = &policies.iter().find(named).unwrap()["spec"];
+            let mut templates = manifests
+                .iter()
+                .filter(named)
+                .map(|o| &o["spec"]["template"]);
+            let pod = templates.find(|template| template.is_object()).unwrap();
+            for (key, value) in policy["podSelector"]["matchLabels"].as_object().unwrap() {
+                assert_eq!(&pod["metadata"]["labels"][key], value, "{name}");
+            }
+            let port = |called: &str| {
+                let ports = pod["spec"]["containers"][0]["ports"].as_array();
+                let found = ports.unwrap().iter().find(|port| port["name"] == called);
+                found.map(|port| &port["containerPort"])
+            };
+            let opened = |rule: usize| -> Vec<&Value> {
+                let ports = policy["ingress"][rule]["ports"].as_array();
+                ports
+                    .into_iter()
+                    .flatten()
+                    .map(|port| &port["port"])
+                    .collect()
+            };
+            assert!(policy["ingress"][0]["from"][0].is_object(), "{name}");
+            assert_eq!(opened(0), [port("metrics").unwrap()], "{name}");
+            assert_eq!(opened(1).first().copied(), port("http"), "{name}");
+            assert!(!opened(1).contains(&port("health").unwrap()), "{name}");
+            assert!(policy["ingress"][1]["from"].is_null(), "{name}");
+        }
     }
 }

@@ -192,6 +192,33 @@ var chartCases = []struct {
 		helm:          []string{"--set", "image.tag=dev,metrics.podMonitor.enabled=true,metrics.prometheusRule.enabled=true,metrics.dashboard.enabled=true"},
 	},
 	{
+		name:          "networkPolicy",
+		kustomization: "resources: [REPO/deploy]\ncomponents: [REPO/deploy/networkpolicy]",
+		helm:          []string{"--set", "image.tag=dev,networkPolicy.enabled=true"},
+	},
+	{
+		name: "networkPolicy.scrapers, without the router",
+		kustomization: `resources: [REPO/deploy/base]
+components: [REPO/deploy/networkpolicy]
+patches:
+- target: {kind: NetworkPolicy}
+  patch: '- {op: replace, path: /spec/ingress/0/from, value: [{ipBlock: {cidr: 192.0.2.0/24}}]}'
+- target: {kind: NetworkPolicy, name: sandbox-router}
+  patch: '{$patch: delete, apiVersion: networking.k8s.io/v1, kind: NetworkPolicy, metadata: {name: sandbox-router}}'
+`,
+		helm: []string{"--set", "image.tag=dev,networkPolicy.enabled=true,networkPolicy.scrapers[0].ipBlock.cidr=192.0.2.0/24,router.enabled=false"},
+	},
+	{
+		name: "networkPolicy without scrapers",
+		kustomization: `resources: [REPO/deploy]
+components: [REPO/deploy/networkpolicy]
+patches:
+- target: {kind: NetworkPolicy}
+  patch: '- {op: remove, path: /spec/ingress/0}'
+`,
+		helm: []string{"--set", "image.tag=dev,networkPolicy.enabled=true", "--set-json", "networkPolicy.scrapers=[]"},
+	},
+	{
 		name: "uninstall Job",
 		kustomization: `resources: [REPO/hack/overlays/dev-uninstall]
 nameSuffix: -node-0
@@ -255,6 +282,7 @@ var chartRefusals = []struct{ values, words string }{
 	{"image.tag=v1,namespace.name=Not_A_Name", "namespace"},
 	{"image.tag=v1,agent.installArgs={containerd-config}", "installArgs"},
 	{"image.tag=v1,agent.saveBandwidth=200 MB", "saveBandwidth"},
+	{"image.tag=v1,networkPolicy.scrapers[0].namespace=monitoring", "scrapers"},
 }
 
 // checkChart renders the chart and the kustomize base for several values and compares the objects.
