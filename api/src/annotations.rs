@@ -67,6 +67,9 @@ pub const WAKE_ON: &str = "torpor.dev/wake-on";
 /// A time (RFC 3339) at which the sandbox is awake, as KEP-968 of upstream proposes it: a Sandbox that is suspended is resumed
 /// then, one that sleeps in place is woken. Read on the Sandbox only; copied to the Pod; taken off when it is over.
 pub const NEXT_WAKEUP: &str = "agents.x-k8s.io/next-wakeup";
+/// A time (RFC 3339), beside [`NEXT_WAKEUP`]: who sleeps in place since before then is woken. It resumes nobody who is suspended, so that it may stay when it is
+/// over. What wakes a sandbox now writes it, so that a time that somebody has set is left alone. Read on the Sandbox only; copied to the Pod.
+pub const WAKE_AT: &str = "torpor.dev/wake-at";
 /// `"true"` puts the sandbox runtime into the Pod's first container when a Pod is made that starts cold. Also read on a SandboxTemplate, whose Sandboxes get it.
 pub const INJECT_RUNTIME: &str = "torpor.dev/inject-runtime";
 
@@ -92,7 +95,7 @@ pub const REPLACES: &str = "torpor.dev/replaces";
 pub const IMAGE_FINALIZER: &str = "torpor.dev/image";
 
 /// Torpor's annotations that users write.
-pub const USER_SETTINGS: [&str; 12] = [
+pub const USER_SETTINGS: [&str; 13] = [
     SUSPENSION_STRATEGY,
     HIBERNATE,
     ON_RESTORE_FAILURE,
@@ -104,6 +107,7 @@ pub const USER_SETTINGS: [&str; 12] = [
     IDLE_TIMEOUT,
     DOZE_AFTER,
     WAKE_ON,
+    WAKE_AT,
     INJECT_RUNTIME,
 ];
 
@@ -117,12 +121,13 @@ pub const CLAIM_SETTINGS: [&str; 4] = [
 ];
 
 /// Torpor's annotations on a Pod: the only ones, all written by the controller.
-pub const ON_POD: [&str; 11] = [
+pub const ON_POD: [&str; 12] = [
     HIBERNATE,
     DOZE_AFTER,
     HIBERNATE_AFTER,
     WAKE_ON,
     NEXT_WAKEUP,
+    WAKE_AT,
     FREEZE,
     RESTORE_IMAGE,
     RESTORE_COPY,
@@ -274,6 +279,7 @@ pub struct Settings {
     pub hibernate_after: Option<SleepAfter>,
     pub doze_after: Option<SleepAfter>,
     pub next_wakeup: Option<Timestamp>,
+    pub wake_at: Option<Timestamp>,
     /// `None` when nobody asked: then every packet wakes.
     pub wake_on: Option<WakeOn>,
     pub inject_runtime: bool,
@@ -326,11 +332,10 @@ impl Settings {
         );
         let wake_on = checked(value(WAKE_ON), WakeOn::parse, &mut problems);
         // A time that many Sandboxes have from their template would be over for all but the first.
-        let next_wakeup = checked(
-            own.and_then(|all| all.get(NEXT_WAKEUP)),
-            |v| parse_time(NEXT_WAKEUP, v),
-            &mut problems,
-        );
+        let [next_wakeup, wake_at] = [NEXT_WAKEUP, WAKE_AT].map(|key| {
+            let written = own.and_then(|all| all.get(key));
+            checked(written, |v| parse_time(key, v), &mut problems)
+        });
         let inject_runtime = checked(
             value(INJECT_RUNTIME),
             |v| parse_flag(INJECT_RUNTIME, v),
@@ -348,6 +353,7 @@ impl Settings {
             doze_after,
             wake_on,
             next_wakeup,
+            wake_at,
             inject_runtime: inject_runtime.unwrap_or_default(),
             problems,
         }
@@ -512,6 +518,7 @@ mod tests {
             (DOZE_AFTER, "0"),
             (WAKE_ON, "http"),
             (NEXT_WAKEUP, "tomorrow"),
+            (WAKE_AT, "now"),
             (INJECT_RUNTIME, "True"),
         ]);
         let settings = Settings::read(Some(&own), None);
@@ -530,6 +537,7 @@ mod tests {
                 r#"annotation torpor.dev/doze-after: value "0" is not allowed; allowed: off, or a duration from 1s to 8760h, such as 30m or 1h30m"#,
                 r#"annotation torpor.dev/wake-on: value "http" is not allowed; allowed: any, none, or some of tcp, udp, icmp, ports=PORTS, such as tcp,ports=80,8000-8099"#,
                 r#"annotation agents.x-k8s.io/next-wakeup: value "tomorrow" is not allowed; allowed: a time as RFC 3339 has it, such as 2026-06-06T11:58:00Z"#,
+                r#"annotation torpor.dev/wake-at: value "now" is not allowed; allowed: a time as RFC 3339 has it, such as 2026-06-06T11:58:00Z"#,
                 r#"annotation torpor.dev/inject-runtime: value "True" is not allowed; allowed: true, false"#,
             ]
         );
@@ -549,6 +557,17 @@ mod tests {
         let settings = Settings::read(Some(&own), Some(&template));
         assert_eq!(settings.suspension_strategy, None);
         assert_eq!(settings.problems.len(), 1);
+    }
+
+    #[test]
+    fn a_time_at_which_a_sandbox_is_awake_is_not_taken_from_its_template() {
+        let time = "2026-06-06T11:58:00Z";
+        let all = map(&[(NEXT_WAKEUP, time), (WAKE_AT, time)]);
+        let settings = Settings::read(None, Some(&all));
+        assert_eq!((settings.next_wakeup, settings.wake_at), (None, None));
+        let settings = Settings::read(Some(&all), None);
+        let time = time.parse::<Timestamp>().ok();
+        assert_eq!((settings.next_wakeup, settings.wake_at), (time, time));
     }
 
     #[test]

@@ -4,9 +4,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand, ValueEnum};
+use torpor_api::annotations::is_dns_subdomain;
 
 /// How long `hibernate`, `wake`, `suspend` and `resume` wait unless told otherwise.
 const TIMEOUT: &str = "2m";
+/// Longer nobody waits, and clocks can count so far.
+const LONGEST: Duration = Duration::from_secs(8760 * 3600);
 
 /// See and change what Torpor does with sandboxes.
 ///
@@ -36,7 +39,7 @@ pub struct Connection {
     #[arg(long, global = true, value_name = "NAME")]
     pub context: Option<String>,
     /// Namespace; by default the context's
-    #[arg(short, long, global = true, value_name = "NAME")]
+    #[arg(short, long, global = true, value_name = "NAME", value_parser = namespace)]
     pub namespace: Option<String>,
 }
 
@@ -47,7 +50,7 @@ pub enum Command {
     Get(Get),
     /// Put sandboxes to sleep where they are: memory goes to the node's disk, the Pod stays
     Hibernate(Change),
-    /// Wake sandboxes that hibernate
+    /// Wake sandboxes that sleep in place
     Wake(Change),
     /// Suspend sandboxes: memory goes to the node's disk, then the Pod is deleted
     Suspend(Change),
@@ -90,6 +93,7 @@ pub enum Format {
 #[derive(Debug, clap::Args)]
 pub struct Get {
     /// Names of Sandboxes; by default all of the namespace
+    #[arg(value_parser = sandbox)]
     pub names: Vec<String>,
     /// Sandboxes of all namespaces
     #[arg(short = 'A', long, conflicts_with = "names")]
@@ -102,7 +106,7 @@ pub struct Get {
 #[derive(Clone, Debug, clap::Args)]
 pub struct Change {
     /// Names of Sandboxes
-    #[arg(required = true)]
+    #[arg(required = true, value_parser = sandbox)]
     pub names: Vec<String>,
     /// How long to wait for the cluster to have done it; 0 does not wait
     #[arg(long, default_value = TIMEOUT, value_parser = duration)]
@@ -112,6 +116,7 @@ pub struct Change {
 #[derive(Debug, clap::Args)]
 pub struct Why {
     /// Name of the Sandbox
+    #[arg(value_parser = sandbox)]
     pub name: String,
     /// Form of the output
     #[arg(short, long, value_enum, default_value_t)]
@@ -147,7 +152,7 @@ pub enum SortBy {
 #[derive(Debug, clap::Args)]
 pub struct Doctor {
     /// Namespace that Torpor is installed in
-    #[arg(long, default_value = "agent-sandbox-system", value_name = "NAME")]
+    #[arg(long, default_value = "agent-sandbox-system", value_name = "NAME", value_parser = namespace)]
     pub torpor_namespace: String,
     /// Form of the output
     #[arg(short, long, value_enum, default_value_t)]
@@ -163,7 +168,27 @@ pub fn duration(text: &str) -> Result<Duration, String> {
     parsed
         .ok()
         .and_then(|parsed| Duration::try_from(parsed).ok())
-        .ok_or_else(|| format!("{text:?} is not a duration such as 30s, 2m or 1h30m"))
+        .filter(|parsed| *parsed <= LONGEST)
+        .ok_or_else(|| format!("{text:?} is not a duration up to 8760h, such as 30s, 2m or 1h30m"))
+}
+
+/// The name of a Sandbox, also as `-o name` prints it and as kubectl takes it: `sandbox.agents.x-k8s.io/demo`, `sandboxes/demo`.
+pub fn sandbox(text: &str) -> Result<String, String> {
+    let (kind, name) = text.split_once('/').unwrap_or(("sandbox", text));
+    let kind = kind.strip_suffix(".agents.x-k8s.io").unwrap_or(kind);
+    match ["sandbox", "sandboxes"].contains(&kind) && is_dns_subdomain(name) {
+        true => Ok(name.to_owned()),
+        false => Err(format!("{text:?} is not the name of a Sandbox")),
+    }
+}
+
+/// The name of a namespace. An empty one is a script's variable that nobody has set.
+pub fn namespace(text: &str) -> Result<String, String> {
+    let is_label = is_dns_subdomain(text) && !text.contains('.') && text.len() <= 63;
+    match is_label {
+        true => Ok(text.to_owned()),
+        false => Err(format!("{text:?} is not the name of a namespace")),
+    }
 }
 
 #[cfg(test)]
@@ -205,8 +230,43 @@ mod tests {
     #[case("5")]
     #[case("-5s")]
     #[case("soon")]
+    #[case("8761h")]
+    #[case("2000000000000000h")]
     fn what_is_no_duration_is_named(#[case] text: &str) {
         assert!(duration(text).unwrap_err().contains(text));
+    }
+
+    #[rstest]
+    #[case("demo", Some("demo"))]
+    #[case("sandbox/demo", Some("demo"))]
+    #[case("sandboxes/demo", Some("demo"))]
+    #[case("sandbox.agents.x-k8s.io/demo", Some("demo"))]
+    #[case("sandboxes.agents.x-k8s.io/a.b", Some("a.b"))]
+    #[case("pod/demo", None)]
+    #[case("sandboxclaims.extensions.agents.x-k8s.io/demo", None)]
+    #[case("demo/status", None)]
+    #[case("sandbox/../../pods/demo", None)]
+    #[case("Demo", None)]
+    #[case("", None)]
+    fn a_sandbox_is_named_as_kubectl_names_it(#[case] text: &str, #[case] name: Option<&str>) {
+        let line = ["kubectl-torpor", "get", text];
+        let names = Args::try_parse_from(line).map(|args| match args.command {
+            Command::Get(get) => get.names,
+            other => panic!("{other:?}"),
+        });
+        assert_eq!(names.ok(), name.map(|name| vec![name.to_owned()]));
+    }
+
+    #[rstest]
+    #[case("x", true)]
+    #[case("", false)]
+    #[case("a.b", false)]
+    #[case("../x", false)]
+    fn a_namespace_has_a_name(#[case] name: &str, #[case] good: bool) {
+        for flag in ["-n", "--namespace", "--torpor-namespace"] {
+            let parsed = Args::try_parse_from(["kubectl-torpor", "doctor", flag, name]);
+            assert_eq!(parsed.is_ok(), good, "{flag} {name:?}");
+        }
     }
 
     #[test]

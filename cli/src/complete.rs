@@ -10,6 +10,7 @@ use clap::{CommandFactory, FromArgMatches};
 use clap_complete::engine::{ArgValueCandidates, CompletionCandidate, complete};
 use kube::ResourceExt;
 use kube::api::Api;
+use kube::core::DeserializeGuard;
 use torpor_api::Sandbox;
 
 use crate::args::{Args, Connection};
@@ -93,8 +94,9 @@ fn connection(words: &[String]) -> Connection {
 async fn names(connection: &Connection) -> Vec<String> {
     let look = async {
         let cluster = connect(connection).await.ok()?;
-        let api: Api<Sandbox> = Api::namespaced(cluster.client.clone(), &cluster.namespace);
-        list("Sandboxes", &api).await.ok()
+        let client = cluster.client.clone();
+        let api: Api<DeserializeGuard<Sandbox>> = Api::namespaced(client, &cluster.namespace);
+        Some(list("Sandboxes", &api).await.ok()?.items)
     };
     let found = tokio::time::timeout(LIMIT, look).await;
     let found = found.ok().flatten().unwrap_or_default();

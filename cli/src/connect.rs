@@ -3,7 +3,7 @@
 use std::future::Future;
 use std::time::Duration;
 
-use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
 use kube::{Client, Config};
 
 use crate::args::Connection;
@@ -27,7 +27,7 @@ impl std::fmt::Debug for Cluster {
     }
 }
 
-/// Reads the kubeconfig. Makes no call.
+/// Reads the kubeconfig; in a Pod without one, as kubectl does, what the Pod knows of its own cluster. Makes no call.
 pub async fn connect(connection: &Connection) -> Result<Cluster, Error> {
     let of = match (&connection.kubeconfig, &connection.context) {
         (_, Some(context)) => format!(", context {context}"),
@@ -47,7 +47,12 @@ pub async fn connect(connection: &Connection) -> Result<Cluster, Error> {
             let kubeconfig = Kubeconfig::read_from(file).map_err(failed)?;
             Config::from_custom_kubeconfig(kubeconfig, &options).await
         }
-        None => Config::from_kubeconfig(&options).await,
+        None => match Config::from_kubeconfig(&options).await {
+            Err(error) if options.context.is_none() && is_absent(&error) => {
+                Config::incluster().map_err(|_| error)
+            }
+            read => read,
+        },
     };
     let config = config.map_err(failed)?;
     let namespace = connection.namespace.clone();
@@ -55,6 +60,15 @@ pub async fn connect(connection: &Connection) -> Result<Cluster, Error> {
         namespace: namespace.unwrap_or_else(|| config.default_namespace.clone()),
         client: Client::try_from(config).map_err(|error| Error::Client(Box::new(error)))?,
     })
+}
+
+/// Whether there is no kubeconfig, as against one that is wrong.
+fn is_absent(error: &KubeconfigError) -> bool {
+    match error {
+        KubeconfigError::FindPath => true,
+        KubeconfigError::ReadConfig(error, _) => error.kind() == std::io::ErrorKind::NotFound,
+        _ => false,
+    }
 }
 
 /// One call, within [`CALL_LIMIT`]. `doing` goes behind "cannot".
@@ -69,5 +83,21 @@ pub async fn call<T>(
             doing: doing.to_owned(),
             limit: CALL_LIMIT,
         }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    #[test]
+    fn only_where_there_is_no_kubeconfig_a_pod_asks_its_own_cluster() {
+        let unread = |kind: io::ErrorKind| KubeconfigError::ReadConfig(kind.into(), "/k".into());
+        assert!(is_absent(&unread(io::ErrorKind::NotFound)));
+        assert!(is_absent(&KubeconfigError::FindPath));
+        assert!(!is_absent(&unread(io::ErrorKind::PermissionDenied)));
+        assert!(!is_absent(&KubeconfigError::CurrentContextNotSet));
     }
 }

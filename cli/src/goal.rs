@@ -3,13 +3,13 @@
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use serde_json::{Value, json};
-use torpor_api::annotations::{self, HIBERNATE, NEXT_WAKEUP, Settings};
-use torpor_api::conditions::{self, HIBERNATED, READY, RESTORED, SUSPENDED};
+use torpor_api::annotations::{self, HIBERNATE, NEXT_WAKEUP, Settings, WAKE_AT};
+use torpor_api::conditions::{self, FINISHED, HIBERNATED, READY, RESTORED, SUSPENDED};
 use torpor_api::reasons::{hibernated, restored};
 use torpor_api::{OperatingMode, Sandbox};
 
 use crate::view::conditions_of;
-use crate::{wakeup, words};
+use crate::words;
 
 /// What a command asks of a Sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,22 +52,23 @@ impl Goal {
                 Err("it is suspended: `kubectl torpor resume` makes it run again".to_owned())
             }
             Self::Hibernate => Ok(json!({"metadata": {"annotations": {HIBERNATE: "true"}}})),
-            // There is no wish to take back: it is to be awake at this time, and may fall asleep again as after any use.
-            Self::Wake if sleeps_by_itself(sandbox) => {
-                Ok(json!({"metadata": {"annotations": {NEXT_WAKEUP: now.to_string()}}}))
-            }
             Self::Wake => {
                 // A wish in the pod template holds until the Sandbox itself says otherwise.
                 let template = sandbox.spec.pod_template.annotations();
                 let by_template = template.is_some_and(|all| all.contains_key(HIBERNATE));
                 let value = by_template.then_some("false");
-                Ok(json!({"metadata": {"annotations": {HIBERNATE: value}}}))
+                // Of one that fell asleep by itself there is no wish to take back. It may do so again as after any use.
+                let annotations = json!({HIBERNATE: value, WAKE_AT: now.to_string()});
+                Ok(json!({"metadata": {"annotations": annotations}}))
             }
             Self::Suspend => {
                 let mut patch = json!({"spec": {"operatingMode": "Suspended"}});
-                // One that a wake has left would resume it at once; one that is still to come stays.
-                if wakeup::is_over(sandbox, now) {
-                    patch["metadata"] = json!({"annotations": {NEXT_WAKEUP: null}});
+                // A time that is over would resume it at once; one that is still to come stays, also if somebody is just setting it.
+                if was_to_be_awake(sandbox, now) {
+                    patch["metadata"] = json!({
+                        "annotations": {NEXT_WAKEUP: null},
+                        "resourceVersion": sandbox.metadata.resource_version,
+                    });
                 }
                 Ok(patch)
             }
@@ -82,6 +83,9 @@ impl Goal {
         }
         if self.is_reached(now) {
             return Progress::Done;
+        }
+        if let Some(ended) = self.ended(now) {
+            return Progress::Refused(format!("its program has ended ({})", said(ended)));
         }
         match self.telling(now) {
             Some(condition) if self.is_final(condition) && is_news(condition, before) => {
@@ -103,7 +107,7 @@ impl Goal {
             Self::Hibernate => conditions::is_true(all, HIBERNATED),
             Self::Wake => {
                 let asleep = conditions::find(all, HIBERNATED).is_some_and(|c| {
-                    let on_its_way = [hibernated::WAKING, hibernated::DOZING];
+                    let on_its_way = [hibernated::WAKING, hibernated::DOZING, hibernated::SAVING];
                     c.status == "True" || on_its_way.contains(&c.reason.as_str())
                 });
                 conditions::is_true(all, READY) && !asleep
@@ -111,6 +115,13 @@ impl Goal {
             Self::Suspend => is_true(SUSPENDED),
             Self::Resume => is_true(READY),
         }
+    }
+
+    /// The condition that says that there is nothing left to sleep or to wake.
+    fn ended(self, sandbox: &Sandbox) -> Option<&Condition> {
+        let in_place = matches!(self, Self::Hibernate | Self::Wake);
+        let finished = conditions::find(conditions_of(sandbox), FINISHED);
+        finished.filter(|c| in_place && c.status == "True")
     }
 
     /// The condition that has most to say of the way there.
@@ -149,12 +160,10 @@ impl Goal {
     }
 }
 
-/// Whether it sleeps in place although no annotation asks for it.
-fn sleeps_by_itself(sandbox: &Sandbox) -> bool {
-    let own = sandbox.metadata.annotations.as_ref();
-    let settings = Settings::read(own, sandbox.spec.pod_template.annotations());
-    let sleeps = |c: &Condition| c.status == "True" || c.reason == hibernated::DOZING;
-    !settings.hibernate && conditions::find(conditions_of(sandbox), HIBERNATED).is_some_and(sleeps)
+/// Whether a time at which it is to be awake stands there and is over. The controller tells of a wrong one.
+fn was_to_be_awake(sandbox: &Sandbox, now: Timestamp) -> bool {
+    let settings = Settings::read(sandbox.metadata.annotations.as_ref(), None);
+    settings.next_wakeup.is_some_and(|at| at <= now)
 }
 
 /// Whether the condition says something else than before the patch.
@@ -228,7 +237,7 @@ mod tests {
             .collect();
         serde_json::from_value(json!({
             "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox",
-            "metadata": {"name": "demo", "namespace": "x", "generation": 2},
+            "metadata": {"name": "demo", "namespace": "x", "generation": 2, "resourceVersion": "7"},
             "spec": {"operatingMode": mode, "podTemplate": {"spec": {"containers": []}}},
             "status": {"conditions": conditions},
         }))
@@ -258,6 +267,7 @@ mod tests {
     #[case(Goal::Wake, &[("Hibernated", "True", "Hibernated"), ("Ready", "True", "X")])]
     #[case(Goal::Wake, &[("Hibernated", "False", "Waking"), ("Ready", "True", "X")])]
     #[case(Goal::Wake, &[("Hibernated", "False", "Dozing"), ("Ready", "True", "X")])]
+    #[case(Goal::Wake, &[("Hibernated", "False", "Saving"), ("Ready", "True", "X")])]
     #[case(Goal::Wake, &[("Restored", "False", "RestoreFailed"), ("Hibernated", "True", "Hibernated")])]
     #[case(Goal::Suspend, &[("Hibernated", "False", "RuntimeNotCapable"), ("Suspended", "False", "X")])]
     #[case(Goal::Resume, &[("Ready", "False", "DependenciesNotReady")])]
@@ -289,6 +299,24 @@ mod tests {
     }
 
     #[test]
+    fn nobody_waits_for_a_program_that_has_ended() {
+        let ended = [
+            ("Finished", "True", "PodSucceeded"),
+            ("Ready", "False", "X"),
+        ];
+        let now = sandbox("Running", &ended);
+        for goal in [Goal::Hibernate, Goal::Wake] {
+            let refused = Progress::Refused("its program has ended (PodSucceeded: words)".into());
+            assert_eq!(goal.progress(&now, &now), refused);
+        }
+        // That ends with a new Pod.
+        assert!(matches!(
+            Goal::Resume.progress(&now, &now),
+            Progress::Waiting(_)
+        ));
+    }
+
+    #[test]
     fn a_condition_of_an_older_spec_reaches_nothing() {
         let mut now = sandbox("Suspended", &[("Suspended", "True", "PodTerminated")]);
         now.metadata.generation = Some(3);
@@ -299,45 +327,48 @@ mod tests {
     }
 
     #[test]
-    fn waking_overrules_the_pod_template() {
+    fn waking_takes_the_wish_back_also_that_of_the_pod_template() {
+        let now = "2026-01-01T12:00:00.2Z";
+        let woken = |sandbox: &Sandbox| {
+            let patch = Goal::Wake.patch(sandbox, now.parse().unwrap());
+            patch.unwrap()["metadata"]["annotations"].clone()
+        };
         let mut asleep = sandbox("Running", &[]);
-        assert_eq!(
-            Goal::Wake.patch(&asleep, Timestamp::UNIX_EPOCH),
-            Ok(json!({"metadata": {"annotations": {HIBERNATE: null}}}))
-        );
+        asleep.metadata.annotations = Some([(HIBERNATE.to_owned(), "true".to_owned())].into());
+        assert_eq!(woken(&asleep), json!({HIBERNATE: null, WAKE_AT: now}));
         asleep.spec.pod_template.metadata = serde_json::from_value(json!({
             "annotations": {HIBERNATE: "true"},
         }))
         .unwrap();
-        assert_eq!(
-            Goal::Wake.patch(&asleep, Timestamp::UNIX_EPOCH),
-            Ok(json!({"metadata": {"annotations": {HIBERNATE: "false"}}}))
-        );
+        assert_eq!(woken(&asleep), json!({HIBERNATE: "false", WAKE_AT: now}));
     }
 
     #[rstest]
-    #[case(("Hibernated", "True", "Hibernated"))]
-    #[case(("Hibernated", "False", "Dozing"))]
-    fn one_that_fell_asleep_by_itself_is_to_be_awake_now(#[case] condition: (&str, &str, &str)) {
-        let mut idle = sandbox("Running", &[condition]);
-        let at = |text: &str| text.parse().unwrap();
-        assert_eq!(
-            Goal::Wake.patch(&idle, at("2026-01-01T12:00:00.2Z")),
-            Ok(json!({"metadata": {"annotations": {NEXT_WAKEUP: "2026-01-01T12:00:00.2Z"}}}))
-        );
-        idle.metadata.annotations = Some([(HIBERNATE.to_owned(), "true".to_owned())].into());
-        let patch = Goal::Wake.patch(&idle, Timestamp::UNIX_EPOCH).unwrap();
-        assert_eq!(patch["metadata"]["annotations"].get(NEXT_WAKEUP), None);
+    #[case("True", "Hibernated")]
+    #[case("False", "Dozing")]
+    // What it says of its sleep is hidden behind a wrong annotation.
+    #[case("False", "InvalidAnnotation")]
+    fn whatever_made_it_sleep_it_is_woken_and_no_time_but_the_plugins_own_is_touched(
+        #[case] status: &str,
+        #[case] reason: &str,
+    ) {
+        let mut idle = sandbox("Running", &[("Hibernated", status, reason)]);
+        let theirs = (NEXT_WAKEUP.to_owned(), "2026-01-02T07:00:00Z".to_owned());
+        idle.metadata.annotations = Some([theirs].into());
+        let patch = Goal::Wake.patch(&idle, "2026-01-01T12:00:00Z".parse().unwrap());
+        let annotations = &patch.unwrap()["metadata"]["annotations"];
+        assert_eq!(annotations[WAKE_AT], "2026-01-01T12:00:00Z");
+        assert_eq!(annotations.get(NEXT_WAKEUP), None);
     }
 
     #[rstest]
-    #[case(None, None)]
-    #[case(Some("2026-01-01T11:59:59Z"), Some(json!({NEXT_WAKEUP: null})))]
-    #[case(Some("2026-01-01T12:00:01Z"), None)]
-    #[case(Some("tomorrow"), None)]
-    fn a_suspension_takes_a_time_off_that_is_over(
+    #[case(None, false)]
+    #[case(Some("2026-01-01T11:59:59Z"), true)]
+    #[case(Some("2026-01-01T12:00:01Z"), false)]
+    #[case(Some("tomorrow"), false)]
+    fn a_suspension_takes_a_time_off_that_is_over_and_that_one_only(
         #[case] written: Option<&str>,
-        #[case] annotations: Option<Value>,
+        #[case] over: bool,
     ) {
         let mut running = sandbox("Running", &[]);
         let time = |time: &str| [(NEXT_WAKEUP.to_owned(), time.to_owned())].into();
@@ -345,8 +376,8 @@ mod tests {
         let now = "2026-01-01T12:00:00Z".parse().unwrap();
         let patch = Goal::Suspend.patch(&running, now).unwrap();
         assert_eq!(patch["spec"], json!({"operatingMode": "Suspended"}));
-        let metadata = annotations.map(|annotations| json!({"annotations": annotations}));
-        assert_eq!(patch.get("metadata"), metadata.as_ref());
+        let off = json!({"annotations": {NEXT_WAKEUP: null}, "resourceVersion": "7"});
+        assert_eq!(patch.get("metadata"), over.then_some(&off));
     }
 
     #[test]

@@ -5,7 +5,6 @@
 //! - [`view`]: what the API's objects say of a sandbox, joined. Pure
 //! - [`get`], [`top`], [`why`]: views as text and as data. Pure
 //! - [`change`], [`goal`]: `hibernate`, `wake`, `suspend`, `resume`: one patch, then waiting for conditions; `goal` decides, and is pure
-//! - [`wakeup`]: the time at which a Sandbox is to be awake, and what a wake does with somebody else's. Pure
 //! - [`doctor`]: facts of a cluster, and what is wrong with them. The checks are pure
 //! - [`complete`]: what kubectl and shells ask while somebody types
 //! - [`run`]: from arguments to an exit code
@@ -24,7 +23,6 @@ pub mod table;
 pub mod top;
 pub mod units;
 pub mod view;
-pub mod wakeup;
 pub mod why;
 pub mod words;
 pub mod world;

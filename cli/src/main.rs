@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use torpor_cli::{args::Args, run};
+use torpor_cli::{args::Args, output::tell, run};
 
 fn main() -> ExitCode {
     // First of all: with two TLS providers in the tree the first connection would panic.
@@ -11,7 +11,7 @@ fn main() -> ExitCode {
         .install_default()
         .is_err()
     {
-        eprintln!("kubectl-torpor: a TLS provider is installed already");
+        tell("kubectl-torpor: a TLS provider is installed already");
         return ExitCode::FAILURE;
     }
     run::to_the_end(Args::parse())

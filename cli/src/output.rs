@@ -6,6 +6,7 @@ use serde::Serialize;
 
 use crate::args::Format;
 use crate::error::Error;
+use crate::table::printable;
 
 /// Something that can be printed in each form.
 pub trait Shown: Serialize {
@@ -41,8 +42,17 @@ pub fn rendered(what: &impl Shown, format: Format) -> Result<String, Error> {
 
 /// Prints to standard output. A reader that has gone away (`| head`) is no error.
 pub fn print(text: &str) -> Result<(), Error> {
-    match std::io::stdout().write_all(text.as_bytes()) {
+    let mut out = std::io::stdout().lock();
+    let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    match written {
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
         other => other.map_err(Error::Output),
     }
+}
+
+/// Says a line beside the output, on standard error. That nobody reads it any more (`2>&1 | head`) is no reason to end: `eprintln!` would
+/// panic.
+pub fn tell(line: &str) {
+    let mut err = std::io::stderr().lock();
+    drop(writeln!(err, "{}", printable(line)));
 }

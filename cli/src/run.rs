@@ -2,16 +2,18 @@
 
 use std::process::ExitCode;
 
+use futures::StreamExt;
+use futures::stream::FuturesUnordered;
 use jiff::Timestamp;
 
 use crate::args::{Args, Change, Command, Connection, Format, Top, Why};
-use crate::change::change;
+use crate::change::{Changed, change};
 use crate::connect::{Cluster, call, connect};
 use crate::doctor::{self, facts::Facts};
 use crate::error::{Error, words};
 use crate::get::{self, Listing};
 use crate::goal::Goal;
-use crate::output::{print, rendered};
+use crate::output::{print, rendered, tell};
 use crate::view::{pod_of, pods_by_owner, views};
 use crate::why::{self, Evidence};
 use crate::world::{Scope, World};
@@ -57,7 +59,7 @@ pub fn to_the_end(args: Args) -> ExitCode {
     let runtime = match runtime {
         Ok(runtime) => runtime,
         Err(error) => {
-            eprintln!("error: cannot start: {error}");
+            tell(&format!("error: cannot start: {error}"));
             return ExitCode::FAILURE;
         }
     };
@@ -67,9 +69,9 @@ pub fn to_the_end(args: Args) -> ExitCode {
 
 /// Tells of a failure, once.
 fn told(error: &Error) -> Ended {
-    eprintln!("error: {}", crate::table::printable(&words(error)));
+    tell(&format!("error: {}", words(error)));
     if let Some(remedy) = error.remedy() {
-        eprintln!("  → {remedy}");
+        tell(&format!("  → {remedy}"));
     }
     Ended::from(error)
 }
@@ -90,7 +92,7 @@ async fn run(args: Args) -> Result<Ended, Error> {
             let found = listing(&cluster, &get.names, get.all_namespaces).await?;
             if found.items.is_empty() && matches!(get.output, Format::Table | Format::Wide) {
                 let namespace = (!get.all_namespaces).then_some(cluster.namespace.as_str());
-                eprintln!("{}", get::nothing(namespace));
+                tell(&get::nothing(namespace));
             } else {
                 print(&rendered(&found, get.output)?)?;
             }
@@ -114,8 +116,12 @@ async fn run(args: Args) -> Result<Ended, Error> {
             let gathered = Facts::gather(&cluster, &asked.torpor_namespace, Timestamp::now());
             let facts = Box::pin(gathered).await;
             let diagnosis = doctor::diagnose(&facts);
+            for unread in &facts.unread {
+                tell(&format!("warning: {unread}"));
+            }
             print(&rendered(&diagnosis, asked.output)?)?;
-            Ok(match (diagnosis.problems, diagnosis.unseen) {
+            let unseen = diagnosis.unseen + facts.unread.len();
+            Ok(match (diagnosis.problems, unseen) {
                 (0, 0) => Ended::Done,
                 (0, _) => Ended::Unknown,
                 _ => Ended::Broken,
@@ -139,7 +145,7 @@ fn scope(cluster: &Cluster, everywhere: bool) -> Scope<'_> {
 async fn look(cluster: &Cluster, everywhere: bool) -> Result<World, Error> {
     let world = World::look(cluster, scope(cluster, everywhere)).await?;
     for unseen in &world.unseen {
-        eprintln!("warning: {unseen}");
+        tell(&format!("warning: {unseen}"));
     }
     Ok(world)
 }
@@ -183,42 +189,33 @@ async fn top_text(cluster: &Cluster, asked: &Top) -> Result<String, Error> {
         look(cluster, asked.all_namespaces),
         top::usages(cluster, scope(cluster, asked.all_namespaces)),
     );
-    if usages.is_none() {
-        eprintln!(
-            "warning: the metrics API does not answer (metrics-server): what awake sandboxes use is not known"
-        );
+    let world = world?;
+    if let Err(error) = &usages {
+        tell(&format!(
+            "warning: {} (the metrics API, by metrics-server): what awake sandboxes use is not known",
+            words(error)
+        ));
     }
-    let usages = usages.unwrap_or_default();
     let ranking = top::rank(
-        &views(&world?),
-        &usages,
+        &views(&world),
+        &usages.unwrap_or_default(),
         asked.sort_by,
         asked.all_namespaces,
     );
     rendered(&ranking, asked.output)
 }
 
-/// Prints a line for each Sandbox, and ends as badly as the worst of them.
+/// Prints a line for each Sandbox as soon as it is done, and ends as badly as the worst of them.
 async fn changed(connection: &Connection, goal: Goal, asked: &Change) -> Result<Ended, Error> {
     let cluster = connect(connection).await?;
-    let say = |text: &str| eprintln!("{}", crate::table::printable(text));
-    let mut ended = Ended::Done;
-    for result in change(&cluster, goal, asked, &say).await {
+    let names = asked.names.iter();
+    let mut each: FuturesUnordered<_> = names
+        .map(|name| change(&cluster, goal, name, asked.timeout, &tell))
+        .collect();
+    let (mut ended, mut printed) = (Ended::Done, Ok(()));
+    while let Some(result) = each.next().await {
         match result {
-            Ok(done) => {
-                let name = &done.name;
-                let line = match done.took {
-                    None => format!("sandbox.agents.x-k8s.io/{name} asked\n"),
-                    Some(took) => {
-                        let (is, took) = (goal.participle(), units::span(took));
-                        format!("sandbox.agents.x-k8s.io/{name} {is} ({took})\n")
-                    }
-                };
-                print(&line)?;
-                if let Some(note) = done.note {
-                    eprintln!("warning: {name}: {}", crate::table::printable(&note));
-                }
-            }
+            Ok(done) => printed = printed.and(print_done(goal, &done)),
             // A failure is certain; that something is not known is less than that.
             Err(error) => match told(&error) {
                 Ended::Unknown if ended == Ended::Done => ended = Ended::Unknown,
@@ -227,5 +224,19 @@ async fn changed(connection: &Connection, goal: Goal, asked: &Change) -> Result<
             },
         }
     }
-    Ok(ended)
+    printed.map(|()| ended)
+}
+
+fn print_done(goal: Goal, done: &Changed) -> Result<(), Error> {
+    let name = &done.name;
+    if let Some(note) = &done.note {
+        tell(&format!("warning: {name}: {note}"));
+    }
+    print(&match done.took {
+        None => format!("sandbox.agents.x-k8s.io/{name} asked\n"),
+        Some(took) => {
+            let (is, took) = (goal.participle(), units::span(took));
+            format!("sandbox.agents.x-k8s.io/{name} {is} ({took})\n")
+        }
+    })
 }

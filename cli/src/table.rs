@@ -47,8 +47,11 @@ impl Table {
 
 /// A cell of one line that moves no cursor: messages carry words of programs that we do not know.
 pub fn printable(text: &str) -> String {
+    // Unicode's, that turn the direction of what follows.
+    let turns = |c: char| matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    let steers = |c: char| c.is_control() || turns(c);
     text.chars()
-        .map(|c| if c.is_control() { ' ' } else { c })
+        .map(|c| if steers(c) { ' ' } else { c })
         .collect()
 }
 
@@ -70,7 +73,7 @@ mod tests {
     #[test]
     fn a_cell_cannot_steer_the_terminal() {
         let mut table = Table::new(&["MESSAGE"]);
-        table.push(vec!["one\n\u{1b}[2Jtwo".to_owned()]);
-        assert_eq!(table.text(), "MESSAGE\none  [2Jtwo\n");
+        table.push(vec!["one\n\u{1b}[2Jtwo\u{202e}eno".to_owned()]);
+        assert_eq!(table.text(), "MESSAGE\none  [2Jtwo eno\n");
     }
 }

@@ -6,7 +6,8 @@ use kube::api::{Api, ApiResource, DynamicObject, GroupVersionKind, ListParams};
 use serde::Serialize;
 
 use crate::args::SortBy;
-use crate::connect::Cluster;
+use crate::connect::{Cluster, call};
+use crate::error::Error;
 use crate::output::Shown;
 use crate::table::Table;
 use crate::units;
@@ -24,8 +25,8 @@ pub struct Usage {
 /// Usage by namespace and Pod.
 pub type Usages = HashMap<(String, String), Usage>;
 
-/// Asks the metrics API (`kubectl top` does). A cluster without it has none; that is no error.
-pub async fn usages(cluster: &Cluster, scope: Scope<'_>) -> Option<Usages> {
+/// Asks the metrics API (`kubectl top` does). A cluster may have none: the rest is shown without it.
+pub async fn usages(cluster: &Cluster, scope: Scope<'_>) -> Result<Usages, Error> {
     let kind = GroupVersionKind::gvk("metrics.k8s.io", "v1beta1", "PodMetrics");
     let resource = ApiResource::from_gvk_with_plural(&kind, "pods");
     let client = cluster.client.clone();
@@ -33,9 +34,8 @@ pub async fn usages(cluster: &Cluster, scope: Scope<'_>) -> Option<Usages> {
         Scope::Everywhere => Api::all_with(client, &resource),
         Scope::Namespace(namespace) => Api::namespaced_with(client, namespace, &resource),
     };
-    let listed = crate::connect::call("list PodMetrics", api.list(&ListParams::default())).await;
-    let listed = listed.ok()?.items;
-    Some(listed.iter().filter_map(usage).collect())
+    let listed = call("list PodMetrics", api.list(&ListParams::default())).await?;
+    Ok(listed.items.iter().filter_map(usage).collect())
 }
 
 /// The usage of one PodMetrics: the sum of its containers'.

@@ -4,6 +4,8 @@ use std::fmt::Debug;
 
 use k8s_openapi::api::core::v1::Pod;
 use kube::api::{Api, ListParams};
+use kube::core::DeserializeGuard;
+use kube::core::error_boundary::InvalidObject;
 use kube::{Client, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
 use torpor_api::{Sandbox, SandboxNode, SandboxSnapshot};
@@ -21,7 +23,7 @@ pub struct World {
     pub pods: Vec<Pod>,
     pub snapshots: Vec<SandboxSnapshot>,
     pub nodes: Vec<SandboxNode>,
-    /// What could not be read, each with the reason: the rest is shown without it.
+    /// What could not be seen, each with the reason: the rest is shown without it.
     pub unseen: Vec<String>,
 }
 
@@ -46,17 +48,48 @@ impl Scope<'_> {
     }
 }
 
+/// The objects of a kind. A schema lets objects through that our types do not (a time with 13 decimals): nobody's shall hide those of
+/// others.
+#[derive(Clone, Debug)]
+pub struct Listed<K> {
+    pub items: Vec<K>,
+    /// Those that cannot be read, each with the reason.
+    pub unread: Vec<String>,
+}
+
+impl<K> Listed<K> {
+    fn push(&mut self, what: &str, object: DeserializeGuard<K>) {
+        match object.0 {
+            Ok(object) => self.items.push(object),
+            Err(InvalidObject { error, metadata }) => {
+                let name = metadata.name.unwrap_or_default();
+                let name = match metadata.namespace {
+                    Some(namespace) => format!("{namespace}/{name}"),
+                    None => name,
+                };
+                let unread = format!("of the {what}, {name} cannot be read: {error}");
+                self.unread.push(unread);
+            }
+        }
+    }
+}
+
 /// All objects of a kind, page by page.
-pub async fn list<K>(what: &str, api: &Api<K>) -> Result<Vec<K>, Error>
+pub async fn list<K>(what: &str, api: &Api<DeserializeGuard<K>>) -> Result<Listed<K>, Error>
 where
-    K: Clone + DeserializeOwned + Debug,
+    K: Resource + Clone + DeserializeOwned + Debug,
 {
     let doing = format!("list {what}");
     let mut parameters = ListParams::default().limit(PAGE);
-    let mut all = Vec::new();
+    let mut all = Listed {
+        items: Vec::new(),
+        unread: Vec::new(),
+    };
     loop {
         let page = call(&doing, api.list(&parameters)).await?;
-        all.extend(page.items);
+        for object in page.items {
+            all.push(what, object);
+        }
         match page.metadata.continue_.filter(|token| !token.is_empty()) {
             Some(token) => parameters = parameters.continue_token(&token),
             None => return Ok(all),
@@ -68,10 +101,10 @@ impl World {
     /// Looks. Only the Sandboxes themselves have to be readable: who may not see nodes gets a table without what they say.
     pub async fn look(cluster: &Cluster, scope: Scope<'_>) -> Result<Self, Error> {
         let client = &cluster.client;
-        let sandboxes: Api<Sandbox> = scope.api(client);
-        let pods: Api<Pod> = scope.api(client);
-        let snapshots: Api<SandboxSnapshot> = scope.api(client);
-        let nodes: Api<SandboxNode> = Api::all(client.clone());
+        let sandboxes: Api<DeserializeGuard<Sandbox>> = scope.api(client);
+        let pods: Api<DeserializeGuard<Pod>> = scope.api(client);
+        let snapshots: Api<DeserializeGuard<SandboxSnapshot>> = scope.api(client);
+        let nodes: Api<DeserializeGuard<SandboxNode>> = Api::all(client.clone());
         let (sandboxes, pods, snapshots, nodes) = tokio::join!(
             list("Sandboxes", &sandboxes),
             list("Pods", &pods),
@@ -80,7 +113,7 @@ impl World {
         );
         let mut unseen = Vec::new();
         Ok(Self {
-            sandboxes: sandboxes?,
+            sandboxes: kept(Ok(sandboxes?), &mut unseen),
             pods: kept(pods, &mut unseen),
             snapshots: kept(snapshots, &mut unseen),
             nodes: kept(nodes, &mut unseen),
@@ -105,9 +138,15 @@ impl World {
     }
 }
 
-fn kept<K>(listed: Result<Vec<K>, Error>, unseen: &mut Vec<String>) -> Vec<K> {
-    listed.unwrap_or_else(|error| {
-        unseen.push(crate::error::words(&error));
-        Vec::new()
-    })
+fn kept<K>(listed: Result<Listed<K>, Error>, unseen: &mut Vec<String>) -> Vec<K> {
+    match listed {
+        Ok(listed) => {
+            unseen.extend(listed.unread);
+            listed.items
+        }
+        Err(error) => {
+            unseen.push(crate::error::words(&error));
+            Vec::new()
+        }
+    }
 }

@@ -1,11 +1,13 @@
 //! The commands against an apiserver in memory, with a controller that the test plays.
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use futures::future::join_all;
 use serde_json::{Value, json};
+use tokio::sync::Semaphore;
 use torpor_cli::args::Change;
-use torpor_cli::change::{Changed, change};
+use torpor_cli::change::{self, Changed};
 use torpor_cli::connect::Cluster;
 use torpor_cli::doctor::facts::Facts;
 use torpor_cli::doctor::{Severity, diagnose};
@@ -13,6 +15,7 @@ use torpor_cli::error::{Error, words};
 use torpor_cli::goal::Goal;
 use torpor_cli::run::listing;
 use torpor_cli::view::State;
+use torpor_cli::world::{Scope, World};
 use torpor_test_apiserver::{Apiserver, Fault, FaultAnswer};
 
 fn cluster(server: &Apiserver) -> Cluster {
@@ -54,6 +57,17 @@ fn asked(names: &[&str], seconds: u64) -> Change {
         names: names.iter().map(|name| (*name).to_owned()).collect(),
         timeout: Duration::from_secs(seconds),
     }
+}
+
+/// Of each Sandbox what it came to, in the order of their names in the command.
+async fn change(
+    cluster: &Cluster,
+    goal: Goal,
+    asked: &Change,
+    say: &(dyn Fn(&str) + Sync),
+) -> Vec<Result<Changed, Error>> {
+    let names = asked.names.iter();
+    join_all(names.map(|name| change::change(cluster, goal, name, asked.timeout, say))).await
 }
 
 fn hibernates(server: &Apiserver, name: &str) -> bool {
@@ -227,6 +241,7 @@ async fn waking_takes_the_annotation_away() {
 }
 
 const NEXT_WAKEUP: &str = "agents.x-k8s.io/next-wakeup";
+const WAKE_AT: &str = "torpor.dev/wake-at";
 const THEIRS: &str = "2999-01-01T00:00:00Z";
 
 fn set_time(server: &Apiserver, time: &str) {
@@ -234,9 +249,9 @@ fn set_time(server: &Apiserver, time: &str) {
     server.edit("sandboxes", "x", "demo", &annotated);
 }
 
-fn time(server: &Apiserver) -> Value {
+fn annotation(server: &Apiserver, key: &str) -> Value {
     let sandbox = server.get("sandboxes", "x", "demo").unwrap();
-    sandbox["metadata"]["annotations"][NEXT_WAKEUP].clone()
+    sandbox["metadata"]["annotations"][key].clone()
 }
 
 /// One that fell asleep by itself, and is to be awake in a thousand years.
@@ -250,48 +265,40 @@ fn asleep_until_its_time(server: &Apiserver) {
     says(server, "demo", &asleep);
 }
 
-/// What stands there once it was woken, where somebody does something about it between the wish and its end.
-async fn time_after_a_wake(between: impl Fn(&Apiserver)) -> Value {
+#[tokio::test]
+async fn however_many_wake_it_at_once_and_whoever_of_them_is_killed_the_time_of_its_user_stands() {
     let server = Apiserver::new();
     asleep_until_its_time(&server);
+    let cluster = cluster(&server);
+    let ask = asked(&["demo"], 60);
+    let unheard = |_: &str| {};
+    let wake = || change(&cluster, Goal::Wake, &ask, &unheard);
+    // One is killed while it waits.
+    let killed = async {
+        let asked = |s: &Apiserver| annotation(s, WAKE_AT).is_string();
+        server.until("asked", asked).await;
+    };
+    tokio::select! {
+        results = wake() => panic!("nobody has woken it: {results:?}"),
+        () = killed => {}
+    }
+    assert_eq!(annotation(&server, NEXT_WAKEUP), THEIRS);
+    let first = annotation(&server, WAKE_AT);
     let controller = async {
-        server.until("asked", |s| time(s) != THEIRS).await;
-        between(&server);
+        let anew = |s: &Apiserver| annotation(s, WAKE_AT) != first;
+        server.until("asked anew", anew).await;
+        assert_eq!(annotation(&server, NEXT_WAKEUP), THEIRS);
         let awake = [
             ("Hibernated", "False", "Awake"),
             ("Ready", "True", "DependenciesReady"),
         ];
         says(&server, "demo", &awake);
     };
-    let cluster = cluster(&server);
-    let ask = asked(&["demo"], 60);
-    let (results, ()) = tokio::join!(change(&cluster, Goal::Wake, &ask, &|_| {}), controller);
-    assert_eq!(results[0].as_ref().unwrap().note, None);
-    time(&server)
-}
-
-#[tokio::test]
-async fn a_wake_puts_back_the_time_that_somebody_has_set_unless_it_is_another_by_now() {
-    assert_eq!(time_after_a_wake(|_| {}).await, THEIRS);
-    let taken_off = |server: &Apiserver| {
-        let none = json!({"metadata": {"annotations": {NEXT_WAKEUP: null}}});
-        server.edit("sandboxes", "x", "demo", &none);
-    };
-    assert_eq!(time_after_a_wake(taken_off).await, THEIRS);
-    let later = "2999-12-31T00:00:00Z";
-    let moved = |server: &Apiserver| set_time(server, later);
-    assert_eq!(time_after_a_wake(moved).await, later);
-}
-
-#[tokio::test]
-async fn without_a_timeout_nobody_takes_the_place_of_a_time_that_is_to_come() {
-    let server = Apiserver::new();
-    asleep_until_its_time(&server);
-    let ask = asked(&["demo"], 0);
-    let results = change(&cluster(&server), Goal::Wake, &ask, &|_| {}).await;
-    let text = results[0].as_ref().unwrap_err().to_string();
-    assert!(text.contains(THEIRS) && text.contains("Remedy"), "{text}");
-    assert_eq!(time(&server), THEIRS);
+    let (one, other, ()) = tokio::join!(wake(), wake(), controller);
+    for results in [one, other] {
+        assert_eq!(results[0].as_ref().unwrap().note, None);
+    }
+    assert_eq!(annotation(&server, NEXT_WAKEUP), THEIRS);
 }
 
 #[tokio::test]
@@ -302,7 +309,81 @@ async fn who_is_suspended_right_after_a_wake_stays_so() {
     let ask = asked(&["demo"], 0);
     let results = change(&cluster(&server), Goal::Suspend, &ask, &|_| {}).await;
     results[0].as_ref().unwrap();
-    assert_eq!(time(&server), Value::Null);
+    assert_eq!(annotation(&server, NEXT_WAKEUP), Value::Null);
+}
+
+/// A client whose next call waits for a word, and then the server.
+fn gated(server: &Apiserver, gate: &Arc<Semaphore>) -> Cluster {
+    Cluster {
+        client: server.gated_client(gate),
+        namespace: "x".to_owned(),
+    }
+}
+
+#[tokio::test]
+async fn a_time_that_is_set_while_a_suspension_takes_an_old_one_off_stands() {
+    let server = Apiserver::new();
+    create(&server, "demo");
+    set_time(&server, "2026-01-01T00:00:00Z");
+    let gate = Arc::new(Semaphore::new(1));
+    let cluster = gated(&server, &gate);
+    let user = async {
+        // It has been read, and is to be patched.
+        let read = || !server.take_reads().is_empty();
+        while !read() {
+            tokio::task::yield_now().await;
+        }
+        set_time(&server, THEIRS);
+        gate.add_permits(10);
+    };
+    let ask = asked(&["demo"], 0);
+    let (results, ()) = tokio::join!(change(&cluster, Goal::Suspend, &ask, &|_| {}), user);
+    results[0].as_ref().unwrap();
+    assert_eq!(annotation(&server, NEXT_WAKEUP), THEIRS);
+    let sandbox = server.get("sandboxes", "x", "demo").unwrap();
+    assert_eq!(sandbox["spec"]["operatingMode"], "Suspended");
+}
+
+#[tokio::test]
+async fn one_that_goes_before_it_is_asked_is_not_taken_for_a_cluster_without_torpor() {
+    for anew in [false, true] {
+        let server = Apiserver::new();
+        create(&server, "demo");
+        let gate = Arc::new(Semaphore::new(1));
+        let cluster = gated(&server, &gate);
+        let user = async {
+            while server.take_reads().is_empty() {
+                tokio::task::yield_now().await;
+            }
+            server.remove("sandboxes", "x", "demo");
+            if anew {
+                create(&server, "demo");
+            }
+            gate.add_permits(10);
+        };
+        let ask = asked(&["demo"], 60);
+        let (results, ()) = tokio::join!(change(&cluster, Goal::Hibernate, &ask, &|_| {}), user);
+        let error = results[0].as_ref().unwrap_err();
+        assert!(error.to_string().contains("it was deleted"), "{error}");
+        assert_eq!(error.remedy(), None);
+        if anew {
+            assert!(!hibernates(&server, "demo"));
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_conflict_that_nobody_has_made_is_told_and_not_tried_for_ever() {
+    let server = Apiserver::new();
+    create(&server, "demo");
+    server.fail(Fault {
+        verb: "patch",
+        kind: "sandboxes",
+        answer: FaultAnswer::Refuse(409),
+    });
+    let ask = asked(&["demo"], 60);
+    let results = change(&cluster(&server), Goal::Hibernate, &ask, &|_| {}).await;
+    assert!(results[0].as_ref().unwrap_err().is_conflict());
 }
 
 #[tokio::test]
@@ -369,6 +450,33 @@ async fn a_listing_joins_what_the_apiserver_has() {
     assert_eq!(only.unwrap().items[0].name, "other");
     let missing = listing(&cluster(&server), &["nobody".to_owned()], false).await;
     assert!(matches!(missing, Err(Error::NoSandbox { .. })));
+}
+
+#[tokio::test]
+async fn an_object_that_cannot_be_read_hides_no_other() {
+    let server = Apiserver::new();
+    create(&server, "demo");
+    create(&server, "odd");
+    let time = json!({"spec": {"shutdownTime": "soon"}});
+    server.edit("sandboxes", "x", "odd", &time);
+    let cluster = cluster(&server);
+    let world = Box::pin(World::look(&cluster, Scope::Everywhere))
+        .await
+        .unwrap();
+    let names: Vec<_> = world.sandboxes.iter().map(|s| &s.metadata.name).collect();
+    assert_eq!(names, [&Some("demo".to_owned())]);
+    assert_eq!(world.unseen.len(), 1);
+    let words = &world.unseen[0];
+    assert!(
+        words.starts_with("of the Sandboxes, x/odd cannot be read"),
+        "{words}"
+    );
+    let now = "2026-11-21T12:00:00Z".parse().unwrap();
+    let facts = Box::pin(Facts::gather(&cluster, "agent-sandbox-system", now)).await;
+    assert_eq!(
+        (facts.unread, facts.sandboxes.unwrap().len()),
+        (world.unseen, 1)
+    );
 }
 
 #[tokio::test]

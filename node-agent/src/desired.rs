@@ -150,7 +150,7 @@ pub(crate) fn desired(
             .and_then(|pod| condition(pod, conditions::POD_DISRUPTION_TARGET))
             .is_some_and(|said| said.status == "True"),
         keep_last_image: pod.is_some_and(goes_back),
-        wake_up: pod.and_then(wake_up),
+        wake_up: pod.map(wake_up).unwrap_or_default(),
         snapshots,
         told: pod.is_some_and(|pod| condition(pod, conditions::POD_HIBERNATED).is_some()),
         containers: pod.map(to_run).unwrap_or_default(),
@@ -266,9 +266,13 @@ pub(crate) fn probes(pod: &Pod, desired: &Desired) -> Probes {
 }
 
 /// When the sandbox is to be awake. A wrong value is none; the controller tells of it.
-fn wake_up(pod: &Pod) -> Option<jiff::Timestamp> {
-    let written = pod.annotations().get(annotations::NEXT_WAKEUP)?;
-    annotations::parse_time(annotations::NEXT_WAKEUP, written).ok()
+fn wake_up(pod: &Pod) -> BTreeSet<jiff::Timestamp> {
+    let keys = [annotations::NEXT_WAKEUP, annotations::WAKE_AT];
+    let times = keys.into_iter().filter_map(|key| {
+        let written = pod.annotations().get(key)?;
+        annotations::parse_time(key, written).ok()
+    });
+    times.collect()
 }
 
 /// What the Pod's keeper goes by while its sandbox sleeps, or is frozen; `desired` is what is wanted of that Pod.
@@ -557,14 +561,21 @@ mod tests {
     }
 
     #[test]
-    fn a_sandbox_is_to_be_awake_at_a_time_that_is_one() {
-        let wake_up = |value: &str| {
-            let pod = pod(json!({ "agents.x-k8s.io/next-wakeup": value }));
+    fn a_sandbox_is_to_be_awake_at_each_time_that_is_one() {
+        let wake_up = |set: &str, asked: &str| {
+            let pod = pod(json!({
+                "agents.x-k8s.io/next-wakeup": set, "torpor.dev/wake-at": asked,
+            }));
             desired(&uid(), Some(&pod), &[]).wake_up
         };
-        let time = "2026-06-06T11:58:00Z".parse().expect("a time");
-        assert_eq!(wake_up("2026-06-06T13:58:00+02:00"), Some(time));
-        assert_eq!(wake_up("tomorrow"), None);
+        let time = |text: &str| text.parse::<jiff::Timestamp>().expect("a time");
+        let (set, asked) = ("2026-06-06T13:58:00+02:00", "2026-06-05T07:00:00.5Z");
+        assert_eq!(
+            wake_up(set, asked),
+            BTreeSet::from([time(set), time(asked)])
+        );
+        assert_eq!(wake_up("tomorrow", asked), BTreeSet::from([time(asked)]));
+        assert_eq!(wake_up("tomorrow", "now"), BTreeSet::new());
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! What `doctor` looks at. A look that failed leaves its words in the place of what it was for.
 
+use std::cell::RefCell;
 use std::fmt::Debug;
 
 use jiff::Timestamp;
@@ -8,7 +9,9 @@ use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::{Node, Pod};
 use k8s_openapi::api::node::v1::RuntimeClass;
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::Resource;
 use kube::api::Api;
+use kube::core::DeserializeGuard;
 use serde::de::DeserializeOwned;
 use torpor_api::{Sandbox, SandboxNode, SandboxSnapshot, SandboxTemplate};
 
@@ -56,26 +59,29 @@ pub struct Facts {
     pub snapshots: Look<SandboxSnapshot>,
     pub sandboxes: Look<Sandbox>,
     pub templates: Look<SandboxTemplate>,
+    /// Objects that cannot be read, each with the reason.
+    pub unread: Vec<String>,
 }
 
 impl Facts {
     /// Looks at everything at once.
     pub async fn gather(cluster: &Cluster, namespace: &str, now: Timestamp) -> Self {
         let client = || cluster.client.clone();
+        let unread = &RefCell::new(Vec::new());
         let (deployments, daemon_sets, pods, leases, definitions) = tokio::join!(
-            look("Deployments", Api::namespaced(client(), namespace)),
-            look("DaemonSets", Api::namespaced(client(), namespace)),
-            look("Pods", Api::namespaced(client(), namespace)),
-            look("Leases", Api::namespaced(client(), namespace)),
-            look("CustomResourceDefinitions", Api::all(client())),
+            look("Deployments", Api::namespaced(client(), namespace), unread),
+            look("DaemonSets", Api::namespaced(client(), namespace), unread),
+            look("Pods", Api::namespaced(client(), namespace), unread),
+            look("Leases", Api::namespaced(client(), namespace), unread),
+            look("CustomResourceDefinitions", Api::all(client()), unread),
         );
         let (runtime_classes, nodes, sandbox_nodes, snapshots, sandboxes, templates) = tokio::join!(
-            look("RuntimeClasses", Api::all(client())),
-            look("Nodes", Api::all(client())),
-            look("SandboxNodes", Api::all(client())),
-            look("SandboxSnapshots", Api::all(client())),
-            look("Sandboxes", Api::all(client())),
-            look("SandboxTemplates", Api::all(client())),
+            look("RuntimeClasses", Api::all(client()), unread),
+            look("Nodes", Api::all(client()), unread),
+            look("SandboxNodes", Api::all(client()), unread),
+            look("SandboxSnapshots", Api::all(client()), unread),
+            look("Sandboxes", Api::all(client()), unread),
+            look("SandboxTemplates", Api::all(client()), unread),
         );
         Self {
             now,
@@ -91,13 +97,20 @@ impl Facts {
             snapshots,
             sandboxes,
             templates,
+            unread: unread.take(),
         }
     }
 }
 
-async fn look<K>(what: &str, api: Api<K>) -> Look<K>
+async fn look<K>(
+    what: &str,
+    api: Api<DeserializeGuard<K>>,
+    unread: &RefCell<Vec<String>>,
+) -> Look<K>
 where
-    K: Clone + DeserializeOwned + Debug,
+    K: Resource + Clone + DeserializeOwned + Debug,
 {
-    list(what, &api).await.map_err(Unseen::from)
+    let listed = list(what, &api).await?;
+    unread.borrow_mut().extend(listed.unread);
+    Ok(listed.items)
 }

@@ -126,6 +126,7 @@ fn healthy() -> Facts {
     Facts {
         now: now(),
         namespace: "agent-sandbox-system".to_owned(),
+        unread: Vec::new(),
         deployments: Ok(vec![
             read(deployment("agent-sandbox-controller", 1, 1)),
             read(deployment("sandbox-router", 2, 2)),

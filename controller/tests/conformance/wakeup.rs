@@ -1,4 +1,4 @@
-//! `agents.x-k8s.io/next-wakeup`: a time at which a Sandbox is awake.
+//! `agents.x-k8s.io/next-wakeup`: a time at which a Sandbox is awake. `torpor.dev/wake-at`: another, of whoever wakes it now.
 
 use jiff::{Timestamp, ToSpan};
 use serde_json::{Value, json};
@@ -9,6 +9,7 @@ use crate::{
 };
 
 const KEY: &str = "agents.x-k8s.io/next-wakeup";
+const WAKE_AT: &str = "torpor.dev/wake-at";
 
 fn at(time: Timestamp) -> Value {
     json!({"metadata": {"annotations": {KEY: time.to_string()}}})
@@ -88,6 +89,24 @@ async fn the_time_reaches_the_pod_and_is_taken_off_once_it_is_awake() {
     assert_eq!(annotation(&world.sandbox()), None);
     assert_eq!(annotation(&world.pod().unwrap()), None);
     // So it resumes nobody who is suspended later.
+    world.edit_sandbox(&mode("Suspended"));
+    world.settle().await;
+    assert_eq!(world.sandbox()["spec"]["operatingMode"], "Suspended");
+}
+
+#[tokio::test]
+async fn who_wakes_it_now_takes_nobodys_time_and_resumes_nobody() {
+    let world = World::new();
+    world.ready(torpor_sandbox(json!({}))).await;
+    let (time, asked) = (now() + 1.hour(), now() - 1.minute());
+    world.edit_sandbox(&at(time));
+    world.edit_sandbox(&json!({"metadata": {"annotations": {WAKE_AT: asked.to_string()}}}));
+    world.settle().await;
+    for object in [world.sandbox(), world.pod().unwrap()] {
+        let annotations = &object["metadata"]["annotations"];
+        assert_eq!(annotations[KEY], time.to_string());
+        assert_eq!(annotations[WAKE_AT], asked.to_string());
+    }
     world.edit_sandbox(&mode("Suspended"));
     world.settle().await;
     assert_eq!(world.sandbox()["spec"]["operatingMode"], "Suspended");

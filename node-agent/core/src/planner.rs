@@ -88,7 +88,8 @@ impl<'a> Planning<'a> {
         if self.must_only_look() {
             return;
         }
-        if let Some(at) = self.view.desired.wake_up.filter(|at| *at > self.now) {
+        let mut times = self.view.desired.wake_up.iter().copied();
+        if let Some(at) = times.find(|at| *at > self.now) {
             self.look_at(at);
         }
         match self.view.desired.pod {

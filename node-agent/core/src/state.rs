@@ -94,8 +94,8 @@ pub struct Desired {
     pub evicted: bool,
     /// When it crashes while it is awake it goes on from its last image, which is kept for that.
     pub keep_last_image: bool,
-    /// A time at which it is to be awake, whatever made it sleep, unless it is frozen or being suspended.
-    pub wake_up: Option<Timestamp>,
+    /// Times at which it is to be awake, whatever made it sleep, unless it is frozen or being suspended.
+    pub wake_up: BTreeSet<Timestamp>,
     pub snapshots: Vec<SnapshotIntent>,
     /// Whether its Pod has a word about its sleep already, which may be that of an agent that died right after it: it is kept true.
     pub told: bool,
@@ -130,7 +130,7 @@ impl Desired {
 
     /// When it was last to be awake.
     pub(crate) fn called_at(&self, now: Timestamp) -> Option<Timestamp> {
-        self.wake_up.filter(|at| *at <= now)
+        self.wake_up.range(..=now).next_back().copied()
     }
 
     /// Whether a Suspend snapshot of this Pod is wanted.

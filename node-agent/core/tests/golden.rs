@@ -98,7 +98,7 @@ fn wishes() -> Vec<(&'static str, Desired)> {
         evicted: false,
         keep_last_image: false,
         told: false,
-        wake_up: None,
+        wake_up: BTreeSet::new(),
         containers: BTreeSet::new(),
         snapshots: reason
             .into_iter()

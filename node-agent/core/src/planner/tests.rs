@@ -39,7 +39,7 @@ fn desired(power: Power) -> Desired {
         pressure: Pressure::default(),
         evicted: false,
         keep_last_image: false,
-        wake_up: None,
+        wake_up: BTreeSet::new(),
         snapshots: Vec::new(),
         told: false,
         containers: BTreeSet::new(),

@@ -246,7 +246,7 @@ impl World {
             evicted: self.evicted,
             keep_last_image: self.keep_last,
             told: false,
-            wake_up: None,
+            wake_up: BTreeSet::new(),
             snapshots: self.cached.clone(),
             containers: BTreeSet::new(),
         };

@@ -346,7 +346,7 @@ fn desired(power: Power, doze: bool) -> Desired {
         pressure: Pressure::default(),
         evicted: false,
         keep_last_image: false,
-        wake_up: None,
+        wake_up: std::collections::BTreeSet::new(),
         snapshots: Vec::new(),
         told: false,
         containers: std::collections::BTreeSet::new(),

@@ -166,7 +166,7 @@ fn desired(power: Power, snapshots: &[SnapshotIntent]) -> Desired {
         pressure: Pressure::default(),
         evicted: false,
         keep_last_image: false,
-        wake_up: None,
+        wake_up: BTreeSet::new(),
         snapshots: snapshots.to_vec(),
         told: false,
         containers: BTreeSet::new(),

@@ -250,7 +250,7 @@ fn trace(desired: &Desired<'_>) -> Option<String> {
 }
 
 /// When the sandbox falls asleep by itself, what wakes it, and what it starts from when it crashes.
-fn by_itself(desired: &Desired<'_>) -> [(&'static str, Option<String>); 5] {
+fn by_itself(desired: &Desired<'_>) -> [(&'static str, Option<String>); 6] {
     let settings = &desired.settings;
     let canonical = |after: Option<SleepAfter>| after.map(SleepAfter::canonical);
     [
@@ -270,6 +270,10 @@ fn by_itself(desired: &Desired<'_>) -> [(&'static str, Option<String>); 5] {
         (
             annotations::NEXT_WAKEUP,
             settings.next_wakeup.as_ref().map(ToString::to_string),
+        ),
+        (
+            annotations::WAKE_AT,
+            settings.wake_at.as_ref().map(ToString::to_string),
         ),
     ]
 }

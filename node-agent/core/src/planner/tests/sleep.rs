@@ -148,8 +148,8 @@ fn a_sandbox_is_awake_at_the_time_that_was_set_whatever_made_it_sleep() {
         ("idle", sleepy(), by_itself(), Wake),
         ("dozing", dozy(), dozes(), Resume),
     ] {
-        let at = |wake_up| Desired {
-            wake_up,
+        let at = |wake_up: Option<Timestamp>| Desired {
+            wake_up: wake_up.into_iter().collect(),
             ..desired.clone()
         };
         let sleeping = asleep_since(900, sleeping);
@@ -167,7 +167,7 @@ fn a_sandbox_is_awake_at_the_time_that_was_set_whatever_made_it_sleep() {
     }
     // Then it is in use: asked to sleep, for a moment, and if it falls asleep by itself, for as long as after any use.
     let asked = Desired {
-        wake_up: wake_at(990),
+        wake_up: [at(990)].into(),
         ..desired(Power::Asleep)
     };
     let mut woken = observed(Live::Running, &[], &[]);
@@ -176,7 +176,7 @@ fn a_sandbox_is_awake_at_the_time_that_was_set_whatever_made_it_sleep() {
     woken.woke_at = Some(at(989));
     assert_eq!(kinds(&planned(&asked, &woken))[0], Pause);
     let idle = Desired {
-        wake_up: wake_at(950),
+        wake_up: [at(950)].into(),
         ..sleepy()
     };
     let since = idle_since(100, observed(Live::Running, &[], &[]));
@@ -185,9 +185,34 @@ fn a_sandbox_is_awake_at_the_time_that_was_set_whatever_made_it_sleep() {
 }
 
 #[test]
+fn of_several_times_each_is_kept() {
+    let asleep_since = |second| Observed {
+        ledger: Ok(LedgerState::fold(&asleep_entries(true))),
+        asleep_since: Some(at(second)),
+        ..hibernated()
+    };
+    // One has come, and a later one is set.
+    let both = Desired {
+        wake_up: [at(1000), at(1500)].into(),
+        ..sleepy()
+    };
+    assert_steps(&both, &asleep_since(900), &[StepKind::Wake]);
+    // It was awake at the first and sleeps again: the other is still to come.
+    let again = planned(&both, &asleep_since(1000));
+    assert_eq!((kinds(&again), again.wake_at), (vec![], Some(at(1500))));
+    // Of those that have come the last one counts, wherever it was written.
+    let over = Desired {
+        wake_up: [at(800), at(990)].into(),
+        ..sleepy()
+    };
+    assert_steps(&over, &asleep_since(900), &[StepKind::Wake]);
+    assert_steps(&over, &asleep_since(995), &[]);
+}
+
+#[test]
 fn the_clock_wakes_nobody_who_is_frozen_or_being_suspended() {
     let late = |desired| Desired {
-        wake_up: Some(at(1000)),
+        wake_up: [at(1000)].into(),
         ..desired
     };
     let sleeping = Observed {

@@ -135,7 +135,7 @@ fn whoever_needs_it_has_it_resumed() {
     }
     // The time has come at which it is to be awake.
     let mut called = desired(Power::Asleep);
-    called.wake_up = Some(at(990));
+    called.wake_up = [at(990)].into();
     let mut dozes = paused(begun(true));
     dozes.asleep_since = Some(at(900));
     assert_steps(&called, &dozes, &[Resume]);
