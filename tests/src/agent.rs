@@ -5,14 +5,19 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::Context;
+use k8s_openapi::api::apps::v1::DaemonSet;
+use kube::{Api, Client};
 
+use crate::case::Case;
 use crate::kubectl::Kubectl;
 use crate::machine::{self, Process};
 use crate::wait;
 
 /// Where the agent's DaemonSet is.
 pub const NAMESPACE: &str = "agent-sandbox-system";
+const DAEMON_SET: &str = "torpor-agent";
 const COMEBACK_LIMIT: Duration = Duration::from_secs(60);
+const ROLLOUT_LIMIT: Duration = Duration::from_secs(35);
 
 /// The agent that runs on this machine.
 #[derive(Debug)]
@@ -84,24 +89,24 @@ impl Agent {
     }
 
     /// Replaces the agent as an upgrade does, and waits until the new one is ready.
-    pub async fn roll(kubectl: &Kubectl) -> anyhow::Result<()> {
-        daemon_set(kubectl, &["rollout", "restart"], &[]).await?;
-        rolled_out(kubectl).await
+    pub async fn roll(case: &Case) -> anyhow::Result<()> {
+        daemon_set(&case.kubectl, &["rollout", "restart"], &[]).await?;
+        rolled_out(case.client()).await
     }
 
     /// Waits until the DaemonSet's agent is the one that it is to be: a test that changed it does not wait for the way back. One that runs
     /// by hand is left as it is.
-    pub async fn settled(kubectl: &Kubectl) -> anyhow::Result<()> {
+    pub async fn settled(case: &Case) -> anyhow::Result<()> {
         if Self::find().is_ok_and(|agent| agent.pod().is_none()) {
             return Ok(());
         }
-        rolled_out(kubectl).await
+        rolled_out(case.client()).await
     }
 
     /// Runs the body while the agent has these variables in its environment, which the agent of the DaemonSet has not otherwise. It is
     /// replaced by the usual one afterwards, which the next test that has the machine to itself waits for ([`Self::settled`]).
     pub async fn with_environment(
-        kubectl: &Kubectl,
+        case: &Case,
         variables: &[(&str, &str)],
         body: impl AsyncFnOnce() -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
@@ -113,33 +118,33 @@ impl Agent {
             .iter()
             .map(|(name, _)| format!("{name}-"))
             .collect();
-        daemon_set(kubectl, &["set", "env", "-c", "agent"], &set).await?;
-        let done = match rolled_out(kubectl).await {
+        daemon_set(&case.kubectl, &["set", "env", "-c", "agent"], &set).await?;
+        let done = match rolled_out(case.client()).await {
             Ok(()) => body().await,
             Err(error) => Err(error),
         };
-        daemon_set(kubectl, &["set", "env", "-c", "agent"], &unset).await?;
+        daemon_set(&case.kubectl, &["set", "env", "-c", "agent"], &unset).await?;
         done
     }
 
     /// Runs the body while the DaemonSet is patched: a strategic merge patch, in YAML or JSON. It is taken back as
     /// [`Self::with_environment`] does.
     pub async fn with_patch(
-        kubectl: &Kubectl,
+        case: &Case,
         patch: &str,
         body: impl AsyncFnOnce() -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
         daemon_set(
-            kubectl,
+            &case.kubectl,
             &["patch"],
             &["--patch".to_owned(), patch.to_owned()],
         )
         .await?;
-        let done = match rolled_out(kubectl).await {
+        let done = match rolled_out(case.client()).await {
             Ok(()) => body().await,
             Err(error) => Err(error),
         };
-        daemon_set(kubectl, &["rollout", "undo"], &[]).await?;
+        daemon_set(&case.kubectl, &["rollout", "undo"], &[]).await?;
         done
     }
 
@@ -171,13 +176,38 @@ async fn daemon_set(kubectl: &Kubectl, verb: &[&str], more: &[String]) -> anyhow
         ..kubectl.clone()
     };
     let more: Vec<&str> = more.iter().map(String::as_str).collect();
-    let all = [verb, &["daemonset/torpor-agent"], &more].concat();
+    let name = format!("daemonset/{DAEMON_SET}");
+    let all = [verb, &[name.as_str()], &more].concat();
     kubectl.ok(&all).await.map(drop)
 }
 
-/// kubectl itself gives up before its caller does.
-async fn rolled_out(kubectl: &Kubectl) -> anyhow::Result<()> {
-    daemon_set(kubectl, &["rollout", "status", "--timeout=35s"], &[]).await
+async fn rolled_out(client: Client) -> anyhow::Result<()> {
+    let sets: Api<DaemonSet> = Api::namespaced(client, NAMESPACE);
+    let words = "the agent is rolled out";
+    wait::object(sets, DAEMON_SET, words, ROLLOUT_LIMIT, |found| {
+        found.map_or_else(
+            || Err("there is no such DaemonSet".to_owned()),
+            |set| is_rolled_out(&set),
+        )
+    })
+    .await
+}
+
+/// What `kubectl rollout status` waits for.
+fn is_rolled_out(set: &DaemonSet) -> Result<(), String> {
+    let status = set.status.clone().unwrap_or_default();
+    let wanted = status.desired_number_scheduled;
+    let updated = status.updated_number_scheduled.unwrap_or(0);
+    let available = status.number_available.unwrap_or(0);
+    if status.observed_generation < set.metadata.generation {
+        Err("its change is not observed yet".to_owned())
+    } else if updated < wanted || available < wanted {
+        Err(format!(
+            "of {wanted} Pods {updated} are new and {available} available"
+        ))
+    } else {
+        Ok(())
+    }
 }
 
 /// What it takes to start a process once more.
@@ -238,5 +268,34 @@ impl Again {
             .spawn()
             .with_context(|| format!("cannot start {} again", self.program.display()))?;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// A DaemonSet of one node, at its second generation.
+    fn set(observed: i64, updated: i32, available: i32) -> DaemonSet {
+        let status = json!({
+            "currentNumberScheduled": 1, "desiredNumberScheduled": 1, "numberMisscheduled": 0, "numberReady": available,
+            "numberAvailable": available, "updatedNumberScheduled": updated, "observedGeneration": observed,
+        });
+        serde_json::from_value(json!({ "metadata": { "generation": 2 }, "status": status }))
+            .expect("a DaemonSet")
+    }
+
+    #[test]
+    fn a_daemon_set_is_rolled_out_when_its_new_pods_are_available() {
+        assert_eq!(is_rolled_out(&set(2, 1, 1)), Ok(()));
+        let words = |set| is_rolled_out(&set).expect_err("it is not");
+        assert_eq!(words(set(1, 1, 1)), "its change is not observed yet");
+        assert_eq!(words(set(2, 0, 1)), "of 1 Pods 0 are new and 1 available");
+        assert_eq!(words(set(2, 1, 0)), "of 1 Pods 1 are new and 0 available");
+        let mut unseen = set(2, 1, 1);
+        unseen.status = None;
+        assert_eq!(words(unseen), "its change is not observed yet");
     }
 }

@@ -5,8 +5,10 @@ use std::time::Duration;
 
 use anyhow::Context;
 use futures::FutureExt;
-use k8s_openapi::api::core::v1::{Namespace, Pod};
-use kube::api::{Api, DeleteParams, DynamicObject, Patch, PatchParams, PostParams};
+use k8s_openapi::api::core::v1::{Namespace, Pod, ServiceAccount};
+use kube::api::{
+    Api, DeleteParams, DynamicObject, ListParams, LogParams, Patch, PatchParams, PostParams,
+};
 use kube::core::GroupVersionKind;
 use kube::discovery::ApiResource;
 use kube::{Client, ResourceExt};
@@ -27,6 +29,8 @@ const LIMIT: Duration = Duration::from_secs(150);
 const REMOVAL_LIMIT: Duration = Duration::from_secs(60);
 /// A Pod needs a second or two; on a machine where four tests start theirs, longer.
 pub const START_LIMIT: Duration = Duration::from_secs(60);
+/// What a program has said is read from a file of the node.
+const LOG_LIMIT: Duration = Duration::from_secs(40);
 
 /// Tests that kill what others stand on (the agent, containerd) have the machine to themselves.
 static MACHINE: RwLock<()> = RwLock::const_new(());
@@ -65,7 +69,7 @@ pub async fn alone_within(
 ) -> anyhow::Result<()> {
     let _turn = MACHINE.write().await;
     run(limit, name, async |case| {
-        Agent::settled(&case.kubectl).await?;
+        Agent::settled(case).await?;
         body(case).await
     })
     .await
@@ -118,23 +122,25 @@ impl Case {
         Ok(case)
     }
 
-    /// A Pod is refused before its namespace has this.
+    /// A Pod is refused before its namespace has this. Kubernetes makes it a moment after the namespace, and is content with ours.
     async fn default_service_account(&self) -> anyhow::Result<()> {
-        let accounts: Api<k8s_openapi::api::core::v1::ServiceAccount> = self.api();
-        wait::until("the namespace's ServiceAccount", START_LIMIT, async || {
-            let found = accounts.get_opt("default").await?;
-            wait::holds(found.is_some(), || "none yet".to_owned())
-        })
-        .await
+        let accounts: Api<ServiceAccount> = self.api();
+        let wanted = serde_json::from_value(json!({ "metadata": { "name": "default" } }))?;
+        match accounts.create(&PostParams::default(), &wanted).await {
+            Err(kube::Error::Api(answer)) if answer.is_already_exists() => Ok(()),
+            made => made.map(drop).context("no ServiceAccount"),
+        }
     }
 
-    /// The namespace goes in the background; that its Pods can be deleted belongs to every test.
+    /// The namespace goes in the background; that its Pods can be deleted belongs to every test. Kubernetes would ask for that five seconds
+    /// later, until which they would go on running, and then look at the namespace again and again until they are gone.
     async fn end(&self) -> anyhow::Result<()> {
         let namespaces: Api<Namespace> = Api::all(self.client());
-        namespaces
-            .delete(&self.namespace, &DeleteParams::background())
-            .await?;
-        wait::none(&self.pods(), "the end of the test's Pods", REMOVAL_LIMIT).await
+        let (background, all) = (DeleteParams::background(), ListParams::default());
+        namespaces.delete(&self.namespace, &background).await?;
+        let pods = self.pods();
+        pods.delete_collection(&background, &all).await?;
+        wait::none(&pods, "the end of the test's Pods", REMOVAL_LIMIT).await
     }
 
     pub fn client(&self) -> Client {
@@ -217,6 +223,19 @@ impl Case {
             None => Err("there is no such Pod".to_owned()),
         })
         .await
+    }
+
+    /// What a container has written to its log, without the white space around it.
+    pub async fn log(&self, pod: &str, container: &str) -> anyhow::Result<String> {
+        let words = || format!("the log of {pod}/{container}");
+        let of = LogParams {
+            container: Some(container.to_owned()),
+            ..LogParams::default()
+        };
+        let pods = self.pods();
+        let log = tokio::time::timeout(LOG_LIMIT, pods.logs(pod, &of)).await;
+        let log = log.with_context(words)?.with_context(words)?;
+        Ok(log.trim().to_owned())
     }
 
     /// Writes an annotation on a Pod; `None` takes it away.

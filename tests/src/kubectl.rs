@@ -1,6 +1,6 @@
 //! kubectl, with a time limit for every call: an exec or a delete that hangs is a finding, not a reason to hang with it.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
@@ -10,6 +10,17 @@ use tokio::process::{Child, Command};
 
 /// An exec that wakes a sandbox takes a second on a loaded machine.
 const LIMIT: Duration = Duration::from_secs(40);
+
+/// Environment of a kubectl: it ends long before it has to collect garbage (a quarter of its time), and has nothing to do on a second
+/// processor.
+pub(crate) const LIGHT: [(&str, &str); 2] = [("GOGC", "off"), ("GOMAXPROCS", "1")];
+
+/// kubectl without arguments.
+pub(crate) fn command(program: &Path) -> Command {
+    let mut command = Command::new(program);
+    command.envs(LIGHT);
+    command
+}
 
 /// kubectl in one namespace.
 #[derive(Debug, Clone)]
@@ -62,9 +73,7 @@ impl Kubectl {
 
     /// Starts it; it is killed when the answer is dropped.
     pub fn spawn(&self, args: &[&str], input: bool) -> anyhow::Result<Child> {
-        Command::new(&self.program)
-            // It ends long before it has to collect garbage: a quarter of its time.
-            .env("GOGC", "off")
+        command(&self.program)
             .arg("--namespace")
             .arg(&self.namespace)
             .args(args)

@@ -164,10 +164,11 @@ pub fn cgroup_file(cgroup: &Path, name: &str) -> Vec<String> {
         .collect()
 }
 
-/// Directories of cgroups whose path names `word`.
-pub fn cgroups_naming(word: &str) -> Vec<PathBuf> {
+/// Directories of cgroups whose name has one of `words` in it. There are thousands to look at: once for all words.
+pub fn cgroups_naming(words: &[String]) -> Vec<PathBuf> {
     // The kubelet's systemd driver writes a UID with underscores.
-    let words = [word.to_owned(), word.replace('-', "_")];
+    let underscored = words.iter().map(|word| word.replace('-', "_"));
+    let words: Vec<String> = words.iter().cloned().chain(underscored).collect();
     let mut found = Vec::new();
     let mut left = hierarchies();
     while let Some(dir) = left.pop() {
@@ -181,9 +182,8 @@ pub fn cgroups_naming(word: &str) -> Vec<PathBuf> {
             let name = entry.file_name().to_string_lossy().into_owned();
             if words.iter().any(|word| name.contains(word.as_str())) {
                 found.push(entry.path());
-            } else {
-                left.push(entry.path());
             }
+            left.push(entry.path());
         }
     }
     found

@@ -5,10 +5,9 @@ use std::process::Stdio;
 
 use anyhow::Context;
 use serde_json::Value;
-use tokio::process::Command;
 
 use crate::case::Case;
-use crate::kubectl::{Ran, to_the_end};
+use crate::kubectl::{Ran, command, to_the_end};
 
 /// Environment: the folder that `hack/plugin` put the plugin into; without it kubectl looks in PATH alone.
 const TORPOR_PLUGIN: &str = "TORPOR_PLUGIN";
@@ -25,7 +24,7 @@ impl Case {
 
     /// Runs kubectl with the plugin in its PATH and these arguments alone.
     pub async fn run_plugin(&self, line: &[&str]) -> anyhow::Result<Ran> {
-        let child = Command::new(&self.kubectl.program)
+        let child = command(&self.kubectl.program)
             .args(line)
             .env("PATH", path())
             .stdin(Stdio::null())

@@ -94,7 +94,7 @@ impl Footprint {
             // containerd's own: after a shim's death the kubelet has it removed once a minute, with runc too.
             .filter(|path| !(path.contains("io.containerd.grpc.v1.cri") && path.ends_with("/shm")))
             .map(|path| format!("mount {path}"));
-        let cgroups = words.iter().flat_map(|word| machine::cgroups_naming(word));
+        let cgroups = machine::cgroups_naming(&words).into_iter();
         let cgroups = cgroups.map(|path| format!("cgroup {}", path.display()));
         let state = &node.config.state_dir;
         let files = ["runsc", "pods", "containers"].into_iter().flat_map(|dir| {

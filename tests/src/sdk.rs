@@ -11,6 +11,7 @@ use tokio::process::Command;
 use tokio::sync::OnceCell;
 
 use crate::case::Case;
+use crate::kubectl::LIGHT;
 
 /// Once, it is downloaded and installed.
 const INSTALL_LIMIT: Duration = Duration::from_secs(300);
@@ -68,6 +69,7 @@ impl Case {
             .arg(&self.namespace)
             .arg(format!("http://{}:8080", self.router().await?))
             .env("PATH", path)
+            .envs(LIGHT)
             .env("PYTHONDONTWRITEBYTECODE", "1")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())

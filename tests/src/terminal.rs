@@ -9,9 +9,9 @@ use std::time::Duration;
 use anyhow::Context;
 use rustix::fs::{Mode, OFlags};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
-use tokio::process::{Child, Command};
+use tokio::process::Child;
 
-use crate::kubectl::Kubectl;
+use crate::kubectl::{Kubectl, command};
 use crate::wait;
 
 /// A kubectl whose standard streams are a terminal.
@@ -30,7 +30,7 @@ impl Terminal {
         unlockpt(&master)?;
         let flags = OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC;
         let slave = rustix::fs::open(ptsname(&master, Vec::new())?, flags, Mode::empty())?;
-        let child = Command::new(&kubectl.program)
+        let child = command(&kubectl.program)
             .arg("--namespace")
             .arg(&kubectl.namespace)
             .args(args)

@@ -10,8 +10,9 @@ use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Api, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
 
-/// Between two looks.
+/// Between two looks, and between two that take long.
 const PAUSE: Duration = Duration::from_millis(150);
+const LONG_PAUSE: Duration = Duration::from_millis(500);
 
 /// What a condition says of itself: it holds, with a value, or not yet, with the reason.
 pub type Look<T> = anyhow::Result<Result<T, String>>;
@@ -24,6 +25,7 @@ pub async fn until<T>(
 ) -> anyhow::Result<T> {
     let deadline = Instant::now() + limit;
     loop {
+        let began = Instant::now();
         let why = match condition().await? {
             Ok(value) => return Ok(value),
             Err(why) => why,
@@ -32,8 +34,13 @@ pub async fn until<T>(
             Instant::now() < deadline,
             "not seen within {limit:?}: {words} (last: {why})"
         );
-        tokio::time::sleep(PAUSE).await;
+        tokio::time::sleep(pause_after(began.elapsed())).await;
     }
+}
+
+/// A look that starts a kubectl or reads about every process takes the processor from what is waited for: it is not repeated at once.
+fn pause_after(look: Duration) -> Duration {
+    look.saturating_mul(2).clamp(PAUSE, LONG_PAUSE)
 }
 
 /// Follows one object until `look` has found what it looks for in it; `None` is its absence.
@@ -102,4 +109,30 @@ where
 /// The look of a condition that is only true or false.
 pub fn holds(truth: bool, otherwise: impl FnOnce() -> String) -> Look<()> {
     Ok(if truth { Ok(()) } else { Err(otherwise()) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_looks_long_looks_less_often_but_never_seldom() {
+        assert_eq!(pause_after(Duration::ZERO), PAUSE);
+        assert_eq!(pause_after(PAUSE), PAUSE * 2);
+        assert_eq!(pause_after(Duration::from_secs(20)), LONG_PAUSE);
+        assert_eq!(pause_after(Duration::MAX), LONG_PAUSE);
+    }
+
+    #[tokio::test]
+    async fn a_condition_that_never_holds_is_told_with_its_last_reason() {
+        let mut looks = 0;
+        let limit = Duration::from_millis(10);
+        let seen = until("the end", limit, async || {
+            looks += 1;
+            Ok(Err::<(), String>(format!("look {looks}")))
+        })
+        .await;
+        let error = seen.expect_err("it never holds").to_string();
+        assert_eq!(error, "not seen within 10ms: the end (last: look 2)");
+    }
 }

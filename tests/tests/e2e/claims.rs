@@ -33,12 +33,15 @@ async fn pool(case: &Case, replicas: u32) -> anyhow::Result<()> {
 
 async fn pool_is_ready(case: &Case, replicas: u32) -> anyhow::Result<()> {
     let pools = case.api::<SandboxWarmPool>();
-    wait::until("the pool is full and ready", LIMIT, async || {
-        let status = pools.get("w").await?.status.unwrap_or_default();
+    let words = "the pool is full and ready";
+    wait::object(pools, "w", words, LIMIT, |found| {
+        let status = found.and_then(|pool| pool.status).unwrap_or_default();
         let ready = status.ready_replicas.unwrap_or(0);
-        let full =
-            i64::from(ready) == i64::from(replicas) && status.replicas == status.ready_replicas;
-        wait::holds(full, || format!("{status:?}"))
+        if i64::from(ready) == i64::from(replicas) && status.replicas == status.ready_replicas {
+            Ok(())
+        } else {
+            Err(format!("{status:?}"))
+        }
     })
     .await
 }
@@ -49,13 +52,13 @@ async fn claim(case: &Case, name: &str) -> anyhow::Result<String> {
         json!({ "warmPoolRef": { "name": "w" }, "lifecycle": { "shutdownPolicy": "Delete" } });
     case.create(extension("SandboxClaim", name, spec)).await?;
     let claims = case.api::<SandboxClaim>();
-    wait::until("the claim is Ready", LIMIT, async || {
-        let status = claims.get(name).await?.status.unwrap_or_default();
+    wait::object(claims, name, "the claim is Ready", LIMIT, |found| {
+        let status = found.and_then(|claim| claim.status).unwrap_or_default();
         let ready = find(&status.conditions, "Ready").is_some_and(|c| c.status == "True");
-        Ok(match status.sandbox {
+        match status.sandbox {
             Some(sandbox) if ready => Ok(sandbox.name),
             _ => Err(format!("{:?}", status.conditions)),
-        })
+        }
     })
     .await
 }
@@ -83,9 +86,9 @@ async fn a_claim_takes_a_running_sandbox_of_the_pool_and_its_memory_survives_a_s
 
         let claims = case.api::<SandboxClaim>();
         claims.delete("c", &DeleteParams::background()).await?;
-        wait::until("the claimed Sandbox is gone", LIMIT, async || {
-            let left = case.sandboxes().get_opt(&name).await?;
-            wait::holds(left.is_none(), || "still there".to_owned())
+        let words = "the claimed Sandbox is gone";
+        wait::object(case.sandboxes(), &name, words, LIMIT, |left| {
+            left.map_or(Ok(()), |_| Err("still there".to_owned()))
         })
         .await
     })
@@ -121,21 +124,16 @@ async fn a_pool_is_scaled_by_the_scale_subresource_as_an_autoscaler_does() -> an
             pool_is_ready(case, replicas).await?;
         }
         // What an autoscaler asks: how many there are, and which Pods they are.
-        let group = "/apis/extensions.agents.x-k8s.io/v1beta1";
-        let path = format!(
-            "{group}/namespaces/{}/sandboxwarmpools/w/scale",
-            case.namespace
-        );
-        let scale: Value = serde_json::from_str(&case.kubectl.ok(&["get", "--raw", &path]).await?)?;
-        assert_eq!(scale["status"]["replicas"], 1);
-        let selector = scale["status"]["selector"].as_str().unwrap_or_default();
-        assert_ne!(selector, "", "{scale}");
+        let scale = case.api::<SandboxWarmPool>().get_scale("w").await?;
+        let status = scale.status.unwrap_or_default();
+        assert_eq!(status.replicas, 1);
+        let selector = status.selector.unwrap_or_default();
+        assert_ne!(selector, "");
+        let selected = ListParams::default().labels(&selector);
         wait::until("the selector finds its Pods alone", LIMIT, async || {
-            let found = case
-                .kubectl
-                .ok(&["get", "pods", "-o=name", "-l", selector])
-                .await?;
-            wait::holds(found.lines().count() == 1, || found.clone())
+            let found = case.pods().list(&selected).await?.items;
+            let names: Vec<String> = found.iter().map(ResourceExt::name_any).collect();
+            wait::holds(names.len() == 1, || format!("{names:?}"))
         })
         .await
     })

@@ -34,7 +34,7 @@ fn rich_pod() -> Value {
 
 /// The counting shell's log has each number once, in order, from 1 on.
 async fn log_has_no_gap(case: &Case, container: &str) -> anyhow::Result<u64> {
-    let log = case.kubectl.ok(&["logs", "p", "-c", container]).await?;
+    let log = case.log("p", container).await?;
     let mut last = 0;
     for line in log.lines() {
         let number = line

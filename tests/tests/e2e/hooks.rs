@@ -60,7 +60,7 @@ async fn sleeping(case: &Case, hook: Value, port: u16) -> anyhow::Result<String>
     let containers = json!({ "containers": [server("a", hook, port)] });
     let grace = json!({ "spec": { "terminationGracePeriodSeconds": 25 } });
     case.start(with(pod("p", containers), grace)).await?;
-    let secret = case.kubectl.ok(&["logs", "p"]).await?;
+    let secret = case.log("p", "a").await?;
     case.hibernate("p").await?;
     Ok(first_line(&secret).to_owned())
 }
@@ -117,7 +117,7 @@ async fn the_hooks_of_a_sandbox_that_is_suspended_are_not_run_because_it_goes_on
             let grace = json!({ "terminationGracePeriodSeconds": 25 });
             case.create(sandbox("s", with(containers, grace))).await?;
             case.sandbox_ready("s").await?;
-            let before = case.kubectl.ok(&["logs", "s"]).await?;
+            let before = case.log("s", "a").await?;
             case.suspend("s").await?;
             let pod = case.resume("s").await?;
             // From its memory, which nobody was told.

@@ -53,7 +53,7 @@ async fn the_program_has_its_signals_and_its_exit_code_and_leaves_no_zombies() -
             sh("tr '\\0' ' ' </proc/1/cmdline | cut -d ' ' -f 1-3").await?,
             "/.torpor/sandbox-runtime run --"
         );
-        assert_eq!(case.kubectl.ok(&["logs", "s", "-c", "a"]).await?, "up");
+        assert_eq!(case.log("s", "a").await?, "up");
         // An orphan of an exec ends, and the first process waits for it.
         sh("(sleep 0.1 &); sleep 0.5").await?;
         assert_eq!(

@@ -99,7 +99,7 @@ async fn containerd_pauses_and_resumes_a_pod_as_the_driver_expects_and_its_memor
             .sh("p", "b", "until [ -e /n ]; do sleep 0.1; done")
             .await?;
         torpor_tests::wait::until("the memory to be held", LIMIT, async || {
-            let log = case.kubectl.ok(&["logs", "p", "-c", "a"]).await?;
+            let log = case.log("p", "a").await?;
             torpor_tests::wait::holds(log.contains("held"), || log.clone())
         })
         .await?;

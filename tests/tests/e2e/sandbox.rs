@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use anyhow::Context;
 use k8s_openapi::api::core::v1::Pod;
-use kube::api::ListParams;
 use kube::{Api, ResourceExt};
 use serde_json::{Value, json};
 use torpor_api::node::SandboxReport;
@@ -29,12 +28,8 @@ async fn counted(case: &Case) -> anyhow::Result<u64> {
 }
 
 async fn snapshots_are_gone(case: &Case) -> anyhow::Result<()> {
-    wait::until("the Suspend snapshot is deleted", LIMIT, async || {
-        let left = case.snapshots().list(&ListParams::default()).await?.items;
-        let names: Vec<String> = left.iter().map(ResourceExt::name_any).collect();
-        wait::holds(left.is_empty(), || format!("{names:?}"))
-    })
-    .await
+    let words = "the Suspend snapshot is deleted";
+    wait::none(&case.snapshots(), words, LIMIT).await
 }
 
 /// The types of a Sandbox' conditions that upstream knows.
@@ -333,12 +328,10 @@ async fn told(
     let nodes: Api<SandboxNode> = Api::all(case.client());
     let name = pod.spec.as_ref().and_then(|spec| spec.node_name.clone());
     let name = name.unwrap_or_default();
-    wait::until(words, LIMIT, async || {
-        let node = nodes.get(&name).await?;
-        let found = node.sandbox(&uid(pod)).cloned();
-        Ok(found
-            .filter(&wish)
-            .ok_or_else(|| format!("{:?}", node.sandbox(&uid(pod)))))
+    wait::object(nodes, &name, words, LIMIT, |node| {
+        let found = node.and_then(|node| node.sandbox(&uid(pod)).cloned());
+        let last = format!("{found:?}");
+        found.filter(&wish).ok_or(last)
     })
     .await
 }
@@ -465,11 +458,10 @@ async fn a_pod_that_is_deleted_under_its_sandbox_starts_anew_and_not_from_an_ima
         witness::ask(&pod).await?.goes_on_from(&before)?;
         // The image that it came from is stale now.
         case.delete_pod_at_once("s").await?;
-        let another = wait::until("another Pod", LIMIT, async || {
-            let found = case.pods().get_opt("s").await?;
-            Ok(found
+        let another = wait::object(case.pods(), "s", "another Pod", LIMIT, |found| {
+            found
                 .filter(|found| uid(found) != uid(&pod))
-                .ok_or_else(|| "not yet".to_owned()))
+                .ok_or_else(|| "not yet".to_owned())
         })
         .await?;
         let another = case.ready(&another.name_any()).await?;

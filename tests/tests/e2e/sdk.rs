@@ -56,10 +56,14 @@ async fn pool(case: &Case, replicas: u32) -> anyhow::Result<()> {
     let pool = json!({ "replicas": replicas, "sandboxTemplateRef": { "name": "t" } });
     case.create(extension("SandboxWarmPool", "w", pool)).await?;
     let pools = case.api::<SandboxWarmPool>();
-    wait::until("the pool is full and ready", LIMIT, async || {
-        let status = pools.get("w").await?.status.unwrap_or_default();
-        let ready = status.ready_replicas == i32::try_from(replicas).ok();
-        wait::holds(ready, || format!("{status:?}"))
+    let words = "the pool is full and ready";
+    wait::object(pools, "w", words, LIMIT, |found| {
+        let status = found.and_then(|pool| pool.status).unwrap_or_default();
+        if status.ready_replicas == i32::try_from(replicas).ok() {
+            Ok(())
+        } else {
+            Err(format!("{status:?}"))
+        }
     })
     .await
 }

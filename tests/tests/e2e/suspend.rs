@@ -7,12 +7,11 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use kube::api::{DeleteParams, Patch, PatchParams};
 use serde_json::{Value, json};
-use torpor_api::Sandbox;
-use torpor_api::conditions::find;
 use torpor_snapshots::{Fingerprint, Manifest};
 use torpor_tests::case::{Case, case, uid};
 use torpor_tests::pods::{COUNT, mounts, pod_spec, shell, with};
 use torpor_tests::remains::Footprint;
+use torpor_tests::sandboxes::said;
 use torpor_tests::wait;
 use torpor_tests::witness;
 
@@ -46,81 +45,32 @@ fn counting() -> Value {
     json!({ "containers": [shell("a", COUNT)] })
 }
 
-async fn set_mode(case: &Case, mode: &str) -> anyhow::Result<()> {
-    let patch = Patch::Merge(json!({ "spec": { "operatingMode": mode } }));
-    let parameters = PatchParams::default();
-    case.sandboxes().patch("s", &parameters, &patch).await?;
-    Ok(())
-}
-
-/// The Sandbox, once the condition has this status and reason.
-async fn until(case: &Case, kind: &str, status: &str, reason: &str) -> anyhow::Result<Sandbox> {
-    let words = format!("Sandbox: {kind}={status}/{reason}");
-    wait::until(&words, LIMIT, async || {
-        let sandbox = case.sandboxes().get("s").await?;
-        let conditions = conditions(&sandbox);
-        let there = find(&conditions, kind)
-            .is_some_and(|found| found.status == status && found.reason == reason);
-        Ok(if there {
-            Ok(sandbox)
-        } else {
-            Err(format!("{conditions:?}"))
-        })
-    })
-    .await
-}
-
-fn conditions(sandbox: &Sandbox) -> Vec<k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition> {
-    sandbox
-        .status
-        .as_ref()
-        .map(|status| status.conditions.clone())
-        .unwrap_or_default()
-}
-
-fn message(sandbox: &Sandbox, kind: &str) -> String {
-    find(&conditions(sandbox), kind)
-        .map(|condition| condition.message.clone())
-        .unwrap_or_default()
-}
-
-async fn started(case: &Case) -> anyhow::Result<Pod> {
-    until(case, "Ready", "True", "DependenciesReady").await?;
-    case.ready("s").await
-}
-
-async fn suspended(case: &Case) -> anyhow::Result<Sandbox> {
-    set_mode(case, "Suspended").await?;
-    until(case, "Suspended", "True", "PodTerminated").await
-}
-
 #[tokio::test]
 async fn a_suspended_sandbox_comes_back_with_memory_processes_and_files() -> anyhow::Result<()> {
     case("suspend", async |case| {
         case.create(sandbox(json!({}), rich())).await?;
-        let first = started(case).await?;
+        let first = case.sandbox_ready("s").await?;
         let before = witness::ask(&first).await?;
         let mut footprint = Footprint::take(&case.node, &case.namespace, &uid(&first))?;
 
-        let sandbox = suspended(case).await?;
-        assert_eq!(message(&sandbox, "Ready"), "Sandbox is suspended");
+        let sandbox = case.suspend("s").await?;
+        assert_eq!(said(&sandbox, "Ready").2, "Sandbox is suspended");
         assert!(case.pods().get_opt("s").await?.is_none(), "the Pod is gone");
         assert_eq!(footprint.of_sandbox(&case.node), Vec::<String>::new());
 
-        set_mode(case, "Running").await?;
-        let second = started(case).await?;
+        let second = case.run("s").await?;
         footprint.add(&case.node)?;
         assert_ne!(uid(&first), uid(&second));
         witness::ask(&second).await?.goes_on_from(&before)?;
         let init = case.kubectl.sh("s", "witness", "cat /disk/init").await?;
         assert_eq!(init, "once", "the init container did not run again");
-        until(case, "Restored", "True", "Restored").await?;
+        case.sandbox_says("s", "Restored", "True", "Restored")
+            .await?;
 
         // A second time, from the new Pod.
         let before = witness::ask(&second).await?;
-        suspended(case).await?;
-        set_mode(case, "Running").await?;
-        let third = started(case).await?;
+        case.suspend("s").await?;
+        let third = case.run("s").await?;
         witness::ask(&third).await?.goes_on_from(&before)
     })
     .await
@@ -130,8 +80,8 @@ async fn a_suspended_sandbox_comes_back_with_memory_processes_and_files() -> any
 async fn deleting_a_suspended_sandbox_deletes_its_bytes() -> anyhow::Result<()> {
     case("suspend-delete", async |case| {
         case.create(sandbox(json!({}), counting())).await?;
-        let uid = uid(&started(case).await?);
-        suspended(case).await?;
+        let uid = uid(&case.sandbox_ready("s").await?);
+        case.suspend("s").await?;
         case.node.image_of(&case.namespace, &uid)?;
         let parameters = DeleteParams::default();
         case.sandboxes().delete("s", &parameters).await?;
@@ -165,7 +115,7 @@ async fn a_sidecar_comes_back_with_the_others_also_one_that_was_in_its_backoff()
 -> anyhow::Result<()> {
     case("sidecar", async |case| {
         case.create(sandbox(json!({}), with_sidecar())).await?;
-        started(case).await?;
+        case.sandbox_ready("s").await?;
         // The second end is followed by a backoff of ten seconds, in which the sandbox is asked to be saved.
         for restarts in [1, 2] {
             case.kubectl.sh("s", "sidecar", "touch /end").await?;
@@ -187,9 +137,8 @@ async fn a_sidecar_comes_back_with_the_others_also_one_that_was_in_its_backoff()
                 .await?;
         }
         let before = case.counted("s").await?;
-        suspended(case).await?;
-        set_mode(case, "Running").await?;
-        started(case).await?;
+        case.suspend("s").await?;
+        case.run("s").await?;
         let after = case.counted("s").await?;
         ensure!(after >= before, "{before} → {after}");
         for container in ["sidecar", "a"] {
@@ -212,8 +161,8 @@ async fn strategy_stop_keeps_no_memory() -> anyhow::Result<()> {
     case("suspend-stop", async |case| {
         let annotations = json!({ "torpor.dev/suspension-strategy": "Stop" });
         case.create(sandbox(annotations, rich())).await?;
-        let before = witness::ask(&started(case).await?).await?;
-        suspended(case).await?;
+        let before = witness::ask(&case.sandbox_ready("s").await?).await?;
+        case.suspend("s").await?;
         assert!(
             case.snapshots()
                 .list(&Default::default())
@@ -221,8 +170,7 @@ async fn strategy_stop_keeps_no_memory() -> anyhow::Result<()> {
                 .items
                 .is_empty()
         );
-        set_mode(case, "Running").await?;
-        let after = witness::ask(&started(case).await?).await?;
+        let after = witness::ask(&case.run("s").await?).await?;
         assert_ne!(after.secret, before.secret, "another life");
         Ok(())
     })
@@ -234,15 +182,15 @@ async fn a_frozen_sandbox_keeps_its_pod_and_stands_still() -> anyhow::Result<()>
     case("suspend-freeze", async |case| {
         let annotations = json!({ "torpor.dev/suspension-strategy": "Freeze" });
         case.create(sandbox(annotations, rich())).await?;
-        let first = started(case).await?;
+        let first = case.sandbox_ready("s").await?;
         let before = witness::ask(&first).await?;
-        set_mode(case, "Suspended").await?;
-        until(case, "Suspended", "True", "PodFrozen").await?;
+        case.set_mode("s", "Suspended").await?;
+        case.sandbox_says("s", "Suspended", "True", "PodFrozen")
+            .await?;
         let refused = case.kubectl.exec("s", "count", &["true"]).await?;
         let words = format!("{refused:?}");
         assert!(words.contains("frozen"), "{words}");
-        set_mode(case, "Running").await?;
-        let second = started(case).await?;
+        let second = case.run("s").await?;
         assert_eq!(uid(&first), uid(&second));
         witness::ask(&second).await?.goes_on_from(&before)
     })
@@ -259,10 +207,12 @@ async fn a_runtime_that_cannot_save_is_stopped_and_says_that_memory_was_not_kept
             spec["runtimeClassName"] = Value::Null;
         }
         case.create(sandbox).await?;
-        started(case).await?;
-        suspended(case).await?;
-        let sandbox = until(case, "Hibernated", "False", "RuntimeNotCapable").await?;
-        let words = message(&sandbox, "Hibernated");
+        case.sandbox_ready("s").await?;
+        case.suspend("s").await?;
+        let sandbox = case
+            .sandbox_says("s", "Hibernated", "False", "RuntimeNotCapable")
+            .await?;
+        let words = said(&sandbox, "Hibernated").2;
         assert!(words.contains("memory was not kept"), "{words}");
         Ok(())
     })
@@ -273,16 +223,18 @@ async fn a_runtime_that_cannot_save_is_stopped_and_says_that_memory_was_not_kept
 async fn a_snapshot_by_hand_is_the_start_of_a_copy() -> anyhow::Result<()> {
     case("suspend-copy", async |case| {
         case.create(sandbox(json!({}), rich())).await?;
-        let pod = started(case).await?;
+        let pod = case.sandbox_ready("s").await?;
         let before = witness::ask(&pod).await?;
         case.create(json!({
             "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxSnapshot",
             "metadata": { "name": "by-hand" }, "spec": { "sandboxName": "s" },
         }))
         .await?;
-        wait::until("the snapshot is committed", LIMIT, async || {
-            let snapshot = case.snapshots().get("by-hand").await?;
-            wait::holds(snapshot.is_committed(), || format!("{:?}", snapshot.status))
+        let words = "the snapshot is committed";
+        let snapshots = case.snapshots();
+        wait::object(snapshots, "by-hand", words, LIMIT, |found| match found {
+            Some(snapshot) if snapshot.is_committed() => Ok(()),
+            found => Err(format!("{:?}", found.and_then(|found| found.status))),
         })
         .await?;
         witness::ask(&pod).await?.goes_on_from(&before)?;
@@ -304,8 +256,10 @@ async fn an_unknown_snapshot_and_a_malformed_annotation_are_named() -> anyhow::R
     case("suspend-words", async |case| {
         let annotations = json!({ "torpor.dev/restore-from": "nowhere" });
         case.create(sandbox(annotations, counting())).await?;
-        let sandbox = until(case, "Restored", "False", "SnapshotNotFound").await?;
-        assert!(message(&sandbox, "Restored").contains("nowhere"));
+        let sandbox = case
+            .sandbox_says("s", "Restored", "False", "SnapshotNotFound")
+            .await?;
+        assert!(said(&sandbox, "Restored").2.contains("nowhere"));
         assert!(
             case.pods().get_opt("s").await?.is_none(),
             "nothing was started"
@@ -316,8 +270,10 @@ async fn an_unknown_snapshot_and_a_malformed_annotation_are_named() -> anyhow::R
         }}});
         let (parameters, patch) = (PatchParams::default(), Patch::Merge(annotations));
         case.sandboxes().patch("s", &parameters, &patch).await?;
-        let sandbox = until(case, "Hibernated", "False", "InvalidAnnotation").await?;
-        let words = message(&sandbox, "Hibernated");
+        let sandbox = case
+            .sandbox_says("s", "Hibernated", "False", "InvalidAnnotation")
+            .await?;
+        let words = said(&sandbox, "Hibernated").2;
         for part in ["torpor.dev/suspension-strategy", "Hibernat", "Freeze"] {
             assert!(words.contains(part), "{part} in {words}");
         }
@@ -330,9 +286,9 @@ async fn an_unknown_snapshot_and_a_malformed_annotation_are_named() -> anyhow::R
 async fn a_damaged_image_is_refused_and_kept_and_cold_start_is_an_answer() -> anyhow::Result<()> {
     case("suspend-damaged", async |case| {
         case.create(sandbox(json!({}), rich())).await?;
-        let pod = started(case).await?;
+        let pod = case.sandbox_ready("s").await?;
         let before = witness::ask(&pod).await?;
-        suspended(case).await?;
+        case.suspend("s").await?;
         let image = case.node.image_of(&case.namespace, &uid(&pod))?;
         let pages = image.join("pages.img");
         let whole = std::fs::read(&pages)?;
@@ -341,18 +297,20 @@ async fn a_damaged_image_is_refused_and_kept_and_cold_start_is_an_answer() -> an
         flipped[middle] ^= 1;
         std::fs::write(&pages, &flipped)?;
 
-        set_mode(case, "Running").await?;
-        let sandbox = until(case, "Restored", "False", "ImageCorrupt").await?;
-        let words = message(&sandbox, "Restored");
+        case.set_mode("s", "Running").await?;
+        let sandbox = case
+            .sandbox_says("s", "Restored", "False", "ImageCorrupt")
+            .await?;
+        let words = said(&sandbox, "Restored").2;
         assert!(words.contains("pages.img"), "{words}");
         assert_eq!(std::fs::read(&pages)?, flipped, "the image is kept");
 
         // Mended, the same Pod goes on: the kubelet tries again by itself.
         std::fs::write(&pages, &whole)?;
-        let pod = started(case).await?;
+        let pod = case.sandbox_ready("s").await?;
         witness::ask(&pod).await?.goes_on_from(&before)?;
 
-        suspended(case).await?;
+        case.suspend("s").await?;
         let image = case.node.image_of(&case.namespace, &uid(&pod))?;
         std::fs::File::options()
             .write(true)
@@ -364,10 +322,12 @@ async fn a_damaged_image_is_refused_and_kept_and_cold_start_is_an_answer() -> an
         }));
         let parameters = PatchParams::default();
         case.sandboxes().patch("s", &parameters, &patch).await?;
-        let cold = started(case).await?;
+        let cold = case.sandbox_ready("s").await?;
         assert_ne!(witness::ask(&cold).await?.secret, before.secret);
-        let sandbox = until(case, "Restored", "False", "ColdStarted").await?;
-        assert!(message(&sandbox, "Restored").contains("pages.img"));
+        let sandbox = case
+            .sandbox_says("s", "Restored", "False", "ColdStarted")
+            .await?;
+        assert!(said(&sandbox, "Restored").2.contains("pages.img"));
         assert_eq!(cold.name_any(), "s");
         Ok(())
     })
@@ -379,9 +339,9 @@ async fn an_image_of_another_pod_spec_is_refused_and_kept_until_the_spec_fits_ag
 -> anyhow::Result<()> {
     case("suspend-spec", async |case| {
         case.create(sandbox(json!({}), rich())).await?;
-        let pod = started(case).await?;
+        let pod = case.sandbox_ready("s").await?;
         let before = witness::ask(&pod).await?;
-        suspended(case).await?;
+        case.suspend("s").await?;
         let running_with = async |spec: Value| {
             let change =
                 json!({ "spec": { "operatingMode": "Running", "podTemplate": { "spec": spec } } });
@@ -394,13 +354,15 @@ async fn an_image_of_another_pod_spec_is_refused_and_kept_until_the_spec_fits_ag
             .unwrap_or_default()
             .to_owned();
         running_with(other).await?;
-        let sandbox = until(case, "Restored", "False", "SpecMismatch").await?;
-        let words = message(&sandbox, "Restored");
+        let sandbox = case
+            .sandbox_says("s", "Restored", "False", "SpecMismatch")
+            .await?;
+        let words = said(&sandbox, "Restored").2;
         assert!(words.contains(&name), "{words}");
 
-        suspended(case).await?;
+        case.suspend("s").await?;
         running_with(rich()).await?;
-        let pod = started(case).await?;
+        let pod = case.sandbox_ready("s").await?;
         witness::ask(&pod).await?.goes_on_from(&before)
     })
     .await
@@ -413,9 +375,9 @@ async fn is_refused_and_kept(
     named: &str,
 ) -> anyhow::Result<()> {
     case.create(sandbox(json!({}), rich())).await?;
-    let pod = started(case).await?;
+    let pod = case.sandbox_ready("s").await?;
     let before = witness::ask(&pod).await?;
-    suspended(case).await?;
+    case.suspend("s").await?;
     let image = case.node.image_of(&case.namespace, &uid(&pod))?;
     let path = image.join("manifest.json");
     let whole = std::fs::read(&path)?;
@@ -423,14 +385,16 @@ async fn is_refused_and_kept(
     change(&mut manifest.fingerprint);
     std::fs::write(&path, manifest.encode()?.0)?;
 
-    set_mode(case, "Running").await?;
-    let sandbox = until(case, "Restored", "False", "FingerprintMismatch").await?;
-    let words = message(&sandbox, "Restored");
+    case.set_mode("s", "Running").await?;
+    let sandbox = case
+        .sandbox_says("s", "Restored", "False", "FingerprintMismatch")
+        .await?;
+    let words = said(&sandbox, "Restored").2;
     ensure!(words.contains(named), "{named}: {words}");
 
     // On a node that it fits the same Pod goes on: the kubelet tries again by itself.
     std::fs::write(&path, &whole)?;
-    let pod = started(case).await?;
+    let pod = case.sandbox_ready("s").await?;
     witness::ask(&pod).await?.goes_on_from(&before)
 }
 

@@ -78,7 +78,7 @@ async fn images_of_idle_sandboxes_keep_to_the_bandwidth_and_who_asks_does_not_wa
         case.start(shell_pod("asked", IDLE)).await?;
         let limit = BANDWIDTH.to_string();
         let limited = [("TORPOR_SAVE_BANDWIDTH", limit.as_str())];
-        Agent::with_environment(&case.kubectl, &limited, async || {
+        Agent::with_environment(case, &limited, async || {
             let names = ["idle-0", "idle-1"];
             let mut pods = Vec::new();
             for name in names {
@@ -166,7 +166,7 @@ async fn a_node_that_is_short_of_memory_puts_idle_sandboxes_to_sleep_that_may_an
             ("TORPOR_MEMORY_PRESSURE_AVAILABLE", "99"),
             ("TORPOR_PRESSURE_IDLE", "5"),
         ];
-        Agent::with_environment(&case.kubectl, &short, async || {
+        Agent::with_environment(case, &short, async || {
             for name in ["p0", "p1"] {
                 let pod = case.asleep(name).await?;
                 assert_eq!(restarts(&pod), 0);
@@ -242,7 +242,7 @@ async fn a_node_that_is_short_of_swap_hibernates_who_dozes_the_longest_idle_firs
             ("TORPOR_SWAP_PRESSURE_FREE", "99"),
             ("TORPOR_PRESSURE_IDLE", "10"),
         ];
-        Agent::with_environment(&case.kubectl, &short, async || {
+        Agent::with_environment(case, &short, async || {
             case.start(holds("d0", DOZE_AFTER, "2s")).await?;
             case.dozes("d0").await?;
             let held = megabytes << 20;
@@ -300,7 +300,7 @@ async fn an_upgrade_of_the_agent_under_load_loses_nothing() -> anyhow::Result<()
         }
         let rolling = async {
             for _ in 0..ROLLS {
-                Agent::roll(&case.kubectl).await?;
+                Agent::roll(case).await?;
             }
             anyhow::Ok(())
         };

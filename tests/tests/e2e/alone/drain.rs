@@ -27,11 +27,10 @@ async fn cordon(case: &Case, node: &str, unschedulable: bool) -> anyhow::Result<
 /// As `kubectl drain` does with each Pod.
 async fn evict(case: &Case, pod: &Pod) -> anyhow::Result<()> {
     case.pods().evict("s", &EvictParams::default()).await?;
-    wait::until("the Pod is gone", LIMIT, async || {
-        let now = case.pods().get_opt("s").await?;
-        wait::holds(now.as_ref().is_none_or(|now| uid(now) != uid(pod)), || {
-            "the same Pod".to_owned()
-        })
+    let words = "the Pod is gone";
+    wait::object(case.pods(), "s", words, LIMIT, |now| match now {
+        Some(now) if uid(&now) == uid(pod) => Err("the same Pod".to_owned()),
+        _ => Ok(()),
     })
     .await
 }

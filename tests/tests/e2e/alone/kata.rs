@@ -80,7 +80,7 @@ async fn an_idle_sandbox_of_another_runtime_dozes_and_wakes_on_a_packet_also_aft
         let patch = std::fs::read_to_string(here)?
             .replace("path: /run/containerd,", "path: /run/torpor-dev/node-0,")
             .replace("kata-qemu,kata-qemu-runtime-rs,kata-clh,kata-clh-runtime-rs,kata-fc,kata-dragonball", "runc");
-        let done = Agent::with_patch(&case.kubectl, &patch, async || goes_through(case).await).await;
+        let done = Agent::with_patch(case, &patch, async || goes_through(case).await).await;
         case.kubectl.ok(&["delete", "runtimeclass", CLASS]).await?;
         done
     })

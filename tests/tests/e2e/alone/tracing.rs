@@ -53,7 +53,7 @@ async fn spans_of_a_save_a_wake_and_a_resume_come_to_the_collector_as_parts_of_t
             // Milliseconds; it is 5 s where nobody says so.
             ("OTEL_BSP_SCHEDULE_DELAY", "500"),
         ];
-        Agent::with_environment(&case.kubectl, &to_collector, async || {
+        Agent::with_environment(case, &to_collector, async || {
             let wish = |value| json!({ "metadata": { "annotations": { HIBERNATE: value } } });
             case.patch("s", wish(json!("true"))).await?;
             case.sandbox_says("s", HIBERNATED, "True", hibernated::HIBERNATED)
