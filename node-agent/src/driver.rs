@@ -23,14 +23,14 @@ use torpor_core::pressure::{Candidate, candidate};
 use torpor_core::queue::Wish;
 use torpor_core::state::{Desired, Failures, PodPresence, Policy};
 use torpor_core::status::SnapshotState;
-use torpor_core::steps::{Outcome, Plan, Reason};
+use torpor_core::steps::{Outcome, Plan, Reason, Step};
 use torpor_gvisor::keeper::{self, Request, Rules};
 use torpor_gvisor::record::{PodLock, PodRecord, Probes};
 
 use crate::desired::{
     desired, has_finalizer, may_be_pressed, pod_of_snapshot, probes, rules, snapshots_about,
 };
-use crate::execute::{Context, execute};
+use crate::execute::{self, Context, execute};
 use crate::idle::{self, Watched};
 use crate::kata::{Held, Kata};
 use crate::metrics::Metrics;
@@ -476,6 +476,8 @@ fn tell_rules(node: &Node, pod: &PodRecord, rules: &Rules, told: Option<Told>) -
 struct Look {
     pod_uid: PodUid,
     plan: Plan,
+    /// What the sandbox, which runs, is about to stand still for.
+    stops_for: Option<Step>,
     record: Option<PodRecord>,
     lock: Option<PodLock>,
     namespace: Option<Namespace>,
@@ -573,6 +575,7 @@ fn look(
     });
     let look = Look {
         pod_uid,
+        stops_for: plan.stops_for(&observed).cloned(),
         plan,
         record,
         lock,
@@ -627,26 +630,29 @@ fn run_in(
         partial: RefCell::new(None),
         written: Cell::new(0),
     };
-    for step in &look.plan.steps {
-        let began = std::time::Instant::now();
-        let outcome = match &mut kata {
-            Some(held) => held.act(step),
-            None => execute(&context, step),
-        };
-        let took = began.elapsed();
+    let act = |step: &Step| match &mut kata {
+        Some(held) => held.act(step),
+        None => execute(&context, step),
+    };
+    let tell = |step: &Step, outcome: &Outcome, took: Duration| {
         let kind = step.action.kind();
-        shared.metrics.stepped(kind, &outcome, took);
-        shared.spans.stepped(&look.pod_uid, kind, &outcome, took);
-        log(&look.pod_uid, step, &outcome, took);
-        failures.note(&step.action, &outcome, Timestamp::now());
-        if !matches!(outcome, Outcome::Done | Outcome::Already) {
-            break;
-        }
-    }
+        shared.metrics.stepped(kind, outcome, took);
+        shared.spans.stepped(&look.pod_uid, kind, outcome, took);
+        log(&look.pod_uid, step, outcome, took);
+        failures.note(&step.action, outcome, Timestamp::now());
+    };
+    let no_room = || execute::no_room(&context);
+    execute::run(
+        &look.plan.steps,
+        look.stops_for.as_ref(),
+        no_room,
+        act,
+        tell,
+    );
     context.written.get()
 }
 
-fn log(pod: &PodUid, step: &torpor_core::Step, outcome: &Outcome, took: Duration) {
+fn log(pod: &PodUid, step: &Step, outcome: &Outcome, took: Duration) {
     let took = took.as_millis();
     let kind = step.action.kind();
     match outcome {

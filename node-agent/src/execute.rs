@@ -48,6 +48,31 @@ pub(crate) struct Context<'a> {
     pub(crate) written: Cell<u64>,
 }
 
+/// Does steps until one does not succeed, and tells of each. A sandbox that runs is not stopped for what there is no room for: `stops_for`
+/// then fails before the first step is done.
+pub(crate) fn run(
+    steps: &[Step],
+    stops_for: Option<&Step>,
+    no_room: impl FnOnce() -> Option<Outcome>,
+    mut act: impl FnMut(&Step) -> Outcome,
+    mut tell: impl FnMut(&Step, &Outcome, Duration),
+) {
+    let began = Instant::now();
+    if let Some(step) = stops_for
+        && let Some(refused) = no_room()
+    {
+        return tell(step, &refused, began.elapsed());
+    }
+    for step in steps {
+        let began = Instant::now();
+        let outcome = act(step);
+        tell(step, &outcome, began.elapsed());
+        if !matches!(outcome, Outcome::Done | Outcome::Already) {
+            break;
+        }
+    }
+}
+
 /// Does one step: fence, ledger, act, ledger.
 pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
     let opened = context.node.store.ledger(context.pod).and_then(|ledger| {
@@ -316,8 +341,9 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
     let Some((record, _)) = context.sandbox else {
         return no_sandbox();
     };
-    if let Err(error) = check_room(context.node, record) {
-        return failed(error.reason(), &error);
+    // Once more: others may have taken of it since.
+    if let Some(refused) = no_room(context) {
+        return refused;
     }
     let partial = match context.node.store.begin(context.namespace, image) {
         Ok(partial) => partial,
@@ -348,10 +374,14 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
     }
 }
 
-/// Of a sandbox that does not say how large it is, it is only asked that something is left.
-fn check_room(node: &Node, record: &PodRecord) -> Result<(), SaveError> {
+/// How a save fails for which there is no room, if there is none. Of a sandbox that does not say how large it is, it is only asked that
+/// something is left.
+pub(crate) fn no_room(context: &Context<'_>) -> Option<Outcome> {
+    let (record, _) = context.sandbox?;
+    let node = context.node;
     let wanted = memory_of(node, record).unwrap_or(0);
-    node.store.check_room(wanted, node.store_reserve)
+    let refused = node.store.check_room(wanted, node.store_reserve).err()?;
+    Some(failed(refused.reason(), &refused))
 }
 
 /// The containers that the image's manifest will name.
@@ -450,4 +480,70 @@ fn forget_sleep(context: &Context<'_>) -> Outcome {
     // Whose sandbox has ended finds that out when it is asked.
     tell_keepers(context, &record.sandbox, &Request::Attach, |_| true);
     Outcome::Done
+}
+
+#[cfg(test)]
+mod tests {
+    use torpor_core::steps::{Fence, StepKind};
+
+    use super::*;
+
+    fn step(action: Action) -> Step {
+        Step {
+            fence: Fence {
+                pod_uid: PodUid::new("pod-a").expect("a uid"),
+                sandbox_id: None,
+                ledger_seq: 0,
+            },
+            before: None,
+            action,
+            after: None,
+        }
+    }
+
+    #[test]
+    fn a_sandbox_is_not_stopped_for_an_image_that_there_is_no_room_for() {
+        let image = ImageId::parse("pod-a.1").expect("an image's name");
+        let steps = [step(Action::Pause), step(Action::Checkpoint { image })];
+        let full = || Outcome::Failed {
+            reason: "DiskFull".to_owned(),
+            message: "no room".to_owned(),
+        };
+        let refused = vec![(StepKind::Checkpoint, full())];
+        let all = [StepKind::Pause, StepKind::Checkpoint].map(|kind| (kind, Outcome::Done));
+        for (stops_for, refusal, acts, tells) in [
+            (Some(&steps[1]), Some(full()), &[][..], refused),
+            (Some(&steps[1]), None, &steps[..], all.to_vec()),
+            // It stands still already.
+            (None, Some(full()), &steps[..], all.to_vec()),
+        ] {
+            let (mut acted, mut told) = (Vec::new(), Vec::new());
+            let act = |step: &Step| {
+                acted.push(step.clone());
+                Outcome::Done
+            };
+            let tell = |step: &Step, outcome: &Outcome, _took| {
+                told.push((step.action.kind(), outcome.clone()));
+            };
+            run(&steps, stops_for, || refusal, act, tell);
+            assert_eq!((acted.as_slice(), told), (acts, tells));
+        }
+    }
+
+    #[test]
+    fn what_comes_after_a_step_that_did_not_succeed_is_left() {
+        let steps = [Action::Pause, Action::Resume, Action::Freeze].map(step);
+        let mut acted = Vec::new();
+        let act = |step: &Step| {
+            acted.push(step.action.kind());
+            match step.action {
+                Action::Resume => no_sandbox(),
+                _ => Outcome::Already,
+            }
+        };
+        let mut told = 0;
+        run(&steps, None, || None, act, |_, _, _| told += 1);
+        assert_eq!(acted, [StepKind::Pause, StepKind::Resume]);
+        assert_eq!(told, 2);
+    }
 }

@@ -273,7 +273,9 @@ mod tests {
     async fn what_a_timer_wants_is_saved_once_nobody_waits_for_a_wake_any_more() {
         let dir = tempfile::tempdir().expect("a directory");
         let saves = Saves::new(1, None, dir.path(), Arc::new(Metrics::new()));
-        let wake = Turns::new(dir.path(), 0).take(torpor_gvisor::record::WakeCause::Called);
+        let namespace = Namespace::new("n").expect("a name");
+        let called = torpor_gvisor::record::WakeCause::Called;
+        let wake = Turns::new(dir.path(), 0).take(called, &namespace);
         let task = Arc::new(Notify::new());
         let turn = saves.follow(
             None,

@@ -14,6 +14,7 @@
 //! - [`steps`]: plans, their steps, and what became of a step
 //! - [`status`]: what users are told
 //! - [`planner`]: the decisions
+//! - [`wake_line`]: which sandbox is restored next when more are to wake than may at once
 //! - [`wake_on`]: which packets wake a sandbox
 
 pub mod bandwidth;
@@ -26,6 +27,7 @@ pub mod queue;
 pub mod state;
 pub mod status;
 pub mod steps;
+pub mod wake_line;
 pub mod wake_on;
 
 pub use ids::{

@@ -8,7 +8,7 @@
 //! ([`crate::bandwidth`]). What somebody asked for does not, and neither does what sleeps because the node is short: whoever waits for
 //! memory would wait for the disk.
 //!
-//! Wakes are not queued here: the processes that do them need no agent (`torpor_gvisor::turns`). A save that waits for its turn
+//! Wakes are not queued here: the processes that do them need no agent ([`crate::wake_line`]). A save that waits for its turn
 //! holds nothing: no lock, no paused sandbox that nobody may resume. So no wake ever waits for a save that waits.
 
 use std::collections::BTreeMap;

@@ -7,7 +7,8 @@
 //! 4. On `Done` or `Already` append `after` to the ledger, durably.
 //! 5. On anything but `Done` or `Already`, drop the rest of the plan. Note the outcome in [`crate::Failures::note`].
 //!
-//! After a plan with steps, observe and plan again at once. After one without, wait for a change or for `wake_at`.
+//! Before the first step look whether there is room for the image that the plan is for, if a sandbox that runs is stopped for one
+//! ([`Plan::stops_for`]). After a plan with steps, observe and plan again at once. After one without, wait for a change or for `wake_at`.
 //! The whole plan runs under the sandbox's lock, observation included.
 
 use jiff::Timestamp;
@@ -17,6 +18,7 @@ use crate::ids::{ContainerName, ImageId, PodUid, SandboxId};
 use crate::ledger::Entry;
 use crate::pressure::Resource;
 use crate::queue::Urgency;
+use crate::state::{Live, Observed};
 use crate::status::StatusDraft;
 
 /// What a plan was made for. Only that may be changed by it.
@@ -229,6 +231,15 @@ impl Reason {
 }
 
 impl Plan {
+    /// What a sandbox that runs is about to stand still for, if that is an image: the step that makes one, or the doze of which one is made
+    /// in a plan of its own. Where there is no room for it, this is what fails, before anything is done.
+    pub fn stops_for(&self, observed: &Observed) -> Option<&Step> {
+        let runs = observed.live == Live::Running && observed.capable.is_ok();
+        let needs_room =
+            |step: &&Step| matches!(step.action, Action::Checkpoint { .. } | Action::Doze);
+        self.steps.iter().find(needs_room).filter(|_| runs)
+    }
+
     /// Why it waits for a turn to save, if it does.
     pub fn awaits_turn(&self) -> Option<Urgency> {
         self.why.iter().find_map(Reason::awaited_turn)

@@ -47,6 +47,8 @@ pub(super) fn look(
     let look = Look {
         pod_uid,
         plan,
+        // No image is made of it.
+        stops_for: None,
         record: None,
         lock: None,
         namespace,

@@ -10,6 +10,7 @@ use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use torpor_api::annotations::{DOZE_AFTER, HIBERNATE, WAKE_ON};
 use torpor_api::conditions::POD_HIBERNATED;
+use torpor_core::ids::Namespace;
 use torpor_gvisor::record::{SandboxState, WakeCause};
 use torpor_gvisor::turns::{Turn, Turns};
 use torpor_tests::case::{Case, case, condition, uid};
@@ -519,7 +520,9 @@ async fn a_connection_is_answered_when_it_is_its_sandbox_turn_to_wake() -> anyho
         let limit = case.node.config.wakes_at_once;
         let turns = Turns::new(&case.node.config.state_dir, limit);
         ensure!(limit > 0, "the installer sets a limit");
-        let taken: Vec<Turn> = (0..limit).map(|_| turns.take(WakeCause::Asked)).collect();
+        let namespace = Namespace::new(case.namespace.clone())?;
+        let take = |_| turns.take(WakeCause::Asked, &namespace);
+        let taken: Vec<Turn> = (0..limit).map(take).collect();
         let speak = async { Connection::open(&pod).await?.ask().await };
         let give_back = async {
             wait::until("the wake waits for its turn", LIMIT, async || {

@@ -45,7 +45,8 @@ pub(super) fn restore(
     awake: impl FnOnce() -> anyhow::Result<()>,
 ) -> anyhow::Result<Stages> {
     let mut stages = Stages::new();
-    let _turn = Turns::new(&node.config.state_dir, node.config.wakes_at_once).take(cause);
+    let turns = Turns::new(&node.config.state_dir, node.config.wakes_at_once);
+    let _turn = turns.take(cause, &pod.namespace);
     stages.over("turnCame");
     let expedited = node.expedited();
     let result = without_quotas(node, pod, || {

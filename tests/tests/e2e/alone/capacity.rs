@@ -11,6 +11,7 @@ use torpor_api::annotations::{DOZE_AFTER, HIBERNATE, HIBERNATE_AFTER};
 use torpor_api::conditions::{self, POD_HIBERNATED};
 use torpor_api::node::SandboxNode;
 use torpor_api::reasons::{event, plan};
+use torpor_core::ids::Namespace;
 use torpor_gvisor::record::WakeCause;
 use torpor_gvisor::turns::Turns;
 use torpor_tests::agent::Agent;
@@ -45,7 +46,8 @@ async fn a_timer_waits_while_somebody_waits_for_a_wake_and_who_asks_does_not() -
 {
     case_alone("courtesy", async |case| {
         case.start(shell_pod("asked", IDLE)).await?;
-        let called = turns(case).take(WakeCause::Called);
+        let namespace = Namespace::new(case.namespace.clone())?;
+        let called = turns(case).take(WakeCause::Called, &namespace);
         let sleepy = annotated(shell_pod("idle", IDLE), HIBERNATE_AFTER, "3s");
         let pod = case.start(sleepy).await?;
         wait::until("it waits for its turn", SLEEP_LIMIT, async || {

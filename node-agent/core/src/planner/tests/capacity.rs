@@ -59,6 +59,68 @@ fn a_save_waits_for_its_turn_and_nothing_stands_still_meanwhile() {
 }
 
 #[test]
+fn what_a_sandbox_is_about_to_stop_for_is_known_before_it_stops() {
+    use StepKind::*;
+    let idle = |observed| idle_since(990, observed);
+    let running = || idle(observed(Live::Running, &[], &[]));
+    let manual = Desired {
+        snapshots: vec![snapshot("s", SnapshotReason::Manual)],
+        ..desired(Power::Awake)
+    };
+    let unsaved = Observed {
+        capable: Err("no images".into()),
+        dozes_unsaved: true,
+        ..running()
+    };
+    for (desired, observed, step) in [
+        (desired(Power::Asleep), running(), Some(Checkpoint)),
+        (manual, running(), Some(Checkpoint)),
+        // Its image is made when it dozes.
+        (dozy(), running(), Some(Doze)),
+        (dozy(), unsaved, None),
+        (desired(Power::Frozen), running(), None),
+        (desired(Power::Awake), running(), None),
+        // It stands still already, or has its image.
+        (
+            desired(Power::Asleep),
+            observed(Live::Paused, &[], &[]),
+            None,
+        ),
+        (
+            dozy(),
+            idle(observed(Live::Paused, &committed(), &[1])),
+            None,
+        ),
+    ] {
+        let plan = planned(&desired, &observed);
+        let stops_for = plan.stops_for(&observed).map(|step| step.action.kind());
+        assert_eq!(stops_for, step, "{:?}: {:?}", plan.why, plan.steps);
+    }
+}
+
+#[test]
+fn a_sandbox_that_there_is_no_room_for_runs_on_and_is_told_of() {
+    let running = idle_since(990, observed(Live::Running, &[], &[]));
+    for wish in [desired(Power::Asleep), dozy()] {
+        let plan = planned(&wish, &running);
+        let step = plan.stops_for(&running).expect("it would stop");
+        let full = Outcome::Failed {
+            reason: "DiskFull".into(),
+            message: "no room".into(),
+        };
+        let mut refused = running.clone();
+        refused.failures.note(&step.action, &full, at(1000));
+        let plan = planned(&wish, &refused);
+        assert_eq!(kinds(&plan), [], "it is not even paused");
+        let backoff = |reason: &Reason| matches!(reason, Reason::Backoff { .. });
+        assert!(plan.why.iter().any(backoff), "{:?}", plan.why);
+        let told = plan.status.hibernated.expect("told");
+        assert_eq!(told.reason, "SaveFailed");
+        assert!(told.message.contains("DiskFull"), "{}", told.message);
+    }
+}
+
+#[test]
 fn who_waits_for_bandwidth_says_so_unless_it_is_wanted_at_once() {
     let held_back = |observed| Observed {
         held_back: true,

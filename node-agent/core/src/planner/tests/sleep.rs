@@ -31,6 +31,23 @@ fn an_idle_sandbox_falls_asleep_by_itself_when_its_time_has_come() {
 }
 
 #[test]
+fn one_that_was_woken_a_moment_ago_does_not_fall_asleep_by_itself_however_short_its_time_is() {
+    let second = Some(std::time::Duration::from_secs(1));
+    let sleep = |doze, hibernate| Desired {
+        sleep: SleepAfter { doze, hibernate },
+        ..desired(Power::Awake)
+    };
+    let mut woken = idle_since(993, observed(Live::Running, &[], &[]));
+    for wish in [sleep(second, None), sleep(None, second)] {
+        woken.awake_since = Some(at(992));
+        let plan = planned(&wish, &woken);
+        assert_eq!((kinds(&plan), plan.wake_at), (vec![], Some(at(1002))));
+        woken.awake_since = Some(at(990));
+        assert!(!planned(&wish, &woken).steps.is_empty());
+    }
+}
+
+#[test]
 fn a_sandbox_dozes_in_three_plans_so_that_whoever_needs_it_comes_between() {
     use StepKind::*;
     let idle = |observed| idle_since(990, observed);
