@@ -221,7 +221,7 @@ pub fn words(error: &(dyn std::error::Error + 'static)) -> String {
 }
 
 /// The apiserver's answer, where the error is nothing else: in its own words it is followed by the same in Rust's notation.
-fn answer_in(error: &(dyn std::error::Error + 'static)) -> Option<&Status> {
+fn answer_in<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a Status> {
     let boxed = || error.downcast_ref::<Box<kube::Error>>().map(AsRef::as_ref);
     let error = error.downcast_ref::<kube::Error>().or_else(boxed)?;
     answer_of(error).filter(|status| !status.message.is_empty())

@@ -215,7 +215,10 @@ async fn changed(connection: &Connection, goal: Goal, asked: &Change) -> Result<
     let (mut ended, mut printed) = (Ended::Done, Ok(()));
     while let Some(result) = each.next().await {
         match result {
-            Ok(done) => printed = printed.and(print_done(goal, &done)),
+            Ok(done) => {
+                let line = print_done(goal, &done);
+                printed = printed.and(line);
+            }
             // A failure is certain; that something is not known is less than that.
             Err(error) => match told(&error) {
                 Ended::Unknown if ended == Ended::Done => ended = Ended::Unknown,
