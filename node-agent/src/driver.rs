@@ -27,9 +27,7 @@ use torpor_core::steps::{Outcome, Plan, Reason};
 use torpor_gvisor::keeper::{self, Request, Rules};
 use torpor_gvisor::record::{PodLock, PodRecord, Probes};
 
-use crate::desired::{
-    desired, has_finalizer, may_be_pressed, pod_of_snapshot, probes, rules, snapshots_about,
-};
+use crate::desired::{desired, may_be_pressed, pod_of_snapshot, probes, rules, snapshots_about};
 use crate::execute::{Context, execute};
 use crate::idle::{self, Watched};
 use crate::kata::{Held, Kata};
@@ -318,7 +316,7 @@ impl Driver {
         pod: Option<&Pod>,
     ) -> Result<(), Duration> {
         let fresh = snapshots.iter().filter(|snapshot| {
-            !has_finalizer(snapshot) && snapshot.metadata.deletion_timestamp.is_none()
+            !snapshot.is_adopted() && snapshot.metadata.deletion_timestamp.is_none()
         });
         let mut result = Ok(());
         for snapshot in fresh.filter(|_| pod.is_some()) {
