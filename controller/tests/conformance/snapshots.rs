@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use torpor_controller::snapshot;
 
 use crate::{
-    objects::{NS, condition, mode, torpor_sandbox},
+    objects::{NS, committed, condition, mode, torpor_sandbox},
     world::World,
 };
 
@@ -43,6 +43,49 @@ async fn that_a_pod_was_force_deleted_while_it_was_saved_is_its_agents_to_tell()
     assert_eq!(committed_condition(&world), gone);
     let message = "The Pod ended before its memory was saved; memory was not kept";
     world.assert_says("Hibernated", "False", "SaveFailed", message);
+}
+
+/// A Sandbox that is being suspended, whose image was committed and cannot be found before its Pod was deleted.
+async fn image_is_missing() -> (World, String) {
+    let world = World::new();
+    world.ready(torpor_sandbox(json!({}))).await;
+    world.edit_sandbox(&mode("Suspended"));
+    world.settle().await;
+    let name = world.snapshot();
+    world.edit_snapshot(&name, &committed("i.1", "n1"));
+    let missing = condition("Committed", "False", "ImageMissing", "not in the store");
+    world.edit_snapshot(&name, &json!({"status": {"conditions": [missing]}}));
+    world.settle().await;
+    (world, name)
+}
+
+#[tokio::test]
+async fn an_image_that_is_missing_while_its_pod_is_there_is_not_being_saved() {
+    let (world, name) = image_is_missing().await;
+    let message = format!(
+        "The image of SandboxSnapshot {name:?} is not on node \"n1\", and is waited for (a disk that is not mounted, a directory with another name)"
+    );
+    world.assert_says("Hibernated", "False", "ImageMissing", &message);
+    let deleted = |world: &World| {
+        let pod = world.pod().expect("the Pod exists");
+        pod["metadata"].get("deletionTimestamp").is_some()
+    };
+    assert!(!deleted(&world), "its sandbox sleeps in the same image");
+    world.edit_snapshot(&name, &committed("i.1", "n1"));
+    world.settle().await;
+    assert!(deleted(&world));
+}
+
+#[tokio::test]
+async fn a_pod_that_ends_while_its_image_is_missing_takes_no_memory_along() {
+    let (world, _) = image_is_missing().await;
+    world.edit_pod(&json!({"status": {"phase": "Failed"}}));
+    world.settle().await;
+    world.pod_ends();
+    world.settle().await;
+    let said = world.condition("Hibernated").expect("it is said");
+    assert_eq!(said.1, "ImageMissing");
+    assert_eq!(world.events(), Vec::<String>::new(), "nothing is lost yet");
 }
 
 #[tokio::test]
