@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use jiff::Timestamp;
 use k8s_openapi::{
     api::node::v1::RuntimeClass,
     apimachinery::pkg::apis::meta::v1::{Condition, Time},
@@ -244,6 +245,13 @@ impl SandboxNode {
             .find(|report| report.pod_uid == pod_uid)
     }
 
+    /// Whether nothing was heard of its agent for too long.
+    pub fn is_silent(&self, now: Timestamp) -> bool {
+        let status = self.status.as_ref();
+        let heard = status.and_then(|status| status.heartbeat_time.as_ref());
+        heard.is_some_and(|heard| is_silence(heard.0, now))
+    }
+
     /// What the node can do for a handler; nothing when it does not know the handler.
     pub fn capabilities(&self, handler: &str) -> RuntimeCapabilities {
         self.status
@@ -252,6 +260,11 @@ impl SandboxNode {
             .find(|runtime| runtime.handler == handler)
             .map_or_else(RuntimeCapabilities::default, |runtime| runtime.capabilities)
     }
+}
+
+/// Whether an agent that was heard of at these two times, and not between them, was away meanwhile.
+pub fn is_silence(heard: Timestamp, again: Timestamp) -> bool {
+    again.duration_since(heard).as_secs() > install::SILENT_AFTER_SECONDS
 }
 
 /// Name of a RuntimeClass whose Pods some node can hibernate; Torpor's own before others.

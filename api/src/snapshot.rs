@@ -7,7 +7,7 @@ use kube::{CustomResource, KubeSchema};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 
-use crate::{conditions, reasons};
+use crate::{annotations, conditions, reasons};
 
 /// Desired state of a SandboxSnapshot. Users write `sandboxName` alone.
 #[derive(CustomResource, Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
@@ -195,6 +195,19 @@ impl SandboxSnapshot {
         self.status
             .as_ref()
             .map_or(&[], |status| &status.conditions)
+    }
+
+    /// Whether an agent has promised to keep bytes for it.
+    pub fn is_adopted(&self) -> bool {
+        let mut finalizers = self.metadata.finalizers.iter().flatten();
+        finalizers.any(|name| name == annotations::IMAGE_FINALIZER)
+    }
+
+    /// Whether its Committed condition is an agent's alone: one has adopted it, and it is about one Pod, of which that agent also says when it is gone. Of all others the
+    /// controller says whether there is a Sandbox of that name: whose Pod is meant is open until one is saved, and an agent speaks only while there is one.
+    pub fn is_told_by_agent(&self) -> bool {
+        let saved = self.status.as_ref().is_some_and(|s| s.pod_uid.is_some());
+        self.is_adopted() && (saved || self.spec.pod_uid.is_some())
     }
 
     /// Whether the image is complete and durable.

@@ -60,6 +60,10 @@ impl Listing {
             since.map_or_else(String::new, |since| units::age(since, self.now))
         };
         let bytes = |count: Option<i64>| count.map_or_else(String::new, units::bytes);
+        let image = match view.image_missing {
+            true => "missing".to_owned(),
+            false => bytes(view.image_bytes),
+        };
         let mut row = Vec::new();
         if self.with_namespaces {
             row.push(view.namespace.clone());
@@ -70,7 +74,7 @@ impl Listing {
             age(view.asleep_since),
             bytes(view.memory_awake_bytes),
             bytes(view.memory_asleep_bytes),
-            bytes(view.image_bytes),
+            image,
             view.node.clone().unwrap_or_default(),
             self.last_wake(view),
         ]);
@@ -128,6 +132,16 @@ mod tests {
     #[test]
     fn a_wide_table_of_all_namespaces_says_why() {
         insta::assert_snapshot!(rendered(&listing(true), Format::Wide).unwrap());
+    }
+
+    #[test]
+    fn an_image_that_cannot_be_found_is_shown_as_missing() {
+        let mut listing = listing(false);
+        listing.items[3].image_missing = true;
+        let table = rendered(&listing, Format::Table).unwrap();
+        let row = table.lines().find(|line| line.starts_with("away"));
+        let cells: Vec<&str> = row.unwrap().split_whitespace().collect();
+        assert_eq!(cells[5], "missing", "{table}");
     }
 
     #[test]

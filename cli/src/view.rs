@@ -77,6 +77,9 @@ pub struct View {
     /// Bytes on disk of the image that holds its memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub image_bytes: Option<i64>,
+    /// That image cannot be found on its node.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub image_missing: bool,
     /// The node of its Pod, or of its image.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub node: Option<String>,
@@ -84,7 +87,7 @@ pub struct View {
     pub pod: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub last_wake: Option<LastWake>,
-    /// Reason of the condition that the state is taken from.
+    /// Reason of the condition that the state is taken from, or of that which says that the image is missing.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub reason: String,
     /// Its message.
@@ -139,7 +142,7 @@ pub fn report_of<'a>(pod: &Pod, nodes: &'a [SandboxNode]) -> Option<&'a SandboxR
     node.sandbox(uid)
 }
 
-/// The snapshot that a suspended Sandbox will continue from: the newest that is committed and not used.
+/// The snapshot that a suspended Sandbox will continue from: the newest that was committed and is not used, be its image missing at the moment.
 pub fn image_of<'a>(
     sandbox: &Sandbox,
     snapshots: &'a [SandboxSnapshot],
@@ -149,11 +152,21 @@ pub fn image_of<'a>(
         .filter(|s| s.namespace() == sandbox.namespace())
         .filter(|s| s.spec.sandbox_name == sandbox.name_any())
         .filter(|s| s.spec.reason == SnapshotReason::Suspend)
-        .filter(|s| s.is_committed() && !s.is_consumed())
+        .filter(|s| (s.is_committed() || s.is_missing()) && !s.is_consumed())
         .max_by_key(|s| {
             let status = s.status.as_ref();
             status.and_then(|status| status.committed_at.as_ref().map(|at| at.0))
         })
+}
+
+/// What says that the image that holds its memory cannot be found.
+fn says_missing(sandbox: &Sandbox) -> Option<&Condition> {
+    let all = conditions_of(sandbox);
+    let says = |type_: &str, reason: &str| {
+        let found = conditions::find(all, type_);
+        found.filter(|condition| condition.status == "False" && condition.reason == reason)
+    };
+    says(HIBERNATED, hibernated::IMAGE_MISSING).or_else(|| says(RESTORED, restored::IMAGE_MISSING))
 }
 
 /// Joins one Sandbox with what is its own among the others.
@@ -166,8 +179,10 @@ pub fn view(
     let (state, decided_by) = state(sandbox);
     let report = pod.and_then(|pod| report_of(pod, nodes));
     // While there is a Pod, it has the memory, or its node reports the image.
-    let image = image_of(sandbox, snapshots).filter(|_| pod.is_none());
-    let image = image.and_then(|snapshot| snapshot.status.as_ref());
+    let snapshot = image_of(sandbox, snapshots).filter(|_| pod.is_none());
+    let image = snapshot.and_then(|snapshot| snapshot.status.as_ref());
+    let missing = says_missing(sandbox);
+    let image_missing = missing.is_some() || snapshot.is_some_and(SandboxSnapshot::is_missing);
     // From awake to a doze the condition stays False, and with it its time: since when it dozes, its node says.
     let told = report.and_then(|report| report.asleep_since.as_ref());
     let since = match state {
@@ -177,7 +192,8 @@ pub fn view(
     let node = pod
         .and_then(|pod| pod.spec.as_ref()?.node_name.clone())
         .or_else(|| image.and_then(|image| image.node_name.clone()));
-    let (reason, message) = decided_by
+    let (reason, message) = missing
+        .or(decided_by)
         .map(|condition| (condition.reason.clone(), condition.message.clone()))
         .unwrap_or_default();
     let suspended = state == State::Suspended && pod.is_none();
@@ -194,7 +210,9 @@ pub fn view(
         },
         image_bytes: report
             .and_then(|report| report.image_bytes)
-            .or_else(|| image.and_then(|image| image.size_bytes)),
+            .or_else(|| image.and_then(|image| image.size_bytes))
+            .filter(|_| !image_missing),
+        image_missing,
         node,
         pod: pod.map(ResourceExt::name_any),
         last_wake: report.and_then(|report| report.last_wake.clone()),

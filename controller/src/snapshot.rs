@@ -1,5 +1,5 @@
-//! The SandboxSnapshot kind, as far as it is the controller's: one that names no Sandbox is told so, and one whose node is gone for good is let go. All else is the business
-//! of the node's agent.
+//! The SandboxSnapshot kind, as far as it is the controller's: one that names no Sandbox is told so as long as that is no agent's to tell, and one whose node is gone for good
+//! is let go. All else is the business of the node's agent.
 
 use std::{sync::Arc, time::Duration};
 
@@ -67,8 +67,7 @@ pub fn plan(snapshot: &SandboxSnapshot, around: Around, now: Timestamp) -> Plan 
     if let Some(deleted) = &snapshot.metadata.deletion_timestamp {
         return plan_deleted(snapshot, around, Duration::try_from(now - deleted.0).ok());
     }
-    // Its node's agent says more of one that is missing, and looks for it.
-    if snapshot.is_committed() || snapshot.is_missing() {
+    if is_left_to_agent(snapshot) {
         return Plan::Nothing;
     }
     let committed = conditions::find(snapshot.conditions(), conditions::COMMITTED);
@@ -89,6 +88,11 @@ pub fn plan(snapshot: &SandboxSnapshot, around: Around, now: Timestamp) -> Plan 
     }
 }
 
+/// Whether a node's agent knows all that there is to say of it. Also of one that is missing, which it looks for.
+fn is_left_to_agent(snapshot: &SandboxSnapshot) -> bool {
+    snapshot.is_committed() || snapshot.is_missing() || snapshot.is_told_by_agent()
+}
+
 /// Node that holds, or was to hold, the bytes.
 fn node_of(snapshot: &SandboxSnapshot) -> Option<&String> {
     let holds = snapshot
@@ -99,11 +103,7 @@ fn node_of(snapshot: &SandboxSnapshot) -> Option<&String> {
 }
 
 fn plan_deleted(snapshot: &SandboxSnapshot, around: Around, since: Option<Duration>) -> Plan {
-    if !snapshot
-        .finalizers()
-        .iter()
-        .any(|name| name == annotations::IMAGE_FINALIZER)
-    {
+    if !snapshot.is_adopted() {
         return Plan::Nothing;
     }
     let since = since.unwrap_or_default();
@@ -172,7 +172,7 @@ async fn look_around(
                 .map_err(Error::Observe)?;
             around.node_exists = Some(exists);
         }
-    } else if !snapshot.is_committed() {
+    } else if !is_left_to_agent(snapshot) {
         let name = &snapshot.spec.sandbox_name;
         let found = context
             .api

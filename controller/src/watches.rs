@@ -20,7 +20,7 @@ use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 use torpor_api::{
     Sandbox, SandboxClaim, SandboxNode, SandboxSnapshot, SandboxTemplate, SandboxWarmPool,
-    SnapshotClass, annotations, conditions, labels,
+    SnapshotClass, SnapshotReason, annotations, conditions, labels, node::is_silence,
 };
 
 use crate::{
@@ -117,7 +117,7 @@ pub fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
     let known = Arc::clone(context);
     tasks.spawn(follow_guarded(client.clone(), trim_node, move |event| {
         for change in known.caches.nodes.apply(event) {
-            waiting_for_node(&change, &known.caches.sandboxes)
+            waiting_for_node(&change, &known.caches)
                 .into_iter()
                 .for_each(|key| known.queues.sandboxes.add(key));
         }
@@ -363,27 +363,50 @@ fn names(sandbox: &Sandbox, annotation: &str, value: &str) -> bool {
     .any(|all| all.get(annotation).is_some_and(|named| named == value))
 }
 
-/// Sandboxes whose next step depends on what a node can do. A heartbeat alone wakes nobody.
-fn waiting_for_node(change: &Change<SandboxNode>, sandboxes: &Cache<Sandbox>) -> Vec<Key> {
+/// Sandboxes whose next step, or whose word about their memory, depends on what a node can do. A heartbeat alone wakes nobody, unless it is the first after a silence: then those
+/// that have no Pod, and wait for the node or say that it is gone.
+fn waiting_for_node(change: &Change<SandboxNode>, caches: &Caches) -> Vec<Key> {
     let abilities = |node: &Option<Arc<SandboxNode>>| {
         let status = node.as_ref()?.status.clone()?;
         Some((status.runtimes, status.fingerprint))
     };
-    if abilities(&change.before) == abilities(&change.after) {
+    let is_able = abilities(&change.before) != abilities(&change.after);
+    if !is_able && !is_back(change) {
         return Vec::new();
     }
     let Some(node) = change.after.as_ref().or(change.before.as_ref()) else {
         return Vec::new();
     };
     let name = node.name_any();
-    let waiting = sandboxes.filtered(|sandbox| {
+    let waiting = caches.sandboxes.filtered(|sandbox| {
         let Some(status) = &sandbox.status else {
             return false;
         };
         let restored = conditions::find(&status.conditions, conditions::RESTORED);
-        status.node_name == name || restored.is_some_and(|condition| condition.status == "False")
+        is_able && status.node_name == name
+            || restored.is_some_and(|condition| condition.status == "False")
     });
-    waiting.iter().map(|sandbox| key_of(&**sandbox)).collect()
+    let asleep = caches.snapshots.filtered(|snapshot| {
+        let status = snapshot.status.as_ref();
+        snapshot.spec.reason == SnapshotReason::Suspend
+            && status.is_some_and(|status| status.node_name.as_ref() == Some(&name))
+    });
+    let asleep = asleep.iter().map(|snapshot| {
+        let (namespace, _) = key_of(&**snapshot);
+        (namespace, snapshot.spec.sandbox_name.clone())
+    });
+    let waiting = waiting.iter().map(|sandbox| key_of(&**sandbox));
+    waiting.chain(asleep).collect()
+}
+
+/// Whether the agent is heard of again.
+fn is_back(change: &Change<SandboxNode>) -> bool {
+    let heard = |node: &Option<Arc<SandboxNode>>| {
+        let status = node.as_ref()?.status.as_ref()?;
+        Some(status.heartbeat_time.as_ref()?.0)
+    };
+    let heard = heard(&change.before).zip(heard(&change.after));
+    heard.is_some_and(|(last, now)| is_silence(last, now))
 }
 
 fn naming_class(change: &Change<SnapshotClass>, sandboxes: &Cache<Sandbox>) -> Vec<Key> {

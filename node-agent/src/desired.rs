@@ -68,14 +68,6 @@ pub(crate) fn snapshots_about(
     all
 }
 
-/// Whether the agent has promised to keep bytes for the snapshot.
-pub(crate) fn has_finalizer(snapshot: &SandboxSnapshot) -> bool {
-    snapshot
-        .finalizers()
-        .iter()
-        .any(|name| name == annotations::IMAGE_FINALIZER)
-}
-
 fn intent(snapshot: &SandboxSnapshot, pod_uid: &PodUid) -> Option<SnapshotIntent> {
     // Also one that cannot be found at the moment is the snapshot's: it may come back (a disk that is mounted late).
     let status = snapshot.status.as_ref();
@@ -132,7 +124,7 @@ pub(crate) fn desired(
     };
     let snapshots = snapshots
         .iter()
-        .filter(|snapshot| has_finalizer(snapshot))
+        .filter(|snapshot| snapshot.is_adopted())
         .filter_map(|snapshot| intent(snapshot, pod_uid))
         .collect();
     Desired {
@@ -639,6 +631,30 @@ mod tests {
                 .is_empty()
         );
         assert_eq!(desired(&uid(), Some(&pod), &[&with]).snapshots.len(), 1);
+    }
+
+    /// Else controller and agent would correct each other for ever.
+    #[test]
+    fn of_a_pod_that_is_gone_the_agent_tells_just_where_the_controller_is_silent() {
+        let ours = annotations::IMAGE_FINALIZER;
+        let named = json!({ "sandboxName": "s", "podUID": "pod-1", "reason": "Suspend" });
+        let unnamed = json!({ "sandboxName": "s" });
+        let mut saved = snapshot(unnamed.clone(), &[ours]);
+        saved.status.get_or_insert_default().pod_uid = Some("pod-1".to_owned());
+        let all = [
+            snapshot(named.clone(), &[]),
+            snapshot(named, &[ours]),
+            snapshot(unnamed.clone(), &[]),
+            snapshot(unnamed, &[ours]),
+            saved,
+        ];
+        let told = all.each_ref().map(|snapshot| {
+            let about_it = pod_of_snapshot(snapshot, &[]) == Some(uid());
+            about_it && !desired(&uid(), None, &[snapshot]).snapshots.is_empty()
+        });
+        assert_eq!(told, [false, true, false, false, true]);
+        let left_to_it = all.each_ref().map(SandboxSnapshot::is_told_by_agent);
+        assert_eq!(told, left_to_it);
     }
 
     #[test]

@@ -27,9 +27,7 @@ use torpor_core::steps::{Outcome, Plan, Reason, Step};
 use torpor_gvisor::keeper::{self, Request, Rules};
 use torpor_gvisor::record::{PodLock, PodRecord, Probes};
 
-use crate::desired::{
-    desired, has_finalizer, may_be_pressed, pod_of_snapshot, probes, rules, snapshots_about,
-};
+use crate::desired::{desired, may_be_pressed, pod_of_snapshot, probes, rules, snapshots_about};
 use crate::execute::{self, Context, execute};
 use crate::idle::{self, Watched};
 use crate::kata::{Held, Kata};
@@ -37,7 +35,7 @@ use crate::metrics::Metrics;
 use crate::node::{CALL_LIMIT, Node};
 use crate::observe::observe;
 use crate::pressure::NodePressure;
-use crate::publish::{Publisher, SavedImage};
+use crate::publish::{self, Publisher, SavedImage};
 use crate::sandboxes::Board;
 use crate::saves::{SaveTurn, Saves, memory_of};
 use crate::spans::Spans;
@@ -45,6 +43,8 @@ use crate::spans::Spans;
 mod draft;
 pub(crate) use draft::saved_name;
 mod of_kata;
+mod written;
+use written::Written;
 
 /// How often a task looks although nobody said that something changed.
 const LOOK: Duration = Duration::from_secs(5);
@@ -205,6 +205,7 @@ impl Driver {
             remembered.save_turn = None;
             return Turn::Wait(RETRY);
         };
+        let snapshots = remembered.written.over(snapshots);
         if let Err(wait) = self.adopt(&snapshots, pod.as_deref()).await {
             // Others do not wait for what the API does not take.
             remembered.save_turn = None;
@@ -243,8 +244,10 @@ impl Driver {
         }
         self.shared.metrics.planned();
         self.tell_of_pressure(pod.as_deref(), &look.plan).await;
-        if let Err(error) = self.tell(pod.as_deref(), &snapshots, &look).await {
-            tracing::warn!(%pod_uid, error = crate::observe::words(&error), "status not written");
+        let written = &mut remembered.written;
+        let told = self.tell(pod.as_deref(), &snapshots, &look, written).await;
+        if let Err(error) = told {
+            untold(pod_uid, &error);
             if look.plan.steps.is_empty() {
                 return Turn::Wait(RETRY);
             }
@@ -318,7 +321,7 @@ impl Driver {
         pod: Option<&Pod>,
     ) -> Result<(), Duration> {
         let fresh = snapshots.iter().filter(|snapshot| {
-            !has_finalizer(snapshot) && snapshot.metadata.deletion_timestamp.is_none()
+            !snapshot.is_adopted() && snapshot.metadata.deletion_timestamp.is_none()
         });
         let mut result = Ok(());
         for snapshot in fresh.filter(|_| pod.is_some()) {
@@ -359,10 +362,13 @@ impl Driver {
         pod: Option<&Pod>,
         snapshots: &[Arc<SandboxSnapshot>],
         look: &Look,
-    ) -> Result<(), crate::publish::Error> {
+        written: &mut Written,
+    ) -> Result<(), publish::Error> {
+        let publisher = &self.shared.publisher;
         if let Some(pod) = pod {
-            self.shared.publisher.pod(pod, &look.plan.status).await?;
+            publisher.pod(pod, &look.plan.status).await?;
         }
+        let mut told = Ok(());
         for draft in &look.plan.status.snapshots {
             let of_draft =
                 |s: &&Arc<SandboxSnapshot>| s.uid().as_deref() == Some(draft.uid.as_str());
@@ -376,12 +382,11 @@ impl Driver {
                     .find(|saved| saved.manifest.image_id == *image),
                 _ => None,
             };
-            self.shared
-                .publisher
-                .snapshot(snapshot, draft, image)
-                .await?;
+            let one = publisher.snapshot(snapshot, draft, image).await;
+            // One that somebody else keeps writing to holds up no other.
+            told = told.and(one.map(|after| written.note(snapshot, after)));
         }
-        Ok(())
+        told
     }
 
     /// Runs the plan's steps until one does not succeed, on a thread that may block.
@@ -409,6 +414,16 @@ enum Turn {
     Wait(Duration),
     /// Neither the API nor the node knows anything of the Pod any more.
     Nothing,
+}
+
+fn untold(pod_uid: &PodUid, error: &publish::Error) {
+    let words = crate::observe::words(error);
+    if matches!(error, publish::Error::Conflict { .. }) {
+        // The watch shows in a moment what there is instead, and the task looks again at once.
+        tracing::debug!(%pod_uid, error = words, "status not written");
+    } else {
+        tracing::warn!(%pod_uid, error = words, "status not written");
+    }
 }
 
 fn until(wake_at: Option<Timestamp>) -> Duration {
@@ -442,6 +457,7 @@ struct Remembered {
     /// Its turn to save, or its place in the queue.
     save_turn: Option<Arc<SaveTurn>>,
     told: Option<Told>,
+    written: Written,
 }
 
 /// What the kubelet does with the Pod, if the API has it: what it probes, and what follows for who speaks for the Pod.

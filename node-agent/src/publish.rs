@@ -38,6 +38,9 @@ pub(crate) enum Error {
     },
     #[error("the apiserver did not answer in {API_LIMIT:?} to the write of {what}")]
     Timeout { what: String },
+    /// What was to be said follows from what was seen, which is so no longer.
+    #[error("somebody else wrote {what} meanwhile")]
+    Conflict { what: String },
 }
 
 /// Writes statuses for the agent.
@@ -57,6 +60,7 @@ async fn within<T>(
         Ok(Ok(value)) => Ok(Some(value)),
         // The object was deleted meanwhile: there is nobody to tell.
         Ok(Err(kube::Error::Api(status))) if status.is_not_found() => Ok(None),
+        Ok(Err(kube::Error::Api(status))) if status.is_conflict() => Err(Error::Conflict { what }),
         Ok(Err(source)) => Err(Error::Api { what, source }),
     }
 }
@@ -189,15 +193,19 @@ impl Publisher {
         Api::namespaced(self.client.clone(), &namespace)
     }
 
-    /// Status of a snapshot, and its finalizer when nothing is kept for it any more.
+    /// Status of a snapshot, and its finalizer when nothing is kept for it any more. Answers the snapshot as it was written, if it was.
+    ///
+    /// Only the version that was seen is changed: the controller writes Consumed into the same list, which a merge patch replaces as a whole. Without that word an image that its
+    /// sandbox has left behind would look as if it were to be resumed.
     pub(crate) async fn snapshot(
         &self,
         snapshot: &SandboxSnapshot,
         draft: &SnapshotDraft,
         manifest: Option<&SavedImage>,
-    ) -> Result<(), Error> {
+    ) -> Result<Option<SandboxSnapshot>, Error> {
         if draft.state == SnapshotState::Released {
-            return self.release(snapshot).await;
+            self.release(snapshot).await?;
+            return Ok(None);
         }
         let current = snapshot.status.clone().unwrap_or_default();
         let wanted = snapshot_status(
@@ -209,18 +217,17 @@ impl Publisher {
             Timestamp::now(),
         );
         if wanted == current {
-            return Ok(());
+            return Ok(None);
         }
         let name = snapshot.name_any();
         let what = format!("the status of SandboxSnapshot {name}");
-        let patch = Patch::Merge(json!({ "status": replacing(&current, &wanted) }));
+        let patch = Patch::Merge(json!({
+            "metadata": { "resourceVersion": snapshot.resource_version() },
+            "status": replacing(&current, &wanted),
+        }));
         let api = self.snapshots(snapshot);
-        within(
-            what,
-            api.patch_status(&name, &PatchParams::default(), &patch),
-        )
-        .await?;
-        Ok(())
+        let parameters = PatchParams::default();
+        within(what, api.patch_status(&name, &parameters, &patch)).await
     }
 }
 
@@ -428,88 +435,4 @@ pub(crate) fn fingerprint(of: &torpor_snapshots::Fingerprint) -> snapshot::Finge
 }
 
 #[cfg(test)]
-mod tests {
-    use std::collections::BTreeSet;
-
-    use torpor_api::reasons as api;
-    use torpor_core::status::reasons as core;
-
-    use super::*;
-
-    #[test]
-    fn a_doze_and_its_end_are_events_and_of_a_doze_only_what_is_true_of_each_is_said() {
-        let condition = |reason: &str, message: &str| PodCondition {
-            reason: Some(reason.to_owned()),
-            message: Some(message.to_owned()),
-            ..PodCondition::default()
-        };
-        for reason in [core::DOZING, core::AWAKE] {
-            let (type_, _) = event_of(reason).expect("an Event");
-            assert_eq!(type_, EventType::Normal, "{reason}");
-        }
-        let note = |image: &str| note_of(&condition(core::DOZING, image)).expect("words");
-        assert_eq!(note("image pod.1"), note("image pod.2"));
-        let awake = note_of(&condition(core::AWAKE, "The sandbox is awake."));
-        assert_eq!(awake.as_deref(), Some("The sandbox is awake."));
-    }
-
-    #[test]
-    fn an_image_that_was_given_back_names_no_pod_any_more() {
-        let image = torpor_core::ImageId::parse("pod-a.1").expect("an id");
-        let told = |current: &SandboxSnapshotStatus, consumed_by: Option<&str>| {
-            let consumed_by = consumed_by.map(|uid| torpor_core::PodUid::new(uid).expect("a UID"));
-            let draft = SnapshotDraft {
-                uid: torpor_core::SnapshotUid::new("s-1").expect("a UID"),
-                name: "n/s".to_owned(),
-                state: SnapshotState::Committed {
-                    image: image.clone(),
-                    consumed_by,
-                    stale: false,
-                },
-            };
-            snapshot_status(current, &draft, None, "node", None, Timestamp::UNIX_EPOCH)
-        };
-        let taken = told(&SandboxSnapshotStatus::default(), Some("pod-b"));
-        assert!(conditions::is_true(&taken.conditions, conditions::CONSUMED));
-        let back = told(&taken, None);
-        assert!(conditions::find(&back.conditions, conditions::CONSUMED).is_none());
-        let patch = replacing(&taken, &back);
-        assert_eq!(
-            patch.get("consumedByPodUID"),
-            Some(&serde_json::Value::Null)
-        );
-        assert_eq!(replacing(&back, &taken)["consumedByPodUID"], "pod-b");
-        assert_eq!(replacing(&back, &back).get("consumedByPodUID"), None);
-    }
-
-    /// The planner knows nothing of Kubernetes and so has words of its own; they must be the API's.
-    #[test]
-    fn every_reason_of_the_planner_is_one_of_the_api() {
-        let known: BTreeSet<&str> = api::hibernated::ALL
-            .iter()
-            .chain(&api::restored::ALL)
-            .chain(&api::snapshot::ALL)
-            .copied()
-            .collect();
-        for reason in [
-            core::HIBERNATED,
-            core::AWAKE,
-            core::WAKING,
-            core::SAVING,
-            core::SAVE_FAILED,
-            core::DOZING,
-            core::FROZEN,
-            core::RUNTIME_NOT_CAPABLE,
-            core::RESTORED,
-            core::ROLLED_BACK,
-            core::COLD_STARTED,
-            core::IMAGE_MISSING,
-            core::RESTORE_FAILED,
-            core::PENDING,
-            core::COMMITTED,
-            core::SANDBOX_NOT_FOUND,
-        ] {
-            assert!(known.contains(reason), "{reason}");
-        }
-    }
-}
+mod tests;

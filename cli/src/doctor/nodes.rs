@@ -19,8 +19,7 @@ const PORT_FORWARD_KERNEL: (u32, u32) = (5, 9);
 /// For how long nothing was heard of a node's agent, if that is too long.
 pub fn silence(node: &SandboxNode, now: Timestamp) -> Option<String> {
     let heard = node.status.as_ref()?.heartbeat_time.as_ref()?.0;
-    let silent = now.duration_since(heard).as_secs() > install::SILENT_AFTER_SECONDS;
-    silent.then(|| units::age(heard, now))
+    node.is_silent(now).then(|| units::age(heard, now))
 }
 
 /// The DaemonSet is there, and its Pods are ready.

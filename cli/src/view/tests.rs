@@ -195,6 +195,44 @@ fn a_sandbox_is_joined_with_its_own_pod_image_and_report() {
 }
 
 #[test]
+fn an_image_that_its_node_misses_is_not_shown_as_if_it_were_there() {
+    let mut world = world();
+    let status = world.snapshots[1].status.as_mut().unwrap();
+    status.image_id = Some("pod.1".to_owned());
+    let committed = &mut status.conditions[0];
+    (committed.status, committed.reason) = ("False".to_owned(), "ImageMissing".to_owned());
+    // The controller has not said so yet; where the image should be is known.
+    let early = &views(&world)[3];
+    assert!(early.image_missing);
+    assert_eq!((early.state, early.image_bytes), (State::Suspended, None));
+    assert_eq!(early.node.as_deref(), Some("node-1"));
+    let hibernated = &mut world.sandboxes[3].status.as_mut().unwrap().conditions[0];
+    (hibernated.status, hibernated.reason) = ("False".to_owned(), "ImageMissing".to_owned());
+    let away = &views(&world)[3];
+    assert_eq!(away.state, State::Suspended);
+    assert_eq!(away.asleep_since, Some(at("2026-11-21T11:40:00Z")));
+    assert_eq!(
+        (away.reason.as_str(), away.message.as_str()),
+        ("ImageMissing", "Words about Hibernated.")
+    );
+}
+
+#[test]
+fn a_sandbox_that_sleeps_in_place_without_its_image_says_so() {
+    let mut world = world();
+    let restored = sandbox("sleeper", "Running", &["Restored=False:ImageMissing"]);
+    let restored = restored.status.unwrap().conditions;
+    let status = world.sandboxes[0].status.as_mut().unwrap();
+    status.conditions.extend(restored);
+    let sleeper = &views(&world)[0];
+    assert_eq!(
+        (sleeper.state, sleeper.reason.as_str()),
+        (State::Hibernated, "ImageMissing")
+    );
+    assert!(sleeper.image_missing);
+}
+
+#[test]
 fn a_pod_of_the_same_name_that_another_controls_is_not_the_sandboxs() {
     let mut world = world();
     let owners = world.pods[0].metadata.owner_references.as_mut().unwrap();

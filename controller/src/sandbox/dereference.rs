@@ -1,8 +1,12 @@
 //! Client required. Gathers everything that decides about one Sandbox; nothing is judged here.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
-use k8s_openapi::api::core::v1::{PersistentVolumeClaim, Pod, Service};
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::{Node, PersistentVolumeClaim, Pod, Service};
 use kube::ResourceExt;
 use torpor_api::{
     Sandbox, SandboxNode, SandboxSnapshot, SnapshotClass,
@@ -29,6 +33,8 @@ pub struct Observed {
     pub snapshots: BTreeMap<String, Arc<SandboxSnapshot>>,
     /// What the nodes of the Pods and snapshots report, by name.
     pub nodes: BTreeMap<String, Arc<SandboxNode>>,
+    /// Those of snapshots that the cluster has no more, as far as it was asked.
+    pub gone_nodes: BTreeSet<String>,
     /// Handler of each RuntimeClass that a Pod or the template names.
     pub handlers: BTreeMap<String, String>,
     /// The snapshot class that the Sandbox names.
@@ -82,7 +88,7 @@ pub fn claim_name(template: &str, sandbox: &str) -> String {
     format!("{template}-{sandbox}")
 }
 
-/// Reads the caches. Asks the apiserver only for the Pod when the caches show none and that absence would be acted upon.
+/// Reads the caches. Asks the apiserver only for the Pod when the caches show none and that absence would be acted upon, and for the node of an image when no agent reports from it.
 pub async fn dereference(
     sandbox: Arc<Sandbox>,
     caches: &Caches,
@@ -119,6 +125,11 @@ pub async fn dereference(
         observed.learn(Fact::Snapshot(snapshot));
     }
     gather_memory(&mut observed, caches);
+    for node in super::plan::asks_for_nodes(&observed, Timestamp::now()) {
+        if !api.exists::<Node>(&node).await? {
+            observed.gone_nodes.insert(node);
+        }
+    }
     Ok(observed)
 }
 

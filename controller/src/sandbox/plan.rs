@@ -3,7 +3,7 @@
 //! Order, as upstream: expiry, else claims → Pod → Service. Torpor's part (memory kept over a suspension) decides within the Pod's turn whether the Pod may be deleted
 //! yet, and what a new one continues from.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Pod, Service};
@@ -196,6 +196,11 @@ impl Plan {
         self.steps.push(Step { area, action });
     }
 
+    /// Looks again after this time at the latest, though nothing has changed.
+    fn look_again(&mut self, wait: Duration) {
+        self.requeue = Some(self.requeue.map_or(wait, |sooner| sooner.min(wait)));
+    }
+
     /// Whether the Sandbox is suspended without an image: no Pod, or one that goes without one.
     pub fn loses_memory(&self) -> bool {
         let goes = |step: &Step| matches!(step.action, Action::DeletePod { image: None, .. });
@@ -327,6 +332,25 @@ pub fn asks_for_the_named_pod(observed: &Observed) -> bool {
     // A member of a pool has the name from the beginning, before it has a Pod.
     let new = sandbox.status.is_none() && named == Some(&sandbox.name_any());
     !ours && (suspended || (named.is_some() && !new) || marked_expired(sandbox))
+}
+
+/// Nodes of images of which nothing was heard for long, or ever: whether the cluster still has them is only found by asking. Their SandboxNodes stay when they go. Nobody asks for
+/// them while there is a Pod, which has its own node.
+pub fn asks_for_nodes(observed: &Observed, now: Timestamp) -> Vec<String> {
+    if !observed.pods.is_empty() {
+        return Vec::new();
+    }
+    let statuses = observed
+        .snapshots
+        .values()
+        .filter_map(|s| s.status.as_ref());
+    let named: BTreeSet<&String> = statuses.filter_map(|s| s.node_name.as_ref()).collect();
+    let is_silent = |name: &str| {
+        let node = observed.nodes.get(name);
+        node.is_none_or(|node| node.is_silent(now))
+    };
+    let silent = named.into_iter().filter(|name| is_silent(name));
+    silent.cloned().collect()
 }
 
 /// Merge patch that takes the Pod name off a Sandbox, or puts it on.

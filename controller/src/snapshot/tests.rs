@@ -18,6 +18,18 @@ fn committed(status: &str, reason: &str) -> Value {
     }]}})
 }
 
+/// One that the agent of a node has adopted, and that says this.
+fn adopted(reason: &str, spec: Value) -> Value {
+    let mut adopted = committed("False", reason);
+    adopted["metadata"] = json!({"finalizers": ["torpor.dev/image"]});
+    adopted["spec"] = spec;
+    adopted
+}
+
+fn of_a_pod() -> Value {
+    json!({"podUID": "u-p", "nodeName": "n1"})
+}
+
 fn now() -> Timestamp {
     "2026-01-01T00:10:00Z".parse().unwrap()
 }
@@ -58,8 +70,17 @@ fn once_the_sandbox_exists_the_snapshot_waits_for_the_agent() {
 #[case::the_agents_business(committed("False", "Saving"), SOMEBODY)]
 #[case::nothing_said_yet(json!({}), SOMEBODY)]
 #[case::committed_outlives_its_sandbox(committed("True", "Committed"), NOBODY)]
+#[case::its_pod_is_gone_and_the_agent_said_so(adopted("SandboxNotFound", of_a_pod()), SOMEBODY)]
+#[case::a_pod_without_a_sandbox_is_saved(adopted("Saving", of_a_pod()), NOBODY)]
 fn nothing_is_written(#[case] content: Value, #[case] around: Around) {
     assert_eq!(plan(&snapshot(content), around, now()), Plan::Nothing);
+}
+
+#[test]
+fn of_one_that_names_no_pod_no_agent_tells_any_more_when_its_sandbox_is_gone() {
+    let saving = snapshot(adopted("Saving", json!({})));
+    let plan = plan(&saving, NOBODY, now());
+    assert!(matches!(plan, Plan::SetCommitted(draft) if draft.reason == "SandboxNotFound"));
 }
 
 fn deleted_at(time: &str) -> SandboxSnapshot {

@@ -15,6 +15,7 @@ mod pools;
 mod property;
 mod restore;
 mod schedules;
+mod snapshots;
 mod sync;
 mod tracing;
 mod turns;

@@ -216,8 +216,15 @@ async fn how_a_pod_came_to_run_stays_said_while_it_is_frozen_or_saved_and_is_tol
 
 // --- what stands in the way -------------------------------------------------------------------------------------------------------------
 
-fn node_is_gone(world: &World) {
+fn agent_is_gone(world: &World) {
     world.api.remove("sandboxnodes", "", "n1");
+}
+
+/// Its SandboxNode stays, as nobody writes it any more.
+fn node_is_gone(world: &World) {
+    let heard = json!({"status": {"heartbeatTime": "2020-01-01T00:00:00Z"}});
+    world.api.edit("sandboxnodes", "", "n1", &heard);
+    world.api.remove("nodes", "", "n1");
 }
 
 fn runtime_is_another(world: &World) {
@@ -234,37 +241,49 @@ fn runtime_cannot(world: &World) {
     );
 }
 
+const KEPT: &str = "The image is kept in SandboxSnapshot NAME; to start without the memory, set torpor.dev/on-restore-failure: ColdStart";
+const BRING_THE_AGENT_BACK: &str = "Bring the agent back to go on with the memory (`kubectl torpor doctor` looks for it); to start without the memory, set torpor.dev/on-restore-failure: ColdStart";
+const BRING_THE_NODE_BACK: &str = "Bring the node back to go on with the memory; to start without the memory, set torpor.dev/on-restore-failure: ColdStart, or delete the Sandbox";
+
 #[rstest]
+#[case(
+    agent_is_gone,
+    "NodeUnavailable",
+    "The image of SandboxSnapshot NAME is on node \"n1\", from which no agent of Torpor reports",
+    BRING_THE_AGENT_BACK
+)]
 #[case(
     node_is_gone,
     "NodeUnavailable",
-    "Node \"n1\", which holds the image, is gone"
+    "The image of SandboxSnapshot NAME is on node \"n1\", which is gone from the cluster",
+    BRING_THE_NODE_BACK
 )]
 #[case(
     runtime_is_another,
     "FingerprintMismatch",
-    "The image was made with another runtime than node \"n1\" has now (different: platform, runscDigest)"
+    "The image was made with another runtime than node \"n1\" has now (different: platform, runscDigest)",
+    KEPT
 )]
 #[case(
     runtime_cannot,
     "NodeUnavailable",
-    "Node \"n1\", which holds the image, cannot restore with torpor"
+    "Node \"n1\", which holds the image, cannot restore with torpor",
+    KEPT
 )]
 #[tokio::test]
 async fn what_cannot_be_restored_stays_down_until_the_user_decides(
     #[case] obstacle: fn(&World),
     #[case] reason: &str,
     #[case] why: &str,
+    #[case] remedy: &str,
 ) {
     let (world, name) = asleep(json!({})).await;
+    let [why, remedy] = [why, remedy].map(|text| text.replace("NAME", &format!("{name:?}")));
     obstacle(&world);
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
     assert!(world.pod().is_none());
-    let message = format!(
-        "{why}. The image is kept in SandboxSnapshot {name:?}; to start without the memory, set torpor.dev/on-restore-failure: ColdStart"
-    );
-    world.assert_says("Restored", "False", reason, &message);
+    world.assert_says("Restored", "False", reason, &format!("{why}. {remedy}"));
     world.assert_says(
         "Ready",
         "False",
@@ -336,6 +355,35 @@ async fn an_image_that_is_missing_is_waited_for_and_not_given_up() {
     let message =
         format!("{why}. To start without the memory, set torpor.dev/on-restore-failure: ColdStart");
     world.assert_says("Restored", "False", "ImageMissing", &message);
+    world.edit_snapshot(&name, &committed("i.1", "n1"));
+    world.settle().await;
+    assert_eq!(restore_image(&world), "i.1");
+}
+
+#[tokio::test]
+async fn of_an_image_on_a_node_that_is_gone_nobody_is_told_that_it_is_waited_for() {
+    let (world, name) = asleep(json!({})).await;
+    node_is_gone(&world);
+    world.settle().await;
+    let kept = format!(
+        "Memory is kept in SandboxSnapshot {name:?} on node \"n1\", which is gone from the cluster. {BRING_THE_NODE_BACK}"
+    );
+    world.assert_says("Hibernated", "True", "Hibernated", &kept);
+    image_is_missing(&world, &name);
+    world.settle().await;
+    let missing = format!(
+        "The image of SandboxSnapshot {name:?} was missing on node \"n1\", which is gone from the cluster. {BRING_THE_NODE_BACK}"
+    );
+    world.assert_says("Hibernated", "False", "ImageMissing", &missing);
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert!(world.pod().is_none());
+    world.assert_says("Restored", "False", "NodeUnavailable", &missing);
+    assert!(world.pass().await.unwrap().is_some(), "it looks again");
+    // The node is there again, and so is the disk.
+    world
+        .api
+        .create("nodes", json!({"metadata": {"name": "n1"}}));
     world.edit_snapshot(&name, &committed("i.1", "n1"));
     world.settle().await;
     assert_eq!(restore_image(&world), "i.1");

@@ -128,6 +128,53 @@ async fn suspend_and_resume_follow_the_agents_writes() {
 }
 
 #[tokio::test]
+async fn a_node_that_left_the_cluster_and_came_back_is_taken_once_its_agent_is_heard_of() {
+    let world = World::new();
+    let heard = |time: &str| json!({"status": {"heartbeatTime": time}});
+    let long_ago = heard("2020-01-01T00:00:00Z");
+    world.api.edit("sandboxnodes", "", "n1", &long_ago);
+    let running = Running::start(world);
+    let (api, world) = (running.world.api.clone(), &running.world);
+    api.create("sandboxes", torpor_sandbox(json!({})));
+    running.pod_exists().await;
+    api.edit("pods", NS, "s", &ready_pod("n1"));
+    running.says("Ready", "DependenciesReady").await;
+    world.edit_sandbox(&mode("Suspended"));
+    api.until("there is a snapshot", |api| {
+        !api.list("sandboxsnapshots").is_empty()
+    })
+    .await;
+    world.edit_snapshot(&world.snapshot(), &committed("i.1", "n1"));
+    let going = |api: &Apiserver| {
+        api.get("pods", NS, "s")
+            .is_some_and(|p| p["metadata"].get("deletionTimestamp").is_some())
+    };
+    api.until("the Pod is being deleted", going).await;
+    world.pod_ends();
+    running.says("Hibernated", "Hibernated").await;
+
+    let is_told = || {
+        let said = world.condition("Hibernated");
+        said.is_some_and(|said| said.2.contains("no agent of Torpor reports"))
+    };
+    api.remove("sandboxnodes", "", "n1");
+    api.until("no agent reports", |_| is_told()).await;
+    let mut reports = crate::objects::sandbox_node("n1");
+    reports["status"]["heartbeatTime"] = long_ago["status"]["heartbeatTime"].clone();
+    api.create("sandboxnodes", reports);
+    api.until("one does again", |_| !is_told()).await;
+
+    api.remove("nodes", "", "n1");
+    world.edit_sandbox(&mode("Running"));
+    running.says("Restored", "NodeUnavailable").await;
+    assert_eq!(world.pod(), None);
+    api.create("nodes", json!({"metadata": {"name": "n1"}}));
+    api.edit("sandboxnodes", "", "n1", &heard("2046-01-01T00:00:00Z"));
+    running.pod_exists().await;
+    running.end().await;
+}
+
+#[tokio::test]
 async fn a_waiting_copy_starts_when_its_snapshot_and_its_node_are_there() {
     let world = World::new();
     world.api.remove("sandboxnodes", "", "n1");

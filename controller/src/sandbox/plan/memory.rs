@@ -26,8 +26,10 @@ use crate::sandbox::{
 mod evicted;
 mod resume;
 mod suspend;
+mod whereabouts;
 
 pub(in crate::sandbox) use self::evicted::{disruption, is_evicted};
+use self::whereabouts::{LOOK_FOR_NODE, image_missing, kept_in};
 pub(super) use self::{
     resume::{awake, start, wishes_for_pod},
     suspend::suspend,
@@ -194,12 +196,11 @@ const NOT_KEPT: &str = "memory was not kept";
 pub(super) fn asleep(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
     let shown = if let Some(snapshot) = newest_resumable(desired, observed) {
         match snapshot.is_missing() {
-            true => says(
-                conditions::HIBERNATED,
-                hibernated::IMAGE_MISSING,
-                image_missing(snapshot),
-            ),
-            false => kept_in(snapshot),
+            true => {
+                plan.look_again(LOOK_FOR_NODE);
+                says_missing(observed, snapshot)
+            }
+            false => kept_in(observed, snapshot),
         }
     } else if own_snapshots(desired, observed).any(|snapshot| is_half_made(snapshot)) {
         says(
@@ -222,31 +223,10 @@ pub(super) fn asleep(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed
     show_hibernated(plan, desired, observed, shown);
 }
 
-/// Where the image should be.
-fn image_missing(snapshot: &SandboxSnapshot) -> String {
-    let node = snapshot
-        .status
-        .as_ref()
-        .and_then(|s| s.node_name.as_deref());
-    format!(
-        "The image of SandboxSnapshot {:?} is not on node {:?}, and is waited for (a disk that is not mounted, a directory with another name)",
-        snapshot.name_any(),
-        node.unwrap_or_default()
-    )
-}
-
-fn kept_in(snapshot: &SandboxSnapshot) -> Shown {
-    let node = snapshot
-        .status
-        .as_ref()
-        .and_then(|status| status.node_name.as_deref());
-    let message = format!(
-        "Memory is kept in SandboxSnapshot {:?} on node {:?}",
-        snapshot.name_any(),
-        node.unwrap_or_default()
-    );
-    let (type_, reason) = (conditions::HIBERNATED, hibernated::HIBERNATED);
-    Shown::Set(Draft::new(type_, Status::True, reason, message))
+/// The memory was saved, and its image cannot be found.
+fn says_missing(observed: &Observed, snapshot: &SandboxSnapshot) -> Shown {
+    let message = image_missing(observed, snapshot);
+    says(conditions::HIBERNATED, hibernated::IMAGE_MISSING, message)
 }
 
 fn fence(snapshot: &SandboxSnapshot, use_of: ImageUse) -> ImageFence {

@@ -189,6 +189,27 @@ fn start_without_a_pod(#[case] snapshot: Option<Arc<SandboxSnapshot>>, #[case] e
     assert_eq!(actions(&plan), expected);
 }
 
+#[rstest]
+#[case::a_moment_ago(Some("2025-12-31T23:59:00Z"), &[])]
+#[case::long_ago(Some("2025-12-31T23:58:00Z"), &["n1"])]
+#[case::never(None, &["n1"])]
+fn whether_its_node_is_there_is_asked_when_nothing_is_heard_of_it(
+    #[case] heard: Option<&str>,
+    #[case] expected: &[&str],
+) {
+    let mut seen = observed(running(), None, Some(snapshot("True", json!({}))));
+    seen.nodes.clear();
+    if let Some(heard) = heard {
+        let mut node = SandboxNode::clone(&node());
+        let status = node.status.get_or_insert_default();
+        status.heartbeat_time = serde_json::from_value(json!(heard)).unwrap();
+        seen.nodes.insert("n1".to_owned(), Arc::new(node));
+    }
+    assert_eq!(asks_for_nodes(&seen, now()), expected);
+    seen.pods.insert("s".to_owned(), pod(json!({})));
+    assert!(asks_for_nodes(&seen, now()).is_empty());
+}
+
 #[test]
 fn a_pod_that_runs_again_has_its_snapshot_deleted_only_while_it_lives() {
     let alive = plan(

@@ -28,7 +28,7 @@ pub(super) fn plan(plan: &mut Plan, desired: &Desired<'_>, now: Timestamp) {
     };
     match Duration::try_from(due.duration_since(now)) {
         Ok(left) if !left.is_zero() => {
-            plan.requeue = Some(plan.requeue.map_or(left, |sooner| sooner.min(left)));
+            plan.look_again(left);
         }
         _ => plan.step(Area::Pod, Action::WakeUp { resume }),
     }

@@ -12,7 +12,8 @@ use torpor_api::{
 
 use super::{
     super::{Action, Area, Plan, Shown},
-    NOT_KEPT, capabilities, is_terminating, kept_in, node_of, pod_condition, says, snapshot_of_pod,
+    NOT_KEPT, capabilities, is_terminating, kept_in, node_of, pod_condition, says, says_missing,
+    snapshot_of_pod,
     suspend::suspend_snapshot,
 };
 use crate::sandbox::{dereference::Observed, validate::Desired};
@@ -44,8 +45,11 @@ pub(super) fn keep(
     let saving = |message: String| says(conditions::HIBERNATED, hibernated::SAVING, message);
     if let Some(snapshot) = snapshot_of_pod(desired, observed, &uid) {
         let name = snapshot.name_any();
+        if snapshot.is_missing() {
+            return Some(says_missing(observed, snapshot));
+        }
         return Some(match snapshot.is_committed() && !snapshot.is_consumed() {
-            true => kept_in(snapshot),
+            true => kept_in(observed, snapshot),
             false => saving(format!(
                 "The Pod is evicted; its image is being kept in SandboxSnapshot {name:?}"
             )),

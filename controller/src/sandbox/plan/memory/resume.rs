@@ -17,6 +17,7 @@ use super::{
     capabilities, delete_snapshot, evicted, fence, image_missing, is_deleting, is_half_made,
     is_resumable, is_terminating, newest_resumable, node_of, own_snapshots, phase, pod_condition,
     says, show_hibernated, shown_before, snapshot_of_pod,
+    whereabouts::{LOOK_FOR_NODE, Lost, cold_start, lost, out_of_reach},
 };
 use crate::sandbox::{
     dereference::Observed,
@@ -61,17 +62,8 @@ fn resume(
             create_pod(plan, desired, observed, start, Shown::Remove);
         }
         Err((reason, message)) if policy == OnRestoreFailure::Fail => {
-            let kept = match snapshot.is_missing() {
-                true => "T".to_owned(),
-                false => format!(
-                    "The image is kept in SandboxSnapshot {:?}; t",
-                    snapshot.name_any()
-                ),
-            };
-            let message = format!(
-                "{message}. {kept}o start without the memory, set {}: ColdStart",
-                annotations::ON_RESTORE_FAILURE
-            );
+            wait_for_node(plan, observed, snapshot);
+            let message = format!("{message}. {}", remedy(observed, snapshot));
             plan.memory.restored = says(conditions::RESTORED, reason, message);
         }
         Err((reason, message)) => {
@@ -83,6 +75,26 @@ fn resume(
             let shown = says(conditions::RESTORED, restored::COLD_STARTED, message);
             create_pod(plan, desired, observed, None, shown);
         }
+    }
+}
+
+/// What the user can do about an image that is not restored.
+fn remedy(observed: &Observed, snapshot: &SandboxSnapshot) -> String {
+    let cold = cold_start();
+    match lost(observed, snapshot) {
+        Some(lost) => lost.remedy(),
+        None if snapshot.is_missing() => format!("To {cold}"),
+        None => {
+            let name = snapshot.name_any();
+            format!("The image is kept in SandboxSnapshot {name:?}; to {cold}")
+        }
+    }
+}
+
+/// No event tells that a node has come back to the cluster, or has left it while its image was waited for.
+fn wait_for_node(plan: &mut Plan, observed: &Observed, snapshot: &SandboxSnapshot) {
+    if snapshot.is_missing() || lost(observed, snapshot) == Some(Lost::Gone) {
+        plan.look_again(LOOK_FOR_NODE);
     }
 }
 
@@ -107,7 +119,15 @@ fn copy(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, name: &str)
     });
     match memory {
         Ok(start) => create_pod(plan, desired, observed, Some(start), Shown::Remove),
-        Err((reason, message)) if desired.settings.restore_policy() == OnRestoreFailure::Fail => {
+        Err((reason, mut message))
+            if desired.settings.restore_policy() == OnRestoreFailure::Fail =>
+        {
+            if let Some(snapshot) = observed.snapshots.get(name)
+                && let Some(lost) = lost(observed, snapshot)
+            {
+                wait_for_node(plan, observed, snapshot);
+                message = format!("{message}. {}", lost.remedy());
+            }
             plan.memory.restored = says(conditions::RESTORED, reason, message);
         }
         Err((reason, message)) => {
@@ -131,21 +151,24 @@ fn can_restore(
 ) -> Result<Memory, Obstacle> {
     let name = snapshot.name_any();
     let policy = desired.settings.restore_policy();
+    if let Some(lost) = lost(observed, snapshot) {
+        let message = out_of_reach(snapshot, lost);
+        return Err((restored::NODE_UNAVAILABLE, message));
+    }
     if snapshot.is_missing() {
-        return Err((restored::IMAGE_MISSING, image_missing(snapshot)));
+        let message = image_missing(observed, snapshot);
+        return Err((restored::IMAGE_MISSING, message));
     }
     let Some(memory) = Memory::of(snapshot, copy, policy) else {
         let message = format!("SandboxSnapshot {name:?} does not say where its image lies");
         return Err((restored::SNAPSHOT_NOT_READY, message));
     };
     let node_name = &memory.node;
-    let Some(node) = observed.nodes.get(node_name) else {
-        let message = format!("Node {node_name:?}, which holds the image, is gone");
-        return Err((restored::NODE_UNAVAILABLE, message));
-    };
+    let node = observed.nodes.get(node_name);
     let class = pod_spec::runtime_class_name(&desired.sandbox.spec.pod_template.spec);
     let handler = class.and_then(|class| observed.handlers.get(&class));
-    if !handler.is_some_and(|handler| node.capabilities(handler).restore) {
+    let able = handler.zip(node);
+    if !able.is_some_and(|(handler, node)| node.capabilities(handler).restore) {
         let runtime = handler.map_or("the default runtime", String::as_str);
         let message =
             format!("Node {node_name:?}, which holds the image, cannot restore with {runtime}");
@@ -156,8 +179,7 @@ fn can_restore(
         .as_ref()
         .and_then(|status| status.fingerprint.as_ref());
     let offered = node
-        .status
-        .as_ref()
+        .and_then(|node| node.status.as_ref())
         .and_then(|status| status.fingerprint.as_ref());
     if let (Some(made_with), Some(offered)) = (made_with, offered) {
         let different = made_with.differs_in(offered);

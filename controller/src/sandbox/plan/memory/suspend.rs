@@ -16,7 +16,7 @@ use torpor_api::{
 use super::{
     super::{Action, Area, ImageUse, Plan, Shown, SnapshotFence, delete_pod, pods::patch_pod},
     NOT_KEPT, capabilities, delete_snapshot, fence, is_deleting, is_terminating, kept_in, node_of,
-    phase, pod_condition, says, show_hibernated, snapshot_of_pod,
+    phase, pod_condition, says, says_missing, show_hibernated, snapshot_of_pod,
 };
 use crate::sandbox::{
     dereference::Observed,
@@ -126,7 +126,14 @@ fn hibernate(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, pod: &
                 delete_pod(pod, Some(fence(snapshot, ImageUse::OnlyCopy))),
             );
         }
-        return kept_in(snapshot);
+        return kept_in(observed, snapshot);
+    }
+    if snapshot.is_missing() && !snapshot.is_consumed() {
+        // The Pod sleeps in the same image, and stays until that is found. One that has ended is of no more use.
+        if has_ended(pod) {
+            stop(plan, pod);
+        }
+        return says_missing(observed, snapshot);
     }
     if is_terminating(pod) {
         return Shown::Keep;
@@ -141,6 +148,10 @@ fn hibernate(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, pod: &
     not_committed(plan, snapshot, pod)
 }
 
+fn has_ended(pod: &Pod) -> bool {
+    matches!(phase(pod), "Succeeded" | "Failed")
+}
+
 /// The snapshot of this Pod is under way, or failed.
 fn not_committed(plan: &mut Plan, snapshot: &SandboxSnapshot, pod: &Pod) -> Shown {
     let name = snapshot.name_any();
@@ -148,7 +159,7 @@ fn not_committed(plan: &mut Plan, snapshot: &SandboxSnapshot, pod: &Pod) -> Show
     let message = committed
         .map(|condition| condition.message.clone())
         .unwrap_or_default();
-    if matches!(phase(pod), "Succeeded" | "Failed") {
+    if has_ended(pod) {
         stop(plan, pod);
         return says(
             conditions::HIBERNATED,
@@ -217,7 +228,7 @@ fn begin_hibernate(
     let name = suspend_snapshot_name(&desired.name, &pod.uid().unwrap_or_default());
     if observed.snapshots.contains_key(&name) {
         // Not one of ours, or it would have been found above. It is the user's to remove, and no event of it need reach this Sandbox.
-        plan.requeue = Some(plan.requeue.map_or(NAME_TAKEN, |wait| wait.min(NAME_TAKEN)));
+        plan.look_again(NAME_TAKEN);
         let message = format!(
             "SandboxSnapshot {name:?} exists and is not of this Sandbox's Pod; delete it to go on"
         );

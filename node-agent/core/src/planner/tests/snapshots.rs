@@ -135,6 +135,22 @@ fn an_image_that_cannot_be_found_for_a_while_is_its_snapshots_when_it_is_there_a
 }
 
 #[test]
+fn of_a_pod_that_went_while_it_was_saved_it_is_said_that_nothing_is_left_to_save() {
+    let mut suspended = desired(Power::Awake);
+    suspended.pod = PodPresence::Gone;
+    suspended
+        .snapshots
+        .push(snapshot("s-1", SnapshotReason::Suspend));
+    let mut cut_off = observed(Live::None, &[saving(1)], &[]);
+    cut_off.sandbox = None;
+    let said = &planned(&suspended, &cut_off).status.snapshots[0].state;
+    assert!(
+        matches!(said, SnapshotState::Failed { reason, .. } if reason == "SandboxNotFound"),
+        "{said:?}"
+    );
+}
+
+#[test]
 fn a_snapshot_whose_image_cannot_be_found_is_not_made_anew_of_what_runs_now() {
     let mut desired = desired(Power::Awake);
     desired

@@ -1,0 +1,90 @@
+//! What a task has written of its Pod's snapshots, as long as the watch does not show it.
+//!
+//! A write holds only for the version that was seen. The next plan is often made before the watch shows the last write, and what it has to say would be refused.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use kube::ResourceExt;
+use torpor_api::snapshot::SandboxSnapshot;
+
+/// Snapshots as the apiserver answered to the last write of each, by UID.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Written(HashMap<String, Write>);
+
+#[derive(Debug, Clone)]
+struct Write {
+    /// The version that the watch showed at that time.
+    shown: Option<String>,
+    after: Arc<SandboxSnapshot>,
+}
+
+impl Written {
+    /// `shown` by the watch, and what this task has written in place of what it has written over.
+    pub(super) fn over(
+        &mut self,
+        mut shown: Vec<Arc<SandboxSnapshot>>,
+    ) -> Vec<Arc<SandboxSnapshot>> {
+        let mut hidden = HashMap::new();
+        for snapshot in &mut shown {
+            let write = snapshot.uid().and_then(|uid| self.0.remove_entry(&uid));
+            // Any other version than then is this write, or a later one.
+            let write = write.filter(|(_, write)| write.shown == snapshot.resource_version());
+            if let Some((uid, write)) = write {
+                *snapshot = write.after.clone();
+                hidden.insert(uid, write);
+            }
+        }
+        self.0 = hidden;
+        shown
+    }
+
+    /// `before` was written over; `after`: what came of it, if it was.
+    pub(super) fn note(&mut self, before: &SandboxSnapshot, after: Option<SandboxSnapshot>) {
+        let Some((uid, after)) = before.uid().zip(after) else {
+            return;
+        };
+        let earlier = self.0.remove(&uid);
+        let shown = earlier.map_or_else(|| before.resource_version(), |write| write.shown);
+        let after = Arc::new(after);
+        self.0.insert(uid, Write { shown, after });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn version(number: u32) -> SandboxSnapshot {
+        serde_json::from_value(json!({
+            "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxSnapshot",
+            "metadata": { "name": "x", "uid": "snap-1", "resourceVersion": number.to_string() },
+            "spec": { "sandboxName": "s" },
+        }))
+        .expect("a SandboxSnapshot")
+    }
+
+    /// Which version counts while the watch shows this one.
+    fn counts(written: &mut Written, shown: u32) -> Option<String> {
+        let counts = written.over(vec![Arc::new(version(shown))]);
+        counts.first().and_then(|one| one.resource_version())
+    }
+
+    #[test]
+    fn what_was_written_counts_until_the_watch_shows_something_newer() {
+        let mut written = Written::default();
+        assert_eq!(counts(&mut written, 1).as_deref(), Some("1"));
+        written.note(&version(1), None);
+        assert_eq!(counts(&mut written, 1).as_deref(), Some("1"), "unwritten");
+        written.note(&version(1), Some(version(2)));
+        assert_eq!(counts(&mut written, 1).as_deref(), Some("2"));
+        // Once more, before the watch shows the first.
+        written.note(&version(2), Some(version(3)));
+        assert_eq!(counts(&mut written, 1).as_deref(), Some("3"));
+        // By somebody else.
+        assert_eq!(counts(&mut written, 4).as_deref(), Some("4"));
+        assert!(written.0.is_empty());
+    }
+}

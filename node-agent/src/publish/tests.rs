@@ -1,0 +1,124 @@
+use std::collections::BTreeSet;
+
+use torpor_api::reasons as api;
+use torpor_core::status::reasons as core;
+use torpor_test_apiserver::Apiserver;
+
+use super::*;
+
+#[test]
+fn a_doze_and_its_end_are_events_and_of_a_doze_only_what_is_true_of_each_is_said() {
+    let condition = |reason: &str, message: &str| PodCondition {
+        reason: Some(reason.to_owned()),
+        message: Some(message.to_owned()),
+        ..PodCondition::default()
+    };
+    for reason in [core::DOZING, core::AWAKE] {
+        let (type_, _) = event_of(reason).expect("an Event");
+        assert_eq!(type_, EventType::Normal, "{reason}");
+    }
+    let note = |image: &str| note_of(&condition(core::DOZING, image)).expect("words");
+    assert_eq!(note("image pod.1"), note("image pod.2"));
+    let awake = note_of(&condition(core::AWAKE, "The sandbox is awake."));
+    assert_eq!(awake.as_deref(), Some("The sandbox is awake."));
+}
+
+#[test]
+fn an_image_that_was_given_back_names_no_pod_any_more() {
+    let image = torpor_core::ImageId::parse("pod-a.1").expect("an id");
+    let told = |current: &SandboxSnapshotStatus, consumed_by: Option<&str>| {
+        let consumed_by = consumed_by.map(|uid| torpor_core::PodUid::new(uid).expect("a UID"));
+        let draft = SnapshotDraft {
+            uid: torpor_core::SnapshotUid::new("s-1").expect("a UID"),
+            name: "n/s".to_owned(),
+            state: SnapshotState::Committed {
+                image: image.clone(),
+                consumed_by,
+                stale: false,
+            },
+        };
+        snapshot_status(current, &draft, None, "node", None, Timestamp::UNIX_EPOCH)
+    };
+    let taken = told(&SandboxSnapshotStatus::default(), Some("pod-b"));
+    assert!(conditions::is_true(&taken.conditions, conditions::CONSUMED));
+    let back = told(&taken, None);
+    assert!(conditions::find(&back.conditions, conditions::CONSUMED).is_none());
+    let patch = replacing(&taken, &back);
+    assert_eq!(
+        patch.get("consumedByPodUID"),
+        Some(&serde_json::Value::Null)
+    );
+    assert_eq!(replacing(&back, &taken)["consumedByPodUID"], "pod-b");
+    assert_eq!(replacing(&back, &back).get("consumedByPodUID"), None);
+}
+
+fn committed() -> SnapshotDraft {
+    SnapshotDraft {
+        uid: torpor_core::SnapshotUid::new("s-1").expect("a UID"),
+        name: "n/x".to_owned(),
+        state: SnapshotState::Committed {
+            image: torpor_core::ImageId::parse("pod-a.1").expect("an id"),
+            consumed_by: None,
+            stale: false,
+        },
+    }
+}
+
+#[tokio::test]
+async fn a_late_status_takes_away_nothing_that_was_written_since() {
+    let server = Apiserver::new();
+    let read = |object| serde_json::from_value::<SandboxSnapshot>(object).expect("a snapshot");
+    let seen = read(server.create(
+        "sandboxsnapshots",
+        json!({ "metadata": { "name": "x", "namespace": "n" }, "spec": { "sandboxName": "s" } }),
+    ));
+    // The controller lets the sandbox go on without the image.
+    let left_behind = json!({ "status": { "conditions": [{
+        "type": "Consumed", "status": "True", "reason": "Superseded", "message": "",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }] } });
+    let now = read(server.edit("sandboxsnapshots", "n", "x", &left_behind));
+    let publisher = Publisher::new(server.client(), "node".to_owned());
+
+    let late = publisher.snapshot(&seen, &committed(), None).await;
+    assert!(matches!(late, Err(Error::Conflict { .. })), "{late:?}");
+    let written = publisher.snapshot(&now, &committed(), None).await;
+    let written = written.expect("no conflict").expect("it is written");
+    assert!(written.is_committed() && written.is_consumed());
+
+    server.take_writes();
+    let again = publisher.snapshot(&written, &committed(), None).await;
+    assert_eq!(again.expect("no conflict"), None);
+    assert!(server.take_writes().is_empty(), "it is said already");
+}
+
+/// The planner knows nothing of Kubernetes and so has words of its own; they must be the API's.
+#[test]
+fn every_reason_of_the_planner_is_one_of_the_api() {
+    let known: BTreeSet<&str> = api::hibernated::ALL
+        .iter()
+        .chain(&api::restored::ALL)
+        .chain(&api::snapshot::ALL)
+        .copied()
+        .collect();
+    for reason in [
+        core::HIBERNATED,
+        core::AWAKE,
+        core::WAKING,
+        core::SAVING,
+        core::SAVE_FAILED,
+        core::DOZING,
+        core::FROZEN,
+        core::RUNTIME_NOT_CAPABLE,
+        core::RESTORED,
+        core::ROLLED_BACK,
+        core::COLD_STARTED,
+        core::IMAGE_MISSING,
+        core::RESTORE_FAILED,
+        core::PENDING,
+        core::COMMITTED,
+        core::SANDBOX_NOT_FOUND,
+    ] {
+        assert!(known.contains(reason), "{reason}");
+    }
+}
