@@ -384,7 +384,8 @@ impl Driver {
             };
             let one = publisher.snapshot(snapshot, draft, image).await;
             // One that somebody else keeps writing to holds up no other.
-            told = told.and(one.map(|after| written.note(snapshot, after)));
+            let one = one.map(|after| written.note(snapshot, after));
+            told = told.and(one);
         }
         told
     }

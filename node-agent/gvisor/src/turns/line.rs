@@ -164,7 +164,7 @@ mod tests {
         std::fs::rename(&first.path, &copy).expect("moved");
         std::fs::write(&first.path, b"").expect("written");
         assert_eq!(line.ahead(&second), 0);
-        assert_eq!(line.places(), [second.place.clone()]);
+        assert_eq!(line.places(), std::slice::from_ref(&second.place));
         assert!(!line.is_held(&killed) && line.is_held(&second.place));
     }
 
