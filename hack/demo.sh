@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The demo: a Sandbox is suspended with its memory and comes back, hibernates in place and is woken, falls asleep by itself and wakes on a packet.
+# The demo: a Sandbox is suspended with its memory and comes back, hibernates in place and is woken, falls asleep by itself and wakes by a curl.
 # Installs what is missing, builds, starts the development cluster, installs Torpor. KEEP=0 takes it all down at the end.
 # With KUBECONFIG set it runs on that cluster, which must have Torpor and the image torpor.dev/demo-python:dev.
 set -euo pipefail
@@ -37,13 +37,16 @@ wait_until() {
 	local deadline=$((SECONDS + $1)) words=$2
 	shift 2
 	until "$@" >/dev/null 2>&1; do
-		if [ "$SECONDS" -ge "$deadline" ]; then
-			printf '\nnot seen in time: %s\n' "$words" >&2
-			explain
-			exit 1
-		fi
+		[ "$SECONDS" -lt "$deadline" ] || lost "not seen in time: $words"
 		sleep 0.1
 	done
+}
+
+# lost WORDS: ends the demo, with what is known.
+lost() {
+	printf '\n%s\n' "$*" >&2
+	explain
+	exit 1
 }
 
 explain() {
@@ -67,7 +70,7 @@ same() { [ -n "$(value after "$1")" ] && [ "$(value before "$1")" = "$(value aft
 at_least() { [ "$(value after "$1")" -ge "$(value before "$1")" ]; }
 
 # pod_memory UID: the pod's working set in MiB, as the kubelet counts it: what its cgroup is charged for, less the page
-# cache that the kernel may drop at any time (the image that was just written is such).
+# cache that the kernel may drop at any time (the image that was just written is such). Nothing where the Pod is on another machine.
 pod_memory() {
 	local root cgroup
 	for root in /sys/fs/cgroup/memory /sys/fs/cgroup; do
@@ -82,11 +85,25 @@ pod_memory() {
 	done
 }
 
+# own_cluster_needs, other_cluster_needs: what is missing is named before anything else.
+own_cluster_needs() {
+	need root go rust
+	# A linker for Rust, and the clients of a request and of a WebSocket; the sandbox has its own python3.
+	install_missing cc="gcc libc6-dev" curl=curl python3=python3
+	warn_of_space 15
+}
+other_cluster_needs() {
+	type -P kubectl >/dev/null || die "KUBECONFIG is set, and kubectl, by which the demo would use that cluster, is missing: install it, or unset KUBECONFIG for a cluster of the demo's own"
+	say "the demo uses the cluster of KUBECONFIG=$KUBECONFIG; unset it for a cluster of its own"
+	kubectl --request-timeout=10s get customresourcedefinition/sandboxes.agents.x-k8s.io runtimeclass/torpor >/dev/null ||
+		die "that cluster does not answer, or has no Torpor (see above): install it as README.md says, or unset KUBECONFIG for a cluster of the demo's own"
+}
+
 prepare() {
-	if [ "$own_cluster" = yes ]; then
-		need go rust
-		# For the client of a WebSocket; the sandbox has its own.
-		command -v python3 >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends python3; }
+	if [ "$own_cluster" = no ]; then
+		other_cluster_needs
+	else
+		own_cluster_needs
 		"$REPO_ROOT/hack/cluster" up
 		"$REPO_ROOT/hack/image" dev
 		"$REPO_ROOT/hack/cluster" install-torpor
@@ -102,8 +119,9 @@ start() {
 	wait_until 120 "Sandbox Ready" is sandbox/demo Ready True
 	wait_until 60 "the program answers" ask before
 	uid=$(pod_field .metadata.uid)
-	printf '    a Python program holds %s MiB in a dict; its pod uses %s MiB of memory\n' \
-		"$(value before memory_mib)" "$(pod_memory "$uid")"
+	local used
+	used=$(pod_memory "$uid")
+	printf '    a Python program holds %s MiB in a dict; its pod uses %s MiB of memory\n' "$(value before memory_mib)" "${used:-?}"
 }
 
 verify() {
@@ -132,7 +150,7 @@ suspend() {
 	wait_until 60 "Sandbox Suspended" is sandbox/demo Suspended True
 	printf '    suspended after %s s\n' "$(since "$begin")"
 	check "the Pod is gone" gone pod/demo
-	check "nothing of it is left in the node's memory (it used $used MiB)" has_no_cgroup "$old_uid"
+	check "nothing of it is left in the node's memory (it used ${used:-?} MiB)" has_no_cgroup "$old_uid"
 	kubectl -n "$NAMESPACE" get sandboxsnapshots
 }
 has_no_cgroup() { [ -z "$(pod_memory "$1")" ]; }
@@ -159,7 +177,7 @@ hibernate() {
 	wait_until 60 "Sandbox Hibernated" is sandbox/demo Hibernated True
 	printf '    hibernated after %s s\n' "$(since "$begin")"
 	left=$(pod_memory "$uid")
-	check "its memory is free: the pod uses $left MiB, it used $used" [ "$left" -lt $((used / 5)) ]
+	[ -z "$used" ] || check "its memory is free: the pod uses $left MiB, it used $used" [ "$left" -lt $((used / 5)) ]
 	check "the Pod is still there and Running" [ "$(pod_field .status.phase)" = Running ]
 	check "it never restarted" [ "$(pod_field .status.containerStatuses[0].restartCount)" = 0 ]
 }
@@ -176,6 +194,9 @@ wake() {
 	kubectl -n "$NAMESPACE" annotate sandbox demo torpor.dev/hibernate-
 }
 
+# hear: what the WebSocket's client says next, in `said`.
+hear() { read -r -t 20 said <&7 || lost "nothing came over the WebSocket within 20 s"; }
+
 # The WebSocket is opened before it sleeps, and says nothing until it has been woken.
 fall_asleep() {
 	local begin uid said
@@ -184,9 +205,9 @@ fall_asleep() {
 	coproc WEBSOCKET { exec python3 "$REPO_ROOT/hack/demo/talk.py" "$ip" 8080; }
 	# Bash forgets the descriptors of a coprocess that has ended.
 	exec 7<&"${WEBSOCKET[0]}" 8>&"${WEBSOCKET[1]}"
-	read -r -t 20 said <&7
+	hear
 	echo "before the sleep" >&8
-	read -r -t 20 said <&7
+	hear
 	check "a WebSocket to the Pod echoes: ${said#* }" [ "${said#* }" = "1 before the sleep" ]
 	begin=$(now)
 	kubectl -n "$NAMESPACE" annotate sandbox demo torpor.dev/hibernate-after=3s
@@ -194,17 +215,16 @@ fall_asleep() {
 	printf '    fell asleep %s s after it was told to when idle for 3 s; the pod uses %s MiB\n' "$(since "$begin")" "$(pod_memory "$uid")"
 }
 
+# What curl fetches is of no interest, but how long it took. No proxy knows the way to a Pod.
 wake_by_request() {
-	local begin status said
-	begin=$(now)
-	exec 9<>"/dev/tcp/$ip/8080"
-	printf 'GET / HTTP/1.0\r\n\r\n' >&9
-	read -r -t 20 status <&9
-	printf '    one HTTP request woke it: the first line of the answer came after %s s\n' "$(since "$begin")"
-	exec 9<&- 9>&-
-	check "the answer: ${status%$'\r'}" [ "$(cut -d ' ' -f 2 <<<"$status")" = 200 ]
+	local took status said
+	took=$(curl --silent --show-error --noproxy '*' --max-time 20 --dump-header "$TMP/head" --output /dev/null --write-out '%{time_total}' "http://$ip:8080/") ||
+		lost "curl http://$ip:8080/ got no answer (limit: 20 s)"
+	printf '    one curl woke it: the answer was there after %.2f s\n' "$took"
+	status=$(head -n 1 "$TMP/head" | tr -d '\r')
+	check "the answer: $status" [ "$(cut -d ' ' -f 2 <<<"$status")" = 200 ]
 	echo "after the sleep" >&8
-	read -r -t 20 said <&7
+	hear
 	check "the WebSocket from before the sleep goes on, and its server knows it: ${said#* } (after ${said%% *} ms)" [ "${said#* }" = "2 after the sleep" ]
 	exec 7<&- 8>&-
 	kubectl -n "$NAMESPACE" annotate sandbox demo torpor.dev/hibernate-after-
@@ -213,8 +233,14 @@ wake_by_request() {
 	check "it never restarted" [ "$(pod_field .status.containerStatuses[0].restartCount)" = 0 ]
 }
 
+finish() {
+	local status=$?
+	rm -rf "$TMP"
+	[ "$status" = 0 ] || [ -z "$STEP_NOW" ] || say "FAILED in: $STEP_NOW (exit code $status)"
+	exit "$status"
+}
 TMP=$(mktemp -d)
-trap 'rm -rf "$TMP"' EXIT
+trap finish EXIT
 step "prepare: cluster, images, Torpor" prepare
 step "start a Sandbox" start
 step "suspend it: its memory is saved, its Pod deleted" suspend
@@ -224,15 +250,19 @@ step "wake it by kubectl exec" wake
 # On a cluster of somebody else's this machine may have no way to the Pod.
 if [ "$own_cluster" = yes ]; then
 	step "let it fall asleep by itself" fall_asleep
-	step "wake it by one request" wake_by_request
+	step "wake it by one curl" wake_by_request
 fi
 echo
 print_steps
-if [ "${KEEP:-1}" = 0 ]; then
+left="The cluster is still up: hack/cluster kubectl -n $NAMESPACE get sandboxes; hack/cluster down ends it"
+if [ "$own_cluster" = no ]; then
+	left="kubectl delete namespace $NAMESPACE takes away what it made"
+elif [ "${KEEP:-1}" = 0 ]; then
 	step "take everything down" "$REPO_ROOT/hack/cluster" down
+	left="The machine is as it was"
 fi
 if [ "$FAILED" != 0 ]; then
 	echo "the demo FAILED: see the lines marked WRONG" >&2
 	exit 1
 fi
-echo "everything held. The cluster is still up: hack/cluster kubectl -n $NAMESPACE get sandboxes; hack/cluster down ends it" >&2
+echo "everything held. $left" >&2

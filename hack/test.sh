@@ -67,18 +67,24 @@ explain() {
 	done
 }
 
+# What is missing is named before anything else, and what the cluster would refuse half an hour later, too.
 toolchains() {
-	if command -v rustup >/dev/null; then
-		rustup component add rustfmt clippy
-	fi
-	need go rust
+	local cluster_needs=root
+	[ -z "${SKIP_E2E:-}" ] || cluster_needs=
+	# shellcheck disable=SC2086
+	need $cluster_needs go rust
 	# A linker for Rust, network namespaces for the unit tests, a client for the selftest; hack/cluster installs what the cluster needs.
-	if ! command -v cc >/dev/null || ! command -v ip >/dev/null || ! command -v curl >/dev/null; then
-		apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev iproute2 curl
-	fi
-	cargo fmt --version >/dev/null && cargo clippy --version >/dev/null ||
-		die "cargo fmt or clippy is missing: rustup component add rustfmt clippy"
+	install_missing cc="gcc libc6-dev" ip=iproute2 curl=curl
+	cargo fmt --version >/dev/null 2>&1 && cargo clippy --version >/dev/null 2>&1 || rustup component add rustfmt clippy ||
+		die "cargo fmt or clippy is missing: run \`rustup component add rustfmt clippy\`"
 	say "$(go version | cut -d ' ' -f 3), $(rustc --version)"
+	warn_of_space 35
+	[ -z "${SKIP_E2E:-}" ] || return 0
+	if [ -n "$foreign_cluster" ]; then
+		say "the end-to-end tests use the cluster of KUBECONFIG=$foreign_cluster; unset it for a cluster of their own"
+	else
+		"$cluster" check
+	fi
 }
 
 go_checks() {
@@ -129,6 +135,7 @@ ended() {
 cluster_up() {
 	# Only tests that leave the machine alone run beside this, and none at the end.
 	if [ -z "${KEEP:-}" ]; then
+		end_old_swap
 		machine_before=$(mktemp)
 		fingerprint >"$machine_before"
 	fi
@@ -196,7 +203,7 @@ by_helm() {
 	uninstall --helm
 }
 
-e2e() { cargo test --locked -p torpor-tests --test e2e -- "$@"; }
+e2e() { without_proxy cargo test --locked -p torpor-tests --test e2e -- "$@"; }
 
 # The end-to-end tests come in three parts: most; those that disturb the agent, beside modules that do not mind it; and those that have the
 # node for themselves, because they kill containerd, cordon the node, or count what all of it saves.
@@ -242,13 +249,14 @@ chaos() { hack/chaos --cycles 24 --seconds 60; }
 reboot() {
 	local status=0
 	beside other_unit_tests other_unit_tests
-	cargo test --locked -p torpor-tests --test reboot || status=$?
+	without_proxy cargo test --locked -p torpor-tests --test reboot || status=$?
 	ended other_unit_tests || status=$?
 	return "$status"
 }
 
 step "toolchains" toolchains
 step "cargo fmt" cargo fmt --all --check
+step "scripts" hack/check-scripts
 step "layers" hack/check-layers
 step "guarantees" hack/check-guarantees
 step "development cluster: format, vet, tests" go_checks
@@ -259,7 +267,6 @@ if [ -n "${SKIP_E2E:-}" ]; then
 fi
 step "unit tests: build" build_unit_tests
 if [ -n "$foreign_cluster" ]; then
-	say "the end-to-end tests use the cluster of KUBECONFIG=$foreign_cluster"
 	step "unit tests" all_unit_tests
 	all_end_to_end
 	exit 0

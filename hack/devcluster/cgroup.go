@@ -87,7 +87,7 @@ func delegate(group string) error {
 	if err != nil {
 		return err
 	}
-	for _, needed := range []string{"cpu", "memory", "pids"} {
+	for _, needed := range neededControllers {
 		if !slices.Contains(strings.Fields(string(content)), needed) {
 			return fmt.Errorf("cgroup %s: controller %q cannot be enabled for the groups below it; in a container, start it with a cgroup of its own whose root holds no process (or use a virtual machine)", group, needed)
 		}

@@ -98,10 +98,8 @@ func recordMachine() (*machineRecord, error) {
 		return nil, err
 	}
 	r.Tables = tables
-	for _, t := range tables {
-		if t == "ip kube-proxy" || t == "ip6 kube-proxy" {
-			return nil, fmt.Errorf("this machine has the nftables table %q of another kube-proxy: it is a Kubernetes node already, and two would undo each other's rules; use that cluster (KUBECONFIG) or another machine", t)
-		}
+	if err := refuseOtherProxy(tables); err != nil {
+		return nil, err
 	}
 	content, err := json.MarshalIndent(r, "", "  ")
 	if err != nil {
@@ -277,7 +275,9 @@ func ensurePackages(list []hostPackage) error {
 		if err := aptUpdate(); err != nil {
 			return err
 		}
-		_, err := outputIn(10*time.Minute, "", []string{"DEBIAN_FRONTEND=noninteractive"}, nil, "apt-get", append([]string{"install", "-y", "--no-install-recommends"}, missing...)...)
+		// A machine that has just booted may be installing updates: they hold the lock.
+		args := append([]string{"-o", "DPkg::Lock::Timeout=300", "install", "-y", "--no-install-recommends"}, missing...)
+		_, err := outputIn(15*time.Minute, "", []string{"DEBIAN_FRONTEND=noninteractive"}, nil, "apt-get", args...)
 		return err
 	})
 }

@@ -7,6 +7,7 @@ import (
 	"flag"
 	"fmt"
 	"os"
+	"syscall"
 )
 
 // repoRoot is the work tree this program was built for; hack/cluster sets it.
@@ -16,6 +17,7 @@ const usage = `usage: hack/cluster COMMAND
 
   up                    start the cluster, or repair it; builds what is missing
   down                  end it and put the machine back as it was
+  check                 say what keeps the cluster from running on this machine, if anything does; changes nothing
   reboot                kill all of it, take away what a reboot takes away, start it again on the same disk
   status                what runs
   kubeconfig            print the path of the administrator's kubeconfig
@@ -37,6 +39,8 @@ const usage = `usage: hack/cluster COMMAND
 `
 
 func main() {
+	// The caller's may keep what the cluster writes from the users of its containers.
+	syscall.Umask(0o022)
 	if len(os.Args) < 2 {
 		fmt.Fprint(os.Stderr, usage)
 		os.Exit(2)
@@ -56,6 +60,8 @@ func run(command string, args []string) error {
 		return up()
 	case "down":
 		return down()
+	case "check":
+		return checkMachine()
 	case "reboot":
 		return reboot()
 	case "status":

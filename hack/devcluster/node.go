@@ -99,7 +99,7 @@ disabled_plugins = ["io.containerd.nri.v1.nri", "io.containerd.snapshotter.v1.bt
         Root = "%[9]s"
         SystemdCgroup = false
 `, n.state("containerd", "root"), n.run("containerd"), n.state("containerd", "conf.d"), n.containerdSocket(),
-		pauseImage, !hasResourceCapability(), binDir(), n.state("cni", "net.d"), n.run("runc"))
+		pauseImage, !hasCapability(capSysResource), binDir(), n.state("cni", "net.d"), n.run("runc"))
 }
 
 // ipv6Routes is missing where the kernel has no IPv6, and ipv6Disabled says 1 where new links get none.
@@ -216,20 +216,3 @@ conntrack: {maxPerCore: 0, min: 0, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeou
 
 // bridgeFilter exists where the kernel can pass bridged packets to the packet filter.
 const bridgeFilter = "/proc/sys/net/bridge/bridge-nf-call-iptables"
-
-// hasResourceCapability tells whether this process has CAP_SYS_RESOURCE (bit 24).
-func hasResourceCapability() bool {
-	status, err := os.ReadFile("/proc/self/status")
-	if err != nil {
-		return false
-	}
-	for line := range strings.Lines(string(status)) {
-		if value, found := strings.CutPrefix(line, "CapEff:"); found {
-			var bits uint64
-			if _, err := fmt.Sscanf(strings.TrimSpace(value), "%x", &bits); err == nil {
-				return bits&(1<<24) != 0
-			}
-		}
-	}
-	return false
-}

@@ -91,15 +91,29 @@ func cargoBuild() (string, error) {
 	begin := time.Now()
 	cmd := exec.Command("cargo", arguments...)
 	cmd.Dir, cmd.Stdout, cmd.Stderr = repoRoot, os.Stderr, os.Stderr
+	cmd.Env = cargoEnvironment(os.Environ())
 	if err := during("cargo build", cmd.Run); err != nil {
 		return "", fmt.Errorf("cargo build failed (see above): %w", err)
 	}
 	say("cargo build took %.0f s", time.Since(begin).Seconds())
 	target := os.Getenv("CARGO_TARGET_DIR")
 	if target == "" {
-		target = filepath.Join(repoRoot, "target")
+		target = "target"
+	}
+	if !filepath.IsAbs(target) { // as cargo takes it
+		target = filepath.Join(repoRoot, target)
 	}
 	return filepath.Join(target, host, folder), nil
+}
+
+// cargoEnvironment leaves out what would replace the target and the flags of .cargo/config.toml: a binary that is not static does not
+// start in an image that holds nothing else.
+func cargoEnvironment(environ []string) []string {
+	replaces := []string{"RUSTFLAGS", "CARGO_ENCODED_RUSTFLAGS", "CARGO_BUILD_TARGET"}
+	return slices.DeleteFunc(slices.Clone(environ), func(variable string) bool {
+		name, _, _ := strings.Cut(variable, "=")
+		return slices.Contains(replaces, name)
+	})
 }
 
 // cargoArguments says how cargo builds the binaries in a profile, and the name of the folder that they come to.

@@ -39,6 +39,9 @@ func up() error {
 	if err := ensurePackages(runPackages); err != nil {
 		return err
 	}
+	if err := checkMachine(); err != nil {
+		return err
+	}
 	tools, err := builtTools(true)
 	if err != nil {
 		return err
@@ -293,7 +296,7 @@ func lockCluster() (func(), error) {
 
 func needRoot(command string) error {
 	if os.Geteuid() != 0 {
-		return fmt.Errorf("`%s` needs root (it makes bridges, mounts and cgroups): run it with sudo -E or in a virtual machine", command)
+		return fmt.Errorf("`%s` needs root (it makes bridges, mounts and cgroups): run it with sudo -E env \"PATH=$PATH\" or in a virtual machine", command)
 	}
 	return nil
 }
