@@ -91,8 +91,7 @@ impl Error {
 
     /// Whether the cluster does not serve the kind that was asked for.
     pub fn is_unknown_kind(&self) -> bool {
-        self.answer()
-            .is_some_and(|status| status.is_not_found() && !is_missing(status))
+        self.answer().is_some_and(is_unserved)
     }
 
     /// Whether the object that was asked for is not there.
@@ -127,6 +126,11 @@ fn is_missing(status: &Status) -> bool {
     status.reason == "NotFound"
 }
 
+/// By the code: kube 5.0.0 asks whether the reason that it looks for is a known one, not the reason that came, and so never looks at the code.
+fn is_unserved(status: &Status) -> bool {
+    status.code == 404 && !is_missing(status)
+}
+
 fn answer_of(error: &kube::Error) -> Option<&Status> {
     match error {
         kube::Error::Api(status) => Some(status),
@@ -146,7 +150,7 @@ fn remedy_of(error: &kube::Error) -> Option<String> {
         kube::Error::Api(status) if is_missing(status) => {
             "it is gone: kubectl torpor get lists what there is"
         }
-        kube::Error::Api(status) if status.is_not_found() => {
+        kube::Error::Api(status) if is_unserved(status) => {
             "the cluster does not know this kind: is Torpor installed? kubectl torpor doctor tells"
         }
         kube::Error::Service(_) | kube::Error::HyperError(_) => {
