@@ -101,11 +101,6 @@ pub(crate) fn desired(
                 .is_some_and(|value| value == "true")
         })
     };
-    let presence = match pod {
-        None => PodPresence::Gone,
-        Some(pod) if pod.metadata.deletion_timestamp.is_some() => PodPresence::Terminating,
-        Some(_) => PodPresence::Present,
-    };
     let power = match (
         annotated(annotations::HIBERNATE),
         annotated(annotations::FREEZE),
@@ -129,7 +124,7 @@ pub(crate) fn desired(
         .collect();
     Desired {
         pod_uid: pod_uid.clone(),
-        pod: presence,
+        pod: presence(pod),
         power,
         sleep,
         // What the node has to do with it is said by whoever knows the node.
@@ -146,6 +141,22 @@ pub(crate) fn desired(
         snapshots,
         told: pod.is_some_and(|pod| condition(pod, conditions::POD_HIBERNATED).is_some()),
         containers: pod.map(to_run).unwrap_or_default(),
+    }
+}
+
+/// A Pod that has ended (its node shuts down, or is short of memory) is as one that is being deleted: the kubelet never starts its containers again.
+fn presence(pod: Option<&Pod>) -> PodPresence {
+    let Some(pod) = pod else {
+        return PodPresence::Gone;
+    };
+    let phase = pod
+        .status
+        .as_ref()
+        .and_then(|status| status.phase.as_deref());
+    let ended = matches!(phase, Some("Succeeded" | "Failed"));
+    match ended || pod.metadata.deletion_timestamp.is_some() {
+        true => PodPresence::Terminating,
+        false => PodPresence::Present,
     }
 }
 
@@ -438,6 +449,21 @@ mod tests {
         };
         assert!(evicted("True") && !evicted("False"));
         assert!(!desired(&uid(), Some(&pod(json!({}))), &[]).evicted);
+    }
+
+    #[test]
+    fn a_pod_that_has_ended_is_as_one_that_is_being_deleted() {
+        for (phase, expected) in [
+            ("Pending", PodPresence::Present),
+            ("Running", PodPresence::Present),
+            ("Succeeded", PodPresence::Terminating),
+            ("Failed", PodPresence::Terminating),
+        ] {
+            let mut pod = pod(json!({}));
+            let status = json!({ "phase": phase });
+            pod.status = Some(serde_json::from_value(status).expect("a status"));
+            assert_eq!(desired(&uid(), Some(&pod), &[]).pod, expected, "{phase}");
+        }
     }
 
     #[test]

@@ -142,6 +142,8 @@ pub struct MemoryOutlook {
     pub restored: Shown,
     /// Overrides upstream's Suspended condition (strategy Freeze).
     pub suspended: Option<Draft>,
+    /// The Pod has ended, and its memory has not: the sandbox goes on from it.
+    pub keeps_ended: bool,
 }
 
 /// The Service as the status shows it.
@@ -207,7 +209,7 @@ impl Plan {
         self.pod.is_none() || self.steps.iter().any(goes)
     }
 
-    /// Whether the Pod is being evicted.
+    /// Whether the Pod is being evicted, or was ended by its kubelet.
     pub fn is_evicted(&self) -> bool {
         self.pod.as_deref().is_some_and(memory::is_evicted)
     }

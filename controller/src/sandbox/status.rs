@@ -33,6 +33,8 @@ struct Seen<'a> {
     errors: Vec<String>,
     /// The status said already that the Sandbox has finished.
     finished: bool,
+    /// The Pod has ended, and its memory is being kept for the next.
+    keeps_ended: bool,
 }
 
 /// What the status should be after a pass.
@@ -204,6 +206,7 @@ fn seen<'a>(sandbox: &'a Sandbox, plan: &Plan, applied: &Applied) -> Seen<'a> {
             .status
             .as_ref()
             .is_some_and(|status| conditions::is_true(&status.conditions, conditions::FINISHED)),
+        keeps_ended: plan.memory.keeps_ended,
     }
 }
 
@@ -296,7 +299,7 @@ fn goes(pod: &Pod) -> bool {
 
 /// How the Pod ended by itself. What ends because it is suspended or taken away has not: a claim would be deleted for it, with memory and volumes, once its `ttlSecondsAfterFinished` is over.
 fn ended(pod: &Pod, seen: &Seen<'_>) -> Option<(&'static str, &'static str)> {
-    if !seen.finished && (seen.suspended() || goes(pod)) {
+    if !seen.finished && (seen.suspended() || goes(pod) || seen.keeps_ended) {
         return None;
     }
     match phase(pod) {

@@ -187,6 +187,30 @@ async fn a_pod_that_ends_because_it_is_taken_away_ends_no_claim(#[case] policy: 
 }
 
 #[tokio::test]
+async fn a_sandbox_whose_pod_its_kubelet_ended_asleep_ends_no_claim() {
+    let cluster = cold(json!({"spec": {"lifecycle": {
+        "ttlSecondsAfterFinished": 0, "shutdownPolicy": "Delete",
+    }}}));
+    cluster.settle().await;
+    let asleep = condition("torpor.dev/Hibernated", "True", "Hibernated", "asleep");
+    let by_kubelet = condition(
+        "DisruptionTarget",
+        "True",
+        "TerminationByKubelet",
+        "shutdown",
+    );
+    let ended = json!({"status": {
+        "phase": "Failed", "reason": "Terminated", "conditions": [asleep, by_kubelet],
+    }});
+    cluster.api.edit("pods", NS, "c", &ended);
+    settles_unfinished(&cluster).await;
+    assert_eq!(cluster.api.list("sandboxclaims").len(), 1);
+    let pod = cluster.api.get("pods", NS, "c").unwrap();
+    assert!(!is_going(&pod), "it goes once its image is kept: {pod:#}");
+    assert_eq!(cluster.api.list("sandboxsnapshots").len(), 1);
+}
+
+#[tokio::test]
 async fn a_sandbox_that_has_finished_says_so_while_its_pod_goes() {
     let cluster = cold(json!({}));
     cluster.settle().await;

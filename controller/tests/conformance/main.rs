@@ -5,6 +5,7 @@ mod claims;
 mod cluster;
 mod conditions;
 mod dependents;
+mod ended;
 mod expiry;
 mod injection;
 mod lifecycle;

@@ -42,7 +42,7 @@ pub enum Power {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PodPresence {
     Present,
-    /// `deletionTimestamp` is set: the kubelet is taking it down; nothing new is begun with it.
+    /// `deletionTimestamp` is set, or the kubelet has ended it for good: it is taken down; nothing new is begun with it.
     Terminating,
     /// No Pod of this UID. Say so only with a synced cache.
     Gone,

@@ -232,6 +232,89 @@ fn a_pod_that_runs_again_has_its_snapshot_deleted_only_while_it_lives() {
     assert!(actions(&going).is_empty());
 }
 
+/// A Pod that its kubelet ended, and what its agent says of its sleep.
+fn ended(status: &str, reason: &str) -> Arc<Pod> {
+    pod(
+        json!({"status": {"phase": "Failed", "reason": "Terminated", "conditions": [
+            {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"},
+            {"type": "torpor.dev/Hibernated", "status": status, "reason": reason},
+        ]}}),
+    )
+}
+
+fn ended_asleep() -> Arc<Pod> {
+    ended("True", "Hibernated")
+}
+
+/// A snapshot of which this is said; by the agent, once it has adopted it.
+fn denied(finalizers: &[&str]) -> Arc<SandboxSnapshot> {
+    let said = json!([{
+        "type": "Committed", "status": "False", "reason": "SandboxNotFound", "message": "",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }]);
+    let change = json!({"metadata": {"finalizers": finalizers}, "status": {"conditions": said}});
+    snapshot("False", change)
+}
+
+fn finished() -> Sandbox {
+    let said = json!([{
+        "type": "Finished", "status": "True", "reason": "PodFailed", "message": "",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }]);
+    sandbox(json!({
+        "metadata": {"annotations": {RECORDED: "s"}}, "status": {"conditions": said},
+    }))
+}
+
+fn stops() -> Sandbox {
+    sandbox(json!({"metadata": {"annotations": {
+        RECORDED: "s", "torpor.dev/suspension-strategy": "Stop",
+    }}}))
+}
+
+const ADOPTED: &str = "torpor.dev/image";
+
+#[rstest]
+#[case::asleep(running(), ended_asleep(), None, &["CreateSnapshot"], true)]
+#[case::it_may_have_slept(running(), ended("False", "Waking"), None, &["CreateSnapshot"], true)]
+#[case::awake(running(), ended("False", "Awake"), None, &[], false)]
+#[case::being_kept(running(), ended_asleep(), Some(snapshot("False", json!({}))), &[], true)]
+#[case::kept(
+    running(), ended_asleep(), Some(snapshot("True", json!({}))), &["delete pod, OnlyCopy m"], true
+)]
+#[case::the_agent_has_nothing_to_keep(
+    running(), ended_asleep(), Some(denied(&[ADOPTED])), &[], false
+)]
+#[case::the_agent_has_not_spoken_yet(running(), ended_asleep(), Some(denied(&[])), &[], true)]
+#[case::the_snapshot_is_going(
+    running(), ended_asleep(),
+    Some(snapshot("True", json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}))),
+    &[], true
+)]
+#[case::it_has_finished_before(finished(), ended_asleep(), None, &[], false)]
+#[case::it_is_to_stop(stops(), ended_asleep(), None, &[], false)]
+#[case::suspended(suspended(json!({})), ended_asleep(), None, &["CreateSnapshot"], false)]
+#[case::suspended_while_it_is_kept(
+    suspended(json!({})), ended_asleep(), Some(snapshot("False", json!({}))), &[], false
+)]
+#[case::suspended_with_nothing_to_keep(
+    suspended(json!({})), ended_asleep(), Some(denied(&[ADOPTED])), &["delete pod"], false
+)]
+#[case::suspended_awake(
+    suspended(json!({})), ended("False", "Awake"), None, &["delete pod"], false
+)]
+fn a_pod_that_its_kubelet_ended_stays_until_its_image_is_kept(
+    #[case] sandbox: Sandbox,
+    #[case] pod: Arc<Pod>,
+    #[case] snapshot: Option<Arc<SandboxSnapshot>>,
+    #[case] expected: &[&str],
+    #[case] keeps_ended: bool,
+) {
+    let plan = plan(&observed(sandbox, Some(pod), snapshot), now());
+    assert_eq!(actions(&plan), expected);
+    assert_eq!(plan.memory.keeps_ended, keeps_ended);
+}
+
 #[rstest]
 #[case::never(json!({}), Expiry::Never)]
 #[case::past(json!({"spec": {"shutdownTime": "2025-12-31T23:59:59Z"}}), Expiry::Past)]

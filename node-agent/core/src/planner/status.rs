@@ -147,6 +147,15 @@ impl Telling<'_> {
         if let Some(fault) = view.corrupt {
             return no(reasons::SAVE_FAILED, ledger_message(fault));
         }
+        if let Some(image) = self.asleep_without_keepers() {
+            let message =
+                format!("The sandbox sleeps in image {image}; its containers have ended.");
+            return Some(ConditionDraft::new(
+                Truth::True,
+                reasons::HIBERNATED,
+                message,
+            ));
+        }
         match self.phase() {
             Phase::Hibernated { image } => {
                 let message = self.hibernated_message(&image);
@@ -195,6 +204,16 @@ impl Telling<'_> {
                 }
             }
         }
+    }
+
+    /// It slept when its containers were ended, and sleeps on: the kubelet brings them back, or has ended the Pod (then the controller goes by this word).
+    fn asleep_without_keepers(&self) -> Option<&ImageId> {
+        let (view, observed) = (self.view, self.view.observed);
+        let asleep = matches!(view.ledger.memory, Memory::Asleep { .. });
+        let left = observed.live == Live::None
+            && observed.record.is_none()
+            && observed.restore != Restore::InProgress;
+        view.fresh.as_ref().filter(|_| asleep && left)
     }
 
     /// A sandbox that dozes by itself, or because its runtime knows nothing deeper: then nobody is to believe that its memory is safe.
@@ -403,8 +422,14 @@ impl Telling<'_> {
         if self.adopts_for(snapshot) {
             return SnapshotState::Saving;
         }
+        if view.desired.pod == PodPresence::Terminating && self.may_be_in_image() {
+            let message = "The Pod ends; its image is about to be kept.";
+            return SnapshotState::Pending {
+                message: message.to_owned(),
+            };
+        }
         if view.desired.pod != PodPresence::Present {
-            let message = "The Pod is gone or being deleted; there is no memory to save.";
+            let message = "The Pod has ended or is being deleted; there is no memory to save.";
             return failed(reasons::SANDBOX_NOT_FOUND, message.to_owned());
         }
         if let Some(failure) = self.view.observed.failures.save.as_ref() {
@@ -420,6 +445,18 @@ impl Telling<'_> {
         SnapshotState::Pending {
             message: self.pending_message(),
         }
+    }
+
+    /// Whether an image of a Pod that ends may yet turn out to be its memory: somebody is still at work on it, or it is known to be in one of its own, kept in a moment or not found
+    /// at the moment. Who is told that there is none gives it up.
+    fn may_be_in_image(&self) -> bool {
+        let (view, observed) = (self.view, self.view.observed);
+        let memory = &view.ledger.memory;
+        let own = |image: &ImageId| image.pod() == &view.desired.pod_uid;
+        let cut_off = matches!(memory, Memory::Saving { .. }) && view.fresh.is_none();
+        observed.busy
+            || observed.live == Live::Unknown
+            || memory.image().is_some_and(own) && !cut_off
     }
 
     /// Whether the plan gives the image that is the sandbox' memory to the snapshot.

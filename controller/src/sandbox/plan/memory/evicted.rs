@@ -1,20 +1,26 @@
-//! A Pod that is taken away from a Sandbox that is to run: a drain of its node, a taint, a preemption.
+//! A Pod that is taken away from a Sandbox that is to run: a drain of its node, a taint, a preemption, or the kubelet itself.
 //!
 //! A sandbox that sleeps in place, hibernated or dozing, has its memory in an image already. The image gets a snapshot while the Pod goes, as in a suspension, and the next Pod continues
 //! from it, on that node. One that is awake cannot be saved in time: the kubelet ends its programs while it is being asked. That is said.
+//!
+//! A kubelet whose node shuts down, or is short of memory or disk, ends Pods and deletes none. A Pod that ended so while its sandbox slept stays until its image is kept: one that has
+//! ended is gone at once when it is deleted. One that was awake has failed, as upstream.
 
 use k8s_openapi::api::core::v1::{Pod, PodCondition};
 use kube::ResourceExt;
 use torpor_api::{
-    annotations::SuspensionStrategy, conditions, reasons::hibernated,
+    SandboxSnapshot,
+    annotations::SuspensionStrategy,
+    conditions,
+    reasons::{hibernated, snapshot as snapshot_reasons},
     snapshot::suspend_snapshot_name,
 };
 
 use super::{
-    super::{Action, Area, Plan, Shown},
-    NOT_KEPT, capabilities, is_terminating, kept_in, node_of, pod_condition, says, says_missing,
-    snapshot_of_pod,
-    suspend::suspend_snapshot,
+    super::{Action, Area, ImageUse, Plan, Shown, delete_pod},
+    NOT_KEPT, capabilities, fence, is_deleting, is_terminating, kept_in, node_of, phase,
+    pod_condition, says, says_missing, shown_before, snapshot_of_pod,
+    suspend::{name_taken, suspend_snapshot},
 };
 use crate::sandbox::{dereference::Observed, validate::Desired};
 
@@ -26,9 +32,39 @@ pub(in crate::sandbox) fn disruption(pod: &Pod) -> Option<&PodCondition> {
     })
 }
 
+/// Why a Pod is disrupted, or has failed, where it is its kubelet's doing (Kubernetes, `pkg/kubelet/nodeshutdown` and `pkg/kubelet/eviction`).
+const BY_KUBELET: &str = "TerminationByKubelet";
+const NODE_SHUTDOWN: &str = "NodeShutdown";
+
 /// Whether the Pod goes because it was evicted, and not because somebody deleted it to be rid of it.
 pub(in crate::sandbox) fn is_evicted(pod: &Pod) -> bool {
-    is_terminating(pod) && disruption(pod).is_some()
+    is_ended_by_kubelet(pod) || is_terminating(pod) && disruption(pod).is_some()
+}
+
+/// Whether the kubelet has ended the Pod for the node's sake. It writes so once all containers have ended, and leaves the Pod where it is. Pods that exceed their own limits it ends
+/// without such a word: those have failed.
+fn is_ended_by_kubelet(pod: &Pod) -> bool {
+    let reason = pod
+        .status
+        .as_ref()
+        .and_then(|status| status.reason.as_deref());
+    let disrupted = disruption(pod).is_some_and(|said| said.reason.as_deref() == Some(BY_KUBELET));
+    phase(pod) == "Failed" && (disrupted || reason == Some(NODE_SHUTDOWN))
+}
+
+/// Whether the kubelet ended the Pod in its sleep, as far as the Pod says. What was dozing, or waking, may have been awake when it ended: the node's agent knows.
+pub(super) fn ended_asleep(pod: &Pod) -> bool {
+    const MAY_SLEEP: [&str; 2] = [hibernated::DOZING, hibernated::WAKING];
+    let said = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED);
+    is_ended_by_kubelet(pod)
+        && said.is_some_and(|said| said.status == "True" || MAY_SLEEP.contains(&&*said.reason))
+}
+
+/// Whether the agent has found that the Pod left no memory.
+pub(super) fn is_denied(snapshot: &SandboxSnapshot) -> bool {
+    let said = conditions::find(snapshot.conditions(), conditions::COMMITTED);
+    snapshot.is_told_by_agent()
+        && said.is_some_and(|said| said.reason == snapshot_reasons::SANDBOX_NOT_FOUND)
 }
 
 /// Keeps the image of a Pod that is evicted; answers what is said of the sandbox' memory, if that is ours to say.
@@ -39,10 +75,30 @@ pub(super) fn keep(
     pod: &Pod,
 ) -> Option<Shown> {
     let keeps = desired.settings.strategy() == SuspensionStrategy::Hibernate;
+    let node = node_of(pod).filter(|_| keeps && is_evicted(pod))?;
+    match is_terminating(pod) {
+        true => keep_going(plan, desired, observed, pod, node),
+        false => keep_ended(plan, desired, observed, pod, node),
+    }
+}
+
+fn saving(message: String) -> Shown {
+    says(conditions::HIBERNATED, hibernated::SAVING, message)
+}
+
+/// It is being deleted: its image gets a snapshot while it goes.
+fn keep_going(
+    plan: &mut Plan,
+    desired: &Desired<'_>,
+    observed: &Observed,
+    pod: &Pod,
+    node: &str,
+) -> Option<Shown> {
     let (can, _) = capabilities(observed, pod);
-    let node = node_of(pod).filter(|_| keeps && can.hibernate && is_evicted(pod))?;
+    if !can.hibernate {
+        return None;
+    }
     let uid = pod.uid().unwrap_or_default();
-    let saving = |message: String| says(conditions::HIBERNATED, hibernated::SAVING, message);
     if let Some(snapshot) = snapshot_of_pod(desired, observed, &uid) {
         let name = snapshot.name_any();
         if snapshot.is_missing() {
@@ -75,4 +131,66 @@ pub(super) fn keep(
         hibernated::SAVE_FAILED,
         message,
     ))
+}
+
+/// It has ended, and stays until it is deleted: that is done once its image is kept. Until then the sandbox has not finished. Whether the node can hibernate is not asked: it has.
+fn keep_ended(
+    plan: &mut Plan,
+    desired: &Desired<'_>,
+    observed: &Observed,
+    pod: &Pod,
+    node: &str,
+) -> Option<Shown> {
+    let uid = pod.uid().unwrap_or_default();
+    let Some(snapshot) = snapshot_of_pod(desired, observed, &uid) else {
+        let finished = shown_before(desired.sandbox, conditions::FINISHED)
+            .is_some_and(|finished| finished.status == "True");
+        if finished || !ended_asleep(pod) {
+            return None;
+        }
+        plan.memory.keeps_ended = true;
+        return Some(begin(plan, desired, observed, pod, node));
+    };
+    if is_denied(snapshot) || snapshot.is_consumed() {
+        let message = format!("The kubelet of node {node:?} ended the Pod awake; {NOT_KEPT}");
+        let reason = hibernated::SAVE_FAILED;
+        return Some(says(conditions::HIBERNATED, reason, message));
+    }
+    plan.memory.keeps_ended = true;
+    let name = snapshot.name_any();
+    if is_deleting(snapshot) {
+        return Some(saving(format!(
+            "Waiting for the earlier SandboxSnapshot {name:?} to be removed"
+        )));
+    }
+    if snapshot.is_committed() {
+        let image = fence(snapshot, ImageUse::OnlyCopy);
+        plan.step(Area::Pod, delete_pod(pod, Some(image)));
+        return Some(kept_in(observed, snapshot));
+    }
+    if snapshot.is_missing() {
+        // The snapshot names it, with or without the Pod.
+        plan.step(Area::Pod, delete_pod(pod, None));
+        return Some(says_missing(observed, snapshot));
+    }
+    Some(saving(format!(
+        "The kubelet of node {node:?} ended the Pod; its image is being kept in SandboxSnapshot {name:?}. \
+         To start anew without it, delete the Pod"
+    )))
+}
+
+fn begin(
+    plan: &mut Plan,
+    desired: &Desired<'_>,
+    observed: &Observed,
+    pod: &Pod,
+    node: &str,
+) -> Shown {
+    let name = suspend_snapshot_name(&desired.name, &pod.uid().unwrap_or_default());
+    if observed.snapshots.contains_key(&name) {
+        return name_taken(plan, &name);
+    }
+    let snapshot = suspend_snapshot(desired, pod, node);
+    plan.step(Area::Pod, Action::CreateSnapshot(snapshot));
+    saving("The kubelet ended the Pod; its image is about to be kept".to_owned())
 }

@@ -15,8 +15,8 @@ use torpor_api::{
 
 use super::{
     super::{Action, Area, ImageUse, Plan, Shown, SnapshotFence, delete_pod, pods::patch_pod},
-    NOT_KEPT, capabilities, delete_snapshot, fence, is_deleting, is_terminating, kept_in, node_of,
-    phase, pod_condition, says, says_missing, show_hibernated, snapshot_of_pod,
+    NOT_KEPT, capabilities, delete_snapshot, evicted, fence, is_deleting, is_terminating, kept_in,
+    node_of, phase, pod_condition, says, says_missing, show_hibernated, snapshot_of_pod,
 };
 use crate::sandbox::{
     dereference::Observed,
@@ -159,7 +159,8 @@ fn not_committed(plan: &mut Plan, snapshot: &SandboxSnapshot, pod: &Pod) -> Show
     let message = committed
         .map(|condition| condition.message.clone())
         .unwrap_or_default();
-    if has_ended(pod) {
+    let may_sleep = evicted::ended_asleep(pod) && !evicted::is_denied(snapshot);
+    if has_ended(pod) && !may_sleep {
         stop(plan, pod);
         return says(
             conditions::HIBERNATED,
@@ -202,7 +203,8 @@ fn begin_hibernate(
     if is_terminating(pod) {
         return Shown::Keep;
     }
-    let (Some(node), "Running") = (node_of(pod), phase(pod)) else {
+    let has_memory = phase(pod) == "Running" || evicted::ended_asleep(pod);
+    let Some(node) = node_of(pod).filter(|_| has_memory) else {
         // It has no memory worth keeping.
         stop(plan, pod);
         return Shown::Remove;
@@ -227,12 +229,7 @@ fn begin_hibernate(
     }
     let name = suspend_snapshot_name(&desired.name, &pod.uid().unwrap_or_default());
     if observed.snapshots.contains_key(&name) {
-        // Not one of ours, or it would have been found above. It is the user's to remove, and no event of it need reach this Sandbox.
-        plan.look_again(NAME_TAKEN);
-        let message = format!(
-            "SandboxSnapshot {name:?} exists and is not of this Sandbox's Pod; delete it to go on"
-        );
-        return says(conditions::HIBERNATED, hibernated::SAVE_FAILED, message);
+        return name_taken(plan, &name);
     }
     let snapshot = suspend_snapshot(desired, pod, node);
     plan.step(Area::Pod, Action::CreateSnapshot(snapshot));
@@ -241,6 +238,15 @@ fn begin_hibernate(
         hibernated::SAVING,
         "Memory is about to be saved",
     )
+}
+
+/// Not one of ours, or it would have been found before. It is the user's to remove, and no event of it need reach this Sandbox.
+pub(super) fn name_taken(plan: &mut Plan, name: &str) -> Shown {
+    plan.look_again(NAME_TAKEN);
+    let message = format!(
+        "SandboxSnapshot {name:?} exists and is not of this Sandbox's Pod; delete it to go on"
+    );
+    says(conditions::HIBERNATED, hibernated::SAVE_FAILED, message)
 }
 
 pub(super) fn suspend_snapshot(desired: &Desired<'_>, pod: &Pod, node: &str) -> Value {

@@ -366,6 +366,69 @@ fn a_sleeping_pod_that_is_evicted_leaves_its_image_to_a_snapshot() {
     }
 }
 
+/// The kubelet writes that it has ended a Pod (its node shuts down, or is short of memory) after the keepers have gone: the controller goes by what is said of its sleep then.
+#[test]
+fn a_sandbox_whose_keepers_were_ended_in_its_sleep_sleeps_on() {
+    let left = observed(Live::None, &asleep(), &[1]);
+    let deleting = Observed {
+        busy: true,
+        ..left.clone()
+    };
+    for pod in [PodPresence::Present, PodPresence::Terminating] {
+        for seen in [&left, &deleting] {
+            let desired = Desired {
+                pod,
+                ..desired(Power::Awake)
+            };
+            let plan = planned(&desired, seen);
+            assert_eq!(kinds(&plan), []);
+            let told = plan.status.hibernated.expect("told");
+            assert_eq!(told.status, Truth::True, "{told:?}");
+        }
+    }
+    for awake in [
+        observed(Live::None, &[asleep(), vec![Entry::Awake]].concat(), &[1]),
+        observed(Live::None, &asleep(), &[]),
+    ] {
+        let told = planned(&desired(Power::Awake), &awake).status.hibernated;
+        assert_eq!(told.expect("told").status, Truth::False);
+    }
+}
+
+/// Whoever is told so gives the memory up.
+#[test]
+fn that_an_ended_pod_left_no_memory_is_said_when_it_is_certain() {
+    let said = |seen: &Observed| {
+        let desired = Desired {
+            pod: PodPresence::Terminating,
+            snapshots: vec![snapshot("s", SnapshotReason::Suspend)],
+            ..desired(Power::Awake)
+        };
+        let told = planned(&desired, seen).status.snapshots.remove(0);
+        matches!(told.state, SnapshotState::Failed { reason, .. } if reason == "SandboxNotFound")
+    };
+    let none = |entries: &[Entry], held: &[u32]| observed(Live::None, entries, held);
+    let woken = [asleep(), vec![Entry::Awake]].concat();
+    assert!(said(&none(&[], &[])));
+    assert!(said(&none(&woken, &[1])));
+    assert!(said(&none(&[saving(1)], &[])), "cut off");
+    let busy = Observed {
+        busy: true,
+        ..none(&asleep(), &[1])
+    };
+    let unknown = observed(Live::Unknown, &[], &[]);
+    let not_found = none(&asleep(), &[]);
+    let mut not_now = none(&asleep(), &[1]);
+    let failed = Outcome::Failed {
+        reason: "Io".into(),
+        message: "the ledger cannot be written".into(),
+    };
+    not_now.failures.note(&Action::Record, &failed, at(1000));
+    for seen in [busy, unknown, not_found, not_now] {
+        assert!(!said(&seen), "{seen:?}");
+    }
+}
+
 #[test]
 fn a_sandbox_that_went_back_to_its_last_image_says_so() {
     let mut back = observed(

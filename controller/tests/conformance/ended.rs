@@ -1,0 +1,137 @@
+//! Pods that their kubelet ends and deletes not: its node shuts down, or is short of memory or disk.
+
+use rstest::rstest;
+use serde_json::{Value, json};
+
+use crate::{
+    objects::{committed, condition, mode, torpor_sandbox},
+    world::World,
+};
+
+/// A world with a Sandbox of which its agent says this.
+async fn asleep(status: &str, reason: &str) -> World {
+    let world = World::new();
+    world.ready(torpor_sandbox(json!({}))).await;
+    world.pod_says(condition("torpor.dev/Hibernated", status, reason, ""));
+    world.settle().await;
+    world
+}
+
+/// The kubelet has ended the Pod.
+fn end(world: &World, reason: &str, disrupts: bool) {
+    if disrupts {
+        let by_kubelet = "TerminationByKubelet";
+        world.pod_says(condition("DisruptionTarget", "True", by_kubelet, ""));
+    }
+    world.edit_pod(&json!({"status": {"phase": "Failed", "reason": reason}}));
+}
+
+fn pod_is_going(world: &World) -> bool {
+    let pod = world.pod().expect("the Pod exists");
+    pod["metadata"].get("deletionTimestamp").is_some()
+}
+
+/// The agent has found the Pod's memory, or none.
+fn agent_says(world: &World, memory: bool) {
+    let none = json!({
+        "metadata": {"finalizers": ["torpor.dev/image"]},
+        "status": {"conditions": [condition("Committed", "False", "SandboxNotFound", "no memory")]},
+    });
+    let said: Value = match memory {
+        true => committed("i.1", "n1"),
+        false => none,
+    };
+    world.edit_snapshot(&world.snapshot(), &said);
+}
+
+#[rstest]
+#[case::the_node_shuts_down("True", "Hibernated", "Terminated", true)]
+#[case::the_node_is_short_of_memory("True", "Hibernated", "Evicted", true)]
+#[case::the_kubelet_began_anew_meanwhile("True", "Hibernated", "NodeShutdown", false)]
+#[case::while_it_was_about_to_wake("False", "Waking", "Terminated", true)]
+#[tokio::test]
+async fn a_sleeping_pod_that_its_kubelet_ended_leaves_its_image_to_the_next_pod(
+    #[case] status: &str,
+    #[case] sleep: &str,
+    #[case] reason: &str,
+    #[case] disrupts: bool,
+) {
+    let world = asleep(status, sleep).await;
+    end(&world, reason, disrupts);
+    world.settle().await;
+    let name = world.snapshot();
+    let message = format!(
+        "The kubelet of node \"n1\" ended the Pod; its image is being kept in SandboxSnapshot {name:?}. \
+         To start anew without it, delete the Pod"
+    );
+    world.assert_says("Hibernated", "False", "Saving", &message);
+    assert_eq!(world.condition("Finished"), None);
+    assert_eq!(world.condition("Ready").unwrap().1, "DependenciesNotReady");
+    assert!(!pod_is_going(&world), "its image would go with it");
+
+    agent_says(&world, true);
+    world.settle().await;
+    assert!(pod_is_going(&world));
+    world.pod_ends();
+    world.settle().await;
+    let image = world.pod_annotation("torpor.dev/restore-image");
+    assert_eq!(image.as_deref(), Some("i.1"));
+    assert_eq!(world.condition("Finished"), None);
+    assert_eq!(world.events(), ["SnapshotCommitted"]);
+}
+
+#[rstest]
+#[case::awake("False", "Awake", "Terminated", true)]
+#[case::it_exceeded_its_own_limits("True", "Hibernated", "Evicted", false)]
+#[case::its_time_is_over("True", "Hibernated", "DeadlineExceeded", false)]
+#[tokio::test]
+async fn any_other_pod_that_its_kubelet_ended_has_failed(
+    #[case] status: &str,
+    #[case] sleep: &str,
+    #[case] reason: &str,
+    #[case] disrupts: bool,
+) {
+    let world = asleep(status, sleep).await;
+    end(&world, reason, disrupts);
+    world.settle().await;
+    world.assert_says("Finished", "True", "PodFailed", "Pod failed");
+    assert!(world.snapshots().is_empty());
+}
+
+#[tokio::test]
+async fn that_an_ended_pod_left_no_memory_is_said_and_it_has_failed() {
+    let world = asleep("False", "Dozing").await;
+    end(&world, "Evicted", true);
+    world.settle().await;
+    assert_eq!(world.condition("Finished"), None);
+    agent_says(&world, false);
+    world.settle().await;
+    world.assert_says("Finished", "True", "PodFailed", "Pod failed");
+    let message = "The kubelet of node \"n1\" ended the Pod awake; memory was not kept";
+    world.assert_says("Hibernated", "False", "SaveFailed", message);
+    assert_eq!(world.events(), ["MemoryNotKept"]);
+}
+
+#[rstest]
+#[case::at_once(false)]
+#[case::while_its_image_is_being_kept(true)]
+#[tokio::test]
+async fn a_sandbox_may_be_suspended_when_its_kubelet_has_ended_its_pod(#[case] later: bool) {
+    let world = asleep("True", "Hibernated").await;
+    end(&world, "Terminated", true);
+    if later {
+        world.settle().await;
+    }
+    world.edit_sandbox(&mode("Suspended"));
+    world.settle().await;
+    assert!(!pod_is_going(&world), "its image would go with it");
+    agent_says(&world, true);
+    world.settle().await;
+    world.pod_ends();
+    world.settle().await;
+    assert_eq!(world.condition("Suspended").unwrap().1, "PodTerminated");
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    let image = world.pod_annotation("torpor.dev/restore-image");
+    assert_eq!(image.as_deref(), Some("i.1"));
+}
