@@ -26,6 +26,8 @@ func controlPlaneGroup() group {
 			"--cert-dir=" + statePath("pki", "kube-controller-manager"),
 			"--bind-address=127.0.0.1", fmt.Sprintf("--secure-port=%d", controllerManagerPort),
 			"--kube-api-qps=5000", "--kube-api-burst=5000",
+			// An autoscaler is looked at once in so long, and so is a change of it; 15 s would be most of its test.
+			"--horizontal-pod-autoscaler-sync-period=2s",
 			"--profiling=false",
 		}},
 		{Name: "kube-scheduler", After: []string{apiserverAddress()}, Args: []string{

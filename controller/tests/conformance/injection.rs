@@ -86,6 +86,17 @@ async fn no_member_is_stale_for_it(#[case] before: Value, #[case] change: Value)
     }),
     "set command to the entrypoint"
 )]
+#[case::no_port_is_left(
+    Some("runtime:1"),
+    json!({
+        "metadata": {"annotations": {ASKED: "true"}},
+        "spec": {"podTemplate": {"spec": {"containers": [{
+            "name": "c", "image": "img", "command": ["x"],
+            "ports": [{"containerPort": 8888}, {"containerPort": 8080}, {"containerPort": 9090}],
+        }]}}},
+    }),
+    "none is left for the runtime"
+)]
 #[tokio::test]
 async fn what_cannot_be_done_is_told_and_no_pod_is_made(
     #[case] runtime_image: Option<&str>,

@@ -1,7 +1,8 @@
 //! Claims: a pool of warm sandboxes, and what a claim gets of it.
 
+use k8s_openapi::api::autoscaling::v2::HorizontalPodAutoscaler;
 use kube::ResourceExt;
-use kube::api::{DeleteParams, ListParams};
+use kube::api::{DeleteParams, ListParams, Patch, PatchParams};
 use serde_json::{Value, json};
 use torpor_api::conditions::find;
 use torpor_api::{SandboxClaim, SandboxWarmPool};
@@ -113,16 +114,38 @@ async fn claims_at_once_get_a_sandbox_each_also_more_of_them_than_the_pool_has()
     .await
 }
 
+/// Kubernetes' own autoscaler of the pool. It needs no metrics to keep what it scales within its bounds, which is what it looks at first.
+async fn autoscaler(case: &Case, least: u32, most: u32) -> anyhow::Result<()> {
+    let target = json!({
+        "apiVersion": "extensions.agents.x-k8s.io/v1beta1",
+        "kind": "SandboxWarmPool",
+        "name": "w",
+    });
+    let bounds = json!({ "scaleTargetRef": target, "minReplicas": least, "maxReplicas": most });
+    case.create(json!({
+        "apiVersion": "autoscaling/v2",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": { "name": "w" },
+        "spec": bounds,
+    }))
+    .await
+}
+
 #[tokio::test]
 async fn a_pool_is_scaled_by_the_scale_subresource_as_an_autoscaler_does() -> anyhow::Result<()> {
     case("claimsscale", async |case| {
-        pool(case, 1).await?;
-        for replicas in [2, 1] {
-            let wish = format!("--replicas={replicas}");
-            let pool = "sandboxwarmpools.extensions.agents.x-k8s.io/w";
-            case.kubectl.ok(&["scale", pool, &wish]).await?;
-            pool_is_ready(case, replicas).await?;
-        }
+        pool(case, 2).await?;
+        let pool = "sandboxwarmpools.extensions.agents.x-k8s.io/w";
+        case.kubectl.ok(&["scale", pool, "--replicas=1"]).await?;
+        pool_is_ready(case, 1).await?;
+        autoscaler(case, 2, 3).await?;
+        pool_is_ready(case, 2).await?;
+        let lower = Patch::Merge(json!({ "spec": { "minReplicas": 1, "maxReplicas": 1 } }));
+        let autoscalers = case.api::<HorizontalPodAutoscaler>();
+        autoscalers
+            .patch("w", &PatchParams::default(), &lower)
+            .await?;
+        pool_is_ready(case, 1).await?;
         // What an autoscaler asks: how many there are, and which Pods they are.
         let scale = case.api::<SandboxWarmPool>().get_scale("w").await?;
         let status = scale.status.unwrap_or_default();

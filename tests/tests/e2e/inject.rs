@@ -45,13 +45,16 @@ async fn the_program_has_its_signals_and_its_exit_code_and_leaves_no_zombies() -
 {
     case("inject", async |case| {
         let program = "trap 'exit 7' TERM; (sleep 0.1 &); echo up; while :; do sleep 0.2; done";
-        let spec = json!({ "restartPolicy": "Never", "containers": [shell("a", program)] });
+        // It wants a port for itself; the runtime is ready on another.
+        let ports = json!({ "ports": [{ "containerPort": 8888 }] });
+        let container = with(shell("a", program), ports);
+        let spec = json!({ "restartPolicy": "Never", "containers": [container] });
         case.create(injected(spec)).await?;
         case.sandbox_ready("s").await?;
         let sh = async |line: &str| case.kubectl.sh("s", "a", line).await;
         assert_eq!(
-            sh("tr '\\0' ' ' </proc/1/cmdline | cut -d ' ' -f 1-3").await?,
-            "/.torpor/sandbox-runtime run --"
+            sh("tr '\\0' ' ' </proc/1/cmdline | cut -d ' ' -f 1-4").await?,
+            "/.torpor/sandbox-runtime --legacy-bind-address=0 run --"
         );
         assert_eq!(case.log("s", "a").await?, "up");
         // An orphan of an exec ends, and the first process waits for it.

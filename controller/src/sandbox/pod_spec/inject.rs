@@ -12,12 +12,33 @@ const DIRECTORY: &str = "/.torpor";
 const BINARY: &str = "/.torpor/sandbox-runtime";
 /// The runtime in its own image.
 const IN_ITS_IMAGE: &str = "/sandbox-runtime";
-/// Where SDKs look for the runtime.
-const PORT: u16 = 8888;
-/// Where its other APIs are, with the flags that keep them from being served: the user's program may want the same ports.
-const OTHER_PORTS: [(u16, &str); 2] = [
-    (8080, "--rest-bind-address=0"),
-    (9090, "--grpc-bind-address=0"),
+/// One of the runtime's APIs.
+struct ServedApi {
+    /// Where SDKs look for it.
+    port: u16,
+    /// Keeps it from being served: the user's program may want the same port.
+    off: &'static str,
+    /// What answers when it is served. gRPC has nothing that the kubelet could ask.
+    health: Option<&'static str>,
+}
+
+/// The one that most SDKs use comes first.
+const APIS: [ServedApi; 3] = [
+    ServedApi {
+        port: 8888,
+        off: "--legacy-bind-address=0",
+        health: Some("/"),
+    },
+    ServedApi {
+        port: 8080,
+        off: "--rest-bind-address=0",
+        health: Some("/v1/health"),
+    },
+    ServedApi {
+        port: 9090,
+        off: "--grpc-bind-address=0",
+        health: None,
+    },
 ];
 /// The init container writes one file into an emptyDir, which anybody may. No user is it for whom that must be allowed.
 const USER: u32 = 65532;
@@ -43,6 +64,10 @@ pub enum Error {
         "annotation {INJECT_RUNTIME}: {what} {name:?} of podTemplate.spec is in the way; rename it"
     )]
     Taken { what: &'static str, name: String },
+    #[error(
+        "annotation {INJECT_RUNTIME}: containers of podTemplate.spec declare the ports 8888, 8080 and 9090, so that none is left for the runtime; take one of them out of ports"
+    )]
+    NoPort,
 }
 
 /// Puts the runtime of `image` into `spec`. `starts_cold`: its container begins anew, and is started when the runtime answers; one that is restored answers from its first moment.
@@ -53,11 +78,15 @@ pub(super) fn inject(
 ) -> Result<(), Error> {
     check(spec)?;
     let declared = declared_ports(spec);
+    let (taken, served): (Vec<_>, Vec<_>) = APIS
+        .iter()
+        .partition(|api| declared.contains(&u64::from(api.port)));
+    let asked = served.first().ok_or(Error::NoPort)?;
     let container = first_container(spec).ok_or(Error::NoContainer)?;
     let resources = resources(container);
-    go_around(container, &declared)?;
+    go_around(container, &taken)?;
     if starts_cold {
-        wait_for_it(container);
+        wait_for_it(container, asked);
     }
     push(
         container,
@@ -106,30 +135,28 @@ fn items<'a>(map: &'a Map<String, Value>, key: &str) -> impl Iterator<Item = &'a
     map.get(key).and_then(Value::as_array).into_iter().flatten()
 }
 
-/// The ports that containers of the Pod say are theirs.
+/// The ports that programs of the Pod say are theirs. Where the first container has no command, the runtime is its program.
 fn declared_ports(spec: &Map<String, Value>) -> Vec<u64> {
-    let containers = items(spec, "containers").chain(items(spec, "initContainers"));
-    containers
+    let first = items(spec, "containers").next().and_then(Value::as_object);
+    let has_program = first.is_some_and(|first| items(first, "command").next().is_some());
+    items(spec, "containers")
+        .skip(usize::from(!has_program))
+        .chain(items(spec, "initContainers"))
         .filter_map(Value::as_object)
         .flat_map(|container| items(container, "ports"))
         .filter_map(|port| port["containerPort"].as_u64())
         .collect()
 }
 
-/// The runtime as the container's program, and the user's command behind it; the kubelet appends the args. Without a command the runtime is alone: nobody here knows what the image would run. Beside a program, a port that the Pod declares is the program's.
-fn go_around(container: &mut Map<String, Value>, declared: &[u64]) -> Result<(), Error> {
+/// The runtime as the container's program, and the user's command behind it; the kubelet appends the args. Without a command the runtime is alone: nobody here knows what the image would run. APIs whose ports are taken are not served.
+fn go_around(container: &mut Map<String, Value>, taken: &[&ServedApi]) -> Result<(), Error> {
     let words: Vec<Value> = items(container, "command").cloned().collect();
     if words.is_empty() && items(container, "args").next().is_some() {
         let name = container.get("name").and_then(Value::as_str);
         return Err(Error::ArgsAlone(name.unwrap_or_default().to_owned()));
     }
     let mut command = vec![json!(BINARY)];
-    if !words.is_empty() {
-        let taken = OTHER_PORTS
-            .iter()
-            .filter(|(port, _)| declared.contains(&u64::from(*port)));
-        command.extend(taken.map(|(_, flag)| json!(flag)));
-    }
+    command.extend(taken.iter().map(|api| json!(api.off)));
     command.push(json!("run"));
     if !words.is_empty() {
         command.push(json!("--"));
@@ -140,16 +167,16 @@ fn go_around(container: &mut Map<String, Value>, declared: &[u64]) -> Result<(),
 }
 
 /// Ready is to mean that the runtime answers. Only where the user has no probe of their own that says what Ready means; and no readiness probe, which would fail while the sandbox sleeps.
-fn wait_for_it(container: &mut Map<String, Value>) {
+fn wait_for_it(container: &mut Map<String, Value>, asked: &ServedApi) {
     let probed = |key| container.get(key).is_some_and(|probe| !probe.is_null());
     if probed("startupProbe") || probed("readinessProbe") {
         return;
     }
-    let probe = json!({
-        "httpGet": {"path": "/", "port": PORT},
-        "periodSeconds": 1,
-        "failureThreshold": 60,
-    });
+    let mut probe = json!({"periodSeconds": 1, "failureThreshold": 60});
+    match asked.health {
+        Some(path) => probe["httpGet"] = json!({"path": path, "port": asked.port}),
+        None => probe["tcpSocket"] = json!({"port": asked.port}),
+    }
     container.insert("startupProbe".to_owned(), probe);
 }
 

@@ -66,7 +66,7 @@ fn what_the_pod_gets() {
 #[case::a_word_of_its_own(json!({"command": ["--"]}), &["run", "--", "--"])]
 #[case::a_port_that_is_the_programs(
     json!({"command": ["a"], "ports": [{"containerPort": 8080}, {"containerPort": 8888}]}),
-    &["--rest-bind-address=0", "run", "--", "a"]
+    &["--legacy-bind-address=0", "--rest-bind-address=0", "run", "--", "a"]
 )]
 #[case::a_port_of_nobody_else(json!({"ports": [{"containerPort": 9090}]}), &["run"])]
 #[case::none(json!({}), &["run"])]
@@ -86,7 +86,7 @@ fn all_else_of_the_container_is_as_it_was() {
     let own = json!({
         "name": "a", "command": ["a"], "workingDir": "/w", "stdin": true, "tty": true,
         "securityContext": {"runAsUser": 1000, "readOnlyRootFilesystem": true},
-        "ports": [{"containerPort": 8888}], "livenessProbe": {"exec": {"command": ["x"]}},
+        "ports": [{"containerPort": 1}], "livenessProbe": {"exec": {"command": ["x"]}},
         "readinessProbe": {"tcpSocket": {"port": 1}}, "lifecycle": {"preStop": {}},
         "env": [{"name": "SANDBOX_BASE_DIR", "value": "/w"}],
     });
@@ -111,6 +111,54 @@ fn ready_means_that_the_runtime_answers_unless_the_user_says_what_it_means(
     let before = given["startupProbe"].clone();
     let after = container(given, starts_cold)["startupProbe"].clone();
     assert_eq!(after != before, probed, "{after}");
+}
+
+fn ports(declared: &[u16]) -> Value {
+    declared
+        .iter()
+        .map(|port| json!({"containerPort": port}))
+        .collect()
+}
+
+/// Jupyter, for one, listens on 8888.
+#[rstest]
+#[case::none(&[], &[], json!({"httpGet": {"path": "/", "port": 8888}}))]
+#[case::of_no_api(&[80], &[], json!({"httpGet": {"path": "/", "port": 8888}}))]
+#[case::of_another_api(&[9090], &["--grpc-bind-address=0"], json!({"httpGet": {"path": "/", "port": 8888}}))]
+#[case::of_the_first(&[8888], &["--legacy-bind-address=0"], json!({"httpGet": {"path": "/v1/health", "port": 8080}}))]
+#[case::of_the_first_and_last(
+    &[9090, 8888],
+    &["--legacy-bind-address=0", "--grpc-bind-address=0"],
+    json!({"httpGet": {"path": "/v1/health", "port": 8080}})
+)]
+#[case::all_but_grpcs(
+    &[8080, 8888],
+    &["--legacy-bind-address=0", "--rest-bind-address=0"],
+    json!({"tcpSocket": {"port": 9090}})
+)]
+fn the_program_has_the_ports_that_it_declares_and_ready_asks_another(
+    #[case] declared: &[u16],
+    #[case] flags: &[&str],
+    #[case] asks: Value,
+) {
+    let found = container(json!({"command": ["a"], "ports": ports(declared)}), true);
+    let words = [&["/.torpor/sandbox-runtime"], flags, &["run", "--", "a"]].concat();
+    assert_eq!(found["command"], json!(words));
+    let mut probe = found["startupProbe"].clone();
+    let probe = probe.as_object_mut().unwrap();
+    assert_eq!(probe.remove("periodSeconds"), Some(json!(1)));
+    assert_eq!(probe.remove("failureThreshold"), Some(json!(60)));
+    assert_eq!(Value::from(probe.clone()), asks);
+}
+
+/// The ports of a first container without a command are the runtime's, not those of the others.
+#[rstest]
+#[case::a_container(json!({"containers": [{"ports": ports(&[8080])}, {"ports": ports(&[8888])}]}))]
+#[case::a_sidecar(json!({"containers": [{}], "initContainers": [{"ports": ports(&[8888])}]}))]
+fn a_port_of_another_container_is_left_to_it(#[case] spec: Value) {
+    let pod = injected(spec, true).unwrap();
+    let words = ["/.torpor/sandbox-runtime", "--legacy-bind-address=0", "run"];
+    assert_eq!(pod["containers"][0]["command"], json!(words));
 }
 
 /// Whether every container has the same limits as requests decides about the quality of service.
@@ -141,6 +189,7 @@ fn taken(what: &'static str, name: &str) -> Error {
 #[case(json!({"containers": [{"name": "a"}], "volumes": [{"name": "torpor-runtime"}]}), taken("volume", NAME))]
 #[case(json!({"containers": [{"volumeMounts": [{"name": "v", "mountPath": "/.torpor/"}]}]}), taken("mountPath", "/.torpor/"))]
 #[case(json!({"containers": [{"volumeMounts": [{"name": "v", "mountPath": "/.torpor/x"}]}]}), taken("mountPath", "/.torpor/x"))]
+#[case(json!({"containers": [{"command": ["a"], "ports": ports(&[8080, 9090])}, {"ports": ports(&[8888])}]}), Error::NoPort)]
 fn what_cannot_be_done_is_refused_in_words(#[case] spec: Value, #[case] why: Error) {
     assert_eq!(injected(spec, true), Err(why));
 }
@@ -158,6 +207,7 @@ fn refusals_say_what_to_do() {
         Error::NoImage,
         Error::ArgsAlone("a".to_owned()),
         taken("volume", "v"),
+        Error::NoPort,
     ]
     .iter()
     .map(ToString::to_string)
@@ -168,6 +218,7 @@ fn refusals_say_what_to_do() {
             "annotation torpor.dev/inject-runtime: this controller knows no image of the runtime; start it with --runtime-image",
             r#"annotation torpor.dev/inject-runtime: container "a" has args for its image's entrypoint, which the runtime would take the place of; set command to the entrypoint"#,
             r#"annotation torpor.dev/inject-runtime: volume "v" of podTemplate.spec is in the way; rename it"#,
+            "annotation torpor.dev/inject-runtime: containers of podTemplate.spec declare the ports 8888, 8080 and 9090, so that none is left for the runtime; take one of them out of ports",
         ]
     );
 }
