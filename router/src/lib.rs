@@ -18,6 +18,7 @@ pub mod authz;
 pub mod body;
 pub mod calls;
 pub mod connection;
+pub mod crowd;
 pub mod directory;
 pub mod endpoints;
 pub mod flags;

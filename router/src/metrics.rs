@@ -82,6 +82,8 @@ pub struct Metrics {
     pub tunnels: Gauge,
     pub calls: Gauge,
     pub refusals: Family<ReasonLabels, Counter>,
+    /// Connections that were ended for others.
+    pub made_way: Counter,
 }
 
 impl fmt::Debug for Metrics {
@@ -116,6 +118,7 @@ impl Default for Metrics {
             tunnels: Gauge::default(),
             calls: Gauge::default(),
             refusals: Family::default(),
+            made_way: Counter::default(),
         };
         metrics.register();
         metrics
@@ -209,6 +212,11 @@ impl Metrics {
             "refusals",
             "Requests that the router answered itself, by reason",
             self.refusals.clone(),
+        );
+        torpors.register(
+            "connections_made_way",
+            "Connections without a request that were asked to end because there was no place left",
+            self.made_way.clone(),
         );
     }
 

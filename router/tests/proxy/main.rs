@@ -4,6 +4,7 @@ mod authorization;
 mod backend;
 mod client;
 mod contract;
+mod crowd;
 mod drain;
 mod grpc;
 mod hosts;
