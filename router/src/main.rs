@@ -29,7 +29,7 @@ use torpor_router::{
     upstream, watch,
 };
 
-/// How often the files of the certificate are looked at.
+/// How often the files of the certificates are looked at.
 const CERTIFICATE_CHECK: Duration = Duration::from_secs(10);
 /// A client's connection and one to a sandbox.
 const FILES_PER_CONNECTION: u64 = 2;
@@ -128,16 +128,16 @@ async fn work(flags: &Flags) -> anyhow::Result<()> {
     }
     let mut reloading = None;
     if let (Some(address), Some(files)) = (flags.https_bind_address.0, flags.tls_files()) {
-        let (acceptor, certificate) = tls::acceptor(files).context("TLS")?;
+        let acceptor = tls::acceptor(files).context("TLS")?;
         server.accept(
             serve::listen(address)
                 .await
                 .with_context(|| format!("{address}"))?,
-            Some(acceptor),
+            Some(acceptor.clone()),
         );
         let metrics = Arc::clone(&proxy.metrics);
         reloading = Some(tokio::spawn(async move {
-            certificate.keep_fresh(&metrics, CERTIFICATE_CHECK).await;
+            acceptor.keep_fresh(&metrics, CERTIFICATE_CHECK).await;
         }));
     }
     tracing::info!("serving");
