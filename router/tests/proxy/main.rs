@@ -2,6 +2,7 @@
 
 mod authorization;
 mod backend;
+mod browsers;
 mod client;
 mod contract;
 mod crowd;

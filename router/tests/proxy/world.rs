@@ -50,6 +50,7 @@ impl Default for Setup {
             policy: AddressPolicy::with_loopback(),
             settings: Settings {
                 domain: Some("sandboxes.example.com".into()),
+                browsers: None,
                 proxy_timeout: LIMIT,
                 grpc_proxy_timeout: Duration::ZERO,
                 response_header_timeout: LIMIT,
