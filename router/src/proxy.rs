@@ -22,7 +22,7 @@ use crate::{
     connection::{Bound, Pulse},
     gate::{Destination, Gate},
     grpc,
-    metrics::{self, DecisionLabels, Metrics, NO_NAMESPACE, ReasonLabels},
+    metrics::{self, CLIENT_GONE, DecisionLabels, Metrics, NO_NAMESPACE, ReasonLabels},
     places::Places,
     refusal::{Refusal, json_response},
     rewrite, silence,
@@ -74,9 +74,6 @@ pub struct Proxy {
 
 /// An answer: the router's own, or a sandbox'.
 pub type Answer = Response<Either<Full<Bytes>, ResponseBody>>;
-
-/// Status code under which a request is counted whose client went away before the answer; nobody gets it.
-const CLIENT_GONE: u16 = 499;
 
 impl Proxy {
     /// Carries out one request. Dropping the future, as happens when the client goes away, ends the waiting and the call to the sandbox.
