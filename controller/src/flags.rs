@@ -156,10 +156,11 @@ impl Flags {
     }
 }
 
-/// A flag of upstream's that is taken and changes nothing, and why. `bare`: it may stand without a value.
+/// A flag of upstream's that is taken and changes nothing, and why. `bare`: it may stand without a value. `guards`: who sets it counts on being guarded by it.
 struct WithoutMeaning {
     name: &'static str,
     bare: bool,
+    guards: bool,
     why: &'static str,
 }
 
@@ -168,6 +169,7 @@ const CONNECTIONS: &str = "each call that is under way has a connection of its o
 const WEBHOOK: &str = "there is no webhook";
 const LOG: &str = "the log has its own form";
 const TLS: &str = "metrics are served without TLS: keep the port within the cluster";
+const PLAIN: &str = "metrics are served in plain text, to whoever reaches their port: let only those in who scrape, by the component deploy/networkpolicy (Helm: networkPolicy.enabled), or serve none with --metrics-bind-address=0";
 
 /// Upstream's other flags. They take any value.
 const WITHOUT_MEANING: [WithoutMeaning; 23] = [
@@ -182,7 +184,12 @@ const WITHOUT_MEANING: [WithoutMeaning; 23] = [
         false,
         "nobody waits for the writes that it would put off",
     ),
-    without("metrics-secure-serving", true, TLS),
+    WithoutMeaning {
+        name: "metrics-secure-serving",
+        bare: true,
+        guards: true,
+        why: PLAIN,
+    },
     without("metrics-cert-dir", false, TLS),
     without("tls-min-version", false, TLS),
     without("tls-cipher-suites", false, TLS),
@@ -201,7 +208,12 @@ const WITHOUT_MEANING: [WithoutMeaning; 23] = [
 ];
 
 const fn without(name: &'static str, bare: bool, why: &'static str) -> WithoutMeaning {
-    WithoutMeaning { name, bare, why }
+    WithoutMeaning {
+        name,
+        bare,
+        guards: false,
+        why,
+    }
 }
 
 /// A flag that was given and means nothing here.
@@ -209,6 +221,8 @@ const fn without(name: &'static str, bare: bool, why: &'static str) -> WithoutMe
 pub struct Ignored {
     pub name: &'static str,
     pub why: &'static str,
+    /// Somebody counts on being guarded by it, and is not.
+    pub unguarded: bool,
 }
 
 /// Reads the command line. Returns the flags, and those that were given and mean nothing here.
@@ -238,8 +252,17 @@ fn given(matches: &ArgMatches) -> Vec<Ignored> {
     WITHOUT_MEANING
         .iter()
         .filter(|flag| matches.value_source(flag.name) == Some(ValueSource::CommandLine))
-        .map(|WithoutMeaning { name, why, .. }| Ignored { name, why })
+        .map(|flag| Ignored {
+            name: flag.name,
+            why: flag.why,
+            unguarded: flag.guards && !switched_off(matches, flag.name),
+        })
         .collect()
+}
+
+fn switched_off(matches: &ArgMatches, name: &str) -> bool {
+    let value = matches.get_one::<String>(name);
+    value.is_some_and(|value| boolean(value) == Ok(false))
 }
 
 /// Zap's levels in the words of our log. Its numbers are the more talkative the greater they are.

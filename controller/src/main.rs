@@ -63,8 +63,17 @@ async fn work(flags: &Flags, ignored: &[Ignored]) -> anyhow::Result<Ended> {
         format!("{}=off", trace::TARGET).parse()?,
         spans.map(|exporter| exporter.layer(trace::TARGET)),
     );
-    for Ignored { name, why } in ignored {
-        tracing::info!(flag = name, why, "taken, and means nothing here");
+    for Ignored {
+        name,
+        why,
+        unguarded,
+    } in ignored
+    {
+        if *unguarded {
+            tracing::warn!(flag = name, why, "taken, and does not guard what it says");
+        } else {
+            tracing::info!(flag = name, why, "taken, and means nothing here");
+        }
     }
     let exporter = exporter?;
     let ended = serve_and_lead(flags).await;

@@ -24,18 +24,19 @@ pub enum Authorizer {
 }
 
 impl Authorizer {
-    /// Decides. `now` is in seconds since 1970.
+    /// Decides by the token that the client shows, if it does. `now` is in seconds since 1970.
     pub async fn authorize(
         &self,
+        token: Option<&str>,
         headers: &HeaderMap,
         target: &Target,
         now: i64,
     ) -> Result<(), Refusal> {
         match self {
             Self::AllowAll => Ok(()),
-            Self::SharedToken(token) => token.check(headers),
-            Self::ScopedToken(secret) => check_scoped(secret, headers, target, now),
-            Self::TokenReview(reviewer) => review(reviewer, headers).await,
+            Self::SharedToken(expected) => expected.check(token),
+            Self::ScopedToken(secret) => check_scoped(secret, token, headers, target, now),
+            Self::TokenReview(reviewer) => review(reviewer, token).await,
         }
     }
 }
@@ -50,8 +51,8 @@ impl SharedToken {
         Self(digest::digest(&digest::SHA256, token.as_bytes()))
     }
 
-    fn check(&self, headers: &HeaderMap) -> Result<(), Refusal> {
-        let token = bearer(headers).ok_or(Refusal::NoBearer)?;
+    fn check(&self, token: Option<&str>) -> Result<(), Refusal> {
+        let token = token.ok_or(Refusal::NoBearer)?;
         let given = digest::digest(&digest::SHA256, token.as_bytes());
         constant_time::verify_slices_are_equal(given.as_ref(), self.0.as_ref())
             .map_err(|_| Refusal::WrongToken)
@@ -60,11 +61,12 @@ impl SharedToken {
 
 fn check_scoped(
     secret: &Secret,
+    token: Option<&str>,
     headers: &HeaderMap,
     target: &Target,
     now: i64,
 ) -> Result<(), Refusal> {
-    let token = bearer(headers).ok_or(Refusal::Unauthenticated)?;
+    let token = token.ok_or(Refusal::Unauthenticated)?;
     let claims = secret.verify(token, now).ok_or(Refusal::Unauthenticated)?;
     // Upstream would dial that address, and so refuses it here. It is never dialled by us, but a client finds the same answer.
     let names_an_address = headers.get(&POD_IP).is_some_and(|value| !value.is_empty());
@@ -74,8 +76,8 @@ fn check_scoped(
     Ok(())
 }
 
-async fn review(reviewer: &Reviewer, headers: &HeaderMap) -> Result<(), Refusal> {
-    let Some(token) = bearer(headers) else {
+async fn review(reviewer: &Reviewer, token: Option<&str>) -> Result<(), Refusal> {
+    let Some(token) = token else {
         return if reviewer.requires_token() {
             Err(Refusal::Unauthenticated)
         } else {
@@ -90,7 +92,7 @@ async fn review(reviewer: &Reviewer, headers: &HeaderMap) -> Result<(), Refusal>
 }
 
 /// The token of the Authorization header. The scheme's case does not matter, the token's does.
-fn bearer(headers: &HeaderMap) -> Option<&str> {
+pub(crate) fn bearer(headers: &HeaderMap) -> Option<&str> {
     let value = headers.get(header::AUTHORIZATION)?.to_str().ok()?;
     let (scheme, token) = value.split_at_checked("Bearer ".len())?;
     let token = token.trim();
@@ -111,6 +113,11 @@ mod tests {
             headers.insert(POD_IP, http::HeaderValue::from_static(address));
         }
         headers
+    }
+
+    async fn decide(authorizer: &Authorizer, headers: &HeaderMap, now: i64) -> Result<(), Refusal> {
+        let token = bearer(headers);
+        authorizer.authorize(token, headers, &target(), now).await
     }
 
     fn target() -> Target {
@@ -143,12 +150,7 @@ mod tests {
         #[case] answer: Result<(), Refusal>,
     ) {
         let authorizer = Authorizer::SharedToken(SharedToken::new("secret"));
-        assert_eq!(
-            authorizer
-                .authorize(&headers(value, None), &target(), 0)
-                .await,
-            answer
-        );
+        assert_eq!(decide(&authorizer, &headers(value, None), 0).await, answer);
     }
 
     #[rstest]
@@ -174,22 +176,18 @@ mod tests {
         let token = secret.sign(&claims).unwrap();
         let authorizer = Authorizer::ScopedToken(secret);
         let headers = headers(&format!("Bearer {token}"), address);
-        assert_eq!(authorizer.authorize(&headers, &target(), now).await, answer);
+        assert_eq!(decide(&authorizer, &headers, now).await, answer);
     }
 
     #[tokio::test]
     async fn without_a_good_token_a_scoped_sandbox_stays_shut() {
         let authorizer = Authorizer::ScopedToken(Secret::new(&[7; 32]).unwrap());
         for value in ["", "Bearer x", "Bearer a.b"] {
-            let answer = authorizer
-                .authorize(&headers(value, None), &target(), 0)
-                .await;
+            let answer = decide(&authorizer, &headers(value, None), 0).await;
             assert_eq!(answer, Err(Refusal::Unauthenticated), "{value}");
         }
         assert_eq!(
-            Authorizer::AllowAll
-                .authorize(&HeaderMap::new(), &target(), 0)
-                .await,
+            decide(&Authorizer::AllowAll, &HeaderMap::new(), 0).await,
             Ok(())
         );
     }

@@ -19,7 +19,7 @@ use crate::{
     calls::InUse,
     connection::InFlight,
     grpc,
-    metrics::{Metrics, NamespaceLabel, RequestLabels},
+    metrics::{self, Metrics, NamespaceLabel, RequestLabels},
     places::Place,
     refusal::Refusal,
 };
@@ -186,7 +186,7 @@ impl Drop for Exchange {
         }
         let labels = RequestLabels {
             method,
-            code: *code,
+            code: metrics::code(*code),
             sandbox_namespace: Arc::clone(namespace),
         };
         metrics.requests.get_or_create(&labels).inc();

@@ -12,7 +12,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    sync::Notify,
+};
+
+/// How long a connection has done nothing before it may have to go for another: what its client says first, or heard last, may be on its way.
+pub const QUIET: Duration = Duration::from_millis(100);
 
 /// How long a connection may do nothing.
 #[derive(Clone, Copy, Debug)]
@@ -43,6 +49,11 @@ struct State {
     head_since: AtomicU64,
     /// When the last request that is under way began.
     busy_since: AtomicU64,
+    /// The client has not taken all that there is for it.
+    unwritten: AtomicBool,
+    /// Asked to go for another, and has not heard it yet.
+    asked: AtomicBool,
+    asking: Notify,
 }
 
 /// No head has begun.
@@ -60,7 +71,15 @@ impl Pulse {
             idle_since: AtomicU64::new(0),
             head_since: AtomicU64::new(0),
             busy_since: AtomicU64::new(0),
+            unwritten: AtomicBool::new(false),
+            asked: AtomicBool::new(false),
+            asking: Notify::new(),
         }))
+    }
+
+    /// The first request may begin only now: what came before it belongs to TLS.
+    pub fn begin_head(&self) {
+        self.0.head_since.store(self.0.now(), Ordering::Relaxed);
     }
 
     /// A request has arrived; it is under way until the result is dropped.
@@ -97,6 +116,45 @@ impl Pulse {
         };
         let deadline = state.begin + Duration::from_millis(since) + patience;
         (now < deadline).then(|| deadline.min(look_again))
+    }
+
+    /// Since when nothing has been under way; `None`: something is, or was until just now, or it is going already.
+    pub fn idle_since(&self, now: Instant) -> Option<Instant> {
+        let state = &*self.0;
+        // Who sees the end of a request sees when it was, too.
+        let busy = state.in_flight.load(Ordering::Acquire) > 0;
+        if busy || state.asked.load(Ordering::Relaxed) {
+            return None;
+        }
+        let since = state.begin + Duration::from_millis(state.idle_since.load(Ordering::Relaxed));
+        let idle = now.saturating_duration_since(since);
+        // By not taking an answer nobody keeps a place for longer than by a slow head.
+        let writing = state.unwritten.load(Ordering::Relaxed) && idle < state.patience.head;
+        (idle >= QUIET && !writing).then_some(since)
+    }
+
+    /// Asks it to go for another.
+    pub fn ask_to_go(&self) {
+        self.0.asked.store(true, Ordering::Relaxed);
+        self.0.asking.notify_one();
+    }
+
+    /// Waits until it has to go for another. A request that came before the asking was heard goes first.
+    pub async fn has_to_go(&self) {
+        loop {
+            self.0.asking.notified().await;
+            self.0.asked.store(false, Ordering::Relaxed);
+            if self.idle_since(Instant::now()).is_some() {
+                return;
+            }
+        }
+    }
+
+    fn written(&self, all: bool) {
+        // Most writes change nothing.
+        if self.0.unwritten.load(Ordering::Relaxed) == all {
+            self.0.unwritten.store(!all, Ordering::Relaxed);
+        }
     }
 
     fn byte_read(&self) {
@@ -140,11 +198,11 @@ impl Drop for InFlight {
             state.own.fetch_sub(1, Ordering::Relaxed);
         }
         state.idle_since.store(state.now(), Ordering::Relaxed);
-        state.in_flight.fetch_sub(1, Ordering::Relaxed);
+        state.in_flight.fetch_sub(1, Ordering::Release);
     }
 }
 
-/// A connection whose reads are felt.
+/// A connection whose reads are felt, and writes that wait for the client.
 #[derive(Debug)]
 pub struct Felt<S> {
     inner: S,
@@ -152,9 +210,16 @@ pub struct Felt<S> {
 }
 
 impl<S> Felt<S> {
-    /// Tells `pulse` of each read.
+    /// Tells `pulse`.
     pub fn new(inner: S, pulse: Pulse) -> Self {
         Self { inner, pulse }
+    }
+
+    fn felt_write(&self, result: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
+        if result.is_pending() {
+            self.pulse.written(false);
+        }
+        result
     }
 }
 
@@ -179,11 +244,15 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Felt<S> {
         task: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.inner).poll_write(task, bytes)
+        let result = Pin::new(&mut self.inner).poll_write(task, bytes);
+        self.felt_write(result)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, task: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.inner).poll_flush(task)
+        let result = Pin::new(&mut self.inner).poll_flush(task);
+        // Whoever writes flushes when there is no more.
+        self.pulse.written(result.is_ready());
+        result
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, task: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -195,7 +264,8 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Felt<S> {
         task: &mut Context<'_>,
         bytes: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.inner).poll_write_vectored(task, bytes)
+        let result = Pin::new(&mut self.inner).poll_write_vectored(task, bytes);
+        self.felt_write(result)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -221,6 +291,16 @@ mod tests {
     fn a_connection_that_never_asks_is_closed_like_a_slow_head() {
         assert_eq!(pulse(Duration::ZERO, HOUR).deadline(), None);
         assert!(pulse(HOUR, Duration::ZERO).deadline().is_some());
+    }
+
+    #[test]
+    fn the_time_of_a_handshake_is_not_taken_from_the_first_head() {
+        let head = Duration::from_millis(200);
+        let pulse = pulse(head, HOUR);
+        std::thread::sleep(head);
+        assert_eq!(pulse.deadline(), None);
+        pulse.begin_head();
+        assert!(pulse.deadline().is_some());
     }
 
     #[test]
@@ -292,6 +372,58 @@ mod tests {
         assert!(pulse.deadline().unwrap() <= Instant::now() + Duration::from_secs(1));
         let _request = pulse.request(false, Bound::Busy);
         assert!(pulse.deadline().unwrap() <= Instant::now() + Duration::from_secs(1));
+    }
+
+    /// Since when it has been idle, seen in a second.
+    fn idle(pulse: &Pulse) -> Option<Instant> {
+        pulse.idle_since(Instant::now() + Duration::from_secs(1))
+    }
+
+    #[test]
+    fn while_a_request_is_under_way_and_just_after_nobody_may_end_it() {
+        let before = Instant::now();
+        let pulse = pulse(HOUR, HOUR);
+        assert!(idle(&pulse).is_some(), "it has never asked");
+        assert_eq!(pulse.idle_since(before), None, "just made");
+        let request = pulse.request(true, Bound::Own);
+        let other = pulse.request(true, Bound::Busy);
+        drop(request);
+        assert_eq!(idle(&pulse), None);
+        let before = Instant::now();
+        drop(other);
+        assert!(idle(&pulse).is_some());
+        assert_eq!(pulse.idle_since(before), None, "just answered");
+    }
+
+    #[tokio::test]
+    async fn an_answer_that_the_client_has_not_taken_is_under_way_for_as_long_as_a_head_may_be() {
+        use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+        let patient = pulse(HOUR, HOUR);
+        let (ours, mut theirs) = tokio::io::duplex(1);
+        let mut ours = Felt::new(ours, patient.clone());
+        let writing = tokio::time::timeout(Duration::from_millis(1), ours.write_all(b"answer"));
+        writing.await.unwrap_err();
+        assert_eq!(idle(&patient), None);
+        let late = Instant::now() + 2 * HOUR;
+        assert!(patient.idle_since(late).is_some(), "longer than a head");
+        theirs.read_exact(&mut [0; 1]).await.unwrap();
+        ours.flush().await.unwrap();
+        assert!(idle(&patient).is_some());
+    }
+
+    #[tokio::test]
+    async fn who_is_asked_to_go_goes_unless_a_request_has_come_meanwhile() {
+        let pulse = pulse(HOUR, HOUR);
+        let wait = || tokio::time::timeout(2 * QUIET, pulse.has_to_go());
+        let request = pulse.request(false, Bound::Busy);
+        pulse.ask_to_go();
+        wait().await.unwrap_err();
+        drop(request);
+        wait().await.unwrap_err();
+        pulse.ask_to_go();
+        assert_eq!(idle(&pulse), None, "it is going");
+        wait().await.unwrap();
     }
 
     #[test]

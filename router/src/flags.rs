@@ -9,6 +9,7 @@ use clap::{
 use torpor_daemon::go_flags::{BindAddress, boolean, duration, with_two_dashes};
 
 use crate::{
+    browser::{self, Browsers, SameSite},
     connection::Patience,
     gate,
     places::Bounds,
@@ -77,6 +78,21 @@ pub struct Flags {
     /// Secret with which scoped tokens are signed
     #[arg(long)]
     pub authz_scoped_token_secret_file: Option<PathBuf>,
+    /// Cookie in which browsers may show their token to a sandbox' host; begins with __Host-
+    #[arg(long, default_value = "")]
+    pub authz_cookie_name: String,
+    /// Parameter of the query that becomes the cookie, once
+    #[arg(long, default_value = "")]
+    pub authz_cookie_query_param: String,
+    /// Whether the cookie is sent where another site's page leads to the sandbox
+    #[arg(long, value_enum, default_value_t)]
+    pub authz_cookie_samesite: SameSite,
+    /// The cookie may go without TLS; for development
+    #[arg(long, default_value = "false", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set, value_parser = boolean)]
+    pub authz_cookie_insecure: bool,
+    /// Origins whose pages may use the cookie, beside the sandbox' own
+    #[arg(long, value_delimiter = ',')]
+    pub authz_cookie_allowed_origins: Vec<String>,
     /// Token that every request must carry, as the Python router has it; only in the environment
     #[arg(
         long = "router-auth-token",
@@ -155,7 +171,9 @@ pub struct Flags {
 }
 
 /// Upstream's other flags that change nothing about who reaches what. `bool` says whether they may stand bare.
-const WITHOUT_MEANING: [(&str, bool); 4] = [
+const WITHOUT_MEANING: [(&str, bool); 5] = [
+    // Whether a page is the sandbox' own does not depend on where TLS ends.
+    ("authz-trust-forwarded-proto", true),
     ("cluster-domain", false),
     ("cache-enabled", true),
     ("enable-tracing", true),
@@ -179,6 +197,18 @@ pub enum Error {
     TwoModes,
     #[error("--domain: {0:?} is not a DNS name")]
     Domain(String),
+    #[error(
+        "--authz-cookie-query-param and --authz-cookie-allowed-origins need --authz-cookie-name"
+    )]
+    NoCookie,
+    #[error("--authz-cookie-name needs --domain: the cookie belongs to a sandbox' host")]
+    CookieWithoutHosts,
+    #[error(
+        "--authz-cookie-name needs tokens: --authz-mode=tokenreview or scoped-token, or ROUTER_AUTH_TOKEN"
+    )]
+    CookieWithoutTokens,
+    #[error(transparent)]
+    Cookie(browser::Error),
     #[error("PROXY_TIMEOUT_SECONDS: {0:?} is not a positive number")]
     ProxyTimeout(String),
 }
@@ -264,7 +294,35 @@ impl Flags {
         {
             return Err(Error::Domain(self.domain.clone()));
         }
-        Ok(())
+        self.check_cookie()
+    }
+
+    fn check_cookie(&self) -> Result<(), Error> {
+        let Some(browsers) = self.browsers() else {
+            let none = self.authz_cookie_query_param.is_empty()
+                && self.authz_cookie_allowed_origins.is_empty();
+            return none.then_some(()).ok_or(Error::NoCookie);
+        };
+        if self.domain.is_empty() {
+            return Err(Error::CookieWithoutHosts);
+        }
+        if self.authz_mode == AuthzMode::AllowAll && self.router_auth_token.is_empty() {
+            return Err(Error::CookieWithoutTokens);
+        }
+        browsers.check().map_err(Error::Cookie)
+    }
+
+    /// How browsers show their tokens, if they may.
+    fn browsers(&self) -> Option<Browsers> {
+        let cookie = Some(self.authz_cookie_name.clone()).filter(|name| !name.is_empty())?;
+        let parameter = self.authz_cookie_query_param.clone();
+        Some(Browsers {
+            cookie,
+            parameter: Some(parameter).filter(|name| !name.is_empty()),
+            same_site: self.authz_cookie_samesite,
+            secure: !self.authz_cookie_insecure,
+            origins: self.authz_cookie_allowed_origins.clone(),
+        })
     }
 
     /// The files of TLS, if it is served.
@@ -321,6 +379,7 @@ impl Flags {
     pub fn settings(&self) -> Settings {
         Settings {
             domain: Some(self.domain.to_ascii_lowercase()).filter(|domain| !domain.is_empty()),
+            browsers: self.browsers(),
             proxy_timeout: self.proxy_timeout,
             grpc_proxy_timeout: self.grpc_proxy_timeout,
             response_header_timeout: self.response_header_timeout,
@@ -384,6 +443,11 @@ mod tests {
     #[case(&["--authz-mode=scoped-token"], Error::NoSecret)]
     #[case(&["--authz-mode=tokenreview", "--router-auth-token=t"], Error::TwoModes)]
     #[case(&["--domain=*.example.com"], Error::Domain("*.example.com".into()))]
+    #[case(&["--authz-cookie-query-param=t"], Error::NoCookie)]
+    #[case(&["--authz-cookie-allowed-origins=https://a"], Error::NoCookie)]
+    #[case(&["--authz-cookie-name=__Host-s", "--authz-mode=tokenreview"], Error::CookieWithoutHosts)]
+    #[case(&["--authz-cookie-name=__Host-s", "--domain=x.dev"], Error::CookieWithoutTokens)]
+    #[case(&["--authz-cookie-name=s", "--domain=x.dev", "--router-auth-token=t"], Error::Cookie(browser::Error::NotHostOnly("s".into())))]
     fn flags_that_do_not_fit_together_are_refused(
         #[case] arguments: &[&str],
         #[case] error: Error,
@@ -391,10 +455,31 @@ mod tests {
         assert_eq!(read(arguments).unwrap().0.check(), Err(error));
     }
 
+    #[test]
+    fn browsers_may_show_tokens_in_a_cookie_of_upstreams_flags() {
+        let (flags, ignored) = read(&[
+            "--domain=x.dev",
+            "--authz-mode=tokenreview",
+            "--authz-cookie-name=__Host-s",
+            "--authz-cookie-query-param=t",
+            "--authz-cookie-samesite=strict",
+            "--authz-cookie-allowed-origins=https://a.dev,https://b.dev:8443",
+            "--authz-trust-forwarded-proto",
+        ])
+        .unwrap();
+        flags.check().unwrap();
+        assert_eq!(ignored, ["authz-trust-forwarded-proto"]);
+        let browsers = flags.settings().browsers.unwrap();
+        assert_eq!(browsers.parameter.as_deref(), Some("t"));
+        assert!(browsers.secure && browsers.same_site == SameSite::Strict);
+        assert_eq!(browsers.origins.len(), 2);
+        assert!(read(&[]).unwrap().0.settings().browsers.is_none());
+    }
+
     #[rstest]
     #[case("--allow-loopback-pod-ip")]
     #[case("--path-routing-prefix=/x")]
-    #[case("--authz-cookie-name=c")]
+    #[case("--authz-cookie-samesite=some")]
     #[case("--proxy-timeout=0")]
     #[case("--authz-mode=none")]
     fn what_would_change_who_reaches_what_is_not_ignored(#[case] flag: &str) {

@@ -111,7 +111,7 @@ fn code(refusal: &Refusal) -> Code {
         | Refusal::HostFormat(_)
         | Refusal::HostAmbiguous(_) => Code::InvalidArgument,
         Refusal::Unauthenticated | Refusal::NoBearer | Refusal::WrongToken => Code::Unauthenticated,
-        Refusal::Forbidden => Code::PermissionDenied,
+        Refusal::Forbidden | Refusal::ForeignOrigin => Code::PermissionDenied,
         Refusal::ReviewFailed => Code::Internal,
         Refusal::Unreachable(_)
         | Refusal::Suspended(_)

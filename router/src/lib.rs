@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! client ──► server ──► proxy ──► target      which sandbox (pure)
-//!   HTTP/1, 2, TLS        │  ├──► authz       may the client (pure, or TokenReview)
+//!   HTTP/1, 2, TLS        │  ├──► browser     a browser's token, in a cookie (pure)
+//!                         │  ├──► authz       may the client (pure, or TokenReview)
 //!                         │  ├──► gate        is it there: route, wait, resume, refuse (pure decision; bounded waiting)
 //!                         │  │      └─ resume one patch for many requests
 //!                         │  └──► rewrite     headers on the way in and out (pure)
@@ -16,8 +17,10 @@
 pub mod address;
 pub mod authz;
 pub mod body;
+pub mod browser;
 pub mod calls;
 pub mod connection;
+pub mod crowd;
 pub mod directory;
 pub mod endpoints;
 pub mod flags;

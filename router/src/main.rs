@@ -29,9 +29,9 @@ use torpor_router::{
     upstream, watch,
 };
 
-/// How often the files of the certificate are looked at.
+/// How often the files of the certificates are looked at.
 const CERTIFICATE_CHECK: Duration = Duration::from_secs(10);
-/// A client's connection and one to a sandbox.
+/// A client's and one to a sandbox.
 const FILES_PER_CONNECTION: u64 = 2;
 
 fn main() -> ExitCode {
@@ -104,7 +104,8 @@ async fn work(flags: &Flags) -> anyhow::Result<()> {
             .await
             .context("metrics")?;
     }
-    raise_open_files(flags.max_connections);
+    // What has become a tunnel is counted as a connection no more.
+    raise_open_files(flags.max_connections.saturating_add(flags.max_open_ended));
     let server = Server::new(
         Arc::clone(&proxy),
         lanes::one_per_core(&dialer).context("threads that serve clients")?,
@@ -128,16 +129,16 @@ async fn work(flags: &Flags) -> anyhow::Result<()> {
     }
     let mut reloading = None;
     if let (Some(address), Some(files)) = (flags.https_bind_address.0, flags.tls_files()) {
-        let (acceptor, certificate) = tls::acceptor(files).context("TLS")?;
+        let acceptor = tls::acceptor(files).context("TLS")?;
         server.accept(
             serve::listen(address)
                 .await
                 .with_context(|| format!("{address}"))?,
-            Some(acceptor),
+            Some(acceptor.clone()),
         );
         let metrics = Arc::clone(&proxy.metrics);
         reloading = Some(tokio::spawn(async move {
-            certificate.keep_fresh(&metrics, CERTIFICATE_CHECK).await;
+            acceptor.keep_fresh(&metrics, CERTIFICATE_CHECK).await;
         }));
     }
     tracing::info!("serving");
@@ -167,7 +168,7 @@ fn raise_open_files(connections: usize) {
         tracing::warn!(
             files,
             needed,
-            "fewer files may be open than --max-connections can need"
+            "fewer files may be open than --max-connections and --max-open-ended can need"
         );
     }
 }

@@ -15,13 +15,14 @@ use hyper::{body::Incoming, upgrade};
 use hyper_util::client::legacy;
 
 use crate::{
-    authz::Authorizer,
+    authz::{self, Authorizer},
     body::{Exchange, RequestBody, ResponseBody, Seen},
+    browser::{Browsers, Shown},
     calls::{self, Calls, InUse},
     connection::{Bound, Pulse},
     gate::{Destination, Gate},
     grpc,
-    metrics::{self, DecisionLabels, Metrics, NO_NAMESPACE, ReasonLabels},
+    metrics::{self, CLIENT_GONE, DecisionLabels, Metrics, NO_NAMESPACE, ReasonLabels},
     places::Places,
     refusal::{Refusal, json_response},
     rewrite, silence,
@@ -35,6 +36,8 @@ use crate::{
 pub struct Settings {
     /// Hosts below it name sandboxes.
     pub domain: Option<String>,
+    /// How browsers show their tokens to those hosts, if they may.
+    pub browsers: Option<Browsers>,
     /// For a whole request.
     pub proxy_timeout: Duration,
     /// For a whole gRPC call, beside the client's own; 0: any.
@@ -71,9 +74,6 @@ pub struct Proxy {
 
 /// An answer: the router's own, or a sandbox'.
 pub type Answer = Response<Either<Full<Bytes>, ResponseBody>>;
-
-/// Status code under which a request is counted whose client went away before the answer; nobody gets it.
-const CLIENT_GONE: u16 = 499;
 
 impl Proxy {
     /// Carries out one request. Dropping the future, as happens when the client goes away, ends the waiting and the call to the sandbox.
@@ -147,7 +147,7 @@ impl Proxy {
     async fn carry(
         &self,
         peer: &Peer,
-        request: Request<Incoming>,
+        mut request: Request<Incoming>,
         exchange: &mut Exchange,
     ) -> Result<Carried, Refusal> {
         if request.method() == Method::CONNECT {
@@ -186,10 +186,20 @@ impl Proxy {
             exchange.namespace = target.namespace.as_str().into();
         }
         exchange.sandbox.clone_from(&target.id);
+        let browsers = self.settings.browsers.as_ref().filter(|_| by_host);
+        let shown = browsers.and_then(|browsers| browsers.take(&mut request));
+        let token = self.token(&request, shown.as_ref());
         // First: who may not know hears nothing of what exists.
-        self.authorize(request.headers(), &target, exchange).await?;
+        self.authorize(token, request.headers(), &target, exchange)
+            .await?;
         if let Some(refusal) = refusal {
             return Err(refusal);
+        }
+        if let (Some(browsers), Some(shown)) = (browsers, &shown)
+            && let Some(answer) =
+                browsers.welcome(shown, request.method(), request.uri(), request.headers())
+        {
+            return Ok(Carried::Own(answer));
         }
         let limit = self.settings.max_request_body;
         if limit > 0 && http_body::Body::size_hint(request.body()).lower() > limit {
@@ -229,8 +239,25 @@ impl Proxy {
         }
     }
 
+    /// The token of a request; refused where it is a cookie that the page of another origin has had sent.
+    fn token<'a>(
+        &self,
+        request: &'a Request<Incoming>,
+        shown: Option<&'a Shown>,
+    ) -> Result<Option<&'a str>, Refusal> {
+        let (headers, browsers) = (request.headers(), self.settings.browsers.as_ref());
+        if let (Some(browsers), Some(Shown::InCookie(_))) = (browsers, shown) {
+            let host = host(request.uri(), headers);
+            if !browsers.may_use_cookie(request.method(), headers, host.as_ref()) {
+                return Err(Refusal::ForeignOrigin);
+            }
+        }
+        Ok(shown.map(Shown::token).or_else(|| authz::bearer(headers)))
+    }
+
     async fn authorize(
         &self,
+        token: Result<Option<&str>, Refusal>,
         headers: &http::HeaderMap,
         target: &Target,
         exchange: &Exchange,
@@ -239,7 +266,10 @@ impl Proxy {
         let now = now.map_or(0, |now| now.as_secs());
         // Beyond the year 292 billion every token is void, which is right.
         let now = i64::try_from(now).unwrap_or(i64::MAX);
-        let result = self.authorizer.authorize(headers, target, now).await;
+        let result = match token {
+            Ok(token) => self.authorizer.authorize(token, headers, target, now).await,
+            Err(refusal) => Err(refusal),
+        };
         let labels = DecisionLabels {
             sandbox_namespace: Arc::clone(&exchange.namespace),
             decision: if result.is_ok() { "allow" } else { "deny" },

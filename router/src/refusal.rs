@@ -42,6 +42,9 @@ pub enum Refusal {
     WrongToken,
     #[error("forbidden")]
     Forbidden,
+    /// Upstream's too: the token was a cookie, and the page of another origin has had it sent.
+    #[error("origin not allowed for cookie-authenticated request")]
+    ForeignOrigin,
     /// The token could not be checked; the reason is in the log.
     #[error("tokenreview: the apiserver could not be asked")]
     ReviewFailed,
@@ -83,7 +86,7 @@ impl Refusal {
             | Self::HostFormat(_)
             | Self::HostAmbiguous(_) => StatusCode::BAD_REQUEST,
             Self::Unauthenticated | Self::NoBearer | Self::WrongToken => StatusCode::UNAUTHORIZED,
-            Self::Forbidden => StatusCode::FORBIDDEN,
+            Self::Forbidden | Self::ForeignOrigin => StatusCode::FORBIDDEN,
             Self::ReviewFailed => StatusCode::INTERNAL_SERVER_ERROR,
             Self::Unreachable(_) => StatusCode::BAD_GATEWAY,
             Self::Suspended(_) | Self::NotResumed(..) | Self::TooManyHeld | Self::TooManyOpen => {
@@ -111,6 +114,7 @@ impl Refusal {
             Self::NoBearer => "NoBearer",
             Self::WrongToken => "WrongToken",
             Self::Forbidden => "Forbidden",
+            Self::ForeignOrigin => "ForeignOrigin",
             Self::ReviewFailed => "ReviewFailed",
             Self::Unreachable(_) => "Unreachable",
             Self::Suspended(_) => "Suspended",
@@ -207,6 +211,11 @@ mod tests {
     )]
     #[case(Refusal::WrongToken, 401, r#"{"detail":"Invalid token."}"#)]
     #[case(Refusal::Forbidden, 403, r#"{"detail":"forbidden"}"#)]
+    #[case(
+        Refusal::ForeignOrigin,
+        403,
+        r#"{"detail":"origin not allowed for cookie-authenticated request"}"#
+    )]
     #[case(
         Refusal::Unreachable(id()),
         502,

@@ -10,13 +10,14 @@ use hyper_util::{
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     net::{TcpListener, TcpStream},
-    sync::Semaphore,
+    sync::{OwnedSemaphorePermit, Semaphore},
     time::{sleep_until, timeout},
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use crate::{
-    connection::{Felt, Patience, Pulse},
+    connection::{Felt, Patience, Pulse, QUIET},
+    crowd::Crowd,
     lanes::{self, Lane},
     proxy::{Peer, Proxy},
     tls::Acceptor,
@@ -54,6 +55,8 @@ pub struct Server {
     lanes: Vec<Lane>,
     patience: Patience,
     places: Arc<Semaphore>,
+    /// Whoever has a place.
+    crowd: Crowd,
     http: auto::Builder<TokioExecutor>,
     tasks: TaskTracker,
     /// No new connection, no further request on an old one.
@@ -95,6 +98,7 @@ impl Server {
             lanes,
             patience,
             places: Arc::new(Semaphore::new(connections.min(Semaphore::MAX_PERMITS))),
+            crowd: Crowd::default(),
             http,
             tasks,
             closing: CancellationToken::new(),
@@ -116,10 +120,6 @@ impl Server {
 
     async fn accept_all(self: &Arc<Self>, listener: TcpListener, tls: Option<Acceptor>) {
         loop {
-            // Who finds no place waits in the kernel's queue.
-            let Ok(place) = Arc::clone(&self.places).acquire_owned().await else {
-                return;
-            };
             let accepted = listener.accept().await;
             let accepted = accepted.and_then(|(stream, address)| Ok((stream.into_std()?, address)));
             let (stream, address) = match accepted {
@@ -132,20 +132,45 @@ impl Server {
                     continue;
                 }
             };
+            let Some(place) = self.place().await else {
+                return;
+            };
             let Some(lane) = lanes::emptiest(&self.lanes) else {
                 return;
             };
             let (server, tls, lane) = (Arc::clone(self), tls.clone(), lane.clone());
             let (runtime, occupied) = (lane.runtime.clone(), lane.occupy());
+            let pulse = Pulse::new(self.patience);
+            let entered = self.crowd.enter(pulse.clone());
             let connection = async move {
                 let cut = server.cut.clone();
                 tokio::select! {
-                    () = server.connection(stream, address, tls, lane) => {}
+                    () = server.connection(stream, address, tls, lane, pulse.clone()) => {}
+                    () = pulse.has_to_go() => {
+                        tracing::debug!(%address, "closed: its place was needed");
+                    }
                     () = cut.cancelled() => {}
                 }
-                drop((place, occupied));
+                drop((entered, place, occupied));
             };
             self.tasks.spawn_on(connection, &runtime);
+        }
+    }
+
+    /// A place: if all are taken, that of a connection which has nothing under way; or the next one that gets free, and who comes meanwhile waits in the kernel's queue.
+    async fn place(&self) -> Option<OwnedSemaphorePermit> {
+        loop {
+            if let Ok(place) = Arc::clone(&self.places).try_acquire_owned() {
+                return Some(place);
+            }
+            if self.crowd.make_way() {
+                self.proxy.metrics.made_way.inc();
+            }
+            let freed = timeout(QUIET, Arc::clone(&self.places).acquire_owned());
+            // Else who was asked has had a request meanwhile; and who was busy may be idle by now.
+            if let Ok(place) = freed.await {
+                return place.ok();
+            }
         }
     }
 
@@ -155,6 +180,7 @@ impl Server {
         address: SocketAddr,
         tls: Option<Acceptor>,
         lane: Lane,
+        pulse: Pulse,
     ) {
         // The lane's own runtime hears of it from here on.
         let stream = match TcpStream::from_std(stream) {
@@ -168,14 +194,17 @@ impl Server {
         let peer = |tls| Peer {
             address: address.ip(),
             tls,
-            pulse: Pulse::new(self.patience),
+            pulse: pulse.clone(),
             pool: lane.pool.clone(),
         };
         let Some(tls) = tls else {
             return self.serve(stream, peer(false)).await;
         };
         match timeout(HANDSHAKE, tls.accept(stream)).await {
-            Ok(Ok(stream)) => self.serve(stream, peer(true)).await,
+            Ok(Ok(stream)) => {
+                pulse.begin_head();
+                self.serve(stream, peer(true)).await;
+            }
             Ok(Err(error)) => tracing::debug!(%address, %error, "TLS handshake failed"),
             Err(_) => tracing::debug!(%address, "TLS handshake took too long"),
         }

@@ -1,4 +1,4 @@
-//! TLS towards clients, with or without certificates of theirs. A certificate that is renewed on disk is taken up without a restart.
+//! TLS towards clients, with or without certificates of theirs. What is renewed on disk, the server's certificate or the clients' CA, is taken up without a restart.
 
 use std::{
     fmt, fs, io,
@@ -12,15 +12,12 @@ use rustls::{
     RootCertStore, ServerConfig,
     crypto::CryptoProvider,
     pki_types::{CertificateDer, PrivateKeyDer, pem, pem::PemObject},
-    server::{ClientHello, ResolvesServerCert, WebPkiClientVerifier, danger::ClientCertVerifier},
-    sign::CertifiedKey,
+    server::{WebPkiClientVerifier, danger::ClientCertVerifier},
 };
-use tokio_rustls::TlsAcceptor;
+use tokio::net::TcpStream;
+use tokio_rustls::{Accept, TlsAcceptor};
 
 use crate::metrics::{Metrics, OutcomeLabel};
-
-/// Makes TLS of a connection.
-pub type Acceptor = TlsAcceptor;
 
 /// Whether clients show certificates.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -59,6 +56,12 @@ pub enum Error {
     },
     #[error("certificate and key cannot be used")]
     Key(#[source] rustls::Error),
+    #[error("{path} holds a certificate that no CA has")]
+    Authority {
+        path: PathBuf,
+        #[source]
+        error: rustls::Error,
+    },
     #[error("the clients' CA cannot be used")]
     ClientCa(#[source] rustls::server::VerifierBuilderError),
     #[error("certificates of clients cannot be checked without a CA")]
@@ -72,6 +75,7 @@ impl Error {
             Self::Read { .. } => "Read",
             Self::Pem { .. } => "Pem",
             Self::Key(_) => "Key",
+            Self::Authority { .. } => "Authority",
             Self::ClientCa(_) => "ClientCa",
             Self::NoClientCa => "NoClientCa",
         }
@@ -83,68 +87,62 @@ impl Error {
     }
 }
 
-/// The certificate in use.
-pub struct Certificate {
+/// Makes TLS of connections. Clones are the same one.
+#[derive(Clone)]
+pub struct Acceptor(Arc<Shared>);
+
+struct Shared {
     files: Files,
     current: RwLock<Current>,
 }
 
 struct Current {
-    /// What was read from the files.
-    bytes: (Vec<u8>, Vec<u8>),
-    key: Arc<CertifiedKey>,
+    content: Content,
+    config: Arc<ServerConfig>,
 }
 
-impl fmt::Debug for Certificate {
+/// What the files hold.
+#[derive(PartialEq, Eq)]
+struct Content {
+    certificate: Vec<u8>,
+    key: Vec<u8>,
+    client_ca: Option<Vec<u8>>,
+}
+
+impl fmt::Debug for Acceptor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Certificate({:?})", self.files.certificate)
-    }
-}
-
-impl ResolvesServerCert for Certificate {
-    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
-        let current = self.current.read().unwrap_or_else(PoisonError::into_inner);
-        Some(Arc::clone(&current.key))
+        write!(f, "Acceptor({:?})", self.0.files.certificate)
     }
 }
 
 /// Reads the files and makes what accepts TLS connections.
-pub fn acceptor(files: Files) -> Result<(Acceptor, Arc<Certificate>), Error> {
-    let provider = provider();
-    let verifier = client_verifier(&files, &provider)?;
-    let current = load(&files)?;
-    let certificate = Arc::new(Certificate {
-        files,
-        current: RwLock::new(current),
-    });
-    let builder = ServerConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()
-        .map_err(Error::Key)?;
-    let builder = match verifier {
-        Some(verifier) => builder.with_client_cert_verifier(verifier),
-        None => builder.with_no_client_auth(),
-    };
-    let resolver: Arc<dyn ResolvesServerCert> = Arc::clone(&certificate) as _;
-    let mut config = builder.with_cert_resolver(resolver);
-    config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
-    Ok((TlsAcceptor::from(Arc::new(config)), certificate))
+pub fn acceptor(files: Files) -> Result<Acceptor, Error> {
+    let content = read_all(&files)?;
+    let config = config(&files, &content)?;
+    let current = RwLock::new(Current { content, config });
+    Ok(Acceptor(Arc::new(Shared { files, current })))
 }
 
-impl Certificate {
-    /// Takes up the files if they have changed; says whether they had. What cannot be used leaves the old certificate in place.
+impl Acceptor {
+    /// Shakes hands with a client.
+    pub fn accept(&self, stream: TcpStream) -> Accept<TcpStream> {
+        let current = self.0.current.read();
+        let current = current.unwrap_or_else(PoisonError::into_inner);
+        TlsAcceptor::from(Arc::clone(&current.config)).accept(stream)
+    }
+
+    /// Takes up the files if they have changed; says whether they had. What cannot be used leaves the old ones in place. Sessions of before are not resumed: a client whose CA
+    /// has gone does not get in by one.
     pub fn reload(&self) -> Result<bool, Error> {
-        let bytes = (read(&self.files.certificate)?, read(&self.files.key)?);
-        if self
-            .current
-            .read()
-            .unwrap_or_else(PoisonError::into_inner)
-            .bytes
-            == bytes
-        {
+        let (files, current) = (&self.0.files, &self.0.current);
+        let content = read_all(files)?;
+        let in_use = current.read().unwrap_or_else(PoisonError::into_inner);
+        if in_use.content == content {
             return Ok(false);
         }
-        let new = certified(&self.files, bytes)?;
-        *self.current.write().unwrap_or_else(PoisonError::into_inner) = new;
+        drop(in_use);
+        let config = config(files, &content)?;
+        *current.write().unwrap_or_else(PoisonError::into_inner) = Current { content, config };
         Ok(true)
     }
 
@@ -155,12 +153,12 @@ impl Certificate {
             let outcome = match self.reload() {
                 Ok(false) => continue,
                 Ok(true) => {
-                    tracing::info!("certificate reloaded");
+                    tracing::info!("certificates reloaded");
                     "success"
                 }
                 Err(error) => {
                     let source = std::error::Error::source(&error).map(ToString::to_string);
-                    tracing::warn!(%error, source, reason = error.reason(), "certificate not reloaded");
+                    tracing::warn!(%error, source, reason = error.reason(), "certificates not reloaded");
                     "failure"
                 }
             };
@@ -176,17 +174,44 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::aws_lc_rs::default_provider())
 }
 
+fn config(files: &Files, content: &Content) -> Result<Arc<ServerConfig>, Error> {
+    let provider = provider();
+    let verifier = client_verifier(files, content, &provider)?;
+    let builder = ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .map_err(Error::Key)?;
+    let builder = match verifier {
+        Some(verifier) => builder.with_client_cert_verifier(verifier),
+        None => builder.with_no_client_auth(),
+    };
+    let chain = certificates(&files.certificate, &content.certificate)?;
+    let key = PrivateKeyDer::from_pem_slice(&content.key).map_err(|error| Error::Pem {
+        path: files.key.clone(),
+        error,
+    })?;
+    // Also checks that the key is the certificate's.
+    let mut config = builder.with_single_cert(chain, key).map_err(Error::Key)?;
+    config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    Ok(Arc::new(config))
+}
+
 fn client_verifier(
     files: &Files,
+    content: &Content,
     provider: &Arc<CryptoProvider>,
 ) -> Result<Option<Arc<dyn ClientCertVerifier>>, Error> {
     if files.mutual == MutualTls::Off {
         return Ok(None);
     }
-    let path = files.client_ca.as_ref().ok_or(Error::NoClientCa)?;
+    let (Some(path), Some(authorities)) = (&files.client_ca, &content.client_ca) else {
+        return Err(Error::NoClientCa);
+    };
     let mut roots = RootCertStore::empty();
-    for certificate in certificates(path, &read(path)?)? {
-        roots.add(certificate).map_err(Error::Key)?;
+    for certificate in certificates(path, authorities)? {
+        roots.add(certificate).map_err(|error| Error::Authority {
+            path: path.clone(),
+            error,
+        })?;
     }
     let builder =
         WebPkiClientVerifier::builder_with_provider(Arc::new(roots), Arc::clone(provider));
@@ -198,21 +223,17 @@ fn client_verifier(
     builder.build().map(Some).map_err(Error::ClientCa)
 }
 
-fn load(files: &Files) -> Result<Current, Error> {
-    certified(files, (read(&files.certificate)?, read(&files.key)?))
-}
-
-fn certified(files: &Files, bytes: (Vec<u8>, Vec<u8>)) -> Result<Current, Error> {
-    let chain = certificates(&files.certificate, &bytes.0)?;
-    let key = PrivateKeyDer::from_pem_slice(&bytes.1).map_err(|error| Error::Pem {
-        path: files.key.clone(),
-        error,
-    })?;
-    // Also checks that the key is the certificate's.
-    let key = CertifiedKey::from_der(chain, key, &provider()).map_err(Error::Key)?;
-    Ok(Current {
-        bytes,
-        key: Arc::new(key),
+fn read_all(files: &Files) -> Result<Content, Error> {
+    let client_ca = match (files.mutual, &files.client_ca) {
+        // Nobody looks at it, and it need not be there.
+        (MutualTls::Off, _) => None,
+        (MutualTls::Optional | MutualTls::Required, Some(path)) => Some(read(path)?),
+        (MutualTls::Optional | MutualTls::Required, None) => return Err(Error::NoClientCa),
+    };
+    Ok(Content {
+        certificate: read(&files.certificate)?,
+        key: read(&files.key)?,
+        client_ca,
     })
 }
 

@@ -59,6 +59,10 @@ impl Remembered {
         };
         self.since.elapsed() < ttl
     }
+
+    fn is_good(&self) -> bool {
+        self.verdict.get() == Some(&Verdict::Authenticated)
+    }
 }
 
 impl fmt::Debug for Reviewer {
@@ -104,9 +108,10 @@ impl Reviewer {
             all.retain(|_, other| other.stands(ttl));
         }
         if all.len() >= self.options.size {
+            // Whoever invents tokens does not have those forgotten that are good.
             let oldest = all
                 .iter()
-                .min_by_key(|(_, other)| other.since)
+                .min_by_key(|(_, other)| (other.is_good(), other.since))
                 .map(|(key, _)| *key);
             oldest.map(|key| all.remove(&key));
         }

@@ -99,11 +99,34 @@ fn values_may_follow_in_any_way(#[case] arguments: &[&str]) {
 
 #[test]
 fn every_flag_without_meaning_is_taken_with_a_value_and_named() {
-    for WithoutMeaning { name, bare, why } in WITHOUT_MEANING {
+    for WithoutMeaning {
+        name,
+        bare,
+        guards,
+        why,
+    } in WITHOUT_MEANING
+    {
         let (_, ignored) = read(&[&format!("--{name}=1")]).unwrap();
-        assert_eq!(ignored, [Ignored { name, why }]);
+        let unguarded = guards;
+        let named = Ignored {
+            name,
+            why,
+            unguarded,
+        };
+        assert_eq!(ignored, [named]);
         assert_eq!(read(&[&format!("--{name}")]).is_ok(), bare, "{name} bare");
     }
+}
+
+#[rstest]
+#[case("--metrics-secure-serving", true)]
+#[case("--metrics-secure-serving=true", true)]
+#[case("--metrics-secure-serving=false", false)]
+#[case("--metrics-cert-dir=/certs", false)]
+fn who_asks_for_guarded_metrics_is_warned(#[case] flag: &str, #[case] warned: bool) {
+    let (_, ignored) = read(&[flag]).unwrap();
+    assert_eq!(ignored.len(), 1);
+    assert_eq!(ignored[0].unguarded, warned);
 }
 
 #[test]

@@ -122,8 +122,19 @@ async fn without_an_answer_of_the_apiserver_nobody_is_let_in() {
 async fn only_so_many_verdicts_are_remembered() {
     let world = reviewing(true).await;
     let backend = Backend::named("s").await;
-    for token in ["good", "b", "c", "good"] {
+    world.api.accept_token("better");
+    for token in ["good", "better", "b", "good"] {
         ask(&world, backend.port, Some(token)).await;
     }
     assert_eq!(reviews(&world), 4, "the oldest made room");
+}
+
+#[tokio::test]
+async fn who_invents_tokens_does_not_have_a_good_one_forgotten() {
+    let world = reviewing(true).await;
+    let backend = Backend::named("s").await;
+    for token in ["good", "a", "b", "c", "good"] {
+        ask(&world, backend.port, Some(token)).await;
+    }
+    assert_eq!(reviews(&world), 4);
 }

@@ -2,8 +2,10 @@
 
 mod authorization;
 mod backend;
+mod browsers;
 mod client;
 mod contract;
+mod crowd;
 mod drain;
 mod grpc;
 mod hosts;

@@ -205,7 +205,7 @@ async fn what_is_no_http_is_a_bad_gateway() {
 }
 
 /// A sandbox that echoes what comes after an upgrade, and says `bye` when the client has ended its half.
-async fn websocket() -> Backend {
+pub(crate) async fn websocket() -> Backend {
     Backend::start(|mut request: http::Request<Incoming>| async move {
         let headers = request.headers();
         assert!(headers.get("origin").is_none() && headers["upgrade"] == "websocket");
@@ -229,7 +229,7 @@ async fn websocket() -> Backend {
     .await
 }
 
-async fn open_websocket(world: &World, port: u16) -> Raw {
+pub(crate) async fn open_websocket(world: &World, port: u16) -> Raw {
     let mut client = Raw::open(world).await;
     client
         .write(format!(

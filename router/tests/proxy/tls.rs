@@ -11,7 +11,7 @@ use rustls::{
 use tempfile::TempDir;
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
-use torpor_router::tls::{self, Certificate, Files, MutualTls};
+use torpor_router::tls::{self, Acceptor, Files, MutualTls};
 
 use crate::{
     backend::Backend,
@@ -45,7 +45,7 @@ struct Secured {
     backend: Backend,
     folder: TempDir,
     authority: Issuer,
-    certificate: Arc<Certificate>,
+    acceptor: Acceptor,
 }
 
 async fn secured(mutual: MutualTls) -> Secured {
@@ -59,9 +59,9 @@ async fn secured(mutual: MutualTls) -> Secured {
         client_ca: Some(folder.path().join("ca.crt")),
         mutual,
     };
-    let (acceptor, certificate) = tls::acceptor(files).unwrap();
+    let acceptor = tls::acceptor(files).unwrap();
     let world = World::with(Setup {
-        tls: Some(acceptor),
+        tls: Some(acceptor.clone()),
         ..Setup::default()
     })
     .await;
@@ -71,7 +71,7 @@ async fn secured(mutual: MutualTls) -> Secured {
         backend: Backend::echo().await,
         folder,
         authority,
-        certificate,
+        acceptor,
     }
 }
 
@@ -143,18 +143,40 @@ async fn clients_certificates_are_asked_for_and_checked() {
 #[tokio::test]
 async fn a_renewed_certificate_is_taken_up_and_a_broken_one_is_not() {
     let secured = secured(MutualTls::Off).await;
-    assert!(!secured.certificate.reload().unwrap(), "nothing changed");
+    assert!(!secured.acceptor.reload().unwrap(), "nothing changed");
     secured.ask("renewed", None).await.unwrap_err();
     write_server(secured.folder.path(), &secured.authority, "renewed");
-    assert!(secured.certificate.reload().unwrap());
+    assert!(secured.acceptor.reload().unwrap());
     secured.ask("renewed", None).await.unwrap();
     // A key that is not the certificate's.
     let other = KeyPair::generate().unwrap().serialize_pem();
     fs::write(secured.folder.path().join("tls.key"), other).unwrap();
-    secured.certificate.reload().unwrap_err();
+    secured.acceptor.reload().unwrap_err();
     fs::write(secured.folder.path().join("tls.crt"), "nonsense").unwrap();
-    secured.certificate.reload().unwrap_err();
+    secured.acceptor.reload().unwrap_err();
     secured.ask("renewed", None).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_clients_ca_that_is_replaced_counts_from_then_on_and_a_broken_one_does_not() {
+    let secured = secured(MutualTls::Required).await;
+    let (old, new) = (&secured.authority, &authority());
+    secured.ask("router", Some(old)).await.unwrap();
+    secured.ask("router", Some(new)).await.unwrap_err();
+    let ca = secured.folder.path().join("ca.crt");
+    fs::write(&ca, new.pem()).unwrap();
+    assert!(secured.acceptor.reload().unwrap());
+    assert!(!secured.acceptor.reload().unwrap(), "nothing changed");
+    secured.ask("router", Some(new)).await.unwrap();
+    secured.ask("router", Some(old)).await.unwrap_err();
+    for broken in ["", "nonsense"] {
+        fs::write(&ca, broken).unwrap();
+        secured.acceptor.reload().unwrap_err();
+    }
+    fs::remove_file(&ca).unwrap();
+    secured.acceptor.reload().unwrap_err();
+    secured.ask("router", Some(new)).await.unwrap();
+    secured.ask("router", None).await.unwrap_err();
 }
 
 #[test]

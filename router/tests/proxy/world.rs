@@ -37,6 +37,7 @@ pub(crate) struct Setup {
     pub(crate) limits: Limits,
     pub(crate) open_ended: Bounds,
     pub(crate) patience: Patience,
+    pub(crate) connections: usize,
     pub(crate) dialling: Dialling,
     pub(crate) api_timeout: Duration,
     pub(crate) authorizer: Box<dyn FnOnce(&Apiserver) -> Authorizer>,
@@ -49,6 +50,7 @@ impl Default for Setup {
             policy: AddressPolicy::with_loopback(),
             settings: Settings {
                 domain: Some("sandboxes.example.com".into()),
+                browsers: None,
                 proxy_timeout: LIMIT,
                 grpc_proxy_timeout: Duration::ZERO,
                 response_header_timeout: LIMIT,
@@ -69,6 +71,7 @@ impl Default for Setup {
                 idle: LIMIT,
                 busy: LIMIT,
             },
+            connections: 20_000,
             dialling: Dialling {
                 retries: 3,
                 first_delay: Duration::from_millis(1),
@@ -124,7 +127,7 @@ impl World {
             Arc::clone(&proxy),
             lanes,
             setup.patience,
-            20_000,
+            setup.connections,
             tasks,
             cut,
         );
