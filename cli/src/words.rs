@@ -41,6 +41,9 @@ pub fn of_plan(reason: &str) -> Option<&'static str> {
         plan::IN_USE => {
             "it shall sleep, but somebody uses it: an exec, an attach or a port-forward is open, or woke it less than 10 s ago"
         }
+        plan::NOT_READY => {
+            "a startup or readiness probe of it fails: it does not fall asleep by itself before it is ready, because its probes are answered for it while it sleeps"
+        }
         plan::DEBUGGED => {
             "a container that kubectl debug has added runs in it: nothing is saved until that has ended"
         }

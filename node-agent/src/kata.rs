@@ -255,7 +255,8 @@ impl Kata {
                 at: now,
                 cpu,
                 host: None,
-                in_use: false,
+                // Its time begins when it is ready.
+                in_use: !desired.ready,
                 // Also one that was woken by a plan, as at its time, is idle since then.
                 last_use: known.awake_since.max(known.woke_at),
             });

@@ -160,7 +160,10 @@ impl<'a> Planning<'a> {
                 self.step(Action::Freeze, None, None);
             }
         } else if self.why.is_empty() {
-            self.why.push(Reason::Settled);
+            self.why.push(match view.waits_to_be_ready() {
+                true => Reason::NotReady,
+                false => Reason::Settled,
+            });
         }
     }
 

@@ -101,6 +101,9 @@ pub struct Desired {
     pub told: bool,
     /// Its containers but for those that have ended for good: an image without one of them would have no place for it.
     pub containers: BTreeSet<ContainerName>,
+    /// By the kubelet's startup and readiness probes, where it has any, they have started and are ready. While it sleeps its probes are
+    /// answered for it: one that is not ready would pass for ready, and one that hangs would not be restarted. It does not fall asleep by itself.
+    pub ready: bool,
 }
 
 /// Idle times after which a sandbox falls asleep by itself.

@@ -184,6 +184,8 @@ pub enum Reason {
     NotCapable,
     /// Somebody has a session open, or had one a moment ago.
     InUse,
+    /// It could fall asleep by itself, and does not while its probes fail: see [`crate::state::Desired::ready`].
+    NotReady,
     /// A container runs in it that its Pod's spec does not have (`kubectl debug` adds such).
     Debugged { container: ContainerName },
     /// Other sandboxes of the node are being saved; this one waits for its turn.

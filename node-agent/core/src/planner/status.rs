@@ -263,6 +263,9 @@ impl Telling<'_> {
                 "The sandbox is awake and does not fall asleep by itself: whether it is idle is not known: {why}"
             );
         }
+        if self.why.contains(&Reason::NotReady) {
+            return "The sandbox is awake and does not fall asleep by itself before it is ready: while it sleeps, the kubelet's probes are answered for it.".to_owned();
+        }
         if let (Err(why), Some(_)) = (&self.view.observed.can_doze, self.view.desired.sleep.doze) {
             return format!("The sandbox is awake and does not doze: {why}");
         }

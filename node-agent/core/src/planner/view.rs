@@ -205,6 +205,12 @@ impl<'a> View<'a> {
         matches!(self.target, Power::Asleep | Power::Dozing)
     }
 
+    /// Whether it could fall asleep by itself if the kubelet's probes did not fail.
+    pub(super) fn waits_to_be_ready(&self) -> bool {
+        let may_sleep = self.desired.sleep.first().is_some() && self.target == Power::Awake;
+        may_sleep && self.is_present() && !self.desired.ready
+    }
+
     /// Whether the image may be removed: nothing refers to it, and it is not the memory of a sandbox that may need it.
     pub(super) fn is_rubbish(&self, image: &ImageId) -> bool {
         // A frozen sandbox has its memory itself; an image of it is a second copy, kept unless somebody wants it gone.
@@ -276,7 +282,8 @@ fn of_idleness(
     if evicted || sleeps_by_itself(desired, observed, ledger) {
         return Some(Power::Asleep);
     }
-    if desired.pod != PodPresence::Present {
+    let stays_awake = observed.live == Live::Running && !desired.ready;
+    if desired.pod != PodPresence::Present || stays_awake {
         return None;
     }
     // Whoever needs it has resumed it: what dozes sleeps on, since when it is idle or not. So does what dozes for the node's sake: it is

@@ -249,6 +249,7 @@ impl World {
             wake_up: BTreeSet::new(),
             snapshots: self.cached.clone(),
             containers: BTreeSet::new(),
+            ready: true,
         };
         match &self.pressed {
             Some(ask) => ask.shorten(desired, ENOUGH_IDLE),

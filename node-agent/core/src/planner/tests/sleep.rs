@@ -47,6 +47,41 @@ fn one_that_was_woken_a_moment_ago_does_not_fall_asleep_by_itself_however_short_
     }
 }
 
+/// While it sleeps, the kubelet's probes are answered for it.
+#[test]
+fn one_that_is_not_ready_does_not_fall_asleep_by_itself_and_says_so() {
+    use StepKind::*;
+    let unready = |desired| Desired {
+        ready: false,
+        ..desired
+    };
+    let running = idle_since(0, observed(Live::Running, &[], &[]));
+    for wish in [sleepy(), dozy()] {
+        assert!(!planned(&wish, &running).steps.is_empty());
+        let plan = planned(&unready(wish), &running);
+        assert_eq!((kinds(&plan), plan.why), (vec![], vec![Reason::NotReady]));
+        let told = plan.status.hibernated.expect("told");
+        assert!(told.message.contains("before it is ready"), "{told:?}");
+    }
+    // Nor for the node's sake: that is only a shorter time. What somebody asks for is done.
+    let all = [Pause, Checkpoint, Commit, End];
+    assert_steps(&unready(desired(Power::Asleep)), &running, &all);
+    let mut kept = unready(sleepy());
+    kept.snapshots = vec![snapshot("s", SnapshotReason::Manual)];
+    assert_steps(&kept, &running, &[Pause, Checkpoint, Commit, Resume]);
+    // What sleeps already was ready when it fell asleep, and sleeps on.
+    let dozes = dozing(true, observed(Live::Paused, &committed(), &[1]));
+    assert_steps(&unready(dozy()), &dozes, &[]);
+    let hibernates = Observed {
+        ledger: Ok(LedgerState::fold(&asleep_entries(true))),
+        ..hibernated()
+    };
+    assert_steps(&unready(sleepy()), &hibernates, &[]);
+    // Nothing would come of its sleep, had it no time to fall asleep at.
+    let settled = planned(&unready(desired(Power::Awake)), &running);
+    assert_eq!(settled.why, [Reason::Settled]);
+}
+
 #[test]
 fn a_sandbox_dozes_in_three_plans_so_that_whoever_needs_it_comes_between() {
     use StepKind::*;
