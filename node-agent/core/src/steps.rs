@@ -242,6 +242,17 @@ impl Plan {
         self.steps.iter().find(needs_room).filter(|_| runs)
     }
 
+    /// Whether it puts a sandbox to sleep, or deeper, although nobody has asked for that: whoever needs it must be able to wake it.
+    pub fn sleeps_by_itself(&self) -> bool {
+        let of_idleness = |reason: &Reason| {
+            matches!(
+                reason,
+                Reason::Idle | Reason::Pressure { .. } | Reason::Dozing
+            )
+        };
+        self.why.iter().any(of_idleness)
+    }
+
     /// Why it waits for a turn to save, if it does.
     pub fn awaits_turn(&self) -> Option<Urgency> {
         self.why.iter().find_map(Reason::awaited_turn)

@@ -236,6 +236,10 @@ impl Telling<'_> {
             true => format!("The sandbox was idle and sleeps in image {image} until it is needed."),
             false => format!("The sandbox sleeps in image {image}."),
         };
+        let held = match &self.view.observed.not_watched {
+            Some(why) => format!("{held} Only the API or an exec wakes it: {why}."),
+            None => held,
+        };
         match (&self.view.observed.failures.wake, &self.view.ledger.memory) {
             (Some(Failure { message, count, .. }), _) => {
                 format!("{held} The last wake failed (attempt {count}): {message}")

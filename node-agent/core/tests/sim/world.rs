@@ -227,6 +227,7 @@ impl World {
             idle_known: Ok(()),
             awake_since: None,
             woke_at: None,
+            not_watched: None,
             asleep_since: None,
             failures: failures.clone(),
             busy: false,
