@@ -194,6 +194,7 @@ pub mod plan {
     pub const SAVE_UNFINISHED: &str = "SaveUnfinished";
     pub const NOT_CAPABLE: &str = "NotCapable";
     pub const IN_USE: &str = "InUse";
+    pub const NOT_READY: &str = "NotReady";
     pub const DEBUGGED: &str = "Debugged";
     pub const AWAITING_TURN: &str = "AwaitingTurn";
     pub const AWAITING_BANDWIDTH: &str = "AwaitingBandwidth";
@@ -207,7 +208,7 @@ pub mod plan {
     pub const NUMBERS_EXHAUSTED: &str = "NumbersExhausted";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 31] = [
+    pub const ALL: [&str; 32] = [
         BUSY,
         LIVE_UNKNOWN,
         LEDGER_CORRUPT,
@@ -228,6 +229,7 @@ pub mod plan {
         SAVE_UNFINISHED,
         NOT_CAPABLE,
         IN_USE,
+        NOT_READY,
         DEBUGGED,
         AWAITING_TURN,
         AWAITING_BANDWIDTH,

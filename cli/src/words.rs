@@ -41,6 +41,9 @@ pub fn of_plan(reason: &str) -> Option<&'static str> {
         plan::IN_USE => {
             "it shall sleep, but somebody uses it: an exec, an attach or a port-forward is open, or woke it less than 10 s ago"
         }
+        plan::NOT_READY => {
+            "a startup or readiness probe of it fails: it does not fall asleep by itself before it is ready, because its probes are answered for it while it sleeps"
+        }
         plan::DEBUGGED => {
             "a container that kubectl debug has added runs in it: nothing is saved until that has ended"
         }
@@ -91,7 +94,7 @@ pub fn remedy(reason: &str) -> Option<&'static str> {
             "remove the annotation torpor.dev/snapshot-class"
         }
         hibernated::SAVE_FAILED => {
-            "by the reason in the message (DiskFull: delete SandboxSnapshots or enlarge the disk; CheckpointFailed: gVisor cannot save what the program does); it is tried again by itself"
+            "by the reason in the message (DiskFull: delete SandboxSnapshots or enlarge the disk; CheckpointFailed: gVisor cannot save what the program does; NotWatched: its link is no veth pair, so that no packet could wake it); it is tried again by itself"
         }
         restored::NODE_UNAVAILABLE => {
             "bring the node back, or start without the memory: kubectl annotate sandbox NAME torpor.dev/on-restore-failure=ColdStart"

@@ -3,7 +3,9 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use k8s_openapi::api::core::v1::{Container, LifecycleHandler, Pod, PodCondition, Probe};
+use k8s_openapi::api::core::v1::{
+    Container, ContainerStatus, LifecycleHandler, Pod, PodCondition, Probe,
+};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt;
 use torpor_api::snapshot::{SandboxSnapshot, SnapshotReason as ApiReason};
@@ -141,6 +143,7 @@ pub(crate) fn desired(
         snapshots,
         told: pod.is_some_and(|pod| condition(pod, conditions::POD_HIBERNATED).is_some()),
         containers: pod.map(to_run).unwrap_or_default(),
+        ready: pod.is_none_or(is_ready),
     }
 }
 
@@ -171,15 +174,8 @@ pub(crate) fn condition<'a>(pod: &'a Pod, kind: &str) -> Option<&'a PodCondition
 fn to_run(pod: &Pod) -> BTreeSet<ContainerName> {
     let spec = pod.spec.as_ref();
     let policy = spec.and_then(|spec| spec.restart_policy.as_deref());
-    let statuses = pod
-        .status
-        .as_ref()
-        .and_then(|status| status.container_statuses.as_ref());
     let stays_ended = |name: &str| {
-        let status = statuses
-            .into_iter()
-            .flatten()
-            .find(|status| status.name == name);
+        let status = status_of(pod, name);
         let ended = status.and_then(|status| status.state.as_ref()?.terminated.as_ref());
         ended.is_some_and(|ended| match policy {
             Some("Never") => true,
@@ -197,6 +193,31 @@ fn to_run(pod: &Pod) -> BTreeSet<ContainerName> {
         .chain(sidecars)
         .filter_map(|container| ContainerName::new(container.name.clone()).ok())
         .collect()
+}
+
+/// What the kubelet says of this container.
+fn status_of<'a>(pod: &'a Pod, container: &str) -> Option<&'a ContainerStatus> {
+    let status = pod.status.as_ref()?;
+    let init = status.init_container_statuses.iter().flatten();
+    let main = status.container_statuses.iter().flatten();
+    main.chain(init).find(|status| status.name == container)
+}
+
+/// Whether all that runs, or is to run, has started and is ready, as far as it is probed for that. By the kubelet's word on each container: the
+/// Pod's condition Ready also waits for gates of others. Of a liveness probe that fails nothing is said before the container is restarted.
+fn is_ready(pod: &Pod) -> bool {
+    let to_run = to_run(pod);
+    let mut runs = containers(pod).filter(|container| {
+        let mut names = to_run.iter();
+        names.any(|name| name.as_str() == container.name)
+    });
+    runs.all(|container| {
+        let status = status_of(pod, &container.name);
+        let has_started = status.is_some_and(|status| status.started == Some(true));
+        let is_ready = status.is_some_and(|status| status.ready);
+        (has_started || container.startup_probe.is_none())
+            && (is_ready || container.readiness_probe.is_none())
+    })
 }
 
 fn is_sidecar(init_container: &Container) -> bool {
@@ -496,6 +517,49 @@ mod tests {
         };
         assert_eq!(awaited("Always"), ["ended", "runs", "sidecar"]);
         assert_eq!(awaited("Never"), ["runs", "sidecar"]);
+    }
+
+    #[test]
+    fn a_pod_is_ready_by_the_kubelets_word_on_each_container_that_it_probes() {
+        let probe = json!({ "exec": { "command": ["true"] } });
+        let spec = json!({
+            "restartPolicy": "Never",
+            "initContainers": [
+                { "name": "once" },
+                { "name": "sidecar", "restartPolicy": "Always", "startupProbe": probe },
+            ],
+            "containers": [
+                { "name": "probed", "readinessProbe": probe },
+                { "name": "watched", "livenessProbe": probe },
+                { "name": "plain" },
+            ],
+        });
+        let status = |name: &str, started: bool, ready: bool| json!({ "name": name, "image": "", "imageID": "", "restartCount": 0, "started": started, "ready": ready });
+        let ready = |sidecar: bool, probed: serde_json::Value| {
+            let mut pod = pod(json!({}));
+            pod.spec = Some(serde_json::from_value(spec.clone()).expect("a spec"));
+            let told = json!({
+                // A gate of somebody else is not open.
+                "conditions": [{ "type": "Ready", "status": "False" }],
+                "initContainerStatuses": [status("once", false, false), status("sidecar", sidecar, false)],
+                "containerStatuses": [
+                    probed, status("watched", false, false), status("plain", true, false),
+                ],
+            });
+            pod.status = Some(serde_json::from_value(told).expect("a status"));
+            desired(&uid(), Some(&pod), &[]).ready
+        };
+        assert!(ready(true, status("probed", true, true)));
+        assert!(!ready(true, status("probed", true, false)), "not ready");
+        assert!(!ready(false, status("probed", true, true)), "not started");
+        let mut ended = status("probed", false, false);
+        ended["state"] = json!({ "terminated": { "exitCode": 1 } });
+        assert!(ready(true, ended), "it stays ended");
+        // Of what is probed nothing is known yet; nothing is probed.
+        let mut new = pod(json!({}));
+        new.spec = Some(serde_json::from_value(spec.clone()).expect("a spec"));
+        assert!(!desired(&uid(), Some(&new), &[]).ready);
+        assert!(desired(&uid(), Some(&pod(json!({}))), &[]).ready);
     }
 
     #[test]

@@ -639,6 +639,7 @@ fn run_in(
     let draft = || draft::manifest(&shared.node, look.record.as_ref(), pod);
     let context = Context {
         rules: &look.rules,
+        by_itself: look.plan.sleeps_by_itself(),
         node: &shared.node,
         pod: &look.pod_uid,
         namespace,

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use torpor_core::Entry;
 use torpor_core::ids::{ContainerId, ImageId, Namespace, PodUid, SandboxId};
 use torpor_core::ledger::Memory;
-use torpor_core::state::ImageState;
+use torpor_core::state::{ImageState, NOT_WATCHED};
 use torpor_core::steps::{Action, Outcome, Step};
 use torpor_gvisor::control::Control;
 use torpor_gvisor::keeper::{self, Request, Rules, Verb};
@@ -40,6 +40,8 @@ pub(crate) struct Context<'a> {
     pub(crate) sandbox: Option<(&'a PodRecord, &'a PodLock)>,
     /// What its keeper goes by while it sleeps.
     pub(crate) rules: &'a Rules,
+    /// Nobody has asked for the sleep that the plan is for.
+    pub(crate) by_itself: bool,
     /// What a commit writes into the manifest.
     pub(crate) draft: &'a dyn Fn() -> ManifestDraft,
     /// The image that a checkpoint of this plan wrote and that waits for its commit.
@@ -151,14 +153,7 @@ fn act(
             tell_keeper(context, &Request::Freeze(context.rules.clone()));
             outcome
         }
-        Action::Doze => {
-            let outcome = with_control(context, |control, record| {
-                pause::doze(&node.records, control, &record.sandbox, CALL_LIMIT)
-            });
-            tell_keeper(context, &Request::Watch(context.rules.clone()));
-            tell_those_with_pipes(context);
-            outcome
-        }
+        Action::Doze => doze(context),
         Action::Reclaim { image: Some(image) } => run_verb(context, Verb::Doze, image),
         Action::Reclaim { image: None } => without_image(),
         Action::Resume => match left {
@@ -237,6 +232,22 @@ fn pause(context: &Context<'_>) -> Outcome {
     with_control(context, |control, record| {
         pause::pause(records, control, &record.sandbox, CALL_LIMIT)
     })
+}
+
+fn doze(context: &Context<'_>) -> Outcome {
+    let records = &context.node.records;
+    let outcome = with_control(context, |control, record| {
+        pause::doze(records, control, &record.sandbox, CALL_LIMIT)
+    });
+    let refused = tell_keeper(context, &Request::Watch(context.rules.clone()));
+    if let (Outcome::Done | Outcome::Already, Some(unwatched)) =
+        (&outcome, unwatched(context.by_itself, refused.as_ref()))
+    {
+        // The next plan resumes it.
+        return unwatched;
+    }
+    tell_those_with_pipes(context);
+    outcome
 }
 
 fn resume(context: &Context<'_>) -> Outcome {
@@ -350,7 +361,10 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
         Err(error) => return failed(error.reason(), &error),
     };
     // What arrives from now on finds a sandbox whose image does not know of it.
-    tell_keeper(context, &Request::Hold(context.rules.clone()));
+    let refused = tell_keeper(context, &Request::Hold(context.rules.clone()));
+    if let Some(unwatched) = unwatched(context.by_itself, refused.as_ref()) {
+        return unwatched;
+    }
     let root = context.node.runsc.root();
     let saved = match containers_in(context, &record.sandbox) {
         Ok(all) => save::checkpoint(root, &record.sandbox, &all, &partial, SAVE_LIMIT),
@@ -415,15 +429,28 @@ fn commit(context: &Context<'_>, image: &ImageId) -> Outcome {
     }
 }
 
-/// A keeper that cannot hold packets back keeps no sandbox from sleeping, and one that was not told that its sandbox runs
-/// sees it by itself.
-fn tell_keeper(context: &Context<'_>, request: &Request) {
-    let Some((record, _)) = context.sandbox else {
-        return;
-    };
+/// Answers why the keeper does not do as asked. One that was not told that its sandbox runs sees it by itself.
+fn tell_keeper(context: &Context<'_>, request: &Request) -> Option<keeper::Error> {
+    let (record, _) = context.sandbox?;
     let dir = context.node.pause_dir(&record.sandbox);
-    if let Err(error) = keeper::ask(&dir, request, &[], CALL_LIMIT) {
-        tracing::warn!(pod = %context.pod, error = words(&error), "the Pod's keeper does not do as asked");
+    let error = keeper::ask(&dir, request, &[], CALL_LIMIT).err()?;
+    tracing::warn!(pod = %context.pod, error = words(&error), "the Pod's keeper does not do as asked");
+    Some(error)
+}
+
+/// How a sleep fails in which no packet would wake the sandbox, because its keeper cannot hold any back. One that was asked for goes on: who
+/// asked for it can end it.
+fn unwatched(by_itself: bool, refused: Option<&keeper::Error>) -> Option<Outcome> {
+    match refused {
+        Some(keeper::Error::Refused { reason, message }) if by_itself && reason == NOT_WATCHED => {
+            Some(Outcome::Failed {
+                reason: reason.clone(),
+                message: format!(
+                    "{message}. It does not fall asleep by itself, and sleeps if it is asked to (torpor.dev/hibernate)"
+                ),
+            })
+        }
+        _ => None,
     }
 }
 
@@ -528,6 +555,23 @@ mod tests {
             run(&steps, stops_for, || refusal, act, tell);
             assert_eq!((acted.as_slice(), told), (acts, tells));
         }
+    }
+
+    #[test]
+    fn one_that_no_packet_would_wake_sleeps_only_if_somebody_has_asked_for_that() {
+        let refused = |reason: &str| keeper::Error::Refused {
+            reason: reason.to_owned(),
+            message: "packets will not wake the Pod: no veth pair".to_owned(),
+        };
+        let failure = unwatched(true, Some(&refused(NOT_WATCHED)));
+        let Some(Outcome::Failed { reason, message }) = failure else {
+            panic!("{failure:?}");
+        };
+        assert_eq!(reason, NOT_WATCHED);
+        assert!(message.contains("no veth pair"), "{message}");
+        assert_eq!(unwatched(false, Some(&refused(NOT_WATCHED))), None);
+        assert_eq!(unwatched(true, Some(&refused("NoRecord"))), None);
+        assert_eq!(unwatched(true, None), None);
     }
 
     #[test]

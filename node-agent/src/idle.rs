@@ -90,7 +90,11 @@ pub(crate) fn watch(
     let id = &sandbox.record.sandbox;
     let mut watched = Watched::of(known, id, now);
     let looked = match observed.live {
-        Live::Running => sandbox.look(&mut watched.watch, after, now, observed.added.is_some()),
+        Live::Running => {
+            // Its time begins when it is ready, and nobody debugs it any more.
+            let is_needed = observed.added.is_some() || !desired.ready;
+            sandbox.look(&mut watched.watch, after, now, is_needed)
+        }
         // Nothing goes on in it.
         Live::Paused => Ok(()),
         Live::None => return None,
@@ -109,7 +113,7 @@ impl Sandbox<'_> {
         watch: &mut IdleWatch,
         after: Duration,
         now: Timestamp,
-        is_debugged: bool,
+        is_needed: bool,
     ) -> Result<(), String> {
         let (node, id) = (self.node, &self.record.sandbox);
         let mut control = self.connect()?;
@@ -124,7 +128,7 @@ impl Sandbox<'_> {
             at: now,
             cpu,
             host: self.host_time(),
-            in_use: works || forwards || is_debugged,
+            in_use: works || forwards || is_needed,
             last_use: records.last_use(id).and_then(timestamp),
         });
         if watch.is_due(after, now) {

@@ -17,7 +17,7 @@ use tokio::runtime::Handle;
 use tokio::sync::OwnedMutexGuard;
 use torpor_core::idle::Look as IdleLook;
 use torpor_core::ids::{PodUid, SandboxId};
-use torpor_core::state::{Desired, Doze, Failures, Live, Observed, Power};
+use torpor_core::state::{Desired, Doze, Failures, Live, NOT_WATCHED, Observed, Power};
 use torpor_core::steps::{Action, Outcome, Step};
 use torpor_gvisor::keeper::Rules;
 use torpor_gvisor::record::{Depth, Probes, SleepNote, WakeCause, WakeNote};
@@ -255,7 +255,8 @@ impl Kata {
                 at: now,
                 cpu,
                 host: None,
-                in_use: false,
+                // Its time begins when it is ready.
+                in_use: !desired.ready,
                 // Also one that was woken by a plan, as at its time, is idle since then.
                 last_use: known.awake_since.max(known.woke_at),
             });
@@ -404,7 +405,7 @@ impl Held {
     fn doze(&mut self, action: &Action) -> Outcome {
         let Some(ear) = &self.known.ear else {
             return Outcome::Failed {
-                reason: "NotWatched".to_owned(),
+                reason: NOT_WATCHED.to_owned(),
                 message: "packets would not wake the sandbox".to_owned(),
             };
         };

@@ -62,6 +62,7 @@ pub(crate) fn observe(
         sessions: record.map_or(0, |record| sessions(node, record)),
         awake_since: timestamp(record.and_then(|record| node.records.last_call(&record.sandbox))),
         woke_at: timestamp(record.and_then(|record| node.records.woke_at(&record.sandbox))),
+        not_watched: record.and_then(|record| node.records.not_watched(&record.sandbox)),
         asleep_since: timestamp(record.and_then(|r| node.records.asleep_since(&r.sandbox))),
         failures: failures.clone(),
         busy,

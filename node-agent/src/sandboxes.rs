@@ -305,6 +305,7 @@ mod tests {
             Reason::SaveUnfinished,
             Reason::NotCapable,
             Reason::InUse,
+            Reason::NotReady,
             Reason::Debugged {
                 container: ContainerName::new("debugger").expect("a name"),
             },
@@ -343,6 +344,7 @@ mod tests {
                 | Reason::SaveUnfinished
                 | Reason::NotCapable
                 | Reason::InUse
+                | Reason::NotReady
                 | Reason::Debugged { .. }
                 | Reason::AwaitingTurn { .. }
                 | Reason::AwaitingBandwidth

@@ -40,7 +40,7 @@ use view::View;
 
 /// What to do next with one sandbox. Synchronous, total and deterministic: same arguments, same plan.
 pub fn plan(desired: &Desired, observed: &Observed, policy: &Policy, now: Timestamp) -> Plan {
-    let view = View::new(desired, observed, now);
+    let view = View::new(desired, observed, policy, now);
     let mut planning = Planning::new(&view, policy, now);
     planning.decide();
     let Planning {
@@ -160,8 +160,23 @@ impl<'a> Planning<'a> {
                 self.step(Action::Freeze, None, None);
             }
         } else if self.why.is_empty() {
-            self.why.push(Reason::Settled);
+            self.push_settled();
         }
+    }
+
+    /// It runs, as it is to. If it could fall asleep by itself: what keeps it from that.
+    fn push_settled(&mut self) {
+        let view = self.view;
+        let reason = match view.unwatched_until {
+            _ if !view.may_fall_asleep() => Reason::Settled,
+            _ if !view.desired.ready => Reason::NotReady,
+            Some(until) => {
+                self.look_at(until);
+                Reason::Backoff { until }
+            }
+            None => Reason::Settled,
+        };
+        self.why.push(reason);
     }
 
     /// Nothing but time makes it fall asleep by itself.

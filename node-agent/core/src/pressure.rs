@@ -152,7 +152,7 @@ pub fn candidate(desired: &Desired, observed: &Observed) -> Option<Candidate> {
     // One that dozes as deep as its runtime or its user lets it has given what it has.
     let gives = match dozes {
         true => may_hibernate && !unsaved,
-        false => (may_doze || may_hibernate) && observed.live == Live::Running,
+        false => (may_doze || may_hibernate) && observed.live == Live::Running && desired.ready,
     };
     let fits = desired.pressure.may && asked_for_nothing && able && gives;
     fits.then_some(Candidate {

@@ -101,6 +101,9 @@ pub struct Desired {
     pub told: bool,
     /// Its containers but for those that have ended for good: an image without one of them would have no place for it.
     pub containers: BTreeSet<ContainerName>,
+    /// By the kubelet's startup and readiness probes, where it has any, they have started and are ready. While it sleeps its probes are
+    /// answered for it: one that is not ready would pass for ready, and one that hangs would not be restarted. It does not fall asleep by itself.
+    pub ready: bool,
 }
 
 /// Idle times after which a sandbox falls asleep by itself.
@@ -258,6 +261,8 @@ pub struct Observed {
     pub awake_since: Option<Timestamp>,
     /// When it last woke in place, whoever woke it.
     pub woke_at: Option<Timestamp>,
+    /// Why packets do not wake it, if they did not when it last fell asleep, or was to.
+    pub not_watched: Option<String>,
     /// When it fell asleep, if it dozes or hibernates.
     pub asleep_since: Option<Timestamp>,
     /// What failed lately; see [`Failures::note`].
@@ -289,6 +294,7 @@ impl Observed {
             idle_known: Ok(()),
             awake_since: None,
             woke_at: None,
+            not_watched: None,
             asleep_since: None,
             failures: Failures::default(),
             busy: false,
@@ -403,6 +409,8 @@ impl Failures {
     }
 }
 
+/// Reason of a sleep that failed because nothing that arrives would wake the sandbox. One that was asked for does not fail for that.
+pub const NOT_WATCHED: &str = "NotWatched";
 /// Reason of a save that failed because a container had ended, and nobody has noticed yet.
 pub const CONTAINER_NOT_RUNNING: &str = "ContainerNotRunning";
 

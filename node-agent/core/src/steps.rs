@@ -184,6 +184,8 @@ pub enum Reason {
     NotCapable,
     /// Somebody has a session open, or had one a moment ago.
     InUse,
+    /// It could fall asleep by itself, and does not while its probes fail: see [`crate::state::Desired::ready`].
+    NotReady,
     /// A container runs in it that its Pod's spec does not have (`kubectl debug` adds such).
     Debugged { container: ContainerName },
     /// Other sandboxes of the node are being saved; this one waits for its turn.
@@ -238,6 +240,17 @@ impl Plan {
         let needs_room =
             |step: &&Step| matches!(step.action, Action::Checkpoint { .. } | Action::Doze);
         self.steps.iter().find(needs_room).filter(|_| runs)
+    }
+
+    /// Whether it puts a sandbox to sleep, or deeper, although nobody has asked for that: whoever needs it must be able to wake it.
+    pub fn sleeps_by_itself(&self) -> bool {
+        let of_idleness = |reason: &Reason| {
+            matches!(
+                reason,
+                Reason::Idle | Reason::Pressure { .. } | Reason::Dozing
+            )
+        };
+        self.why.iter().any(of_idleness)
     }
 
     /// Why it waits for a turn to save, if it does.

@@ -100,6 +100,7 @@ fn wishes() -> Vec<(&'static str, Desired)> {
         told: false,
         wake_up: BTreeSet::new(),
         containers: BTreeSet::new(),
+        ready: true,
         snapshots: reason
             .into_iter()
             .map(|reason| SnapshotIntent {

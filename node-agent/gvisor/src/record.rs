@@ -386,8 +386,22 @@ impl Records {
 
     /// Notes why packets do not wake the pod.
     pub fn note_not_watched(&self, sandbox: &SandboxId, why: &str) -> Result<(), Error> {
-        let path = self.pod_dir(sandbox).join("not-watched");
+        let path = self.not_watched_path(sandbox);
         std::fs::write(&path, why).map_err(|source| write_error(&path, source))
+    }
+
+    /// What [`Self::note_not_watched`] noted.
+    pub fn not_watched(&self, sandbox: &SandboxId) -> Option<String> {
+        std::fs::read_to_string(self.not_watched_path(sandbox)).ok()
+    }
+
+    /// From now on they do.
+    pub fn forget_not_watched(&self, sandbox: &SandboxId) -> Result<(), Error> {
+        remove_file(&self.not_watched_path(sandbox))
+    }
+
+    fn not_watched_path(&self, sandbox: &SandboxId) -> PathBuf {
+        self.pod_dir(sandbox).join("not-watched")
     }
 
     /// Notes that somebody needed the sandbox now.

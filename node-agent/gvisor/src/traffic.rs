@@ -9,7 +9,9 @@
 //! - what is for another link: a bridge sends to all of its ports what is for one that it does not know (any more);
 //! - what is not IP (ARP), multicast, IGMP, neighbour and listener discovery: it comes and goes without anybody's wish;
 //! - TCP segments without data that begin or end nothing: acknowledgements follow data that counted, and keepalives of a connection
-//!   on which nothing is said are no use of the sandbox.
+//!   on which nothing is said are no use of the sandbox;
+//! - the answer to who begins a connection: the pod's network stack gives it, and the program may not even have seen it. That somebody has
+//!   begun one counts.
 //!
 //! What comes in and may want an answer is noted apart from the rest, so that it can be told whether the pod owes one ([`unanswered`]).
 //!
@@ -119,7 +121,8 @@ pub fn last(watch: Watch) -> Result<Ages, Error> {
     Ok(ages)
 }
 
-/// How long ago something came in that the pod may have to answer, if it has said nothing since. What the node says to `probed` ports does not count.
+/// How long ago something came in that the pod may have to answer, if it has said nothing since: also who has begun a connection may wait to be
+/// spoken to. What the node says to `probed` ports does not count.
 pub fn unanswered(watch: Watch, probed: &[u16]) -> Result<Option<Duration>, Error> {
     let mut seen = seen(watch)?;
     seen.retain(|seen| seen.port.is_none_or(|port| !probed.contains(&port)));

@@ -18,6 +18,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{SockFlag, accept4};
 use rustix::termios::Termios;
 use torpor_core::ids::{ContainerId, ImageId};
+use torpor_core::state::NOT_WATCHED;
 use torpor_gvisor::control::{self, Control};
 use torpor_gvisor::keeper::{Answer, Request, Rules, Verb, receive, send};
 use torpor_gvisor::record::{ContainerRecord, SandboxState};
@@ -314,7 +315,7 @@ impl Keeper<'_> {
         }
     }
 
-    /// A pod that cannot be watched sleeps all the same, and is woken by everything else.
+    /// A pod that cannot be watched sleeps all the same if somebody has asked for that, and is woken by everything else. Of what it does by itself the agent knows.
     fn watch(&mut self, rules: &Rules) -> Answer {
         let records = &self.node.records;
         let pod = match records.pod(&self.record.sandbox) {
@@ -335,13 +336,15 @@ impl Keeper<'_> {
         match Watch::begin(&pod, rules, self.node.config.kubelet_port, seen) {
             Ok(watch) => {
                 self.watch = Some(watch);
+                // One that stays does no more than to tell what was once so.
+                let _ = records.forget_not_watched(&self.record.sandbox);
                 Answer::ok(serde_json::Value::Null)
             }
             Err(error) => {
                 let why = format!("packets will not wake the Pod: {error:#}");
                 // The answer says it too.
                 let _ = records.note_not_watched(&self.record.sandbox, &why);
-                Answer::refused("NotWatched", why)
+                Answer::refused(NOT_WATCHED, why)
             }
         }
     }

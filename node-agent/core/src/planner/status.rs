@@ -255,6 +255,10 @@ impl Telling<'_> {
             true => format!("The sandbox was idle and sleeps in image {image} until it is needed."),
             false => format!("The sandbox sleeps in image {image}."),
         };
+        let held = match &self.view.observed.not_watched {
+            Some(why) => format!("{held} Only the API or an exec wakes it: {why}."),
+            None => held,
+        };
         match (&self.view.observed.failures.wake, &self.view.ledger.memory) {
             (Some(Failure { message, count, .. }), _) => {
                 format!("{held} The last wake failed (attempt {count}): {message}")
@@ -281,6 +285,9 @@ impl Telling<'_> {
             return format!(
                 "The sandbox is awake and does not fall asleep by itself: whether it is idle is not known: {why}"
             );
+        }
+        if self.why.contains(&Reason::NotReady) {
+            return "The sandbox is awake and does not fall asleep by itself before it is ready: while it sleeps, the kubelet's probes are answered for it.".to_owned();
         }
         if let (Err(why), Some(_)) = (&self.view.observed.can_doze, self.view.desired.sleep.doze) {
             return format!("The sandbox is awake and does not doze: {why}");

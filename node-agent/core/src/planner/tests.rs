@@ -43,6 +43,7 @@ fn desired(power: Power) -> Desired {
         snapshots: Vec::new(),
         told: false,
         containers: BTreeSet::new(),
+        ready: true,
     }
 }
 

@@ -8,8 +8,8 @@ use jiff::Timestamp;
 use crate::ids::{ContainerName, ImageId};
 use crate::ledger::{LedgerState, Memory};
 use crate::state::{
-    Desired, Failure, ImageState, Live, Observed, PodPresence, Policy, Power, SnapshotIntent,
-    SnapshotReason, SnapshotWish, later,
+    Desired, Failure, ImageState, Live, NOT_WATCHED, Observed, PodPresence, Policy, Power,
+    SnapshotIntent, SnapshotReason, SnapshotWish, later,
 };
 
 pub(super) struct View<'a> {
@@ -20,6 +20,8 @@ pub(super) struct View<'a> {
     pub(super) by_itself: bool,
     /// It dozes because the runtime knows no deeper sleep, which is what was wanted.
     pub(super) shallow: bool,
+    /// Until then it does not fall asleep by itself, because nothing that arrives would wake it. Whoever asks for an image has one before.
+    pub(super) unwatched_until: Option<Timestamp>,
     /// Empty when it is corrupt.
     pub(super) ledger: LedgerState,
     pub(super) corrupt: Option<&'a str>,
@@ -30,7 +32,12 @@ pub(super) struct View<'a> {
 }
 
 impl<'a> View<'a> {
-    pub(super) fn new(desired: &'a Desired, observed: &'a Observed, now: Timestamp) -> Self {
+    pub(super) fn new(
+        desired: &'a Desired,
+        observed: &'a Observed,
+        policy: &Policy,
+        now: Timestamp,
+    ) -> Self {
         let (ledger, corrupt) = match &observed.ledger {
             Ok(ledger) => (ledger.clone(), None),
             Err(fault) => (LedgerState::default(), Some(fault.as_str())),
@@ -42,8 +49,10 @@ impl<'a> View<'a> {
         let held = |image: &ImageId| is_held(observed, image);
         let fresh = ledger.restorable(held).cloned();
         let called = is_called(desired, observed, now);
+        let unwatched_until = unwatched_until(observed, policy).filter(|until| *until > now);
+        let is_watched = unwatched_until.is_none();
         let of_idleness = match desired.target() {
-            Power::Awake if !called => of_idleness(desired, observed, &ledger, now),
+            Power::Awake if !called => of_idleness(desired, observed, &ledger, is_watched, now),
             Power::Awake | Power::Asleep | Power::Frozen | Power::Dozing => None,
         };
         let by_itself = of_idleness.is_some();
@@ -65,6 +74,7 @@ impl<'a> View<'a> {
             target,
             shallow,
             by_itself,
+            unwatched_until,
             ledger,
             corrupt,
             fresh,
@@ -205,6 +215,12 @@ impl<'a> View<'a> {
         matches!(self.target, Power::Asleep | Power::Dozing)
     }
 
+    /// Whether it runs, as it is to, until it falls asleep by itself.
+    pub(super) fn may_fall_asleep(&self) -> bool {
+        let may_sleep = self.desired.sleep.first().is_some();
+        may_sleep && self.target == Power::Awake && self.is_present()
+    }
+
     /// Whether the image may be removed: nothing refers to it, and it is not the memory of a sandbox that may need it.
     pub(super) fn is_rubbish(&self, image: &ImageId) -> bool {
         // A frozen sandbox has its memory itself; an image of it is a second copy, kept unless somebody wants it gone.
@@ -264,6 +280,7 @@ fn of_idleness(
     desired: &Desired,
     observed: &Observed,
     ledger: &LedgerState,
+    is_watched: bool,
     now: Timestamp,
 ) -> Option<Power> {
     let lives = matches!(observed.live, Live::Running | Live::Paused);
@@ -276,7 +293,8 @@ fn of_idleness(
     if evicted || sleeps_by_itself(desired, observed, ledger) {
         return Some(Power::Asleep);
     }
-    if desired.pod != PodPresence::Present {
+    let is_unready = observed.live == Live::Running && !desired.ready;
+    if desired.pod != PodPresence::Present || is_unready || !is_watched {
         return None;
     }
     // Whoever needs it has resumed it: what dozes sleeps on, since when it is idle or not. So does what dozes for the node's sake: it is
@@ -293,6 +311,13 @@ fn of_idleness(
     } else {
         None
     }
+}
+
+/// After a sleep that failed for that reason, until when no other is tried but one that is asked for.
+fn unwatched_until(observed: &Observed, policy: &Policy) -> Option<Timestamp> {
+    let failure = observed.failures.save.as_ref()?;
+    let until = || failure.retry_at(policy.idle_backoff_min, policy.idle_backoff_max);
+    (failure.reason == NOT_WATCHED).then(until)
 }
 
 /// When it falls asleep, or deeper, if nothing happens before.

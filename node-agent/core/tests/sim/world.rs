@@ -227,6 +227,7 @@ impl World {
             idle_known: Ok(()),
             awake_since: None,
             woke_at: None,
+            not_watched: None,
             asleep_since: None,
             failures: failures.clone(),
             busy: false,
@@ -249,6 +250,7 @@ impl World {
             wake_up: BTreeSet::new(),
             snapshots: self.cached.clone(),
             containers: BTreeSet::new(),
+            ready: true,
         };
         match &self.pressed {
             Some(ask) => ask.shorten(desired, ENOUGH_IDLE),

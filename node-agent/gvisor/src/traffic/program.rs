@@ -20,6 +20,8 @@ const IPPROTO_ICMPV6: i32 = 58;
 /// FIN, SYN, RST.
 const BEGINS_OR_ENDS: i32 = 0x07;
 const SYN: i32 = 0x02;
+/// SYN and ACK.
+const ACCEPTS: i32 = 0x12;
 /// Go on with whatever else is attached.
 const TC_ACT_UNSPEC: i32 = -1;
 const BPF_HDR_START_NET: i32 = 1;
@@ -217,6 +219,12 @@ fn tcp(code: &mut Code<Label>, direction: Direction) {
     let comes_in = matches!(direction, Direction::In);
     code.push(bpf::set(R7, i32::from(comes_in)));
     code.push(bpf::load8(R2, R10, TCP + 13));
+    if !comes_in {
+        // Also of a connection that the program never sees.
+        code.push(bpf::copy(R3, R2));
+        code.push(bpf::and(R3, ACCEPTS));
+        code.jump(bpf::jump_if(R3, ACCEPTS), Label::Done);
+    }
     code.jump(bpf::jump_if_any(R2, SYN), Label::Counted);
     code.push(bpf::load8(R3, R10, TCP + 12));
     code.push(bpf::shift_right(R3, 4));

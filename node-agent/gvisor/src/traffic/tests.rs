@@ -186,6 +186,9 @@ fn a_question_is_told_from_its_answer_and_from_the_end_of_a_connection() {
     let listener = pod.in_pod(|| std::net::TcpListener::bind((POD, 7000)));
     let mut near = pod.on_node(|| std::net::TcpStream::connect((POD, 7000)));
     let (mut far, _) = listener.accept().expect("accepted");
+    assert!(open(&[]), "who has connected may wait to be spoken to");
+    assert!(!open(&[7000]), "a probe");
+    std::io::Write::write_all(&mut far, b"welcome").expect("sent");
     assert!(!open(&[]), "nobody has asked anything yet");
     std::io::Write::write_all(&mut near, b"?").expect("sent");
     assert!(open(&[]) && open(&[7001]));

@@ -350,6 +350,7 @@ fn desired(power: Power, doze: bool) -> Desired {
         snapshots: Vec::new(),
         told: false,
         containers: std::collections::BTreeSet::new(),
+        ready: true,
     }
 }
 

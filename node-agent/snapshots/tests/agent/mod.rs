@@ -170,6 +170,7 @@ fn desired(power: Power, snapshots: &[SnapshotIntent]) -> Desired {
         snapshots: snapshots.to_vec(),
         told: false,
         containers: BTreeSet::new(),
+        ready: true,
     }
 }
 

@@ -183,7 +183,13 @@ fn asked(desired: &Desired, observed: &Observed) -> Option<Ask> {
 fn who_is_asked_for_the_nodes_sake_sleeps_as_if_its_time_had_come_and_says_why() {
     let idle = idle_since(900, observed(Live::Running, &[], &[]));
     assert_steps(&patient(), &idle, &[]);
+    let unready = Desired {
+        ready: false,
+        ..patient()
+    };
+    assert_eq!(asked(&unready, &idle), None);
     let ask = asked(&patient(), &idle).unwrap();
+    assert_steps(&ask.shorten(unready, LIMITS.idle), &idle, &[]);
     let pressed = ask.shorten(patient(), LIMITS.idle);
     let plan = planned(&pressed, &idle);
     assert_eq!(kinds(&plan).last(), Some(&StepKind::End));

@@ -1,7 +1,7 @@
 //! Sleep that nobody asks for, and what ends it.
 
 use super::*;
-use crate::state::CONTAINER_NOT_RUNNING;
+use crate::state::{CONTAINER_NOT_RUNNING, NOT_WATCHED};
 
 #[test]
 fn an_idle_sandbox_falls_asleep_by_itself_when_its_time_has_come() {
@@ -45,6 +45,41 @@ fn one_that_was_woken_a_moment_ago_does_not_fall_asleep_by_itself_however_short_
         woken.awake_since = Some(at(990));
         assert!(!planned(&wish, &woken).steps.is_empty());
     }
+}
+
+/// While it sleeps, the kubelet's probes are answered for it.
+#[test]
+fn one_that_is_not_ready_does_not_fall_asleep_by_itself_and_says_so() {
+    use StepKind::*;
+    let unready = |desired| Desired {
+        ready: false,
+        ..desired
+    };
+    let running = idle_since(0, observed(Live::Running, &[], &[]));
+    for wish in [sleepy(), dozy()] {
+        assert!(!planned(&wish, &running).steps.is_empty());
+        let plan = planned(&unready(wish), &running);
+        assert_eq!((kinds(&plan), plan.why), (vec![], vec![Reason::NotReady]));
+        let told = plan.status.hibernated.expect("told");
+        assert!(told.message.contains("before it is ready"), "{told:?}");
+    }
+    // Nor for the node's sake: that is only a shorter time. What somebody asks for is done.
+    let all = [Pause, Checkpoint, Commit, End];
+    assert_steps(&unready(desired(Power::Asleep)), &running, &all);
+    let mut kept = unready(sleepy());
+    kept.snapshots = vec![snapshot("s", SnapshotReason::Manual)];
+    assert_steps(&kept, &running, &[Pause, Checkpoint, Commit, Resume]);
+    // What sleeps already was ready when it fell asleep, and sleeps on.
+    let dozes = dozing(true, observed(Live::Paused, &committed(), &[1]));
+    assert_steps(&unready(dozy()), &dozes, &[]);
+    let hibernates = Observed {
+        ledger: Ok(LedgerState::fold(&asleep_entries(true))),
+        ..hibernated()
+    };
+    assert_steps(&unready(sleepy()), &hibernates, &[]);
+    // Nothing would come of its sleep, had it no time to fall asleep at.
+    let settled = planned(&unready(desired(Power::Awake)), &running);
+    assert_eq!(settled.why, [Reason::Settled]);
 }
 
 #[test]
@@ -261,6 +296,63 @@ fn a_sandbox_that_cannot_be_saved_is_left_running_and_told_of_and_seldom_tried_a
     running.idle_since = Some(at(1000));
     let told = planned(&sleepy(), &running).status.hibernated.unwrap();
     assert_eq!(told.reason, "SaveFailed");
+}
+
+#[test]
+fn a_sandbox_that_nothing_would_wake_stays_awake_and_is_saved_for_who_asks() {
+    use StepKind::*;
+    let unwatched = |second, observed| {
+        let mut observed = idle_since(0, observed);
+        save_failure(&mut observed, second);
+        let failure = observed.failures.save.as_mut().unwrap();
+        failure.reason = NOT_WATCHED.to_owned();
+        observed
+    };
+    let running = || observed(Live::Running, &[], &[]);
+    let plan = planned(&sleepy(), &unwatched(990, running()));
+    let until = at(1290);
+    assert_eq!((kinds(&plan), plan.wake_at), (vec![], Some(until)));
+    assert_eq!(plan.why, [Reason::Backoff { until }]);
+    let told = plan.status.hibernated.unwrap();
+    assert_eq!(told.reason, "SaveFailed");
+    assert!(told.message.contains(NOT_WATCHED), "{}", told.message);
+    // What the failure left standing runs on, whether there is an image of it already or not.
+    let doze = |entries: &[Entry], held: &[u32]| {
+        unwatched(990, dozing(false, observed(Live::Paused, entries, held)))
+    };
+    assert_steps(&dozy(), &doze(&[], &[]), &[Resume]);
+    assert_steps(&dozy(), &doze(&committed(), &[1]), &[Resume]);
+    // Somebody asks for an image, or for its sleep, and does not wait for as long.
+    let mut kept = sleepy();
+    kept.snapshots = vec![snapshot("s", SnapshotReason::Manual)];
+    let plan = planned(&kept, &unwatched(990, running()));
+    assert_eq!(kinds(&plan), [Pause, Checkpoint, Commit, Resume]);
+    assert!(!plan.sleeps_by_itself());
+    let plan = planned(&desired(Power::Asleep), &unwatched(990, running()));
+    assert_eq!(kinds(&plan), [Pause, Checkpoint, Commit, End]);
+    assert!(!plan.sleeps_by_itself());
+    // When the wait is over it is tried again.
+    let plan = planned(&sleepy(), &unwatched(700, running()));
+    assert_eq!(kinds(&plan), [Pause, Checkpoint, Commit, End]);
+    assert!(plan.sleeps_by_itself());
+    let half = idle_since(990, dozing(false, observed(Live::Paused, &[], &[])));
+    for observed in [idle_since(990, running()), half] {
+        let plan = planned(&dozy(), &observed);
+        assert!(plan.sleeps_by_itself(), "to doze, and to be saved then");
+    }
+}
+
+#[test]
+fn one_that_was_asked_to_sleep_and_that_no_packet_wakes_says_so() {
+    let asleep = Observed {
+        not_watched: Some("no veth pair".into()),
+        ..hibernated()
+    };
+    let told = planned(&desired(Power::Asleep), &asleep).status.hibernated;
+    assert_eq!(
+        told.unwrap().message,
+        "The sandbox sleeps in image pod-a.1. Only the API or an exec wakes it: no veth pair."
+    );
 }
 
 #[test]
