@@ -21,7 +21,7 @@ use torpor_core::wake_on::WakeOn;
 use torpor_gvisor::keeper::Rules;
 use torpor_gvisor::net;
 use torpor_gvisor::record::Probes;
-use torpor_wake::owner::Kubelet;
+use torpor_wake::owner::{Kubelet, Owner, is_of_this_machine};
 use torpor_wake::packet::{Ends, Meaning, Segment, meaning, segment};
 use torpor_wake::tap::{self, Tap, ethernet};
 
@@ -228,7 +228,8 @@ impl Hearing {
         matches!(meaning(frame, &self.own), Meaning::Wakes(_))
     }
 
-    /// A connection of the kubelet to a port that it probes; when the kernel does not say whose it is, it is somebody who wants the sandbox.
+    /// A connection of the kubelet to a port that it probes; when the kernel does not say whose it is, it is somebody who wants the sandbox. The guest
+    /// answers at once, so that the kubelet may have closed it before anybody asks: then that it was begun does not count, but what is said on it does.
     fn is_of_probe(&mut self, segment: &Segment, probed: &[u16]) -> bool {
         if !probed.contains(&segment.ends.local_port) {
             return false;
@@ -237,13 +238,123 @@ impl Hearing {
             return self.probes.contains(&segment.ends);
         }
         self.probes.remove(&segment.ends);
-        let owned = self.kubelet.owns(&segment.ends).unwrap_or(false);
-        if owned {
+        if !is_of_this_machine(segment.ends.remote) {
+            return false;
+        }
+        let owner = self.kubelet.owner_of(&segment.ends);
+        if matches!(owner, Ok(Owner::Kubelet)) {
             if self.probes.len() >= MOST_PROBES {
                 self.probes.clear();
             }
             self.probes.insert(segment.ends);
         }
-        owned
+        matches!(owner, Ok(Owner::Kubelet | Owner::Nobody))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    fn segment(ends: Ends, syn: bool, length: usize) -> Segment {
+        Segment {
+            ends,
+            sequence: 1,
+            acknowledgment: 0,
+            window: 1000,
+            syn,
+            fin: false,
+            rst: false,
+            ack: !syn,
+            length,
+            timestamps: None,
+            other_options: false,
+        }
+    }
+
+    /// A connection of this process to a port that stands for one in the Pod.
+    struct Connected {
+        server: TcpListener,
+        stream: TcpStream,
+        ends: Ends,
+    }
+
+    impl Connected {
+        fn new() -> Self {
+            let server = TcpListener::bind("127.0.0.1:0").expect("listens");
+            let at = server.local_addr().expect("an address");
+            let stream = TcpStream::connect(at).expect("connects");
+            let from = stream.local_addr().expect("an address");
+            let ends = Ends {
+                remote: from.ip(),
+                remote_port: from.port(),
+                local: at.ip(),
+                local_port: at.port(),
+            };
+            Self {
+                server,
+                stream,
+                ends,
+            }
+        }
+    }
+
+    fn hearing(kubelet_port: u16) -> Hearing {
+        Hearing::new(&Place {
+            namespace: PathBuf::new(),
+            own: Vec::new(),
+            kubelet_port,
+        })
+    }
+
+    /// A port on which nobody listens, so that nobody is the kubelet.
+    fn nobodys_port() -> u16 {
+        let nobody = TcpListener::bind("127.0.0.1:0").expect("listens");
+        nobody.local_addr().expect("an address").port()
+    }
+
+    #[test]
+    fn a_probe_that_is_over_before_anybody_asks_does_not_count_and_data_does() {
+        let Connected {
+            server,
+            stream,
+            ends,
+        } = Connected::new();
+        drop(stream);
+        let mut hearing = hearing(nobodys_port());
+        let probed = [ends.local_port];
+        assert!(hearing.is_of_probe(&segment(ends, true, 0), &probed));
+        assert!(!hearing.is_of_probe(&segment(ends, false, 5), &probed));
+        assert!(!hearing.is_of_probe(&segment(ends, true, 0), &[]));
+        // Of another machine nobody knows here what it has closed.
+        let elsewhere = Ends {
+            remote: IpAddr::from([192, 0, 2, 1]),
+            ..ends
+        };
+        assert!(!hearing.is_of_probe(&segment(elsewhere, true, 0), &probed));
+        drop(server);
+    }
+
+    #[test]
+    fn whoever_holds_a_connection_to_a_probed_port_wants_the_sandbox() {
+        let connected = Connected::new();
+        let ends = connected.ends;
+        let mut hearing = hearing(nobodys_port());
+        assert!(!hearing.is_of_probe(&segment(ends, true, 0), &[ends.local_port]));
+    }
+
+    #[test]
+    fn nothing_counts_on_a_connection_of_the_kubelet_to_a_probed_port() {
+        let connected = Connected::new();
+        let ends = connected.ends;
+        // The process that listens on the kubelet's port is this one.
+        let kubelet_port = connected.server.local_addr().expect("an address").port();
+        let mut hearing = hearing(kubelet_port);
+        for of_it in [segment(ends, true, 0), segment(ends, false, 5)] {
+            assert!(hearing.is_of_probe(&of_it, &[ends.local_port]));
+        }
+        drop(connected.stream);
     }
 }
