@@ -11,6 +11,7 @@ use std::net::IpAddr;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use jiff::Timestamp;
 use tokio::io::Interest;
@@ -25,8 +26,10 @@ use torpor_wake::owner::{Kubelet, Owner, is_of_this_machine};
 use torpor_wake::packet::{Ends, Meaning, Segment, meaning, segment};
 use torpor_wake::tap::{self, Tap, ethernet};
 
-/// Frames between two chances for others.
+/// Frames in a row, after which the listener rests: who floods a link with what wakes nobody does not have the agent's processor with it.
 const FRAMES_A_TURN: usize = 256;
+/// What the socket has no room for meanwhile is not heard; whoever wants something says it again, and a packet that wakes waits no longer than this.
+const REST: Duration = Duration::from_millis(20);
 /// Connections of the kubelet that are remembered; it opens one for each probe.
 const MOST_PROBES: usize = 256;
 
@@ -161,6 +164,25 @@ fn polled(tap: Tap) -> Result<AsyncFd<Polled>, Error> {
     registered.map_err(|error| Error::Wait(error.into()))
 }
 
+/// Where frames come from.
+trait Frames {
+    /// The next one, with its header; none when there is none.
+    fn receive(&mut self) -> Result<Option<&[u8]>, tap::Error>;
+}
+
+impl Frames for Tap {
+    fn receive(&mut self) -> Result<Option<&[u8]>, tap::Error> {
+        Tap::receive(self)
+    }
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Turn {
+    AllHeard,
+    /// There are, or may be.
+    More,
+}
+
 struct Listener {
     hearing: Hearing,
     heard: Arc<Mutex<Heard>>,
@@ -172,19 +194,24 @@ impl Listener {
             let Ok(mut ready) = tap.readable_mut().await else {
                 return;
             };
-            for _ in 0..FRAMES_A_TURN {
-                match ready.get_inner_mut().0.receive() {
-                    Ok(Some(frame)) => self.hear(ethernet(frame)),
-                    Ok(None) => {
-                        ready.clear_ready();
-                        break;
-                    }
-                    // The link is gone, and the Pod with it.
-                    Err(_) => return,
-                }
+            let turn = self.turn(&mut ready.get_inner_mut().0);
+            match turn {
+                Ok(Turn::AllHeard) => ready.clear_ready(),
+                Ok(Turn::More) => tokio::time::sleep(REST).await,
+                // The link is gone, and the Pod with it.
+                Err(_) => return,
             }
-            tokio::task::yield_now().await;
         }
+    }
+
+    fn turn(&mut self, frames: &mut impl Frames) -> Result<Turn, tap::Error> {
+        for _ in 0..FRAMES_A_TURN {
+            match frames.receive()? {
+                Some(frame) => self.hear(ethernet(frame)),
+                None => return Ok(Turn::AllHeard),
+            }
+        }
+        Ok(Turn::More)
     }
 
     fn hear(&mut self, frame: &[u8]) {
@@ -307,6 +334,38 @@ mod tests {
             own: Vec::new(),
             kubelet_port,
         })
+    }
+
+    /// So many frames lie there.
+    struct Waiting(usize);
+
+    impl Frames for Waiting {
+        fn receive(&mut self) -> Result<Option<&[u8]>, tap::Error> {
+            let Some(left) = self.0.checked_sub(1) else {
+                return Ok(None);
+            };
+            self.0 = left;
+            Ok(Some(&[0; 64]))
+        }
+    }
+
+    #[test]
+    fn a_flood_is_heard_a_part_at_a_time() {
+        let mut listener = Listener {
+            hearing: hearing(nobodys_port()),
+            heard: Arc::default(),
+        };
+        let mut turn = |waiting: usize| {
+            let mut waiting = Waiting(waiting);
+            let turn = listener.turn(&mut waiting).expect("heard");
+            (turn, waiting.0)
+        };
+        assert_eq!(turn(0), (Turn::AllHeard, 0));
+        assert_eq!(turn(FRAMES_A_TURN - 1), (Turn::AllHeard, 0));
+        assert_eq!(turn(10 * FRAMES_A_TURN), (Turn::More, 9 * FRAMES_A_TURN));
+        let rest = usize::try_from(REST.as_millis()).expect("short");
+        let a_second = FRAMES_A_TURN * 1000 / rest;
+        assert!(a_second < 20_000, "{a_second} frames are heard in a second");
     }
 
     /// A port on which nobody listens, so that nobody is the kubelet.
