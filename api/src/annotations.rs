@@ -1,7 +1,8 @@
 //! Annotations: upstream's names, Torpor's own, and the checking of values that users write.
 //!
 //! A Torpor setting may stand on the Sandbox itself or in its pod template; the Sandbox wins. A wrong value never stops a sandbox: the default
-//! applies and [`Settings::problems`] says what was wrong.
+//! applies and [`Settings::problems`] says what was wrong. How its Sandboxes sleep may also be said on a SandboxTemplate (the controller copies it to the
+//! Sandbox, where the pod template does not say it), and the idle times on a RuntimeClass (the agent reads it, where the Pod does not say it).
 
 use std::collections::BTreeMap;
 use std::time::Duration;

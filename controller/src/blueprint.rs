@@ -16,6 +16,19 @@ use torpor_api::{
 /// Name servers of sandboxes that the default NetworkPolicy cuts off from the cluster's DNS.
 const PUBLIC_NAMESERVERS: [&str; 2] = ["8.8.8.8", "1.1.1.1"];
 
+/// What a SandboxTemplate's own annotations may ask of its Sandboxes; names of the same setting stand together.
+const OF_TEMPLATE: [&[&str]; 5] = [
+    &[annotations::INJECT_RUNTIME],
+    &[annotations::DOZE_AFTER],
+    &[
+        annotations::HIBERNATE_AFTER,
+        annotations::IDLE_TIMEOUT,
+        annotations::MAX_IDLE_TIME,
+    ],
+    &[annotations::WAKE_ON],
+    &[annotations::ON_CRASH],
+];
+
 /// The template's pod spec with the secure defaults: no service account token unless asked for, and public name servers where the default NetworkPolicy applies.
 pub fn secured_pod_spec(template: &SandboxTemplate) -> Map<String, Value> {
     let mut spec = template.spec.pod_template.spec.json().clone();
@@ -56,8 +69,16 @@ pub fn sandbox_spec(
 /// Annotations of a Sandbox to create. What a template's own annotations ask of the Sandbox stands on it and not in its pod template: that it is there or not makes no Sandbox stale.
 pub fn sandbox_annotations(template: &SandboxTemplate) -> Value {
     let mut all = json!({annotations::SANDBOX_TEMPLATE_REF: template.name_any()});
-    if let Some(value) = template.annotations().get(annotations::INJECT_RUNTIME) {
-        all[annotations::INJECT_RUNTIME] = value.clone().into();
+    let pod_template = template.spec.pod_template.annotations();
+    // What stands on the Sandbox would hide what the pod template says, by whatever name.
+    let hides = |names: &[&str]| {
+        pod_template.is_some_and(|said| names.iter().any(|key| said.contains_key(*key)))
+    };
+    let names = OF_TEMPLATE.into_iter().filter(|names| !hides(names));
+    for key in names.flatten() {
+        if let Some(value) = template.annotations().get(*key) {
+            all[*key] = value.clone().into();
+        }
     }
     all
 }

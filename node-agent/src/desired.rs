@@ -6,19 +6,21 @@ use std::sync::Arc;
 use k8s_openapi::api::core::v1::{
     Container, ContainerStatus, LifecycleHandler, Pod, PodCondition, Probe,
 };
+use k8s_openapi::api::node::v1::RuntimeClass;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use kube::ResourceExt;
 use torpor_api::snapshot::{SandboxSnapshot, SnapshotReason as ApiReason};
 use torpor_api::{annotations, conditions};
 use torpor_core::ids::{ContainerName, ImageId, PodUid, SnapshotUid};
-use torpor_core::pressure::Pressure;
 use torpor_core::state::{
-    Desired, PodPresence, Power, SleepAfter, SnapshotIntent, SnapshotReason, SnapshotWish,
+    Desired, PodPresence, Power, SnapshotIntent, SnapshotReason, SnapshotWish,
 };
 
 use torpor_core::wake_on::WakeOn;
 use torpor_gvisor::keeper::Rules;
 use torpor_gvisor::record::Probes;
+
+use crate::sleep::Said;
 
 /// The label that the controller puts on a Sandbox' Pod.
 const SANDBOX_KIND: &str = "Sandbox";
@@ -90,10 +92,12 @@ fn intent(snapshot: &SandboxSnapshot, pod_uid: &PodUid) -> Option<SnapshotIntent
     })
 }
 
-/// What is wanted of the Pod `pod_uid`. `pod`: from a synced cache of this node's Pods; `snapshots`: those about it.
+/// What is wanted of the Pod `pod_uid`. `pod`: from a synced cache of this node's Pods; `class`: its RuntimeClass, likewise; `snapshots`:
+/// those about it.
 pub(crate) fn desired(
     pod_uid: &PodUid,
     pod: Option<&Pod>,
+    class: Option<&RuntimeClass>,
     snapshots: &[&SandboxSnapshot],
 ) -> Desired {
     let annotated = |key: &str| {
@@ -111,14 +115,7 @@ pub(crate) fn desired(
         (false, true) => Power::Frozen,
         (false, false) => Power::Awake,
     };
-    // The controller tells of a wrong value; here it is as if nobody had written one.
-    let hibernate = annotations::hibernate_after(|key| pod?.annotations().get(key));
-    let doze = annotations::doze_after(|key| pod?.annotations().get(key));
-    let (hibernate, doze) = (hibernate.and_then(Result::ok), doze.and_then(Result::ok));
-    let sleep = SleepAfter {
-        doze: doze.and_then(annotations::SleepAfter::duration),
-        hibernate: hibernate.and_then(annotations::SleepAfter::duration),
-    };
+    let said = pod.map(|pod| Said::of(pod, class)).unwrap_or_default();
     let snapshots = snapshots
         .iter()
         .filter(|snapshot| snapshot.is_adopted())
@@ -128,13 +125,9 @@ pub(crate) fn desired(
         pod_uid: pod_uid.clone(),
         pod: presence(pod),
         power,
-        sleep,
+        sleep: said.after(),
         // What the node has to do with it is said by whoever knows the node.
-        pressure: Pressure {
-            never_dozes: doze == Some(annotations::SleepAfter::Off),
-            never_hibernates: hibernate == Some(annotations::SleepAfter::Off),
-            ..Pressure::default()
-        },
+        pressure: said.pressure(),
         evicted: pod
             .and_then(|pod| condition(pod, conditions::POD_DISRUPTION_TARGET))
             .is_some_and(|said| said.status == "True"),
@@ -229,21 +222,6 @@ fn goes_back(pod: &Pod) -> bool {
     let policy = pod.annotations().get(annotations::ON_CRASH);
     policy.and_then(|value| annotations::parse_on_crash(value).ok())
         == Some(annotations::OnCrash::LastImage)
-}
-
-/// Whether the sandbox may be put to sleep for the node's sake: one that may fall asleep by itself; on a node where all may
-/// (`on_all`), also one of which nothing is said. One of which it is said that it does not sleep does not.
-pub(crate) fn may_be_pressed(pod: Option<&Pod>, on_all: bool) -> bool {
-    let Some(pod) = pod else { return false };
-    let value = |key: &str| pod.annotations().get(key);
-    let said = annotations::hibernate_after(value)
-        .into_iter()
-        .chain(annotations::doze_after(value));
-    let said: Vec<_> = said.filter_map(Result::ok).collect();
-    match said.is_empty() {
-        true => on_all,
-        false => said.iter().any(|after| after.duration().is_some()),
-    }
 }
 
 fn containers(pod: &Pod) -> impl Iterator<Item = &Container> {
@@ -431,7 +409,7 @@ mod tests {
 
     #[test]
     fn only_the_exact_word_true_puts_a_sandbox_to_sleep() {
-        let power = |annotations| desired(&uid(), Some(&pod(annotations)), &[]).power;
+        let power = |annotations| desired(&uid(), Some(&pod(annotations)), None, &[]).power;
         assert_eq!(
             power(json!({ "torpor.dev/hibernate": "true" })),
             Power::Asleep
@@ -454,7 +432,7 @@ mod tests {
                 )
                 .expect("a status"),
             );
-            desired(&uid(), Some(&pod), &[]).told
+            desired(&uid(), Some(&pod), None, &[]).told
         };
         assert!(told("torpor.dev/Hibernated"));
         assert!(!told("Ready"));
@@ -466,10 +444,10 @@ mod tests {
             let mut pod = pod(json!({}));
             let told = json!({ "conditions": [{ "type": "DisruptionTarget", "status": status }] });
             pod.status = Some(serde_json::from_value(told).expect("a status"));
-            desired(&uid(), Some(&pod), &[]).evicted
+            desired(&uid(), Some(&pod), None, &[]).evicted
         };
         assert!(evicted("True") && !evicted("False"));
-        assert!(!desired(&uid(), Some(&pod(json!({}))), &[]).evicted);
+        assert!(!desired(&uid(), Some(&pod(json!({}))), None, &[]).evicted);
     }
 
     #[test]
@@ -483,7 +461,7 @@ mod tests {
             let mut pod = pod(json!({}));
             let status = json!({ "phase": phase });
             pod.status = Some(serde_json::from_value(status).expect("a status"));
-            assert_eq!(desired(&uid(), Some(&pod), &[]).pod, expected, "{phase}");
+            assert_eq!(desired(&uid(), Some(&pod), None, &[]).pod, expected, "{phase}");
         }
     }
 
@@ -509,7 +487,7 @@ mod tests {
             });
             pod.spec = Some(serde_json::from_value(spec).expect("a spec"));
             pod.status = Some(serde_json::from_value(statuses).expect("a status"));
-            let names = desired(&uid(), Some(&pod), &[]).containers;
+            let names = desired(&uid(), Some(&pod), None, &[]).containers;
             names
                 .iter()
                 .map(|name| name.as_str().to_owned())
@@ -547,7 +525,7 @@ mod tests {
                 ],
             });
             pod.status = Some(serde_json::from_value(told).expect("a status"));
-            desired(&uid(), Some(&pod), &[]).ready
+            desired(&uid(), Some(&pod), None, &[]).ready
         };
         assert!(ready(true, status("probed", true, true)));
         assert!(!ready(true, status("probed", true, false)), "not ready");
@@ -558,80 +536,13 @@ mod tests {
         // Of what is probed nothing is known yet; nothing is probed.
         let mut new = pod(json!({}));
         new.spec = Some(serde_json::from_value(spec.clone()).expect("a spec"));
-        assert!(!desired(&uid(), Some(&new), &[]).ready);
-        assert!(desired(&uid(), Some(&pod(json!({}))), &[]).ready);
+        assert!(!desired(&uid(), Some(&new), None, &[]).ready);
+        assert!(desired(&uid(), Some(&pod(json!({}))), None, &[]).ready);
     }
 
-    #[test]
-    fn a_pod_may_fall_asleep_by_any_of_the_names_and_not_by_a_wrong_value() {
-        let after = |annotations| {
-            let pod = pod(annotations);
-            let sleep = desired(&uid(), Some(&pod), &[]).sleep;
-            sleep.hibernate.map(|after| after.as_secs())
-        };
-        assert_eq!(after(json!({})), None);
-        assert_eq!(
-            after(json!({ "torpor.dev/hibernate-after": "30m" })),
-            Some(1800)
-        );
-        assert_eq!(
-            after(json!({ "agents.x-k8s.io/max-idle-time": "90s" })),
-            Some(90)
-        );
-        assert_eq!(after(json!({ "torpor.dev/hibernate-after": "soon" })), None);
-        assert_eq!(after(json!({ "torpor.dev/hibernate-after": "off" })), None);
-    }
-
-    #[test]
-    fn who_may_sleep_for_the_nodes_sake_follows_from_what_is_said_about_its_sleep() {
-        for (annotations, by_default, on_all) in [
-            (json!({}), false, true),
-            (json!({ "torpor.dev/hibernate-after": "1h" }), true, true),
-            (json!({ "torpor.dev/doze-after": "1h" }), true, true),
-            (json!({ "torpor.dev/hibernate-after": "off" }), false, false),
-            (
-                json!({ "torpor.dev/hibernate-after": "off", "torpor.dev/doze-after": "30s" }),
-                true,
-                true,
-            ),
-            (json!({ "torpor.dev/hibernate-after": "soon" }), false, true),
-        ] {
-            let pod = pod(annotations.clone());
-            let may = [false, true].map(|on_all| may_be_pressed(Some(&pod), on_all));
-            assert_eq!(may, [by_default, on_all], "{annotations}");
-        }
-        assert!(!may_be_pressed(None, true));
-    }
-
-    #[test]
-    fn how_deep_one_never_sleeps_is_what_its_annotations_switch_off() {
-        for (annotations, never_dozes, never_hibernates) in [
-            (json!({}), false, false),
-            (
-                json!({ "torpor.dev/hibernate-after": "off", "torpor.dev/doze-after": "30s" }),
-                false,
-                true,
-            ),
-            (
-                json!({ "torpor.dev/idle-timeout": "1h", "torpor.dev/doze-after": "off" }),
-                true,
-                false,
-            ),
-            (
-                json!({ "torpor.dev/hibernate-after": "never" }),
-                false,
-                false,
-            ),
-        ] {
-            let pressure = desired(&uid(), Some(&pod(annotations.clone())), &[]).pressure;
-            let never = (pressure.never_dozes, pressure.never_hibernates);
-            assert_eq!(never, (never_dozes, never_hibernates), "{annotations}");
-        }
-    }
-
-    #[test]
     fn the_last_image_is_kept_for_a_crash_by_exactly_one_word() {
-        let keeps = |annotations| desired(&uid(), Some(&pod(annotations)), &[]).keep_last_image;
+        let keeps =
+            |annotations| desired(&uid(), Some(&pod(annotations)), None, &[]).keep_last_image;
         assert!(keeps(json!({ "torpor.dev/on-crash": "LastImage" })));
         for other in [
             json!({}),
@@ -648,7 +559,7 @@ mod tests {
             let pod = pod(json!({
                 "agents.x-k8s.io/next-wakeup": set, "torpor.dev/wake-at": asked,
             }));
-            desired(&uid(), Some(&pod), &[]).wake_up
+            desired(&uid(), Some(&pod), None, &[]).wake_up
         };
         let time = |text: &str| text.parse::<jiff::Timestamp>().expect("a time");
         let (set, asked) = ("2026-06-06T13:58:00+02:00", "2026-06-05T07:00:00.5Z");
@@ -674,7 +585,7 @@ mod tests {
             ],
         } }))
         .expect("a Pod");
-        let found = probes(&pod, &desired(&uid(), Some(&pod), &[]));
+        let found = probes(&pod, &desired(&uid(), Some(&pod), None, &[]));
         assert_eq!(
             found.ports.into_iter().collect::<Vec<_>>(),
             [8080, 8081, 9000]
@@ -687,7 +598,7 @@ mod tests {
 
     #[test]
     fn a_pod_that_is_not_in_the_cache_is_gone() {
-        assert_eq!(desired(&uid(), None, &[]).pod, PodPresence::Gone);
+        assert_eq!(desired(&uid(), None, None, &[]).pod, PodPresence::Gone);
     }
 
     #[test]
@@ -716,11 +627,14 @@ mod tests {
         let with = snapshot(spec, &[annotations::IMAGE_FINALIZER]);
         let pod = pod(json!({}));
         assert!(
-            desired(&uid(), Some(&pod), &[&without])
+            desired(&uid(), Some(&pod), None, &[&without])
                 .snapshots
                 .is_empty()
         );
-        assert_eq!(desired(&uid(), Some(&pod), &[&with]).snapshots.len(), 1);
+        assert_eq!(
+            desired(&uid(), Some(&pod), None, &[&with]).snapshots.len(),
+            1
+        );
     }
 
     /// Else controller and agent would correct each other for ever.
@@ -740,7 +654,10 @@ mod tests {
         ];
         let told = all.each_ref().map(|snapshot| {
             let about_it = pod_of_snapshot(snapshot, &[]) == Some(uid());
-            about_it && !desired(&uid(), None, &[snapshot]).snapshots.is_empty()
+            about_it
+                && !desired(&uid(), None, None, &[snapshot])
+                    .snapshots
+                    .is_empty()
         });
         assert_eq!(told, [false, true, false, false, true]);
         let left_to_it = all.each_ref().map(SandboxSnapshot::is_told_by_agent);
@@ -776,7 +693,7 @@ mod tests {
         };
         let told = |snapshots: &[&SandboxSnapshot]| {
             let pod = pod(json!({ "torpor.dev/wake-on": "tcp" }));
-            rules(&pod, &desired(&uid(), Some(&pod), snapshots)).wake_on
+            rules(&pod, &desired(&uid(), Some(&pod), None, snapshots)).wake_on
         };
         assert_eq!(told(&[&snapshot("Manual")]), tcp(vec![]));
         assert_eq!(told(&[&snapshot("Suspend")]), WakeOn::NOTHING);
@@ -786,7 +703,7 @@ mod tests {
     fn nothing_wakes_what_is_frozen_before_its_pod_is_deleted() {
         let frozen = json!({ "torpor.dev/freeze": "true", "torpor.dev/wake-on": "tcp" });
         let mut pod = pod(frozen);
-        let wakes = |pod: &Pod| rules(pod, &desired(&uid(), Some(pod), &[])).wake_on;
+        let wakes = |pod: &Pod| rules(pod, &desired(&uid(), Some(pod), None, &[])).wake_on;
         assert_eq!(wakes(&pod), WakeOn::NOTHING);
         pod.metadata.deletion_timestamp = Some(jiff::Timestamp::UNIX_EPOCH.into());
         assert_ne!(wakes(&pod), WakeOn::NOTHING, "its hooks are run");
@@ -807,8 +724,8 @@ mod tests {
             { "name": "c", "lifecycle": { "preStop": { "httpGet": { "port": 9000 } } } },
         ] }))
         .expect("a spec");
-        let rules = |pod: &Pod| rules(pod, &desired(&uid(), Some(pod), &[]));
-        let probes = |pod: &Pod| probes(pod, &desired(&uid(), Some(pod), &[]));
+        let rules = |pod: &Pod| rules(pod, &desired(&uid(), Some(pod), None, &[]));
+        let probes = |pod: &Pod| probes(pod, &desired(&uid(), Some(pod), None, &[]));
         let told = rules(&pod);
         assert_eq!((told.probes, told.hooks), (vec![8080, 8081], vec![8080]));
         assert_eq!(probes(&pod).commands.len(), 2);
@@ -820,7 +737,7 @@ mod tests {
         // Of one that is suspended, hooks are answered as probes are.
         let spec = json!({ "sandboxName": "s", "podUID": "pod-1", "reason": "Suspend" });
         let suspend = snapshot(spec, &[annotations::IMAGE_FINALIZER]);
-        let suspended = desired(&uid(), Some(&pod), &[&suspend]);
+        let suspended = desired(&uid(), Some(&pod), None, &[&suspend]);
         let told = super::rules(&pod, &suspended);
         assert_eq!((told.probes, told.hooks), (vec![8080, 8081, 9000], vec![]));
         assert!(told.suspends);
@@ -848,7 +765,7 @@ mod tests {
         }))
         .expect("a spec");
         assert_eq!(answerable_ports(&pod), [8080, 9000]);
-        let found = probes(&pod, &desired(&uid(), Some(&pod), &[]));
+        let found = probes(&pod, &desired(&uid(), Some(&pod), None, &[]));
         assert!(found.ports.contains(&8443));
         pod.spec = None;
         assert!(answerable_ports(&pod).is_empty());

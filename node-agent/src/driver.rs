@@ -12,8 +12,9 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::node::v1::RuntimeClass;
 use kube::ResourceExt;
-use kube::runtime::reflector::Store as Cache;
+use kube::runtime::reflector::{ObjectRef, Store as Cache};
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -27,7 +28,7 @@ use torpor_core::steps::{Outcome, Plan, Reason, Step};
 use torpor_gvisor::keeper::{self, Request, Rules};
 use torpor_gvisor::record::{PodLock, PodRecord, Probes};
 
-use crate::desired::{desired, may_be_pressed, pod_of_snapshot, probes, rules, snapshots_about};
+use crate::desired::{desired, pod_of_snapshot, probes, rules, snapshots_about};
 use crate::execute::{self, Context, execute};
 use crate::idle::{self, Watched};
 use crate::kata::{Held, Kata};
@@ -38,6 +39,7 @@ use crate::pressure::NodePressure;
 use crate::publish::{self, Publisher, SavedImage};
 use crate::sandboxes::Board;
 use crate::saves::{SaveTurn, Saves, memory_of};
+use crate::sleep::{Said, class_name};
 use crate::spans::Spans;
 
 mod draft;
@@ -56,6 +58,7 @@ pub(crate) struct Shared {
     pub(crate) node: Arc<Node>,
     pub(crate) pods: Cache<Pod>,
     pub(crate) snapshots: Cache<SandboxSnapshot>,
+    pub(crate) classes: Cache<RuntimeClass>,
     pub(crate) publisher: Publisher,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) policy: Policy,
@@ -273,8 +276,10 @@ impl Driver {
     ) -> Desired {
         let pressure = &self.shared.pressure;
         let references: Vec<&SandboxSnapshot> = snapshots.iter().map(AsRef::as_ref).collect();
-        let mut desired = desired(pod_uid, pod, &references);
-        desired.pressure.may = may_be_pressed(pod, pressure.is_on_all());
+        let class = pod.and_then(|pod| class_of(&self.shared, pod));
+        let mut desired = desired(pod_uid, pod, class.as_deref(), &references);
+        let said = pod.map(|pod| Said::of(pod, class.as_deref()));
+        desired.pressure.may = said.is_some_and(|said| said.may_be_pressed(pressure.is_on_all()));
         pressure.shorten(desired)
     }
 
@@ -447,6 +452,11 @@ fn pod_of(shared: &Shared, uid: &PodUid) -> Option<Arc<Pod>> {
     shared
         .pods
         .find(|pod| pod.uid().as_deref() == Some(uid.as_str()))
+}
+
+fn class_of(shared: &Shared, pod: &Pod) -> Option<Arc<RuntimeClass>> {
+    let name = class_name(pod)?;
+    shared.classes.get(&ObjectRef::new(name))
 }
 
 /// What a task knows of its Pod from turn to turn. After a restart of the agent everything is tried at once, and what was idle

@@ -18,6 +18,7 @@ mod sandbox_node;
 mod sandboxes;
 mod saves;
 mod server;
+mod sleep;
 mod spans;
 mod swap;
 

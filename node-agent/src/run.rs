@@ -2,7 +2,7 @@
 //!
 //! | task | reads | writes |
 //! |---|---|---|
-//! | two watches | Pods of this node, SandboxSnapshots | caches; pokes the driver |
+//! | three watches | Pods of this node, SandboxSnapshots, RuntimeClasses | caches; pokes the driver |
 //! | driver, one task per Pod | caches, node | node, Pod conditions, snapshot statuses |
 //! | node report | node | SandboxNode |
 //! | pressure | the node's memory and swap | who is to sleep for it; pokes the driver |
@@ -17,6 +17,7 @@ use std::time::Duration;
 use anyhow::Context;
 use futures::{Stream, StreamExt};
 use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::node::v1::RuntimeClass;
 use kube::runtime::reflector::{self, Store};
 use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Api, Client, ResourceExt};
@@ -38,6 +39,7 @@ use crate::pressure::{self, NodePressure};
 use crate::publish::Publisher;
 use crate::sandboxes::{Board, Sandboxes};
 use crate::saves::Saves;
+use crate::sleep;
 use crate::spans::{self, Spans};
 use crate::swap::SwapRoom;
 use crate::{sandbox_node, server};
@@ -124,10 +126,11 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
     let (kata, woken) = kata.unzip();
     let for_end = kata.clone();
     let (for_watch, for_metrics) = (node_pressure.clone(), metrics.clone());
-    let shared = |pods, snapshots| Shared {
+    let shared = |pods, snapshots, classes| Shared {
         node,
         pods,
         snapshots,
+        classes,
         publisher,
         metrics,
         policy: Policy::default(),
@@ -205,7 +208,7 @@ async fn until_told(
 async fn watch(
     client: Client,
     node_name: &str,
-    shared: impl FnOnce(Store<Pod>, Store<SandboxSnapshot>) -> Shared,
+    shared: impl FnOnce(Store<Pod>, Store<SandboxSnapshot>, Store<RuntimeClass>) -> Shared,
     stop: &CancellationToken,
     tasks: &mut tokio::task::JoinSet<anyhow::Result<()>>,
 ) -> anyhow::Result<Driver> {
@@ -215,11 +218,16 @@ async fn watch(
         trim_pod,
     );
     let (snapshots, snapshot_events) = reflect(
-        Api::<SandboxSnapshot>::all(client),
+        Api::<SandboxSnapshot>::all(client.clone()),
         watcher::Config::default(),
         trim_snapshot,
     );
-    let shared = shared(pods.clone(), snapshots.clone());
+    let (classes, class_events) = reflect(
+        Api::<RuntimeClass>::all(client),
+        watcher::Config::default(),
+        trim_class,
+    );
+    let shared = shared(pods.clone(), snapshots.clone(), classes.clone());
     let driver = Driver::new(Arc::new(shared), stop.clone());
     let for_pods = driver.clone();
     tasks.spawn(pump(pod_events, stop.clone(), move |pod: &Pod| {
@@ -239,6 +247,17 @@ async fn watch(
             }
         },
     ));
+    let (for_classes, known) = (driver.clone(), pods.clone());
+    tasks.spawn(pump(
+        class_events,
+        stop.clone(),
+        move |class: &RuntimeClass| {
+            tell_of_problems(class);
+            for uid in pods_of_class(&known.state(), &class.name_any()) {
+                for_classes.poke_if_kept(&uid);
+            }
+        },
+    ));
     // Before the caches are full, a Pod that is merely not there yet would look gone.
     pods.wait_until_ready()
         .await
@@ -247,8 +266,29 @@ async fn watch(
         .wait_until_ready()
         .await
         .context("the watch of SandboxSnapshots ended")?;
+    classes
+        .wait_until_ready()
+        .await
+        .context("the watch of RuntimeClasses ended")?;
     driver.begin();
     Ok(driver)
+}
+
+/// The agent has no other place for it: a RuntimeClass has no status.
+fn tell_of_problems(class: &RuntimeClass) {
+    for problem in sleep::problems(class) {
+        let class = class.name_any();
+        tracing::warn!(class, %problem, "what the RuntimeClass says of sleep does not apply");
+    }
+}
+
+fn pods_of_class(pods: &[Arc<Pod>], class: &str) -> Vec<PodUid> {
+    let of_class = pods
+        .iter()
+        .filter(|pod| sleep::class_name(pod) == Some(class));
+    of_class
+        .filter_map(|pod| PodUid::new(pod.uid()?).ok())
+        .collect()
 }
 
 type Events<K> = std::pin::Pin<Box<dyn Stream<Item = Result<K, watcher::Error>> + Send>>;
@@ -285,6 +325,11 @@ fn trim_snapshot(snapshot: &mut SandboxSnapshot) {
     metadata.labels = None;
     metadata.annotations = None;
     metadata.owner_references = None;
+}
+
+fn trim_class(class: &mut RuntimeClass) {
+    class.metadata.managed_fields = None;
+    class.metadata.labels = None;
 }
 
 async fn pump<K>(
@@ -356,6 +401,45 @@ mod tests {
             assert_eq!(metadata.owner_references, None);
             assert_eq!(metadata.managed_fields, None);
         }
+    }
+
+    #[test]
+    fn a_change_of_a_runtime_class_is_about_the_pods_that_name_it() {
+        let pod = |uid: &str, spec: serde_json::Value| -> Arc<Pod> {
+            let pod = json!({ "metadata": { "uid": uid }, "spec": spec });
+            Arc::new(serde_json::from_value(pod).expect("a Pod"))
+        };
+        let pods = [
+            pod(
+                "a",
+                json!({ "containers": [], "runtimeClassName": "torpor" }),
+            ),
+            pod("b", json!({ "containers": [], "runtimeClassName": "kata" })),
+            pod("c", json!({ "containers": [] })),
+        ];
+        let about = pods_of_class(&pods, "torpor");
+        assert_eq!(about, [PodUid::new("a").expect("a UID")]);
+    }
+
+    #[tokio::test]
+    async fn runtime_classes_are_kept_with_what_they_say() {
+        let server = Apiserver::new();
+        let class = json!({
+            "metadata": { "name": "torpor", "labels": {"a": "b"}, "annotations": { "torpor.dev/doze-after": "30s" } },
+            "handler": "torpor",
+        });
+        server.create("runtimeclasses", class);
+        let api = Api::<RuntimeClass>::all(server.client());
+        let (store, mut events) = reflect(api, watcher::Config::default(), trim_class);
+        let reading = async { while events.next().await.is_some() {} };
+        tokio::select! {
+            ready = store.wait_until_ready() => ready.expect("the watch goes on"),
+            () = reading => panic!("the watch ended"),
+        }
+        let kept = store.get(&reflector::ObjectRef::new("torpor"));
+        let kept = kept.expect("it is there");
+        assert_eq!(kept.metadata.labels, None);
+        assert_eq!(kept.annotations()["torpor.dev/doze-after"], "30s");
     }
 
     #[test]

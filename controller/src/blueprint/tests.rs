@@ -110,6 +110,42 @@ fn quantities_are_read_exactly(#[case] text: &str, #[case] expected: Option<i128
     assert_eq!(thousandths(text), expected);
 }
 
+#[rstest]
+#[case::nothing(json!({}), json!({}), json!({}))]
+#[case::on_the_template(
+    json!({"torpor.dev/doze-after": "30s", "agents.x-k8s.io/max-idle-time": "1h", "torpor.dev/wake-on": "tcp", "torpor.dev/on-crash": "LastImage"}),
+    json!({}),
+    json!({"torpor.dev/doze-after": "30s", "agents.x-k8s.io/max-idle-time": "1h", "torpor.dev/wake-on": "tcp", "torpor.dev/on-crash": "LastImage"}),
+)]
+#[case::the_pod_template_wins_by_any_name(
+    json!({"torpor.dev/doze-after": "30s", "torpor.dev/hibernate-after": "1h"}),
+    json!({"torpor.dev/idle-timeout": "2h"}),
+    json!({"torpor.dev/doze-after": "30s"}),
+)]
+#[case::a_wrong_value_is_told_on_the_sandbox(
+    json!({"torpor.dev/doze-after": "soon"}),
+    json!({}),
+    json!({"torpor.dev/doze-after": "soon"}),
+)]
+#[case::what_is_of_one_sandbox(json!({"torpor.dev/hibernate": "true", "torpor.dev/wake-at": "x"}), json!({}), json!({}))]
+fn a_templates_own_annotations_say_how_its_sandboxes_sleep(
+    #[case] own: Value,
+    #[case] pod_template: Value,
+    #[case] expected: Value,
+) {
+    let template = template(json!({
+        "metadata": {"annotations": own},
+        "spec": {"podTemplate": {"metadata": {"annotations": pod_template}}},
+    }));
+    let mut made = sandbox_annotations(&template);
+    let all = made.as_object_mut().unwrap();
+    assert_eq!(
+        all.remove(annotations::SANDBOX_TEMPLATE_REF),
+        Some("t".into())
+    );
+    assert_eq!(made, expected);
+}
+
 #[test]
 fn what_is_unset_is_left_out_of_a_new_sandbox() {
     let bare = template(json!({"spec": {"volumeClaimTemplates": null}}));

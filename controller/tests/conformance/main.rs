@@ -16,6 +16,7 @@ mod pools;
 mod property;
 mod restore;
 mod schedules;
+mod sleep_of_template;
 mod snapshots;
 mod sync;
 mod tracing;

@@ -102,8 +102,11 @@ pub fn beside(container: &Path, sandbox: &str) -> PathBuf {
         .filter(|parent| !parent.as_os_str().is_empty())
         .unwrap_or(container);
     let short = sandbox.get(..12).unwrap_or(sandbox);
-    pod.join(format!("torpor-{short}"))
+    pod.join(format!("{SANDBOX_PREFIX}{short}"))
 }
+
+/// What the names of sandboxes' leaves begin with.
+const SANDBOX_PREFIX: &str = "torpor-";
 
 /// The cgroup hierarchies of this machine: one on v2, several on v1.
 #[derive(Debug, Clone)]

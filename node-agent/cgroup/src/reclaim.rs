@@ -2,7 +2,7 @@
 //!
 //! The memory of a gVisor sandbox is one memfd, that of a virtual machine is a memfd or anonymous, charged to its cgroup; the kernel
 //! swaps either, and a sandbox that stands still brings none of it back. Nothing has to be put back at the wake: pages return as they
-//! are touched.
+//! are touched. What is in swap stays there when the cgroup may swap no more ([`swap::keep_in_memory`]).
 //!
 //! - cgroup v1 has no call for it. A limit of almost nothing does it: the kernel frees what it can to make room for the limit, and
 //!   then refuses it, because some memory is left. So the limit stays what it was, and no process is ever killed for it.
@@ -124,7 +124,7 @@ pub struct Reclaimed {
 /// Who has made the cgroup, and so says how it is set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Whose {
-    /// It may be set as is best for this.
+    /// It may be set as is best for this, and is kept in memory afterwards.
     Ours,
     /// What is set stays: what is changed for the moment is put back, and what forbids is obeyed.
     Others,
@@ -136,18 +136,31 @@ pub fn reclaim(
     relative: &Path,
     whose: Whose,
 ) -> Result<Reclaimed, Error> {
-    match hierarchies.memory(relative).ok_or(Error::NoController)? {
+    let done = match hierarchies.memory(relative).ok_or(Error::NoController)? {
         MemoryGroup::V1(group) => reclaim_v1(&group, whose),
-        MemoryGroup::V2 { group, .. } => {
-            let own = group.join(swap::MAX);
-            // Those above it are not ours.
-            if whose == Whose::Ours && own.exists() {
-                write(&own, "max")?;
-            }
-            swap::allowed(hierarchies, relative)?;
-            reclaim_v2(&group)
-        }
+        MemoryGroup::V2 { group, .. } => lift_and_reclaim(hierarchies, relative, &group, whose),
+    };
+    if whose == Whose::Ours {
+        // Also where it failed. Of who dies before this, the next doze puts it right.
+        swap::keep_in_memory(hierarchies, relative)?;
     }
+    done
+}
+
+/// On v2.
+fn lift_and_reclaim(
+    hierarchies: &Hierarchies,
+    relative: &Path,
+    group: &Path,
+    whose: Whose,
+) -> Result<Reclaimed, Error> {
+    let own = group.join(swap::MAX);
+    // Those above it are not ours.
+    if whose == Whose::Ours && own.exists() {
+        write(&own, "max")?;
+    }
+    swap::allowed(hierarchies, relative)?;
+    reclaim_v2(group)
 }
 
 /// Of v1.
@@ -183,7 +196,7 @@ fn reclaim_v1(group: &Path, whose: Whose) -> Result<Reclaimed, Error> {
     let bytes_before = number(&group.join(USAGE))?;
     let limited = number(&group.join(LIMIT))?;
     // What it inherited may say that nothing is swapped.
-    let swappiness = group.join("memory.swappiness");
+    let swappiness = group.join(swap::SWAPPINESS);
     let was = number(&swappiness)?;
     write(&swappiness, "100")?;
     let asked = push_out(group, limited, bytes_before);
@@ -298,11 +311,18 @@ mod tests {
     #[test]
     fn on_v2_the_sandbox_may_swap_and_all_it_has_is_asked_back() {
         let (root, hierarchies) = v2_tree();
+        // As the kernel finds it meanwhile, and as it stays when somebody kills the program.
+        let relative = Path::new("kubepods/pod1/leaf");
+        let group = root.path().join(relative);
+        lift_and_reclaim(&hierarchies, relative, &group, Whose::Ours).expect("reclaimed");
+        let limit = std::fs::read_to_string(group.join("memory.swap.max")).expect("read");
+        assert_eq!(limit, "max");
         let leaf = Path::new("kubepods/pod1/leaf");
         let done = reclaim(&hierarchies, leaf, Whose::Ours).expect("reclaimed");
         assert_eq!(done.bytes_before, 5_000_000);
         let read = |file: &str| std::fs::read_to_string(root.path().join(leaf).join(file));
-        assert_eq!(read("memory.swap.max").expect("read"), "max");
+        let after = read("memory.swap.max").expect("read");
+        assert_eq!(after, "0", "no more is swapped once it is awake");
         assert_eq!(read("memory.reclaim").expect("read"), "5000000");
     }
 
@@ -316,6 +336,28 @@ mod tests {
         assert_eq!(error.reason(), "SwapForbidden");
         let named = "memory.swap.max of the cgroup /kubepods/pod1 is 0";
         assert!(error.to_string().contains(named), "{error}");
+    }
+
+    #[test]
+    fn on_v1_the_sandbox_is_swapped_by_its_doze_alone() {
+        for (whose, left) in [(Whose::Ours, "0"), (Whose::Others, "60")] {
+            let root = tempfile::tempdir().expect("a directory");
+            let leaf = root.path().join("memory/pod1/leaf");
+            std::fs::create_dir_all(&leaf).expect("made");
+            std::fs::write(root.path().join("memory/cgroup.procs"), "").expect("written");
+            for (file, text) in [
+                (USAGE, "0\n"),
+                (LIMIT, "9000000\n"),
+                (swap::SWAPPINESS, "60\n"),
+            ] {
+                std::fs::write(leaf.join(file), text).expect("written");
+            }
+            let hierarchies = Hierarchies::find(root.path()).expect("found");
+            reclaim(&hierarchies, Path::new("pod1/leaf"), whose).expect("reclaimed");
+            let read = |file| std::fs::read_to_string(leaf.join(file)).expect("read");
+            assert_eq!(read(swap::SWAPPINESS), left, "{whose:?}");
+            assert_eq!(read(LIMIT), "9000000");
+        }
     }
 
     #[test]

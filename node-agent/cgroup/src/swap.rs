@@ -1,4 +1,6 @@
-//! Whether cgroups let their memory be swapped.
+//! Whether cgroups let their memory be swapped, and how much of a sandbox' may be while it is awake: what the kubelet gives its containers, which is nothing by
+//! default. Else one that needs more than its limit would fill the swap that others doze in. [`crate::reclaim`] lifts that while it pushes memory out; what
+//! is in swap then stays there.
 //!
 //! - cgroup v2: a `memory.swap.max` of 0 lets nothing be swapped of the cgroup and of those below it.
 //! - cgroup v1 has nothing by which a cgroup forbids that to those below it. `memory.memsw.limit_in_bytes` limits memory and swap together, and
@@ -8,10 +10,13 @@
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
-use crate::{Hierarchies, MemoryGroup};
+use crate::{Error, Hierarchies, MemoryGroup, SANDBOX_PREFIX, write};
 
 /// What every cgroup of v2 has but the machine's root.
 pub(crate) const MAX: &str = "memory.swap.max";
+
+/// Of v1: 0 lets no memory of the cgroup be swapped for its limits' sake, and for the node's only when nothing else is left.
+pub(crate) const SWAPPINESS: &str = "memory.swappiness";
 
 /// So deep may lie what a kubelet makes for its Pods (its `--cgroup-root` two deep) to be found.
 const DEPTH: usize = 3;
@@ -48,6 +53,48 @@ pub fn allowed_to_pods(hierarchies: &Hierarchies) -> Result<(), Forbidden> {
     let groups = above_pods(&root);
     let told = groups.iter().map(|group| allowed(hierarchies, group));
     told.reduce(Result::or).unwrap_or(Ok(()))
+}
+
+/// Sets how many bytes of a container's own cgroup may be in swap, as its spec writes it (v2).
+pub fn limit(hierarchies: &Hierarchies, container: &Path, bytes: &str) -> Result<(), Error> {
+    match hierarchies.memory(container) {
+        Some(MemoryGroup::V2 { group, .. }) => write_where(&group.join(MAX), bytes),
+        _ => Ok(()),
+    }
+}
+
+/// Lets no more of a sandbox' leaf be swapped than the containers beside it may have together. Called when either is made, and after a reclaim.
+pub fn keep_in_memory(hierarchies: &Hierarchies, leaf: &Path) -> Result<(), Error> {
+    match hierarchies.memory(leaf) {
+        Some(MemoryGroup::V1(group)) => write_where(&group.join(SWAPPINESS), "0"),
+        Some(MemoryGroup::V2 { group, .. }) => {
+            write_where(&group.join(MAX), &of_containers(&group).to_string())
+        }
+        None => Ok(()),
+    }
+}
+
+/// Bytes of swap that the containers' cgroups beside this one may have; nothing for those of which it is not said.
+fn of_containers(leaf: &Path) -> u64 {
+    let entries = leaf.parent().map(std::fs::read_dir);
+    let beside = entries.into_iter().flatten().flatten();
+    let limits = beside.filter_map(Result::ok).filter_map(|entry| {
+        let name = entry.file_name();
+        if name.to_string_lossy().starts_with(SANDBOX_PREFIX) {
+            return None;
+        }
+        let limit = std::fs::read_to_string(entry.path().join(MAX)).ok()?;
+        limit.trim().parse::<u64>().ok()
+    });
+    limits.fold(0, u64::saturating_add)
+}
+
+/// The machine's root, and a cgroup without the controller, have no such file.
+fn write_where(file: &Path, text: &str) -> Result<(), Error> {
+    match file.exists() {
+        true => write(file, text),
+        false => Ok(()),
+    }
 }
 
 /// The cgroups that kubelets make for all their Pods, in the order of their paths.
@@ -176,6 +223,68 @@ mod tests {
         assert_eq!(allowed("kubepods/of-no-controller"), Ok(()));
         let named = Forbidden("kubepods/besteffort".into());
         assert_eq!(allowed("kubepods/besteffort/pod1"), Err(named));
+    }
+
+    fn limit_of(root: &Path, group: &str, file: &str) -> String {
+        let text = std::fs::read_to_string(root.join(group).join(file)).expect("read");
+        text.trim().to_owned()
+    }
+
+    #[test]
+    fn an_awake_sandbox_has_no_swap_but_what_the_kubelet_gives_its_containers() {
+        let leaf = "kubepods/pod1/torpor-1";
+        let limits = [
+            (leaf, "max"),
+            ("kubepods/pod1/pause", "max"),
+            ("kubepods/pod1/a", "max"),
+            ("kubepods/pod1/b", "max"),
+            // Of the sandbox that was there before.
+            ("kubepods/pod1/torpor-0", "4096"),
+            ("kubepods/pod2/a", "4096"),
+        ];
+        let (root, hierarchies) = v2_tree(&limits);
+        let kept = || {
+            keep_in_memory(&hierarchies, Path::new(leaf)).expect("written");
+            limit_of(root.path(), leaf, MAX)
+        };
+        assert_eq!(kept(), "0");
+        let limit = |container: &str, bytes| {
+            let container = Path::new("kubepods/pod1").join(container);
+            limit(&hierarchies, &container, bytes).expect("written");
+        };
+        limit("a", "0");
+        assert_eq!(kept(), "0");
+        limit("a", "1048576");
+        limit("b", "2097152");
+        assert_eq!(kept(), "3145728");
+        assert_eq!(limit_of(root.path(), "kubepods/pod1/pause", MAX), "max");
+    }
+
+    #[test]
+    fn where_cgroups_do_not_limit_swap_nothing_is_set() {
+        let root = tempfile::tempdir().expect("a directory");
+        std::fs::write(root.path().join("cgroup.controllers"), "cpu").expect("written");
+        let leaf = Path::new("pod1/torpor-1");
+        std::fs::create_dir_all(root.path().join(leaf)).expect("made");
+        let hierarchies = Hierarchies::find(root.path()).expect("found");
+        keep_in_memory(&hierarchies, leaf).expect("nothing to do");
+        limit(&hierarchies, leaf, "0").expect("nothing to do");
+        assert!(!root.path().join(leaf).join(MAX).exists());
+    }
+
+    #[test]
+    fn on_v1_an_awake_sandbox_is_not_swapped_and_no_container_is_touched() {
+        let root = tempfile::tempdir().expect("a directory");
+        set(root.path(), "memory", "cgroup.procs", "");
+        for group in ["memory/pod1/torpor-1", "memory/pod1/a"] {
+            set(root.path(), group, SWAPPINESS, "60");
+        }
+        let hierarchies = Hierarchies::find(root.path()).expect("found");
+        keep_in_memory(&hierarchies, Path::new("pod1/torpor-1")).expect("written");
+        limit(&hierarchies, Path::new("pod1/a"), "0").expect("nothing to do");
+        let told = ["memory/pod1/torpor-1", "memory/pod1/a"];
+        let told = told.map(|group| limit_of(root.path(), group, SWAPPINESS));
+        assert_eq!(told, ["0", "60"]);
     }
 
     #[test]

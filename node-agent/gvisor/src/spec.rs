@@ -99,6 +99,12 @@ impl Spec {
         path.ok_or(Error::Missing("linux.cgroupsPath"))
     }
 
+    /// Bytes of swap that the kubelet lets the container have (cgroup v2; 0 unless its swapBehavior is LimitedSwap). None if it says nothing of it.
+    pub fn swap_limit(&self) -> Option<&str> {
+        let unified = self.0.pointer("/linux/resources/unified")?;
+        unified.get("memory.swap.max")?.as_str()
+    }
+
     /// Path of the pod's network namespace; a pod on the host's network has none.
     pub fn network_namespace(&self) -> Option<PathBuf> {
         let namespaces = self.0.pointer("/linux/namespaces")?.as_array()?;

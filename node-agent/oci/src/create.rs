@@ -12,6 +12,7 @@ use nix::sys::socket::{
 };
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use torpor_cgroup as cgroup;
+use torpor_cgroup::swap;
 use torpor_core::ids::{Namespace, PodUid, SandboxId};
 use torpor_gvisor::keeper::{self, Request};
 use torpor_gvisor::loopback::{self, Loopback};
@@ -60,9 +61,14 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Option<an
     }
     node.records.create_container_dir(&record.id)?;
     let dir = node.records.container_dir(&record.id);
+    let swap_limit = spec.swap_limit().map(str::to_owned);
     let rewritten = rewrite(spec, &args.bundle, &pod.volumes)?;
     node.records.write_spec(&record.id, &rewritten.0)?;
     node.cgroups.create(&record.cgroup)?;
+    if let Some(bytes) = swap_limit {
+        swap::limit(&node.cgroups, &record.cgroup, &bytes)?;
+    }
+    swap::keep_in_memory(&node.cgroups, &pod.cgroup)?;
 
     let console = if state == SandboxState::Running {
         if role == Role::Container {

@@ -11,6 +11,7 @@ use std::net::IpAddr;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use jiff::Timestamp;
 use tokio::io::Interest;
@@ -21,12 +22,14 @@ use torpor_core::wake_on::WakeOn;
 use torpor_gvisor::keeper::Rules;
 use torpor_gvisor::net;
 use torpor_gvisor::record::Probes;
-use torpor_wake::owner::Kubelet;
+use torpor_wake::owner::{Kubelet, Owner, is_of_this_machine};
 use torpor_wake::packet::{Ends, Meaning, Segment, meaning, segment};
 use torpor_wake::tap::{self, Tap, ethernet};
 
-/// Frames between two chances for others.
+/// Frames in a row, after which the listener rests: who floods a link with what wakes nobody does not have the agent's processor with it.
 const FRAMES_A_TURN: usize = 256;
+/// What the socket has no room for meanwhile is not heard; whoever wants something says it again, and a packet that wakes waits no longer than this.
+const REST: Duration = Duration::from_millis(20);
 /// Connections of the kubelet that are remembered; it opens one for each probe.
 const MOST_PROBES: usize = 256;
 
@@ -161,6 +164,25 @@ fn polled(tap: Tap) -> Result<AsyncFd<Polled>, Error> {
     registered.map_err(|error| Error::Wait(error.into()))
 }
 
+/// Where frames come from.
+trait Frames {
+    /// The next one, with its header; none when there is none.
+    fn receive(&mut self) -> Result<Option<&[u8]>, tap::Error>;
+}
+
+impl Frames for Tap {
+    fn receive(&mut self) -> Result<Option<&[u8]>, tap::Error> {
+        Tap::receive(self)
+    }
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Turn {
+    AllHeard,
+    /// There are, or may be.
+    More,
+}
+
 struct Listener {
     hearing: Hearing,
     heard: Arc<Mutex<Heard>>,
@@ -172,19 +194,24 @@ impl Listener {
             let Ok(mut ready) = tap.readable_mut().await else {
                 return;
             };
-            for _ in 0..FRAMES_A_TURN {
-                match ready.get_inner_mut().0.receive() {
-                    Ok(Some(frame)) => self.hear(ethernet(frame)),
-                    Ok(None) => {
-                        ready.clear_ready();
-                        break;
-                    }
-                    // The link is gone, and the Pod with it.
-                    Err(_) => return,
-                }
+            let turn = self.turn(&mut ready.get_inner_mut().0);
+            match turn {
+                Ok(Turn::AllHeard) => ready.clear_ready(),
+                Ok(Turn::More) => tokio::time::sleep(REST).await,
+                // The link is gone, and the Pod with it.
+                Err(_) => return,
             }
-            tokio::task::yield_now().await;
         }
+    }
+
+    fn turn(&mut self, frames: &mut impl Frames) -> Result<Turn, tap::Error> {
+        for _ in 0..FRAMES_A_TURN {
+            match frames.receive()? {
+                Some(frame) => self.hear(ethernet(frame)),
+                None => return Ok(Turn::AllHeard),
+            }
+        }
+        Ok(Turn::More)
     }
 
     fn hear(&mut self, frame: &[u8]) {
@@ -228,7 +255,8 @@ impl Hearing {
         matches!(meaning(frame, &self.own), Meaning::Wakes(_))
     }
 
-    /// A connection of the kubelet to a port that it probes; when the kernel does not say whose it is, it is somebody who wants the sandbox.
+    /// A connection of the kubelet to a port that it probes; when the kernel does not say whose it is, it is somebody who wants the sandbox. The guest
+    /// answers at once, so that the kubelet may have closed it before anybody asks: then that it was begun does not count, but what is said on it does.
     fn is_of_probe(&mut self, segment: &Segment, probed: &[u16]) -> bool {
         if !probed.contains(&segment.ends.local_port) {
             return false;
@@ -237,13 +265,155 @@ impl Hearing {
             return self.probes.contains(&segment.ends);
         }
         self.probes.remove(&segment.ends);
-        let owned = self.kubelet.owns(&segment.ends).unwrap_or(false);
-        if owned {
+        if !is_of_this_machine(segment.ends.remote) {
+            return false;
+        }
+        let owner = self.kubelet.owner_of(&segment.ends);
+        if matches!(owner, Ok(Owner::Kubelet)) {
             if self.probes.len() >= MOST_PROBES {
                 self.probes.clear();
             }
             self.probes.insert(segment.ends);
         }
-        owned
+        matches!(owner, Ok(Owner::Kubelet | Owner::Nobody))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    fn segment(ends: Ends, syn: bool, length: usize) -> Segment {
+        Segment {
+            ends,
+            sequence: 1,
+            acknowledgment: 0,
+            window: 1000,
+            syn,
+            fin: false,
+            rst: false,
+            ack: !syn,
+            length,
+            timestamps: None,
+            other_options: false,
+        }
+    }
+
+    /// A connection of this process to a port that stands for one in the Pod.
+    struct Connected {
+        server: TcpListener,
+        stream: TcpStream,
+        ends: Ends,
+    }
+
+    impl Connected {
+        fn new() -> Self {
+            let server = TcpListener::bind("127.0.0.1:0").expect("listens");
+            let at = server.local_addr().expect("an address");
+            let stream = TcpStream::connect(at).expect("connects");
+            let from = stream.local_addr().expect("an address");
+            let ends = Ends {
+                remote: from.ip(),
+                remote_port: from.port(),
+                local: at.ip(),
+                local_port: at.port(),
+            };
+            Self {
+                server,
+                stream,
+                ends,
+            }
+        }
+    }
+
+    fn hearing(kubelet_port: u16) -> Hearing {
+        Hearing::new(&Place {
+            namespace: PathBuf::new(),
+            own: Vec::new(),
+            kubelet_port,
+        })
+    }
+
+    /// So many frames lie there.
+    struct Waiting(usize);
+
+    impl Frames for Waiting {
+        fn receive(&mut self) -> Result<Option<&[u8]>, tap::Error> {
+            let Some(left) = self.0.checked_sub(1) else {
+                return Ok(None);
+            };
+            self.0 = left;
+            Ok(Some(&[0; 64]))
+        }
+    }
+
+    #[test]
+    fn a_flood_is_heard_a_part_at_a_time() {
+        let mut listener = Listener {
+            hearing: hearing(nobodys_port()),
+            heard: Arc::default(),
+        };
+        let mut turn = |waiting: usize| {
+            let mut waiting = Waiting(waiting);
+            let turn = listener.turn(&mut waiting).expect("heard");
+            (turn, waiting.0)
+        };
+        assert_eq!(turn(0), (Turn::AllHeard, 0));
+        assert_eq!(turn(FRAMES_A_TURN - 1), (Turn::AllHeard, 0));
+        assert_eq!(turn(10 * FRAMES_A_TURN), (Turn::More, 9 * FRAMES_A_TURN));
+        let rest = usize::try_from(REST.as_millis()).expect("short");
+        let a_second = FRAMES_A_TURN * 1000 / rest;
+        assert!(a_second < 20_000, "{a_second} frames are heard in a second");
+    }
+
+    /// A port on which nobody listens, so that nobody is the kubelet.
+    fn nobodys_port() -> u16 {
+        let nobody = TcpListener::bind("127.0.0.1:0").expect("listens");
+        nobody.local_addr().expect("an address").port()
+    }
+
+    #[test]
+    fn a_probe_that_is_over_before_anybody_asks_does_not_count_and_data_does() {
+        let Connected {
+            server,
+            stream,
+            ends,
+        } = Connected::new();
+        drop(stream);
+        let mut hearing = hearing(nobodys_port());
+        let probed = [ends.local_port];
+        assert!(hearing.is_of_probe(&segment(ends, true, 0), &probed));
+        assert!(!hearing.is_of_probe(&segment(ends, false, 5), &probed));
+        assert!(!hearing.is_of_probe(&segment(ends, true, 0), &[]));
+        // Of another machine nobody knows here what it has closed.
+        let elsewhere = Ends {
+            remote: IpAddr::from([192, 0, 2, 1]),
+            ..ends
+        };
+        assert!(!hearing.is_of_probe(&segment(elsewhere, true, 0), &probed));
+        drop(server);
+    }
+
+    #[test]
+    fn whoever_holds_a_connection_to_a_probed_port_wants_the_sandbox() {
+        let connected = Connected::new();
+        let ends = connected.ends;
+        let mut hearing = hearing(nobodys_port());
+        assert!(!hearing.is_of_probe(&segment(ends, true, 0), &[ends.local_port]));
+    }
+
+    #[test]
+    fn nothing_counts_on_a_connection_of_the_kubelet_to_a_probed_port() {
+        let connected = Connected::new();
+        let ends = connected.ends;
+        // The process that listens on the kubelet's port is this one.
+        let kubelet_port = connected.server.local_addr().expect("an address").port();
+        let mut hearing = hearing(kubelet_port);
+        for of_it in [segment(ends, true, 0), segment(ends, false, 5)] {
+            assert!(hearing.is_of_probe(&of_it, &[ends.local_port]));
+        }
+        drop(connected.stream);
     }
 }

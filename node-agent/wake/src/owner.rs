@@ -6,7 +6,7 @@
 
 use std::fs;
 use std::io;
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::{IpAddr, Ipv6Addr, UdpSocket};
 
 use netlink_packet_core::{
     NLM_F_DUMP, NLM_F_REQUEST, NetlinkHeader, NetlinkMessage, NetlinkPayload,
@@ -33,6 +33,22 @@ pub enum Error {
     Processes(#[source] io::Error),
 }
 
+/// Who has the other end of a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Owner {
+    Kubelet,
+    /// Another process of this machine.
+    Process,
+    /// No process of this machine: it is another machine's, or was closed since it was made, as a probe's is within a millisecond.
+    Nobody,
+}
+
+/// Whether the address is one of this machine's, as the calling thread's network namespace knows them.
+pub fn is_of_this_machine(address: IpAddr) -> bool {
+    // The kernel binds to no other.
+    UdpSocket::bind((address, 0)).is_ok()
+}
+
 /// The kubelet of this machine, once it was found.
 #[derive(Debug)]
 pub struct Kubelet {
@@ -51,9 +67,25 @@ impl Kubelet {
 
     /// Whether the connection is the kubelet's.
     pub fn owns(&mut self, connection: &Ends) -> Result<bool, Error> {
+        Ok(self.owner_of(connection)? == Owner::Kubelet)
+    }
+
+    /// Whose the connection is.
+    pub fn owner_of(&mut self, connection: &Ends) -> Result<Owner, Error> {
         let Some(socket) = socket_of(connection)? else {
-            return Ok(false);
+            return Ok(Owner::Nobody);
         };
+        if self.has(socket)? {
+            return Ok(Owner::Kubelet);
+        }
+        // To look through a process takes time, in which the connection may be closed.
+        Ok(match socket_of(connection)? {
+            Some(now) if now == socket => Owner::Process,
+            _ => Owner::Nobody,
+        })
+    }
+
+    fn has(&mut self, socket: u32) -> Result<bool, Error> {
         if let Some(process) = self.process
             && has_open(process, socket)
         {
@@ -67,7 +99,7 @@ impl Kubelet {
     }
 }
 
-/// The number of the socket at the connection's other end, if that is on this machine.
+/// The number of the socket at the connection's other end, if a process of this machine has that.
 fn socket_of(connection: &Ends) -> Result<Option<u32>, Error> {
     let id = SocketId {
         source_port: connection.remote_port,
@@ -84,7 +116,9 @@ fn socket_of(connection: &Ends) -> Result<Option<u32>, Error> {
         AF_INET6
     };
     let found = ask(family, StateFlags::all(), id, false)?;
-    Ok(found.first().map(|(_, inode)| *inode))
+    let inode = found.first().map(|(_, inode)| *inode);
+    // What the kernel alone still has, because it was closed, has no number.
+    Ok(inode.filter(|inode| *inode != 0))
 }
 
 /// The process that listens on the port.
@@ -243,6 +277,30 @@ mod tests {
         let nobody = TcpListener::bind("127.0.0.1:0").expect("listens");
         let port = nobody.local_addr().expect("an address").port();
         drop(nobody);
-        assert!(!Kubelet::at(port).owns(&ends(&stream)).expect("asked"));
+        let owner = Kubelet::at(port).owner_of(&ends(&stream));
+        assert_eq!(owner.expect("asked"), Owner::Process);
+    }
+
+    #[test]
+    fn a_connection_that_was_closed_is_nobodys() {
+        let server = TcpListener::bind("127.0.0.1:0").expect("listens");
+        let address = server.local_addr().expect("an address");
+        let stream = TcpStream::connect(address).expect("connects");
+        let ends = ends(&stream);
+        let mut kubelet = Kubelet::at(address.port());
+        let owner = kubelet.owner_of(&ends).expect("asked");
+        assert_eq!(owner, Owner::Kubelet);
+        // The kernel goes on with it for a while: nobody has read its end at the server's side.
+        drop(stream);
+        let owner = kubelet.owner_of(&ends).expect("asked");
+        assert_eq!(owner, Owner::Nobody);
+        assert!(!kubelet.owns(&ends).expect("asked"));
+    }
+
+    #[test]
+    fn the_addresses_of_this_machine_are_told_from_others() {
+        assert!(is_of_this_machine(IpAddr::from([127, 0, 0, 1])));
+        // Documentation's.
+        assert!(!is_of_this_machine(IpAddr::from([192, 0, 2, 1])));
     }
 }

@@ -108,6 +108,14 @@ fn runsc_is_told_of_no_cgroup() {
 }
 
 #[test]
+fn what_swap_a_container_may_have_is_what_the_kubelet_says() {
+    assert_eq!(sandbox().swap_limit(), None);
+    let mut spec = container();
+    spec.0["linux"] = json!({ "resources": { "unified": { "memory.swap.max": "1048576" } } });
+    assert_eq!(spec.swap_limit(), Some("1048576"));
+}
+
+#[test]
 fn the_pause_container_mounts_every_empty_dir_first() {
     let spec = rewrite(sandbox(), Path::new("/b"), &volumes()).expect("rewritten");
     let destinations: Vec<&str> = spec

@@ -10,6 +10,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use torpor_cgroup::swap;
 use torpor_core::ids::SandboxId;
 use torpor_gvisor::hush::{self, Hush};
 use torpor_gvisor::keeper::{self, Request, Rules};
@@ -120,6 +121,7 @@ fn attempt(
     // Of a sandbox that was put to sleep, by somebody who died before he could take it away: the one that comes is not paused.
     node.records.write_doze(&pod.sandbox, None)?;
     node.cgroups.create(&pod.cgroup)?;
+    swap::keep_in_memory(&node.cgroups, &pod.cgroup)?;
     // runsc's children, the sentry and the gofers, inherit the place.
     node.cgroups.place(&pod.cgroup, std::process::id())?;
     stages.over("prepared");

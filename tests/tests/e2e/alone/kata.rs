@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -19,6 +20,7 @@ use torpor_tests::wait;
 
 const CLASS: &str = "torpor-e2e-stands-for-kata";
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+const SOME_PROBES: Duration = Duration::from_secs(15);
 
 /// Answers each line with a number that only grows, from memory.
 const COUNTS: &str = "import socketserver\nn = 0\nclass H(socketserver.StreamRequestHandler):\n    def handle(self):\n        global n\n        for line in self.rfile:\n            n += 1\n            self.wfile.write(b'%d\\n' % n)\nsocketserver.ThreadingTCPServer(('', 8080), H).serve_forever()\n";
@@ -31,8 +33,8 @@ async fn says(case: &Case, reason: &str) -> anyhow::Result<String> {
     Ok(condition(&pod, POD_HIBERNATED).2.to_owned())
 }
 
-/// Its memory is out: whoever needs it from now on wakes it from the depth.
-async fn dozes(case: &Case, node: &str) -> anyhow::Result<()> {
+/// Its memory is out: whoever needs it from now on wakes it from the depth. Answers since when.
+async fn dozes(case: &Case, node: &str) -> anyhow::Result<Option<Time>> {
     wait::object(
         kube::Api::<SandboxNode>::all(case.client()),
         node,
@@ -46,7 +48,7 @@ async fn dozes(case: &Case, node: &str) -> anyhow::Result<()> {
                 .find(|told| told.pod_name == "p" && told.namespace == case.namespace);
             match told {
                 Some(told) if told.asleep_since.is_some() && told.memory_asleep_bytes.is_some() => {
-                    Ok(())
+                    Ok(told.asleep_since)
                 }
                 told => Err(format!("{told:?}")),
             }
@@ -70,21 +72,76 @@ async fn asked(stream: &mut TcpStream) -> anyhow::Result<u64> {
 async fn an_idle_sandbox_of_another_runtime_dozes_and_wakes_on_a_packet_also_after_the_agents_death()
 -> anyhow::Result<()> {
     case_alone("kata", async |case| {
-        let _swap = Swap::on()?;
-        let class = json!({
-            "apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": { "name": CLASS }, "handler": "runc",
-        });
-        let input = class.to_string();
-        case.kubectl.run_with(&["apply", "-f", "-"], Some(input.as_bytes())).await?.ok()?;
-        let here = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/kata/agent.yaml");
-        let patch = std::fs::read_to_string(here)?
-            .replace("path: /run/containerd,", "path: /run/torpor-dev/node-0,")
-            .replace("kata-qemu,kata-qemu-runtime-rs,kata-clh,kata-clh-runtime-rs,kata-fc,kata-dragonball", "runc");
-        let done = Agent::with_patch(case, &patch, async || goes_through(case).await).await;
-        case.kubectl.ok(&["delete", "runtimeclass", CLASS]).await?;
-        done
+        with_stand_in(case, async || goes_through(case).await).await
     })
     .await
+}
+
+#[tokio::test]
+async fn a_tcp_probe_neither_keeps_a_sandbox_of_another_runtime_awake_nor_wakes_it()
+-> anyhow::Result<()> {
+    case_alone("kata-probed", async |case| {
+        with_stand_in(case, async || sleeps_through_probes(case).await).await
+    })
+    .await
+}
+
+/// With swap, the RuntimeClass, and an agent that takes its Pods for Kata's.
+async fn with_stand_in(
+    case: &Case,
+    body: impl AsyncFnOnce() -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    let _swap = Swap::on()?;
+    let class = json!({
+        "apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": { "name": CLASS }, "handler": "runc",
+    });
+    let input = class.to_string();
+    let applied = case
+        .kubectl
+        .run_with(&["apply", "-f", "-"], Some(input.as_bytes()));
+    applied.await?.ok()?;
+    let here = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/kata/agent.yaml");
+    let patch = std::fs::read_to_string(here)?
+        .replace("path: /run/containerd,", "path: /run/torpor-dev/node-0,")
+        .replace(
+            "kata-qemu,kata-qemu-runtime-rs,kata-clh,kata-clh-runtime-rs,kata-fc,kata-dragonball",
+            "runc",
+        );
+    let done = Agent::with_patch(case, &patch, body).await;
+    case.kubectl.ok(&["delete", "runtimeclass", CLASS]).await?;
+    done
+}
+
+/// It is probed three times in the time for which it would have to be quiet to fall asleep.
+async fn sleeps_through_probes(case: &Case) -> anyhow::Result<()> {
+    // What the kernel takes for a program that stands still lies in the program's queue, closed or not.
+    let program = COUNTS.replace(
+        "socketserver.ThreadingTCPServer(",
+        "socketserver.ThreadingTCPServer.request_queue_size = 200\nsocketserver.ThreadingTCPServer(",
+    );
+    let probe = json!({ "readinessProbe": { "tcpSocket": { "port": 8080 }, "periodSeconds": 1 } });
+    let container = with(python("a", &program), probe);
+    let manifest = with(
+        pod("p", json!({ "containers": [container] })),
+        json!({
+            "metadata": { "annotations": { DOZE_AFTER: "3s" } },
+            "spec": { "runtimeClassName": CLASS },
+        }),
+    );
+    let pod = case.start(manifest).await?;
+    let status = pod.status.unwrap_or_default();
+    let address = status.pod_ip.unwrap_or_default();
+    let node = pod.spec.and_then(|spec| spec.node_name).unwrap_or_default();
+    let since = dozes(case, &node).await?;
+    tokio::time::sleep(SOME_PROBES).await;
+    assert_eq!(dozes(case, &node).await?, since, "nothing woke it");
+    let after = case.pods().get("p").await?;
+    assert_eq!(condition(&after, "Ready").0, "True", "probes are answered");
+    // Somebody else, from the same machine, to the same port.
+    let mut stream = TcpStream::connect((address.as_str(), 8080)).await?;
+    assert_eq!(asked(&mut stream).await?, 1);
+    says(case, AWAKE).await?;
+    case.delete_pod("p", SLEEP_LIMIT).await
 }
 
 async fn goes_through(case: &Case) -> anyhow::Result<()> {
