@@ -461,7 +461,11 @@ mod tests {
             let mut pod = pod(json!({}));
             let status = json!({ "phase": phase });
             pod.status = Some(serde_json::from_value(status).expect("a status"));
-            assert_eq!(desired(&uid(), Some(&pod), None, &[]).pod, expected, "{phase}");
+            assert_eq!(
+                desired(&uid(), Some(&pod), None, &[]).pod,
+                expected,
+                "{phase}"
+            );
         }
     }
 
@@ -540,6 +544,7 @@ mod tests {
         assert!(desired(&uid(), Some(&pod(json!({}))), None, &[]).ready);
     }
 
+    #[test]
     fn the_last_image_is_kept_for_a_crash_by_exactly_one_word() {
         let keeps =
             |annotations| desired(&uid(), Some(&pod(annotations)), None, &[]).keep_last_image;

@@ -110,7 +110,7 @@ impl Browsers {
             return None;
         }
         let shown = parameter.map(Shown::InQuery);
-        shown.or(cookie.map(Shown::InCookie))
+        shown.or_else(|| cookie.map(Shown::InCookie))
     }
 
     /// Whether a cookie counts in this request to `host`. Browsers add it whoever's page asks, and the page of another sandbox is of the same site.
