@@ -17,6 +17,7 @@ mod restore;
 mod schedules;
 mod snapshots;
 mod sync;
+mod takeover;
 mod tracing;
 mod turns;
 mod wakeup;
