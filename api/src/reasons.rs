@@ -264,11 +264,13 @@ pub mod event {
     pub const WARM_POOL_PROGRESSING: &str = "WarmPoolProgressing";
     /// A pool's template names no RuntimeClass where there is one that keeps memory.
     pub const RUNTIME_NOT_NAMED: &str = "RuntimeNotNamed";
+    /// Somebody else's NetworkPolicy has the name of a template's own.
+    pub const NETWORK_POLICY_NOT_OWNED: &str = "NetworkPolicyNotOwned";
     /// A sandbox sleeps before its time, because its node is short of memory or swap.
     pub const NODE_PRESSURE: &str = "NodePressure";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 17] = [
+    pub const ALL: [&str; 18] = [
         MULTIPLE_PODS,
         INVALID_ANNOTATION,
         SNAPSHOT_COMMITTED,
@@ -285,6 +287,7 @@ pub mod event {
         WARM_POOL_NOT_PROGRESSING,
         WARM_POOL_PROGRESSING,
         RUNTIME_NOT_NAMED,
+        NETWORK_POLICY_NOT_OWNED,
         NODE_PRESSURE,
     ];
 }

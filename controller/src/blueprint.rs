@@ -13,6 +13,11 @@ use torpor_api::{
     sandbox::{PodMetadata, PodTemplate, VolumeClaimTemplate},
 };
 
+mod meaning;
+
+pub use self::meaning::mean_the_same;
+use self::meaning::{POD, VOLUME_CLAIM, normalized};
+
 /// Name servers of sandboxes that the default NetworkPolicy cuts off from the cluster's DNS.
 const PUBLIC_NAMESERVERS: [&str; 2] = ["8.8.8.8", "1.1.1.1"];
 
@@ -124,13 +129,26 @@ impl<'a> Blueprint<'a> {
         }
     }
 
-    /// Whether a Sandbox was made from another template, or from a version of it that differs in more than metadata and spelling.
-    pub fn is_stale(&self, sandbox: &Sandbox) -> bool {
-        let label = |key| sandbox.labels().get(key);
-        if label(labels::SANDBOX_TEMPLATE_REF_HASH) != Some(&self.reference) {
-            return true;
-        }
-        label(labels::SANDBOX_TEMPLATE_HASH) != Some(&self.hash) && !self.is_equivalent(sandbox)
+    /// Whether a member was made from another template, or from a version of it that differs in more than metadata and spelling.
+    pub fn is_stale(&self, member: &Sandbox) -> bool {
+        !self.is_current(member) && self.is_stale_orphan(member)
+    }
+
+    /// Whether a member was made from the template as it is, metadata and spelling included.
+    pub fn is_current(&self, member: &Sandbox) -> bool {
+        let hash = member.labels().get(labels::SANDBOX_TEMPLATE_HASH);
+        self.is_named_by(member) && hash == Some(&self.hash)
+    }
+
+    /// The same of a Sandbox that nobody controls. Whoever made it wrote its labels too: its spec has to show what it is.
+    pub fn is_stale_orphan(&self, orphan: &Sandbox) -> bool {
+        !(self.is_named_by(orphan) && self.is_equivalent(orphan))
+    }
+
+    /// Whether a Sandbox says that it was made from this template, in whatever version.
+    fn is_named_by(&self, sandbox: &Sandbox) -> bool {
+        let reference = sandbox.labels().get(labels::SANDBOX_TEMPLATE_REF_HASH);
+        reference == Some(&self.reference)
     }
 
     /// Whether a Sandbox is what the template would make, as far as it matters.
@@ -138,8 +156,8 @@ impl<'a> Blueprint<'a> {
         let template = self.template;
         let wanted = self
             .pod_spec
-            .get_or_init(|| normalized("", &Value::Object(secured_pod_spec(template))));
-        *wanted == normalized("", &json!(sandbox.spec.pod_template.spec))
+            .get_or_init(|| normalized(POD, &Value::Object(secured_pod_spec(template))));
+        *wanted == normalized(POD, &json!(sandbox.spec.pod_template.spec))
             && sandbox.spec.service == template.spec.service
             && volumes(&sandbox.spec.volume_claim_templates)
                 == volumes(&template.spec.volume_claim_templates)
@@ -150,104 +168,10 @@ fn volumes(templates: &[VolumeClaimTemplate]) -> Vec<(&str, Value)> {
     templates
         .iter()
         .map(|template| {
-            let spec = normalized("", &json!(template.spec));
+            let spec = normalized(VOLUME_CLAIM, &json!(template.spec));
             (template.metadata.name.as_str(), spec)
         })
         .collect()
-}
-
-/// Whether two specs differ in nothing but what is unset or empty, and in the spelling of quantities.
-pub fn mean_the_same(one: &Value, other: &Value) -> bool {
-    normalized("", one) == normalized("", other)
-}
-
-/// Maps of strings: an empty one means the same as none. An empty object elsewhere may mean something, such as `emptyDir: {}`.
-const STRING_MAPS: [&str; 6] = [
-    "nodeSelector",
-    "matchLabels",
-    "limits",
-    "requests",
-    "labels",
-    "annotations",
-];
-/// Objects whose values are quantities, and single fields that are one.
-const QUANTITY_MAPS: [&str; 3] = ["limits", "requests", "overhead"];
-const QUANTITIES: [&str; 2] = ["sizeLimit", "divisor"];
-
-/// The same value without differences that mean nothing to Kubernetes: unset or empty, and the spelling of quantities. `key` is the name under which it stands.
-fn normalized(key: &str, value: &Value) -> Value {
-    match value {
-        Value::Object(map) => {
-            let quantities = QUANTITY_MAPS.contains(&key);
-            let entries = map.iter().filter_map(|(name, value)| {
-                let inner = if quantities {
-                    quantity(value)
-                } else {
-                    normalized(name, value)
-                };
-                (!means_nothing(name, &inner)).then(|| (name.clone(), inner))
-            });
-            Value::Object(entries.collect())
-        }
-        Value::Array(items) => items.iter().map(|item| normalized("", item)).collect(),
-        other if QUANTITIES.contains(&key) => quantity(other),
-        other => other.clone(),
-    }
-}
-
-fn means_nothing(key: &str, value: &Value) -> bool {
-    match value {
-        Value::Null => true,
-        Value::Array(items) => items.is_empty(),
-        Value::Object(map) => map.is_empty() && STRING_MAPS.contains(&key),
-        _ => false,
-    }
-}
-
-/// A quantity in thousandths, or as it is written if it cannot be read.
-fn quantity(value: &Value) -> Value {
-    let text = match value {
-        Value::String(text) => text.clone(),
-        Value::Number(number) => number.to_string(),
-        other => return other.clone(),
-    };
-    match thousandths(&text) {
-        Some(amount) => json!(format!("{amount}m")),
-        None => value.clone(),
-    }
-}
-
-/// Exact, so that two spellings are the same only if the amounts are. `None` for what is no quantity, or has more digits than thousandths hold.
-fn thousandths(text: &str) -> Option<i128> {
-    const SUFFIXES: [(&str, i128, i128); 14] = [
-        ("Ki", 1 << 10, 1),
-        ("Mi", 1 << 20, 1),
-        ("Gi", 1 << 30, 1),
-        ("Ti", 1 << 40, 1),
-        ("Pi", 1 << 50, 1),
-        ("Ei", 1 << 60, 1),
-        ("m", 1, 1000),
-        ("k", 1_000, 1),
-        ("M", 1_000_000, 1),
-        ("G", 1_000_000_000, 1),
-        ("T", 1_000_000_000_000, 1),
-        ("P", 1_000_000_000_000_000, 1),
-        ("E", 1_000_000_000_000_000_000, 1),
-        ("", 1, 1),
-    ];
-    let (number, times, divided_by) = SUFFIXES
-        .iter()
-        .find_map(|(suffix, times, by)| Some((text.strip_suffix(suffix)?, *times, *by)))?;
-    let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
-    let digits = format!("{whole}{fraction}");
-    let scale = 10_i128.checked_pow(u32::try_from(fraction.len()).ok()?)?;
-    let amount = digits
-        .parse::<i128>()
-        .ok()?
-        .checked_mul(times)?
-        .checked_mul(1000)?;
-    let below = scale.checked_mul(divided_by)?;
-    (amount % below == 0).then_some(amount / below)
 }
 
 #[cfg(test)]

@@ -9,6 +9,7 @@ use crate::{
     metrics::{Counted, Metrics},
     pool,
     settings::Settings,
+    template,
     watches::{Caches, Queues},
 };
 
@@ -28,6 +29,8 @@ pub struct Context {
     pub sightings: Sightings,
     /// What this process knows of pools that stands in no object yet.
     pub pools: pool::memory::Memory,
+    /// What the users of templates were told.
+    pub templates: template::memory::Memory,
 }
 
 impl Context {
@@ -51,6 +54,7 @@ impl Context {
             candidates: Candidates::default(),
             sightings: Sightings::default(),
             pools: pool::memory::Memory::default(),
+            templates: template::memory::Memory::default(),
         }
     }
 }

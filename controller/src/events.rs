@@ -1,5 +1,7 @@
 //! Kubernetes Events. A failure to publish one is logged and forgotten: an Event is news, the state is in the status.
 
+use std::time::Duration;
+
 use jiff::Timestamp;
 use k8s_openapi::{
     api::{core::v1::ObjectReference, events::v1::Event},
@@ -15,6 +17,8 @@ const REPORTER: &str = "sandbox-controller";
 const DOING: &str = "Reconciling";
 /// The API's limit for the text of an Event.
 const LONGEST_NOTE: usize = 1024;
+/// How often what is still so is told. The apiserver keeps an Event for an hour, and whoever looks later finds the next one.
+pub const AGAIN: Duration = Duration::from_secs(55 * 60);
 
 /// How bad the news is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

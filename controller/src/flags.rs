@@ -74,7 +74,7 @@ pub struct Flags {
     /// Publish no Events about SandboxClaims.
     #[arg(long, default_value = "false", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set, value_parser = boolean)]
     pub disable_claim_events: bool,
-    /// Do not write on a SandboxClaim when it was first seen and first ready.
+    /// Do not write on a SandboxClaim when it was first seen, nor its trace.
     #[arg(long, default_value = "false", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set, value_parser = boolean)]
     pub disable_claim_observability_annotations: bool,
     /// Watch only Services that carry the label of a Sandbox, as Pods and PersistentVolumeClaims are watched in any case.

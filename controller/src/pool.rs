@@ -62,6 +62,8 @@ pub async fn reconcile(
     }
     let observed = gather(&pool, &context);
     let plan = plan::plan(&observed, Timestamp::now());
+    let uid = pool.uid().unwrap_or_default();
+    context.pools.held(&uid, &plan.held, Instant::now());
     let done = apply::apply(&plan, &observed, &context).await;
     if let Some(note) = context.pools.note(&pool, &plan, Instant::now()) {
         publish(&pool, note, &context).await;

@@ -46,7 +46,7 @@ pub struct PoolSettings {
 #[derive(Clone, Debug, PartialEq)]
 pub struct ClaimSettings {
     pub events: bool,
-    /// Write when a claim was first seen and first ready.
+    /// Write when a claim was first seen, and its trace.
     pub observability: bool,
     /// Domains whose labels a claim may put on its Pod.
     pub label_domains: Vec<String>,

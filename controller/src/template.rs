@@ -1,16 +1,22 @@
 //! The SandboxTemplate kind: a label by which its Sandboxes are found, and one NetworkPolicy that they share. A template has no status.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use k8s_openapi::api::networking::v1::NetworkPolicy;
 use kube::ResourceExt;
-use torpor_api::SandboxTemplate;
+use torpor_api::{SandboxTemplate, reasons::event};
 
 use crate::{
     calls::{self, Answer},
     context::Context,
+    events::{self, Note, Severity},
+    pace::Advance,
 };
 
+pub mod memory;
 pub mod plan;
 
 use self::plan::{Action, Observed};
@@ -57,16 +63,42 @@ pub async fn reconcile(
         template,
     };
     for _ in 0..ROUNDS {
-        let steps = plan::plan(&observed).map_err(Error::NotOwned)?;
+        let steps = match plan::plan(&observed) {
+            Ok(steps) => steps,
+            Err(policy) => {
+                tell_not_owned(&observed.template, &policy, &context).await;
+                return Err(Error::NotOwned(policy));
+            }
+        };
         let mut as_planned = true;
         for step in &steps {
             as_planned &= execute(step, &namespace, &mut observed, &context).await?;
         }
         if as_planned {
+            let uid = observed.template.uid().unwrap_or_default();
+            context.templates.forget(&uid);
             return Ok(None);
         }
     }
     Err(Error::Unsettled)
+}
+
+/// A template has no status, and who wrote it reads no log: without the Event nobody hears that its sandboxes lack the default.
+async fn tell_not_owned(template: &SandboxTemplate, policy: &str, context: &Context) {
+    let uid = template.uid().unwrap_or_default();
+    if !context.templates.is_due(&uid, Instant::now()) {
+        return;
+    }
+    let note = Note {
+        severity: Severity::Warning,
+        reason: event::NETWORK_POLICY_NOT_OWNED,
+        message: format!(
+            "NetworkPolicy {policy:?} exists and is not controlled by this SandboxTemplate: it is left alone, and the template's sandboxes are without the template's rules \
+             (where it has none of its own: without the secure default). Delete that NetworkPolicy or make it anew under another name, and the template's own is made; \
+             or set spec.networkPolicyManagement: Unmanaged if it is meant to be the only one"
+        ),
+    };
+    events::publish(&context.api.in_advance(Advance::Calm), template, note).await;
 }
 
 /// Takes one step; one call per arm. `false`: the world was not as planned, and is in `observed` as it is.

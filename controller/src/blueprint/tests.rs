@@ -50,6 +50,9 @@ fn containers(container: Value) -> Value {
 #[case::another_volume(json!({"spec": {"volumeClaimTemplates": [{"metadata": {"name": "w"}, "spec": {"accessModes": ["ReadWriteOnce"]}}]}}), true)]
 #[case::labels_of_a_volume(json!({"spec": {"volumeClaimTemplates": [{"metadata": {"name": "v", "labels": {"a": "b"}}, "spec": {"accessModes": ["ReadWriteOnce"]}}]}}), false)]
 #[case::another_template(json!({"metadata": {"name": "u"}}), true)]
+#[case::what_go_writes_of_nothing(containers(json!({"name": "c", "image": "img", "resources": {"limits": {"cpu": "1"}, "requests": {}}, "tty": false})), false)]
+#[case::what_go_writes_of_a_volume(json!({"spec": {"volumeClaimTemplates": [{"metadata": {"name": "v"}, "spec": {"accessModes": ["ReadWriteOnce"], "resources": {}, "volumeName": ""}}]}}), false)]
+#[case::no_class_for_a_volume(json!({"spec": {"volumeClaimTemplates": [{"metadata": {"name": "v"}, "spec": {"accessModes": ["ReadWriteOnce"], "storageClassName": ""}}]}}), true)]
 fn stale_is_what_differs_in_more_than_metadata_and_spelling(
     #[case] change: Value,
     #[case] stale: bool,
@@ -69,6 +72,10 @@ fn an_equal_hash_needs_no_comparison() {
         blueprint_hash(&template),
     );
     assert!(!Blueprint::of(&template).is_stale(&sandbox));
+    assert!(
+        Blueprint::of(&template).is_stale_orphan(&sandbox),
+        "anybody may have copied the hash"
+    );
 }
 
 #[rstest]

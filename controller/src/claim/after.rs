@@ -66,7 +66,6 @@ pub(super) fn finish(session: &Session, plan: &Plan, context: &Context) -> Optio
     };
     count(session, sandbox, context, now);
     let annotations = sandbox
-        .filter(|_| context.settings.claims.observability)
         .and_then(|sandbox| annotation_patch(session, sandbox, context, now))
         .and_then(|patch| Some((patch, context.sightings.tell(claim)?)));
     let notes = if context.settings.claims.events {
@@ -103,7 +102,8 @@ fn count(session: &Session, sandbox: Option<&Sandbox>, context: &Context, now: T
     }
 }
 
-/// When the claim was seen and ready, and what it holds: one write, once it is Ready. A write that failed is tried again with the same times.
+/// When the claim was seen and ready, and what it holds: one write, once it is Ready. A write that failed is tried again with the same times. As with upstream, the operator can do without when it
+/// was seen and without its trace; the Sandbox is named, and the first Ready is counted only once, in any case.
 fn annotation_patch(
     session: &Session,
     sandbox: &Sandbox,
@@ -122,7 +122,8 @@ fn annotation_patch(
         annotations::SANDBOX_NAME.to_owned(),
         sandbox.name_any().into(),
     );
-    if !known.contains_key(annotations::CONTROLLER_FIRST_OBSERVED_AT) {
+    let observability = context.settings.claims.observability;
+    if observability && !known.contains_key(annotations::CONTROLLER_FIRST_OBSERVED_AT) {
         let seen = context.sightings.of(claim, now).first_seen.to_string();
         all.insert(
             annotations::CONTROLLER_FIRST_OBSERVED_AT.to_owned(),
@@ -137,7 +138,7 @@ fn annotation_patch(
             .map_or_else(|| annotations::UNKNOWN_TIME.to_owned(), |at| at.to_string());
         all.insert(annotations::CLAIM_FIRST_READY_AT.to_owned(), at.into());
     }
-    if let Some(trace) = &session.trace {
+    if observability && let Some(trace) = &session.trace {
         all.insert(annotations::TRACE_CONTEXT.to_owned(), trace.clone().into());
     }
     Some(json!({"metadata": {"uid": claim.uid(), "annotations": all}}))

@@ -6,12 +6,9 @@ use k8s_openapi::api::node::v1::RuntimeClass;
 use kube::ResourceExt;
 use torpor_api::{SandboxNode, SandboxTemplate, node, reasons::event};
 
-use crate::events::{Note, Severity};
+use crate::events::{AGAIN, Note, Severity};
 
-/// How often it is told that a pool does not come on, as long as that is so. The apiserver keeps an Event for an hour, and whoever looks later finds the next one.
-const AGAIN: Duration = Duration::from_secs(55 * 60);
-
-/// For a pool whose members find no node, and for one whose members find one again. `told` is how long ago the first was told last, unless the second was told since.
+/// For a pool whose members find no node or get no Pod, and for one whose members come on again. `told` is how long ago the first was told last, unless the second was told since.
 pub fn progress(stalled: Option<&str>, told: Option<Duration>) -> Option<Note> {
     match (stalled, told) {
         (Some(why), told) if told.is_none_or(|ago| ago >= AGAIN) => Some(Note {

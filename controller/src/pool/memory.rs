@@ -24,6 +24,8 @@ pub struct Memory(Mutex<HashMap<String, Pool>>);
 struct Pool {
     creating: BTreeMap<String, Creating>,
     deleting: BTreeMap<String, Instant>,
+    /// When members were last seen to be held.
+    held: BTreeMap<String, Instant>,
     /// Until when nothing is made, because members have left.
     hold: Option<Instant>,
     tokens: Option<(f64, Instant)>,
@@ -52,6 +54,8 @@ pub struct Remembered {
     pub uncertain: BTreeSet<String>,
     /// UIDs of members that were deleted and are still to be seen.
     pub deleting: BTreeSet<String>,
+    /// How long ago members, by UID, were last seen to wait for something that no other in their place would have had either.
+    pub held: BTreeMap<String, Duration>,
     /// How long nothing is made.
     pub hold: Option<Duration>,
     /// How many may be made now; `None`: no limit.
@@ -72,6 +76,9 @@ impl Memory {
         pool.creating
             .retain(|_, creating| left(creating.since, now).is_some());
         pool.deleting.retain(|_, since| left(*since, now).is_some());
+        let ago = |since: Instant| now.saturating_duration_since(since);
+        pool.held
+            .retain(|_, since| ago(*since) <= settings.readiness_grace);
         pool.names = pool.names.wrapping_add(1);
         let (allowance, next_token) = pool.allowance(settings.max_refill_rate, now);
         Remembered {
@@ -83,6 +90,11 @@ impl Memory {
                 .collect(),
             creating: pool.creating.keys().cloned().collect(),
             deleting: pool.deleting.keys().cloned().collect(),
+            held: pool
+                .held
+                .iter()
+                .map(|(member, since)| (member.clone(), ago(*since)))
+                .collect(),
             hold: pool
                 .hold
                 .and_then(|until| until.checked_duration_since(now)),
@@ -130,6 +142,14 @@ impl Memory {
         let mut all = self.lock();
         let pool = all.entry(uid.to_owned()).or_default();
         pool.deleting.insert(member.to_owned(), Instant::now());
+    }
+
+    /// Members are held: once what they wait for has come they have their time anew.
+    pub fn held(&self, uid: &str, members: &BTreeSet<String>, now: Instant) {
+        let mut all = self.lock();
+        let pool = all.entry(uid.to_owned()).or_default();
+        pool.held
+            .extend(members.iter().map(|member| (member.clone(), now)));
     }
 
     /// The watch has shown a Sandbox, or that it is gone.
@@ -302,6 +322,22 @@ mod tests {
             let after = at(&memory, FORGET_AFTER);
             assert_eq!((expected(&after), after.forgotten_in), (0, None));
         }
+    }
+
+    #[test]
+    fn what_was_held_is_remembered_as_long_as_a_member_may_take() {
+        let memory = Memory::default();
+        let (begin, grace) = (Instant::now(), PoolSettings::default().readiness_grace);
+        memory.held("p", &BTreeSet::from(["u".to_owned()]), begin);
+        let ago = |later: Duration| {
+            let settings = PoolSettings::default();
+            let remembered = memory.remembered("p", &settings, begin + later);
+            remembered.held.get("u").copied()
+        };
+        let minute = Duration::from_secs(60);
+        assert_eq!(ago(minute), Some(minute));
+        assert_eq!(ago(grace), Some(grace));
+        assert_eq!(ago(grace + minute), None);
     }
 
     #[test]

@@ -3,19 +3,23 @@
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use jiff::Timestamp;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::ResourceExt;
 use serde_json::{Value, json};
 use torpor_api::{
     Sandbox, SandboxTemplate, SandboxWarmPool, conditions,
     extensions::{SandboxWarmPoolStatus, WarmPoolUpdateStrategyType},
     labels, name_hash,
+    reasons::sandbox as reasons,
 };
 
 use super::{
     member::{self, owner_reference},
     memory::Remembered,
 };
-use crate::{blueprint::Blueprint, pace::Advance, settings::PoolSettings};
+use crate::{
+    blueprint::Blueprint, pace::Advance, sandbox::plan::is_name_taken, settings::PoolSettings,
+};
 
 /// How long a pool without a template waits for it, unless it comes.
 pub const TEMPLATE_RETRY: Duration = Duration::from_secs(60);
@@ -66,6 +70,8 @@ pub struct Plan {
     pub create: Vec<String>,
     /// How many members the pool lacks, whether they are made now or later.
     pub missing: usize,
+    /// UIDs of the members that are kept though they had their time.
+    pub held: BTreeSet<String>,
     /// Why the pool does not progress.
     pub stalled: Option<String>,
     pub requeue: Option<Duration>,
@@ -73,12 +79,14 @@ pub struct Plan {
 
 /// How a member is doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Health {
+enum Health<'a> {
     Ready,
     /// Not ready, and it may still become so.
     Waiting,
-    /// No node has room for it.
-    Unschedulable,
+    /// No node has room for it, as the scheduler says. Another in its place would find none either.
+    Unschedulable(&'a str),
+    /// Its Pod is refused, in these words. That of another in its place would be, too.
+    Refused(&'a str),
     /// It had its time.
     Stuck,
 }
@@ -103,11 +111,14 @@ pub fn plan(observed: &Observed, now: Timestamp) -> Plan {
     let unseen = unseen(observed);
     let mut keep = Vec::new();
     for member in &active {
+        let health = health(member, observed, now);
         // Without a template nothing is known to have changed.
-        let outdated = blueprint
-            .as_ref()
-            .is_some_and(|blueprint| recreates(pool) && blueprint.is_stale(member));
-        if outdated || health(member, observed, now) == Health::Stuck {
+        let outdated = blueprint.as_ref().is_some_and(|blueprint| match health {
+            // Any change may be the one that its Pod waits for.
+            Health::Refused(_) => !blueprint.is_current(member),
+            _ => recreates(pool) && blueprint.is_stale(member),
+        });
+        if outdated || health == Health::Stuck {
             plan.steps.push(delete(member));
         } else {
             keep.push(*member);
@@ -162,7 +173,7 @@ fn plan_orphans(plan: &mut Plan, observed: &Observed, blueprint: Option<&Bluepri
         if orphan.metadata.deletion_timestamp.is_some() {
             continue;
         }
-        if blueprint.is_stale(orphan) || room == 0 {
+        if blueprint.is_stale_orphan(orphan) || room == 0 {
             plan.steps.push(delete(orphan));
             continue;
         }
@@ -202,17 +213,32 @@ fn is_ready(member: &Sandbox) -> bool {
     status.is_some_and(|status| conditions::is_true(&status.conditions, conditions::READY))
 }
 
-fn health(member: &Sandbox, observed: &Observed, now: Timestamp) -> Health {
+fn health<'a>(member: &'a Sandbox, observed: &Observed, now: Timestamp) -> Health<'a> {
     if is_ready(member) {
         return Health::Ready;
     }
-    if age_unready(member, now) <= observed.settings.readiness_grace {
+    let grace = observed.settings.readiness_grace;
+    if age_unready(member, now) <= grace {
         return Health::Waiting;
     }
-    match unschedulable(member) {
-        Some(_) => Health::Unschedulable,
-        None => Health::Stuck,
-    }
+    let held = unschedulable(member)
+        .map(Health::Unschedulable)
+        .or_else(|| refused(member).map(Health::Refused));
+    held.unwrap_or_else(|| {
+        if time_had(member, observed, now) <= grace {
+            Health::Waiting
+        } else {
+            Health::Stuck
+        }
+    })
+}
+
+/// How much of its time a member has had. One that was held begins anew: its Pod is just being made, or started.
+fn time_had(member: &Sandbox, observed: &Observed, now: Timestamp) -> Duration {
+    let uid = member.uid().unwrap_or_default();
+    let held = observed.remembered.held.get(&uid);
+    let age = age_unready(member, now);
+    held.map_or(age, |ago| age.min(*ago))
 }
 
 /// Since when a member could be ready and is not.
@@ -229,12 +255,26 @@ fn age_unready(member: &Sandbox, now: Timestamp) -> Duration {
         .unwrap_or_default()
 }
 
+fn condition<'a>(member: &'a Sandbox, type_: &str) -> Option<&'a Condition> {
+    conditions::find(&member.status.as_ref()?.conditions, type_)
+}
+
 /// Why no node has room for a member.
-fn unschedulable(member: &Sandbox) -> Option<String> {
-    let all = member.status.as_ref().map(|status| &status.conditions[..]);
-    conditions::find(all.unwrap_or_default(), conditions::POD_SCHEDULED)
+fn unschedulable(member: &Sandbox) -> Option<&str> {
+    condition(member, conditions::POD_SCHEDULED)
         .filter(|scheduled| scheduled.status == "False" && scheduled.reason == "Unschedulable")
-        .map(|scheduled| scheduled.message.clone())
+        .map(|scheduled| scheduled.message.as_str())
+}
+
+/// Why a member's Pod cannot be made: a quota, a limit, a policy, a template that is no Pod. Somebody else's Pod of the same name is no such reason: the next member has another one.
+fn refused(member: &Sandbox) -> Option<&str> {
+    let ready = condition(member, conditions::READY)?;
+    // What is known of a Pod's scheduling is known of a Pod that is there.
+    let scheduled = condition(member, conditions::POD_SCHEDULED);
+    let has_pod = scheduled.is_some_and(|scheduled| scheduled.status != "Unknown");
+    let why = ready.message.as_str();
+    let holds = ready.reason == reasons::RECONCILER_ERROR && !has_pod && !is_name_taken(why);
+    holds.then_some(why)
 }
 
 /// The members to give up first: what is not ready, then the newest.
@@ -281,37 +321,49 @@ fn plan_creates(plan: &mut Plan, observed: &Observed, remembered: &Remembered) {
     plan.create.extend(names);
 }
 
-/// When a member's time is over, or a node may have room for one.
+/// When a member's time is over, or one that is held may come on.
 fn plan_next_look(plan: &mut Plan, keep: &[&Arc<Sandbox>], observed: &Observed, now: Timestamp) {
     let settings = &observed.settings;
-    let mut held = 0_usize;
-    let mut why = None;
+    let (mut unscheduled, mut refused) = (Vec::new(), Vec::new());
     let mut looks = Vec::new();
     for member in keep {
         match health(member, observed, now) {
             Health::Waiting => {
-                let left = settings
-                    .readiness_grace
-                    .saturating_sub(age_unready(member, now));
+                let had = time_had(member, observed, now);
+                let left = settings.readiness_grace.saturating_sub(had);
                 looks.push(jittered(left + SLACK, observed.remembered.salt));
+                continue;
             }
-            Health::Unschedulable => {
-                held += 1;
-                why = why.or_else(|| unschedulable(member));
-                looks.push(settings.unschedulable_recheck);
-            }
-            Health::Ready | Health::Stuck => {}
+            Health::Unschedulable(why) => unscheduled.push(why),
+            Health::Refused(why) => refused.push(why),
+            Health::Ready | Health::Stuck => continue,
         }
+        plan.held.extend(member.uid());
     }
-    if let Some(why) = why {
-        let wanted = replicas(&observed.pool);
-        // The remedy comes before the scheduler's words: those may be longer than an Event.
-        plan.stalled = Some(format!(
-            "{held} of {wanted} members are not scheduled after {:?} and are kept waiting. Add nodes that have room for them, or lower spec.replicas. The scheduler says: {why}",
-            settings.readiness_grace
-        ));
+    plan.stalled = stalled(&unscheduled, &refused, observed);
+    if plan.stalled.is_some() {
+        looks.push(settings.unschedulable_recheck);
     }
     plan.requeue = plan.requeue.into_iter().chain(looks).min();
+}
+
+/// Why the pool does not come on. The remedy comes before the words of others: those may be longer than an Event.
+fn stalled(unscheduled: &[&str], refused: &[&str], observed: &Observed) -> Option<String> {
+    let (wanted, grace) = (replicas(&observed.pool), observed.settings.readiness_grace);
+    let no_pod = refused.first().map(|why| {
+        let held = refused.len();
+        format!(
+            "{held} of {wanted} members have no Pod after {grace:?} and are kept waiting: it is refused. Change what refuses it (a quota, a limit, a policy) or the template, or lower spec.replicas. {why}"
+        )
+    });
+    let no_node = unscheduled.first().map(|why| {
+        let held = unscheduled.len();
+        format!(
+            "{held} of {wanted} members are not scheduled after {grace:?} and are kept waiting. Add nodes that have room for them, or lower spec.replicas. The scheduler says: {why}"
+        )
+    });
+    let both = [no_pod, no_node].into_iter().flatten();
+    both.reduce(|one, other| format!("{one}\n{other}"))
 }
 
 /// Up to half as long again, so that many pools do not all look at once.

@@ -26,6 +26,7 @@ mod pods;
 mod services;
 mod wakeup;
 
+pub(crate) use self::claims::is_name_taken;
 pub(super) use self::memory::disruption;
 
 /// Part of the work; a failure skips the rest of its area only, as upstream.

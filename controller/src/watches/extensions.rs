@@ -9,7 +9,7 @@ use k8s_openapi::{
 use kube::{Resource, ResourceExt};
 use tokio::task::JoinSet;
 use torpor_api::{
-    Sandbox, SandboxClaim, SandboxTemplate, SandboxWarmPool,
+    Sandbox, SandboxClaim, SandboxTemplate, SandboxWarmPool, annotations,
     conditions::{self, find},
     extensions::GROUP,
     labels,
@@ -173,6 +173,8 @@ fn matters_to_owner(before: &Sandbox, after: &Sandbox) -> bool {
             meta.deletion_timestamp.is_some(),
             meta.owner_references.clone(),
             meta.labels.clone(),
+            // Without it no claim is Ready.
+            sandbox.annotations().get(annotations::POD_NAME).cloned(),
         )
     };
     seen(before) != seen(after)
@@ -215,6 +217,11 @@ pub fn template_changed(context: &Context, change: &Change<SandboxTemplate>) {
     let generation =
         |template: &Option<Arc<SandboxTemplate>>| template.as_ref()?.metadata.generation;
     let other = change.after.is_some() && generation(&change.before) != generation(&change.after);
+    if change.after.is_none() {
+        context
+            .templates
+            .forget(&template.uid().unwrap_or_default());
+    }
     for pool in context.caches.pools.indexed(&key.0, &key.1) {
         if other {
             wake_unbound_claims(context, &key.0, &pool.name_any());
@@ -251,4 +258,35 @@ fn has_sandbox(context: &Context, claim: &SandboxClaim) -> bool {
     let sandboxes = &context.caches.sandboxes;
     let named = committed_name(claim).and_then(|name| sandboxes.get(&namespace, name));
     named.is_some_and(|sandbox| owns(claim, &sandbox))
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn sandbox(change: Value) -> Sandbox {
+        let mut whole = json!({
+            "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox",
+            "metadata": {"name": "s", "namespace": "ns"},
+            "spec": {"podTemplate": {"spec": {}}},
+            "status": {"podIPs": ["10.0.0.1"]},
+        });
+        crate::merge_patch::apply(&mut whole, &change);
+        serde_json::from_value(whole).unwrap()
+    }
+
+    #[rstest]
+    #[case::the_name_of_its_pod(json!({"metadata": {"annotations": {"agents.x-k8s.io/pod-name": "s"}}}), true)]
+    #[case::another_note(json!({"metadata": {"annotations": {"note": "x"}}}), false)]
+    #[case::a_label(json!({"metadata": {"labels": {"a": "b"}}}), true)]
+    #[case::an_address(json!({"status": {"podIPs": ["10.0.0.2"]}}), true)]
+    #[case::a_node(json!({"status": {"nodeName": "n"}}), false)]
+    fn an_owner_is_woken_by_what_it_looks_at(#[case] change: Value, #[case] woken: bool) {
+        let (before, after) = (sandbox(json!({})), sandbox(change));
+        assert_eq!(matters_to_owner(&before, &after), woken);
+        assert_eq!(matters_to_owner(&after, &before), woken, "or by its end");
+    }
 }

@@ -19,6 +19,7 @@ mod schedules;
 mod sleep_of_template;
 mod snapshots;
 mod sync;
+mod takeover;
 mod tracing;
 mod turns;
 mod wakeup;

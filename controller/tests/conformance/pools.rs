@@ -337,6 +337,41 @@ async fn a_pool_larger_than_the_cluster_says_so_once_and_when_it_is_over() {
 }
 
 #[tokio::test]
+async fn a_pool_larger_than_its_quota_keeps_its_members_and_says_what_refuses_them() {
+    let cluster = Cluster::new();
+    cluster.template(json!({}));
+    cluster.pool(1, json!({}));
+    cluster.pool_pass("p").await.unwrap();
+    let member = members(&cluster).remove(0);
+    cluster.api.edit("sandboxes", NS, &member, &long_ago());
+    let (verb, kind) = ("create", "pods");
+    let answer = FaultAnswer::Refuse(403);
+    cluster.api.fail(Fault { verb, kind, answer });
+    cluster.sandbox_passes().await;
+    let mut all = cluster.get_sandbox(&member)["status"]["conditions"].clone();
+    for condition in all.as_array_mut().unwrap() {
+        condition["lastTransitionTime"] = "2026-01-01T00:00:00Z".into();
+    }
+    let refused = json!({"status": {"conditions": all}});
+    cluster.api.edit("sandboxes", NS, &member, &refused);
+    for _ in 0..2 {
+        let again = cluster.pool_pass("p").await.unwrap();
+        assert_eq!(again.unwrap().as_secs(), 60);
+    }
+    let refusal = format!("create pods {member}: made to fail");
+    let (reason, note) = cluster.events().remove(0);
+    assert_eq!(reason, "WarmPoolNotProgressing");
+    for words in ["a quota", "lower spec.replicas", &refusal] {
+        assert!(note.contains(words), "{note}");
+    }
+    // There is room again: the very member gets its Pod.
+    cluster.settle().await;
+    assert_eq!(members(&cluster), [member]);
+    let reasons: Vec<String> = cluster.events().into_iter().map(|said| said.0).collect();
+    assert_eq!(reasons, ["WarmPoolNotProgressing", "WarmPoolProgressing"]);
+}
+
+#[tokio::test]
 async fn the_pool_of_a_template_without_a_runtime_is_told_once_what_keeps_memory() {
     let cluster = Cluster::new();
     cluster.api.create("runtimeclasses", runtime_class());
@@ -459,4 +494,38 @@ async fn a_foreign_network_policy_is_not_touched() {
         .get("networkpolicies", NS, "t-network-policy")
         .unwrap();
     assert_eq!(policy["spec"], json!({"podSelector": {}}));
+}
+
+#[tokio::test]
+async fn of_a_foreign_network_policy_the_template_tells_once_and_what_to_do() {
+    let cluster = Cluster::new();
+    let foreign = json!({
+        "metadata": {"name": "t-network-policy", "namespace": NS}, "spec": {"podSelector": {}},
+    });
+    cluster.api.create("networkpolicies", foreign.clone());
+    cluster.template(json!({}));
+    for _ in 0..3 {
+        cluster.template_pass("t").await.unwrap_err();
+    }
+    let told = cluster.api.list("events");
+    assert_eq!(told.len(), 1, "{told:#?}");
+    let about = (&told[0]["regarding"]["kind"], &told[0]["regarding"]["name"]);
+    assert_eq!(about, (&json!("SandboxTemplate"), &json!("t")));
+    assert_eq!(told[0]["type"], "Warning");
+    assert_eq!(told[0]["reason"], "NetworkPolicyNotOwned");
+    let note = told[0]["note"].as_str().unwrap();
+    for words in ["\"t-network-policy\"", "networkPolicyManagement: Unmanaged"] {
+        assert!(note.contains(words), "{note}");
+    }
+    // It went, and came back.
+    cluster
+        .api
+        .remove("networkpolicies", NS, "t-network-policy");
+    cluster.template_pass("t").await.unwrap();
+    cluster
+        .api
+        .remove("networkpolicies", NS, "t-network-policy");
+    cluster.api.create("networkpolicies", foreign);
+    cluster.template_pass("t").await.unwrap_err();
+    assert_eq!(cluster.api.list("events").len(), 2);
 }

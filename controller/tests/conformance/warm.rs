@@ -149,8 +149,21 @@ async fn events_and_annotations_can_be_turned_off() {
     cluster.claim_pass("c").await.unwrap();
     assert_eq!(
         cluster.writes_with_events(),
-        ["patch sandboxes", "patch status sandboxclaims"]
+        [
+            "patch sandboxes",
+            "patch status sandboxclaims",
+            "patch sandboxclaims"
+        ]
     );
+    // As with upstream the flag is about when it was seen, and not about what others read.
+    let claim = cluster.get_claim("c");
+    let said =
+        |key: &str| claim["metadata"]["annotations"][format!("agents.x-k8s.io/{key}")].as_str();
+    assert_eq!(said("sandbox-name"), cluster.held_by("c").as_deref());
+    assert!(said("claim-first-ready-at").is_some());
+    assert_eq!(said("controller-first-observed-at"), None);
+    cluster.claim_pass("c").await.unwrap();
+    assert!(cluster.writes_with_events().is_empty(), "once");
 }
 
 #[tokio::test]

@@ -260,13 +260,19 @@ fn orphans_that_are_as_the_template_says_come_back_and_others_go() {
         "metadata": {"labels": {"agents.x-k8s.io/sandbox-template-hash": "old"}},
         "spec": {"service": true},
     });
+    // Its labels, the hash among them, are those of a member.
+    let copied = image("another");
     view.orphans = vec![
         nobodys("good", json!({})),
         nobodys("stale", other),
+        nobodys("copied", copied),
         nobodys("going", going()),
     ];
     let plan = plan(&view, now());
-    assert_eq!(steps(&plan), ["adopt good", "delete stale"]);
+    assert_eq!(
+        steps(&plan),
+        ["adopt good", "delete stale", "delete copied"]
+    );
     assert_eq!(plan.create.len(), 1);
     let Action::Adopt { patch, .. } = &plan.steps[0] else {
         unreachable!("it is the first")
@@ -326,6 +332,81 @@ fn a_member_that_no_node_has_room_for_is_kept_and_told_of() {
     );
     let young = observed(&[member("a", unschedulable())]);
     assert_eq!(plan(&young, now()).stalled, None);
+}
+
+/// The Sandbox controller cannot make the Pod.
+fn refused(why: &str) -> Value {
+    let mut ready = condition("Ready", "False", "ReconcilerError");
+    ready["message"] = format!("Error seen: {why}").into();
+    let scheduled = condition("PodScheduled", "Unknown", "PodSchedulingUnknown");
+    json!({"status": {"conditions": [ready, scheduled]}})
+}
+
+const QUOTA: &str =
+    "pods \"a\" is forbidden: exceeded quota: q, requested: pods=1, used: pods=2, limited: pods=2";
+
+#[test]
+fn a_member_whose_pod_is_refused_is_kept_and_told_of() {
+    let held = observed(&[
+        member("a", old(refused(QUOTA))),
+        member("b", old(unschedulable())),
+    ]);
+    let told = plan(&held, now());
+    assert!(told.steps.is_empty(), "another would be refused as well");
+    assert_eq!(told.requeue, Some(Duration::from_secs(60)));
+    assert_eq!(told.held.len(), 2);
+    let why = told.stalled.unwrap();
+    let (no_pod, no_node) = why.split_once('\n').unwrap();
+    for words in ["1 of 3 members have no Pod", "lower spec.replicas", QUOTA] {
+        assert!(no_pod.contains(words), "{no_pod}");
+    }
+    assert!(no_node.contains("not scheduled"), "{no_node}");
+    let young = observed(&[member("a", refused(QUOTA))]);
+    assert_eq!(plan(&young, now()).stalled, None);
+}
+
+#[rstest]
+#[case::just_now(60, &[])]
+#[case::long_ago(301, &["delete a"])]
+fn a_member_that_was_held_has_its_time_anew(#[case] ago: u64, #[case] expected: &[&str]) {
+    let mut view = observed(&[member("a", old(unready()))]);
+    let ago = Duration::from_secs(ago);
+    view.remembered.held.insert("u-a".to_owned(), ago);
+    let plan = plan(&view, now());
+    assert_eq!(steps(&plan), expected);
+    assert_eq!(plan.stalled, None, "it comes on");
+    if expected.is_empty() {
+        let wait = plan.requeue.unwrap().as_secs();
+        assert!((242..=363).contains(&wait), "{wait}");
+    }
+}
+
+#[rstest]
+#[case::a_pod_is_there(condition("PodScheduled", "True", "PodScheduled"), QUOTA)]
+#[case::the_name_is_taken(
+    Value::Null,
+    "cannot adopt unowned pod \"a\": missing required pool authorization label"
+)]
+fn a_member_that_another_may_do_better_than_is_replaced(
+    #[case] scheduled: Value,
+    #[case] why: &str,
+) {
+    let mut change = old(refused(why));
+    let all = change["status"]["conditions"].as_array_mut().unwrap();
+    all.truncate(1);
+    all.extend((!scheduled.is_null()).then_some(scheduled));
+    let plan = plan(&observed(&[member("a", change)]), now());
+    assert_eq!(steps(&plan), ["delete a"]);
+    assert_eq!(plan.stalled, None);
+}
+
+#[rstest]
+#[case::of_its_spec(image("new"))]
+#[case::of_its_metadata(json!({"spec": {"podTemplate": {"metadata": {"labels": {"team": "a"}}}}}))]
+fn a_member_whose_pod_is_refused_goes_when_its_template_has_changed(#[case] change: Value) {
+    let mut view = observed(&[member("a", old(refused(QUOTA))), member("b", json!({}))]);
+    view.template = Some(template(change));
+    assert_eq!(steps(&plan(&view, now())), ["delete a"]);
 }
 
 // --- status -------------------------------------------------------------------------------------------------------------------------------

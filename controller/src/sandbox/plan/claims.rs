@@ -71,3 +71,24 @@ pub(super) fn not_adoptable(kind: &str, name: &str) -> String {
         "cannot adopt unowned {kind} {name:?}: missing required pool authorization label ({adoptable:?}) or sandbox tracking label ({tracking:?})"
     )
 }
+
+/// Whether a condition's message has the words of one of the two: a Sandbox of another name would not meet with it.
+pub(crate) fn is_name_taken(message: &str) -> bool {
+    message.contains(", not by sandbox ") || message.contains("cannot adopt unowned ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_that_is_taken_is_told_from_a_pod_that_is_refused() {
+        let owned = owned_by_other("pod", "a", &Default::default(), "a");
+        let unowned = not_adoptable("pod", "a");
+        for taken in [owned, unowned] {
+            assert!(is_name_taken(&format!("Error seen: {taken}")), "{taken}");
+        }
+        let quota = "Error seen: pods \"a\" is forbidden: exceeded quota: q, requested: pods=1";
+        assert!(!is_name_taken(quota));
+    }
+}
