@@ -88,7 +88,11 @@ impl Goal {
             return Progress::Refused(format!("its program has ended ({})", said(ended)));
         }
         match self.telling(now) {
-            Some(condition) if self.is_final(condition) && is_news(condition, before) => {
+            Some(condition)
+                if self.is_final(condition)
+                    && is_news(condition, before)
+                    && !starts_cold_soon(condition, now) =>
+            {
                 Progress::Refused(refusal(condition))
             }
             Some(condition) => Progress::Waiting(said(condition)),
@@ -164,6 +168,14 @@ impl Goal {
 fn was_to_be_awake(sandbox: &Sandbox, now: Timestamp) -> bool {
     let settings = Settings::read(sandbox.metadata.annotations.as_ref(), None);
     settings.next_wakeup.is_some_and(|at| at <= now)
+}
+
+/// Whether the node of its memory is waited for, and only for a while.
+fn starts_cold_soon(condition: &Condition, sandbox: &Sandbox) -> bool {
+    let template = sandbox.spec.pod_template.annotations();
+    let settings = Settings::read(sandbox.metadata.annotations.as_ref(), template);
+    let gives_up = settings.restore_policy() == annotations::OnRestoreFailure::ColdStart;
+    gives_up && condition.reason == restored::NODE_UNAVAILABLE
 }
 
 /// Whether the condition says something else than before the patch.
@@ -296,6 +308,16 @@ mod tests {
         };
         assert!(message.contains("words. Remedy: "), "{message}");
         assert!(matches!(goal.progress(&now, &now), Progress::Waiting(_)));
+    }
+
+    #[test]
+    fn where_the_memory_is_given_up_in_a_while_that_is_waited_for() {
+        let mut now = sandbox("Running", &[("Restored", "False", "NodeUnavailable")]);
+        let cold = ("torpor.dev/on-restore-failure", "ColdStart");
+        now.metadata.annotations = Some([(cold.0.to_owned(), cold.1.to_owned())].into());
+        let progress = Goal::Resume.progress(&sandbox("Running", &[]), &now);
+        let words = "NodeUnavailable: words".to_owned();
+        assert_eq!(progress, Progress::Waiting(words));
     }
 
     #[test]

@@ -248,7 +248,7 @@ pub fn plan(observed: &Observed, now: Timestamp) -> Plan {
 fn plan_active(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, now: Timestamp) {
     wakeup::plan(plan, desired, now);
     claims::plan(plan, desired, observed);
-    pods::plan(plan, desired, observed);
+    pods::plan(plan, desired, observed, now);
     if plan.several_pods.is_none() {
         services::plan(plan, desired, observed);
     }
