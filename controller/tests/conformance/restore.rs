@@ -442,6 +442,23 @@ async fn of_an_image_on_a_node_that_is_gone_nobody_is_told_that_it_is_waited_for
 }
 
 #[tokio::test]
+async fn no_pod_is_made_for_a_node_that_is_gone_when_it_turns_out_that_the_old_one_is_not_there() {
+    let (world, _) = asleep(json!({})).await;
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(restore_image(&world), "i.1");
+    node_is_gone(&world);
+    world.sync();
+    // The watch shows the Pod still.
+    world.api.remove("pods", NS, "s");
+    world.edit_sandbox(&json!({"metadata": {"annotations": {"torpor.dev/hibernate": "true"}}}));
+    world.stale_pass().await.unwrap();
+    assert_eq!(world.pod(), None);
+    let (status, reason, _) = world.condition("Restored").unwrap();
+    assert_eq!([&*status, &*reason], ["False", "NodeUnavailable"]);
+}
+
+#[tokio::test]
 async fn with_policy_cold_start_a_missing_image_is_left_behind_and_kept() {
     let (world, name) = asleep(policy(COLD)).await;
     image_is_missing(&world, &name);
