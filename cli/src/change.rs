@@ -4,11 +4,13 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Pod;
 use kube::api::{Api, Patch, PatchParams};
 use kube::runtime::{WatchStreamExt, watcher};
 use serde_json::json;
 use tokio::time::Instant;
 use torpor_api::Sandbox;
+use torpor_api::annotations::POD_NAME;
 
 use crate::connect::{Cluster, call};
 use crate::error::{Error, words};
@@ -41,7 +43,10 @@ pub async fn change(
         note: None,
     };
     if !limit.is_zero() {
-        let now = wait(cluster, goal, &before, limit, say).await?;
+        let now = match wait(cluster, goal, &before, limit, say).await {
+            Ok(now) => now,
+            Err(error) => return Err(Box::pin(explained(cluster, goal, &before, error)).await),
+        };
         done.took = Some(began.elapsed());
         done.note = note(goal, &now);
     }
@@ -76,7 +81,10 @@ async fn ask(cluster: &Cluster, goal: Goal, mut seen: Sandbox) -> Result<Sandbox
         patch["metadata"]["uid"] = json!(seen.metadata.uid);
         let patched = call(&doing, api.patch(&name, &parameters, &Patch::Merge(patch))).await;
         let error = match patched {
-            Ok(_) => return Ok(seen),
+            Ok(written) => {
+                Box::pin(set_right(cluster, goal, &written)).await?;
+                return Ok(seen);
+            }
             Err(error) if error.is_missing() => return Err(refused(&name, DELETED)),
             Err(error) if error.is_conflict() => error,
             Err(error) => return Err(error),
@@ -90,6 +98,47 @@ async fn ask(cluster: &Cluster, goal: Goal, mut seen: Sandbox) -> Result<Sandbox
         }
         seen = now;
     }
+}
+
+/// This machine's clock may be wrong, and that of the cluster counts.
+async fn set_right(cluster: &Cluster, goal: Goal, written: &Sandbox) -> Result<(), Error> {
+    let Some(mut patch) = goal.set_right(written) else {
+        return Ok(());
+    };
+    patch["metadata"]["uid"] = json!(written.metadata.uid);
+    let name = name_of(written);
+    let doing = format!("patch Sandbox {name}");
+    let (api, parameters) = (sandboxes(cluster), PatchParams::default());
+    let patched = call(&doing, api.patch(name, &parameters, &Patch::Merge(patch))).await;
+    match patched {
+        Err(error) if error.is_missing() => Err(refused(name, DELETED)),
+        Err(error) if error.is_conflict() => Err(refused(name, MADE_ANEW)),
+        other => other.map(drop),
+    }
+}
+
+/// Why time was over, where that can be seen.
+async fn explained(cluster: &Cluster, goal: Goal, asked: &Sandbox, mut error: Error) -> Error {
+    if let Error::Timeout { last, .. } = &mut error
+        && goal == Goal::Wake
+        && let Some(pod) = pod_of(cluster, asked).await
+        && goal.is_not_copied(&pod)
+    {
+        last.push_str("; its Pod was not told: the controller is older than this plugin");
+    }
+    error
+}
+
+/// The Pod of the Sandbox, where it can be read.
+async fn pod_of(cluster: &Cluster, sandbox: &Sandbox) -> Option<Pod> {
+    let annotations = sandbox.metadata.annotations.as_ref();
+    let named = annotations.and_then(|all| all.get(POD_NAME));
+    let name = named.map_or(name_of(sandbox), String::as_str);
+    let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), &cluster.namespace);
+    let pod = call("get the Pod", pods.get(name)).await.ok()?;
+    let mut owners = pod.metadata.owner_references.iter().flatten();
+    let owned = owners.any(|owner| Some(&owner.uid) == sandbox.metadata.uid.as_ref());
+    owned.then_some(pod)
 }
 
 /// Watches the Sandbox until it is there, or will not get there, or time is over.

@@ -1,6 +1,7 @@
 //! How far a Sandbox is on its way to what was asked of it. Pure.
 
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
+use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use serde_json::{Value, json};
 use torpor_api::annotations::{self, HIBERNATE, NEXT_WAKEUP, Settings, WAKE_AT};
@@ -10,6 +11,9 @@ use torpor_api::{OperatingMode, Sandbox};
 
 use crate::view::conditions_of;
 use crate::words;
+
+/// How far a time that was set by this machine's clock may be ahead of the apiserver's.
+const AHEAD: SignedDuration = SignedDuration::from_secs(2);
 
 /// What a command asks of a Sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,7 +55,11 @@ impl Goal {
             Self::Wake if suspended => {
                 Err("it is suspended: `kubectl torpor resume` makes it run again".to_owned())
             }
-            Self::Hibernate => Ok(json!({"metadata": {"annotations": {HIBERNATE: "true"}}})),
+            Self::Hibernate => {
+                // Also a time of an earlier wake that is still to come would wake it.
+                let annotations = json!({HIBERNATE: "true", WAKE_AT: null});
+                Ok(json!({"metadata": {"annotations": annotations}}))
+            }
             Self::Wake => {
                 // A wish in the pod template holds until the Sandbox itself says otherwise.
                 let template = sandbox.spec.pod_template.annotations();
@@ -76,6 +84,34 @@ impl Goal {
         }
     }
 
+    /// The patch that sets the time right that was asked for, by the apiserver's clock, as far as `written` tells it; none where it is right. A sandbox sleeps and wakes by the
+    /// cluster's clock: a time that is behind may be before it fell asleep, which wakes nobody, and one that is ahead is waited for.
+    pub fn set_right(self, written: &Sandbox) -> Option<Value> {
+        if self != Self::Wake {
+            return None;
+        }
+        let metadata = &written.metadata;
+        let asked = metadata.annotations.as_ref()?.get(WAKE_AT)?;
+        let asked = asked.parse::<Timestamp>().ok()?;
+        let writes = metadata.managed_fields.iter().flatten();
+        // In whole seconds.
+        let theirs = writes
+            .filter_map(|write| Some(write.time.as_ref()?.0))
+            .max()?;
+        if (SignedDuration::ZERO..=AHEAD).contains(&asked.duration_since(theirs)) {
+            return None;
+        }
+        let next = theirs.checked_add(SignedDuration::from_secs(1)).ok()?;
+        let annotations = json!({WAKE_AT: next.to_string()});
+        Some(json!({"metadata": {"annotations": annotations}}))
+    }
+
+    /// Whether the Sandbox' Pod lacks what the controller is to copy to it.
+    pub fn is_not_copied(self, pod: &Pod) -> bool {
+        let annotations = pod.metadata.annotations.as_ref();
+        self == Self::Wake && annotations.is_none_or(|all| !all.contains_key(WAKE_AT))
+    }
+
     /// How far `now` is, where `before` is the Sandbox as it was when the patch was sent: what stood there then is no answer to it.
     pub fn progress(self, before: &Sandbox, now: &Sandbox) -> Progress {
         if now.metadata.deletion_timestamp.is_some() {
@@ -88,7 +124,11 @@ impl Goal {
             return Progress::Refused(format!("its program has ended ({})", said(ended)));
         }
         match self.telling(now) {
-            Some(condition) if self.is_final(condition) && is_news(condition, before) => {
+            Some(condition)
+                if self.is_final(condition)
+                    && is_news(condition, before)
+                    && !starts_cold_soon(condition, now) =>
+            {
                 Progress::Refused(refusal(condition))
             }
             Some(condition) => Progress::Waiting(said(condition)),
@@ -164,6 +204,14 @@ impl Goal {
 fn was_to_be_awake(sandbox: &Sandbox, now: Timestamp) -> bool {
     let settings = Settings::read(sandbox.metadata.annotations.as_ref(), None);
     settings.next_wakeup.is_some_and(|at| at <= now)
+}
+
+/// Whether the node of its memory is waited for, and only for a while.
+fn starts_cold_soon(condition: &Condition, sandbox: &Sandbox) -> bool {
+    let template = sandbox.spec.pod_template.annotations();
+    let settings = Settings::read(sandbox.metadata.annotations.as_ref(), template);
+    let gives_up = settings.restore_policy() == annotations::OnRestoreFailure::ColdStart;
+    gives_up && condition.reason == restored::NODE_UNAVAILABLE
 }
 
 /// Whether the condition says something else than before the patch.
@@ -299,6 +347,16 @@ mod tests {
     }
 
     #[test]
+    fn where_the_memory_is_given_up_in_a_while_that_is_waited_for() {
+        let mut now = sandbox("Running", &[("Restored", "False", "NodeUnavailable")]);
+        let cold = ("torpor.dev/on-restore-failure", "ColdStart");
+        now.metadata.annotations = Some([(cold.0.to_owned(), cold.1.to_owned())].into());
+        let progress = Goal::Resume.progress(&sandbox("Running", &[]), &now);
+        let words = "NodeUnavailable: words".to_owned();
+        assert_eq!(progress, Progress::Waiting(words));
+    }
+
+    #[test]
     fn nobody_waits_for_a_program_that_has_ended() {
         let ended = [
             ("Finished", "True", "PodSucceeded"),
@@ -378,6 +436,39 @@ mod tests {
         assert_eq!(patch["spec"], json!({"operatingMode": "Suspended"}));
         let off = json!({"annotations": {NEXT_WAKEUP: null}, "resourceVersion": "7"});
         assert_eq!(patch.get("metadata"), over.then_some(&off));
+    }
+
+    #[test]
+    fn who_hibernates_it_takes_the_time_of_an_earlier_wake_off() {
+        let patch = Goal::Hibernate.patch(&sandbox("Running", &[]), Timestamp::UNIX_EPOCH);
+        let annotations = &patch.unwrap()["metadata"]["annotations"];
+        assert_eq!(*annotations, json!({HIBERNATE: "true", WAKE_AT: null}));
+    }
+
+    #[rstest]
+    #[case::in_step("2026-01-01T12:00:00.9Z", None)]
+    #[case::hardly_ahead("2026-01-01T12:00:02Z", None)]
+    #[case::ahead("2026-01-01T13:00:00Z", Some("2026-01-01T12:00:01Z"))]
+    #[case::behind("2026-01-01T11:59:30Z", Some("2026-01-01T12:00:01Z"))]
+    fn a_time_to_wake_is_one_of_the_clusters_clock(
+        #[case] asked: &str,
+        #[case] right: Option<&str>,
+    ) {
+        let mut written = sandbox("Running", &[]);
+        written.metadata.annotations = Some([(WAKE_AT.to_owned(), asked.to_owned())].into());
+        assert_eq!(
+            Goal::Wake.set_right(&written),
+            None,
+            "nobody tells the time"
+        );
+        written.metadata.managed_fields = serde_json::from_value(json!([
+            {"manager": "torpor-controller", "time": "2026-01-01T11:00:00Z"},
+            {"manager": "kubectl-torpor", "time": "2026-01-01T12:00:00Z"},
+        ]))
+        .unwrap();
+        let right = right.map(|right| json!({"metadata": {"annotations": {WAKE_AT: right}}}));
+        assert_eq!(Goal::Wake.set_right(&written), right);
+        assert_eq!(Goal::Resume.set_right(&written), None);
     }
 
     #[test]

@@ -302,6 +302,50 @@ async fn however_many_wake_it_at_once_and_whoever_of_them_is_killed_the_time_of_
 }
 
 #[tokio::test]
+async fn the_time_to_wake_is_the_clusters_whatever_this_machines_clock_says() {
+    for (theirs, right) in [
+        ("2999-01-01T00:00:00Z", "2999-01-01T00:00:01Z"),
+        ("2020-01-01T00:00:00Z", "2020-01-01T00:00:01Z"),
+    ] {
+        let server = Apiserver::new();
+        create(&server, "demo");
+        let written = json!({"metadata": {"managedFields": [{"manager": "m", "time": theirs}]}});
+        server.edit("sandboxes", "x", "demo", &written);
+        let ask = asked(&["demo"], 0);
+        let results = change(&cluster(&server), Goal::Wake, &ask, &|_| {}).await;
+        results[0].as_ref().unwrap();
+        assert_eq!(annotation(&server, WAKE_AT), right);
+    }
+}
+
+#[tokio::test]
+async fn whoever_wakes_by_an_old_controller_is_told_so_when_time_is_over() {
+    for (annotations, is_old) in [(json!({}), true), (json!({WAKE_AT: THEIRS}), false)] {
+        let server = Apiserver::new();
+        let uid = create(&server, "demo")["metadata"]["uid"].clone();
+        let owner = json!({
+            "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox", "name": "demo", "uid": uid,
+            "controller": true,
+        });
+        server.create(
+            "pods",
+            json!({"metadata": {
+                "name": "demo", "namespace": "x", "annotations": annotations,
+                "ownerReferences": [owner],
+            }}),
+        );
+        says(&server, "demo", &[("Hibernated", "True", "Hibernated")]);
+        let ask = asked(&["demo"], 1);
+        let results = change(&cluster(&server), Goal::Wake, &ask, &|_| {}).await;
+        let error = results[0].as_ref().unwrap_err();
+        assert!(error.is_unknown());
+        let text = error.to_string();
+        let told = text.contains("the controller is older than this plugin");
+        assert_eq!(told, is_old, "{text}");
+    }
+}
+
+#[tokio::test]
 async fn who_is_suspended_right_after_a_wake_stays_so() {
     let server = Apiserver::new();
     create(&server, "demo");

@@ -166,7 +166,8 @@ async fn settle(
         if !applied.again {
             return Ok((plan, applied, Arc::clone(&observed.sandbox)));
         }
-        dereference::gather_memory(&mut observed, &context.caches);
+        let gathered = dereference::gather_memory(&mut observed, &context.caches, api);
+        gathered.await.map_err(Error::Observe)?;
     }
     Err(Error::Unsettled)
 }

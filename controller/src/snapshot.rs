@@ -1,5 +1,5 @@
-//! The SandboxSnapshot kind, as far as it is the controller's: one that names no Sandbox is told so as long as that is no agent's to tell, and one whose node is gone for good
-//! is let go. All else is the business of the node's agent.
+//! The SandboxSnapshot kind, as far as it is the controller's: one that names no Sandbox is told so as long as that is no agent's to tell, and one that is deleted is let go where
+//! its node is gone for good, or no agent knows of it. All else is the business of the node's agent.
 
 use std::{sync::Arc, time::Duration};
 
@@ -59,6 +59,8 @@ pub enum Plan {
     Abandon {
         node: String,
     },
+    /// No agent knows of it, and so none takes its finalizer away.
+    Release,
     LookAgain(Duration),
 }
 
@@ -108,12 +110,20 @@ fn plan_deleted(snapshot: &SandboxSnapshot, around: Around, since: Option<Durati
     }
     let since = since.unwrap_or_default();
     match (node_of(snapshot), around.node_exists) {
-        (Some(_), _) if since < NODE_GRACE => Plan::LookAgain(NODE_GRACE - since),
+        _ if since < NODE_GRACE => Plan::LookAgain(NODE_GRACE - since),
         (Some(node), Some(false)) => Plan::Abandon { node: node.clone() },
-        // No node was ever named, so that no byte was written.
-        (None, _) => Plan::Nothing,
+        _ if !is_known_to_agent(snapshot) => Plan::Release,
         _ => Plan::LookAgain(NODE_GRACE),
     }
+}
+
+/// Whether an agent finds it without the Pod that it was adopted for: it has said of this Pod's snapshot that it is its own. One that died, or whose Pod went, before it could
+/// say so has nothing that is kept for the snapshot: an image that no snapshot names is removed.
+fn is_known_to_agent(snapshot: &SandboxSnapshot) -> bool {
+    let status = snapshot.status.as_ref();
+    let told = status.is_some_and(|status| status.node_name.is_some());
+    let saved = status.is_some_and(|status| status.pod_uid.is_some());
+    told && (saved || snapshot.spec.pod_uid.is_some())
 }
 
 /// One pass over one snapshot. Says when to look again though nothing has changed.
@@ -135,13 +145,9 @@ pub async fn reconcile(
                 .await;
             settled(written.map(drop))?;
         }
+        Plan::Release => release(&snapshot, &context).await?,
         Plan::Abandon { node } => {
-            let patch = finalizer_patch(&snapshot);
-            let written = context
-                .api
-                .patch::<SandboxSnapshot>(&namespace, &name, &patch)
-                .await;
-            settled(written.map(drop))?;
+            release(&snapshot, &context).await?;
             let message = format!("Node {node:?} is gone, and the image on it with it");
             let note = Note {
                 severity: Severity::Warning,
@@ -182,6 +188,17 @@ async fn look_around(
         around.sandbox_exists = found.is_some();
     }
     Ok(around)
+}
+
+async fn release(snapshot: &SandboxSnapshot, context: &Context) -> Result<(), Error> {
+    let (namespace, name) = (
+        snapshot.namespace().unwrap_or_default(),
+        snapshot.name_any(),
+    );
+    let patch = finalizer_patch(snapshot);
+    let api = &context.api;
+    let written = api.patch::<SandboxSnapshot>(&namespace, &name, &patch);
+    settled(written.await.map(drop))
 }
 
 /// The agent writes the same list, so that the patch holds only for the version it was made from.

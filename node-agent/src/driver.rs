@@ -388,9 +388,12 @@ impl Driver {
                 _ => None,
             };
             let one = publisher.snapshot(snapshot, draft, image).await;
-            // One that somebody else keeps writing to holds up no other.
-            let one = one.map(|after| written.note(snapshot, after));
-            told = told.and(one);
+            match one.map(|after| written.note(snapshot, after)) {
+                // The sandbox' lock is held: who does not answer is not waited for once for each.
+                Err(error) if !error.is_of_one_object() => return Err(error),
+                // One that somebody else keeps writing to holds up no other.
+                one => told = told.and(one),
+            }
         }
         told
     }

@@ -43,6 +43,21 @@ pub(crate) enum Error {
     Conflict { what: String },
 }
 
+impl Error {
+    /// Whether the apiserver has answered, and what is wrong is this object: another may be written all the same.
+    pub(crate) fn is_of_one_object(&self) -> bool {
+        const TOO_MANY_REQUESTS: u16 = 429;
+        match self {
+            Self::Conflict { .. } => true,
+            Self::Api {
+                source: kube::Error::Api(status),
+                ..
+            } => (400..500).contains(&status.code) && status.code != TOO_MANY_REQUESTS,
+            Self::Api { .. } | Self::Timeout { .. } => false,
+        }
+    }
+}
+
 /// Writes statuses for the agent.
 #[derive(Clone)]
 pub(crate) struct Publisher {

@@ -133,6 +133,8 @@ mod tests {
         })
         .await;
         let error = seen.expect_err("it never holds").to_string();
-        assert_eq!(error, "not seen within 10ms: the end (last: look 2)");
+        // One look or two: a busy machine may take the whole time for the first.
+        let last = format!("not seen within 10ms: the end (last: look {looks})");
+        assert_eq!(error, last);
     }
 }

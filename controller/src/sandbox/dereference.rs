@@ -124,17 +124,27 @@ pub async fn dereference(
     for snapshot in caches.snapshots.indexed(&namespace, &name) {
         observed.learn(Fact::Snapshot(snapshot));
     }
-    gather_memory(&mut observed, caches);
-    for node in super::plan::asks_for_nodes(&observed, Timestamp::now()) {
+    gather_memory(&mut observed, caches, api).await?;
+    Ok(observed)
+}
+
+/// What Torpor's part looks at. To be gathered again when a fact came in, since it may name another node, or say that there is no Pod.
+pub async fn gather_memory(
+    observed: &mut Observed,
+    caches: &Caches,
+    api: &Apiserver,
+) -> Result<(), calls::Error> {
+    gather_cached(observed, caches);
+    for node in super::plan::asks_for_nodes(observed, Timestamp::now()) {
         if !api.exists::<Node>(&node).await? {
             observed.gone_nodes.insert(node);
         }
     }
-    Ok(observed)
+    Ok(())
 }
 
-/// What Torpor's part looks at: named snapshot, nodes, runtime handlers, snapshot class. To be gathered again when a fact came in, since it may name another node.
-pub fn gather_memory(observed: &mut Observed, caches: &Caches) {
+/// Named snapshot, nodes, runtime handlers, snapshot class.
+fn gather_cached(observed: &mut Observed, caches: &Caches) {
     let sandbox = Arc::clone(&observed.sandbox);
     let namespace = &sandbox.namespace().unwrap_or_default();
     let settings = Settings::read(

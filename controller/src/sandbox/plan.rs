@@ -251,7 +251,7 @@ pub fn plan(observed: &Observed, now: Timestamp) -> Plan {
 fn plan_active(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, now: Timestamp) {
     wakeup::plan(plan, desired, now);
     claims::plan(plan, desired, observed);
-    pods::plan(plan, desired, observed);
+    pods::plan(plan, desired, observed, now);
     if plan.several_pods.is_none() {
         services::plan(plan, desired, observed);
     }
@@ -326,21 +326,26 @@ pub fn asks_for_the_named_pod(observed: &Observed) -> bool {
     if sandbox.metadata.deletion_timestamp.is_some() {
         return false;
     }
-    let ours = observed
-        .pods
-        .values()
-        .any(|pod| ownership(&**pod, sandbox) == Ownership::Ours);
     let suspended = sandbox.spec.operating_mode == torpor_api::OperatingMode::Suspended;
     let named = sandbox.annotations().get(annotations::POD_NAME);
     // A member of a pool has the name from the beginning, before it has a Pod.
     let new = sandbox.status.is_none() && named == Some(&sandbox.name_any());
-    !ours && (suspended || (named.is_some() && !new) || marked_expired(sandbox))
+    !has_pod(observed) && (suspended || (named.is_some() && !new) || marked_expired(sandbox))
+}
+
+/// Whether a Pod that is seen is the Sandbox' own.
+fn has_pod(observed: &Observed) -> bool {
+    let owner = |pod: &Arc<Pod>| ownership(&**pod, &observed.sandbox);
+    observed
+        .pods
+        .values()
+        .any(|pod| owner(pod) == Ownership::Ours)
 }
 
 /// Nodes of images of which nothing was heard for long, or ever: whether the cluster still has them is only found by asking. Their SandboxNodes stay when they go. Nobody asks for
-/// them while there is a Pod, which has its own node.
+/// them while there is a Pod, which has its own node, nor twice for one that is gone.
 pub fn asks_for_nodes(observed: &Observed, now: Timestamp) -> Vec<String> {
-    if !observed.pods.is_empty() {
+    if has_pod(observed) {
         return Vec::new();
     }
     let statuses = observed
@@ -353,7 +358,11 @@ pub fn asks_for_nodes(observed: &Observed, now: Timestamp) -> Vec<String> {
         node.is_none_or(|node| node.is_silent(now))
     };
     let silent = named.into_iter().filter(|name| is_silent(name));
-    silent.cloned().collect()
+    let asked = &observed.gone_nodes;
+    silent
+        .filter(|name| !asked.contains(*name))
+        .cloned()
+        .collect()
 }
 
 /// Merge patch that takes the Pod name off a Sandbox, or puts it on.

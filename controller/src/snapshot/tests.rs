@@ -86,8 +86,41 @@ fn of_one_that_names_no_pod_no_agent_tells_any_more_when_its_sandbox_is_gone() {
 fn deleted_at(time: &str) -> SandboxSnapshot {
     snapshot(json!({
         "metadata": {"deletionTimestamp": time, "finalizers": ["torpor.dev/image"]},
-        "status": {"nodeName": "n1"},
+        "spec": {"podUID": "u-p"}, "status": {"nodeName": "n1"},
     }))
+}
+
+#[rstest]
+#[case::its_agent_died_before_it_said_a_word(of_a_pod(), json!({}), true)]
+#[case::nobody_said_where(json!({}), json!({}), true)]
+#[case::its_pod_is_gone_and_was_never_named(json!({}), json!({"nodeName": "n1"}), true)]
+#[case::an_agent_has_it(of_a_pod(), json!({"nodeName": "n1"}), false)]
+#[case::saved(json!({}), json!({"nodeName": "n1", "podUID": "u-p"}), false)]
+fn one_that_no_agent_knows_of_is_let_go_though_its_node_is_there(
+    #[case] spec: Value,
+    #[case] status: Value,
+    #[case] let_go: bool,
+) {
+    let deleted = |time: &str| {
+        snapshot(json!({
+            "metadata": {"deletionTimestamp": time, "finalizers": ["torpor.dev/image"]},
+            "spec": spec, "status": status,
+        }))
+    };
+    let around = Around {
+        sandbox_exists: true,
+        node_exists: Some(true),
+    };
+    let expected = match let_go {
+        true => Plan::Release,
+        false => Plan::LookAgain(NODE_GRACE),
+    };
+    let old = deleted("2026-01-01T00:00:00Z");
+    assert_eq!(plan(&old, around, now()), expected);
+    // Its agent may be about to.
+    let fresh = deleted("2026-01-01T00:09:50Z");
+    let wait = Plan::LookAgain(Duration::from_secs(50));
+    assert_eq!(plan(&fresh, around, now()), wait);
 }
 
 #[test]

@@ -292,6 +292,7 @@ async fn what_cannot_be_restored_stays_down_until_the_user_decides(
     );
     assert_eq!(world.events(), ["SnapshotCommitted", "RestoreFailed"]);
 
+    world.let_time_pass();
     world.edit_sandbox(&policy(COLD));
     world.settle().await;
     assert_eq!(restore_image(&world), Value::Null);
@@ -312,6 +313,57 @@ async fn what_cannot_be_restored_stays_down_until_the_user_decides(
     world.settle().await;
     assert_eq!(restore_image(&world), Value::Null);
     world.assert_says("Restored", "False", "ColdStarted", &cold);
+}
+
+fn agent_comes_back(world: &World) {
+    let node = crate::objects::sandbox_node("n1");
+    world.api.create("sandboxnodes", node);
+}
+
+fn node_comes_back(world: &World) {
+    let node = json!({"metadata": {"name": "n1"}});
+    world.api.create("nodes", node);
+}
+
+#[rstest]
+#[case(agent_is_gone, agent_comes_back)]
+#[case(node_is_gone, node_comes_back)]
+#[tokio::test]
+async fn also_with_policy_cold_start_a_lost_node_is_waited_for_before_the_memory_is_given_up(
+    #[case] is_lost: fn(&World),
+    #[case] comes_back: fn(&World),
+    #[values(true, false)] returns: bool,
+) {
+    let (world, _) = asleep(policy(COLD)).await;
+    is_lost(&world);
+    // What stood there before, of another start and long ago, is not how long this node has been waited for.
+    let cold = condition("Restored", "False", "ColdStarted", "long ago");
+    let mut all = world.sandbox()["status"]["conditions"].clone();
+    all.as_array_mut().unwrap().push(cold);
+    let status = json!({"status": {"conditions": all}});
+    world.api.edit("sandboxes", NS, "s", &status);
+    world.let_time_pass();
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(world.pod(), None);
+    let (status, reason, message) = world.condition("Restored").unwrap();
+    assert_eq!([&*status, &*reason], ["False", "NodeUnavailable"]);
+    let words = "It is waited for, 60 s in all; then the Sandbox starts without the memory";
+    assert!(message.ends_with(words), "{message}");
+    assert!(world.has_moved("Restored"), "it waits from now on");
+    let again = world.pass().await.unwrap();
+    assert_eq!(again, Some(std::time::Duration::from_secs(10)));
+    if returns {
+        comes_back(&world);
+        world.settle().await;
+        assert_eq!(restore_image(&world), "i.1");
+    } else {
+        world.let_time_pass();
+        world.settle().await;
+        assert_eq!(restore_image(&world), Value::Null);
+        let (_, reason, _) = world.condition("Restored").unwrap();
+        assert_eq!(reason, "ColdStarted");
+    }
 }
 
 #[tokio::test]
@@ -387,6 +439,23 @@ async fn of_an_image_on_a_node_that_is_gone_nobody_is_told_that_it_is_waited_for
     world.edit_snapshot(&name, &committed("i.1", "n1"));
     world.settle().await;
     assert_eq!(restore_image(&world), "i.1");
+}
+
+#[tokio::test]
+async fn no_pod_is_made_for_a_node_that_is_gone_when_it_turns_out_that_the_old_one_is_not_there() {
+    let (world, _) = asleep(json!({})).await;
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(restore_image(&world), "i.1");
+    node_is_gone(&world);
+    world.sync();
+    // The watch shows the Pod still.
+    world.api.remove("pods", NS, "s");
+    world.edit_sandbox(&json!({"metadata": {"annotations": {"torpor.dev/hibernate": "true"}}}));
+    world.stale_pass().await.unwrap();
+    assert_eq!(world.pod(), None);
+    let (status, reason, _) = world.condition("Restored").unwrap();
+    assert_eq!([&*status, &*reason], ["False", "NodeUnavailable"]);
 }
 
 #[tokio::test]

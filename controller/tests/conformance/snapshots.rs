@@ -102,3 +102,18 @@ async fn what_no_agent_has_adopted_the_controller_says_and_takes_back() {
     pass(&world, "m").await;
     assert_eq!(committed_condition(&world)["reason"], "Pending");
 }
+
+#[tokio::test]
+async fn what_an_agent_adopted_and_never_told_of_goes_when_it_is_deleted() {
+    let world = World::new();
+    let snapshot = json!({
+        "metadata": {
+            "name": "m", "namespace": NS, "finalizers": ["torpor.dev/image"],
+            "deletionTimestamp": "2026-01-01T00:00:00Z",
+        },
+        "spec": {"sandboxName": "s", "podUID": "u-p", "nodeName": "n1", "reason": "Suspend"},
+    });
+    world.api.create("sandboxsnapshots", snapshot);
+    pass(&world, "m").await;
+    assert_eq!(world.snapshots(), Vec::<Value>::new());
+}

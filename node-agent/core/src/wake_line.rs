@@ -24,10 +24,18 @@ pub struct Place {
 }
 
 impl Place {
-    /// The place of one that comes now.
-    pub fn behind(line: &[Self], namespace: &Namespace, patient: bool) -> Self {
+    /// The place of one that comes now. Who `stands_still` does not hold up the rounds: for as long as it did, whoever comes would come before those who wait already.
+    pub fn behind(
+        line: &[Self],
+        namespace: &Namespace,
+        patient: bool,
+        mut stands_still: impl FnMut(&Self) -> bool,
+    ) -> Self {
         let alike = || line.iter().filter(move |place| place.patient == patient);
-        let begun = alike().map(|place| place.round).min();
+        let mut all: Vec<&Self> = alike().collect();
+        all.sort_unstable();
+        let first = all.into_iter().find(|place| !stands_still(place));
+        let begun = first.map(|place| place.round);
         let own = alike().filter(|place| place.namespace == *namespace);
         let last = begun.max(own.map(|place| place.round).max());
         Self {
@@ -37,11 +45,26 @@ impl Place {
         }
     }
 
-    /// How many are before it. Who has died is not: `lives` is asked of the first, until there is one who does.
-    pub fn ahead(&self, mut line: Vec<Self>, mut lives: impl FnMut(&Self) -> bool) -> usize {
+    /// How many are before it. Who has died is not: `lives` is asked of the first, until there are as many who do as there are turns; how many more there are
+    /// is of no matter. (Were it asked until there is one, the dead behind one that stands still would keep all turns from the others.)
+    pub fn ahead(
+        &self,
+        mut line: Vec<Self>,
+        turns: usize,
+        mut lives: impl FnMut(&Self) -> bool,
+    ) -> usize {
         line.retain(|place| place < self);
         line.sort_unstable();
-        let dead = line.iter().take_while(|place| !lives(place)).count();
+        let (mut living, mut dead) = (0, 0);
+        for place in &line {
+            if living == turns {
+                break;
+            }
+            match lives(place) {
+                true => living += 1,
+                false => dead += 1,
+            }
+        }
         line.len() - dead
     }
 
@@ -83,17 +106,18 @@ mod tests {
         Namespace::new(name).unwrap()
     }
 
-    /// Those who wait, who of them has died, and how many restore.
+    /// Those who wait, who of them has died or stands still, and how many restore.
     #[derive(Default)]
     struct Node {
         line: Vec<Place>,
         dead: BTreeSet<Place>,
+        still: BTreeSet<Place>,
         restoring: usize,
     }
 
     impl Node {
         fn join(&mut self, name: &str, patient: bool) -> Place {
-            let place = Place::behind(&self.line, &namespace(name), patient);
+            let place = Place::behind(&self.line, &namespace(name), patient, |_| false);
             assert!(!self.line.contains(&place), "{place} is taken");
             self.line.push(place.clone());
             place
@@ -104,10 +128,18 @@ mod tests {
             self.line.iter().filter(lives).cloned().collect()
         }
 
+        /// Those who go when they may, in the order of their places.
+        fn able(&self) -> Vec<Place> {
+            let mut able = self.living();
+            able.retain(|place| !self.still.contains(place));
+            able.sort_unstable();
+            able
+        }
+
         /// What is left of the dead is removed by who finds it.
-        fn ahead(&mut self, place: &Place) -> usize {
+        fn ahead(&mut self, place: &Place, limit: usize) -> usize {
             let mut left = Vec::new();
-            let ahead = place.ahead(self.line.clone(), |other| {
+            let ahead = place.ahead(self.line.clone(), limit, |other| {
                 let dead = self.dead.contains(other);
                 left.extend(dead.then(|| other.clone()));
                 !dead
@@ -117,12 +149,13 @@ mod tests {
             ahead
         }
 
-        /// Whoever has nobody before it goes, while there are turns.
+        /// Whoever has fewer before it than there are free turns goes.
         fn serve(&mut self, limit: usize) -> Vec<Place> {
             let mut served = Vec::new();
             while self.restoring < limit {
-                let mut living = self.living().into_iter();
-                let Some(next) = living.find(|place| self.ahead(place) == 0) else {
+                let free = limit - self.restoring;
+                let mut able = self.able().into_iter();
+                let Some(next) = able.find(|place| self.ahead(place, limit) < free) else {
                     break;
                 };
                 self.line.retain(|place| *place != next);
@@ -167,8 +200,38 @@ mod tests {
         let mut node = Node::default();
         let places = ["a", "b", "c", "d"].map(|name| node.join(name, false));
         node.dead.extend([places[0].clone(), places[1].clone()]);
-        assert_eq!((node.ahead(&places[2]), node.ahead(&places[3])), (0, 1));
+        let ahead = |node: &mut Node, n: usize| node.ahead(&places[n], 1);
+        assert_eq!((ahead(&mut node, 2), ahead(&mut node, 3)), (0, 1));
         assert_eq!(node.line, places[2..]);
+    }
+
+    #[test]
+    fn the_dead_behind_one_that_stands_still_keep_no_turn_from_the_others() {
+        let mut node = Node::default();
+        let places = ["a", "b", "c", "d"].map(|name| node.join(name, false));
+        node.still.insert(places[0].clone());
+        node.dead.extend([places[1].clone(), places[2].clone()]);
+        assert_eq!(node.serve(2), [places[3].clone()]);
+    }
+
+    #[test]
+    fn one_that_stands_still_holds_up_no_round() {
+        let place = |round, name| Place {
+            patient: false,
+            round,
+            namespace: namespace(name),
+        };
+        let line = [place(0, "a"), place(7, "b"), place(8, "b")];
+        let of = |name, still: bool| {
+            let stands_still = |other: &Place| still && *other == line[0];
+            Place::behind(&line, &namespace(name), false, stands_still).round
+        };
+        assert_eq!((of("c", false), of("c", true)), (1, 8));
+        assert_eq!((of("b", true), of("a", true)), (9, 8));
+        // Its name stays its own.
+        let alone = &line[..1];
+        let behind = |name| Place::behind(alone, &namespace(name), false, |_| true).round;
+        assert_eq!((behind("a"), behind("b")), (1, 0));
     }
 
     #[test]
@@ -218,11 +281,11 @@ mod tests {
             }
         }
 
-        /// Whoever dies while it waits: no turn stays free while somebody lives who waits for it.
+        /// Whoever dies while it waits: no turn stays free while somebody lives who waits for it, but for one for each that stands still.
         #[test]
         fn the_dead_keep_nobody_waiting(
             limit in 1..4_usize,
-            events in proptest::collection::vec((0..6_u8, 0..NAMES.len(), any::<bool>(), 0..100_usize), 1..200),
+            events in proptest::collection::vec((0..7_u8, 0..NAMES.len(), any::<bool>(), 0..100_usize), 1..200),
         ) {
             let mut node = Node::default();
             for (what, name, patient, which) in events {
@@ -230,12 +293,18 @@ mod tests {
                 match what {
                     0..3 => drop(node.join(NAMES[name], patient)),
                     3 | 4 if !living.is_empty() => {
-                        node.dead.insert(living[which % living.len()].clone());
+                        let dies = living[which % living.len()].clone();
+                        node.still.remove(&dies);
+                        node.dead.insert(dies);
+                    }
+                    5 if !living.is_empty() && node.still.len() + 1 < limit => {
+                        node.still.insert(living[which % living.len()].clone());
                     }
                     _ => node.restoring = node.restoring.saturating_sub(1),
                 }
                 node.serve(limit);
-                prop_assert!(node.restoring == limit || node.living().is_empty(), "{:?} wait, and dead are {:?}", node.line, node.dead);
+                let taken = node.restoring + node.still.len();
+                prop_assert!(taken >= limit || node.able().is_empty(), "{:?} wait, dead are {:?}, still stand {:?}", node.line, node.dead, node.still);
             }
         }
     }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! pods/<sandbox id>/pod.json        the pod, written once
-//! pods/<sandbox id>/state.json      what its sandbox is doing now ([`SandboxState`])
+//! pods/<sandbox id>/state.json      what its sandbox is doing now ([`SandboxState`]); of one that hibernates, since when it stands still: the time of the file
 //! pods/<sandbox id>/pause.json      whether it is paused ([`PauseMark`])
 //! pods/<sandbox id>/doze.json       there while it is paused because it was idle ([`DozeNote`]): whoever needs it resumes it
 //! pods/<sandbox id>/quotas.json     limits of processor time that are lifted while it wakes
@@ -312,6 +312,17 @@ impl Records {
         write_json(&self.pod_dir(sandbox).join("state.json"), state)
     }
 
+    /// From now on the image is the sandbox. It has stood still since it was paused to be saved, and the time of the file says so: whoever
+    /// asked for it meanwhile asked for one that sleeps. (A keeper that is older than this takes a field that it does not know for a
+    /// sandbox that is dead.)
+    pub fn write_hibernated(&self, sandbox: &SandboxId, image: &ImageId) -> Result<(), Error> {
+        let since = self.asleep_since(sandbox);
+        let state = SandboxState::Hibernated {
+            image: image.clone(),
+        };
+        write_json_as_of(&self.pod_dir(sandbox).join("state.json"), &state, since)
+    }
+
     pub fn state(&self, sandbox: &SandboxId) -> Result<SandboxState, Error> {
         read_json(&self.pod_dir(sandbox).join("state.json"))
     }
@@ -427,10 +438,11 @@ impl Records {
 
     /// Since when the sandbox sleeps, if it hibernates or stands still.
     pub fn asleep_since(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
-        let file = match self.state(sandbox) {
-            Ok(SandboxState::Hibernated { .. }) => "state.json",
-            Ok(SandboxState::Running) if self.is_noted_paused(sandbox) => "pause.json",
-            _ => return None,
+        let file = match self.state(sandbox).ok()? {
+            SandboxState::Restoring { .. } => return None,
+            _ if self.is_noted_paused(sandbox) => "pause.json",
+            SandboxState::Hibernated { .. } => "state.json",
+            SandboxState::Running => return None,
         };
         modified(&self.pod_dir(sandbox).join(file))
     }
@@ -536,6 +548,15 @@ fn list(dir: &Path) -> Result<Vec<String>, Error> {
 }
 
 fn write_json<T: Serialize>(path: &Path, value: &T) -> Result<(), Error> {
+    write_json_as_of(path, value, None)
+}
+
+/// With a time for the file, where it is not to be now.
+fn write_json_as_of<T: Serialize>(
+    path: &Path,
+    value: &T,
+    time: Option<std::time::SystemTime>,
+) -> Result<(), Error> {
     let bytes = serde_json::to_vec(value).map_err(|source| Error::Parse {
         path: path.into(),
         source,
@@ -547,7 +568,10 @@ fn write_json<T: Serialize>(path: &Path, value: &T) -> Result<(), Error> {
         .write(true)
         .mode(0o600)
         .open(&temporary)
-        .and_then(|mut file| file.write_all(&bytes))
+        .and_then(|mut file| {
+            file.write_all(&bytes)?;
+            time.map_or(Ok(()), |time| file.set_modified(time))
+        })
         .and_then(|()| std::fs::rename(&temporary, path));
     written.map_err(|source| write_error(path, source))
 }

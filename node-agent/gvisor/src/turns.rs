@@ -9,7 +9,7 @@
 //!
 //! Whoever waits stands in a line, `turns/line`, in which namespaces take turns ([`torpor_core::wake_line`]): a tenant who needs a hundred
 //! sandboxes at once holds up his own. Only the locked files limit; the line says who may try to lock one, and leaves one free for each that
-//! is before. So one that stands still before the others keeps one turn from them, and no more.
+//! is before. So one that stands still before the others keeps one turn from them, and no more, for as long as it could be waiting.
 //!
 //! A turn is for speed and not for safety: nobody waits longer than [`Patience`] says, and then restores without one. Whoever
 //! has a turn waits for nobody who waits for one: it holds its own pod's lock and needs no other.
@@ -114,7 +114,8 @@ impl Turns {
                 waiting = self.join(namespace, courteous);
             }
             // Whoever has no place in the line goes when it can: one that cannot be kept keeps nobody waiting.
-            let ahead = (waiting.as_ref()).map_or(0, |waiting| self.line.ahead(waiting));
+            let turns = self.limit.unwrap_or(usize::MAX);
+            let ahead = (waiting.as_ref()).map_or(0, |waiting| self.line.ahead(waiting, turns));
             if !(courteous && self.is_somebody_waiting()) {
                 match self.slot(ahead) {
                     Slot::Mine(slot) => break Some(slot),

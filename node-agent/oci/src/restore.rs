@@ -572,8 +572,7 @@ pub(crate) fn wake(node: &Node, sandbox: &SandboxId, id: &ImageId) -> anyhow::Re
 pub(crate) fn end(node: &Node, sandbox: &SandboxId, id: &ImageId) -> anyhow::Result<Answer> {
     let pod = node.records.pod(sandbox)?;
     // Before the first process ends: the keepers read it to tell sleep from death.
-    node.records
-        .write_state(sandbox, &SandboxState::Hibernated { image: id.clone() })?;
+    node.records.write_hibernated(sandbox, id)?;
     let working_set = || node.cgroups.working_set(pod.cgroup.parent()?);
     let lived = !node.cgroups.pids(&pod.cgroup)?.is_empty();
     let before = working_set().filter(|_| lived);

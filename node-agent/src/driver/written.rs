@@ -14,8 +14,8 @@ pub(super) struct Written(HashMap<String, Write>);
 
 #[derive(Debug, Clone)]
 struct Write {
-    /// The version that the watch showed at that time.
-    shown: Option<String>,
+    /// The version that the watch showed before the first of these writes, and those that the others have written over. It may show them all, one after the other.
+    older: Vec<String>,
     after: Arc<SandboxSnapshot>,
 }
 
@@ -28,8 +28,10 @@ impl Written {
         let mut hidden = HashMap::new();
         for snapshot in &mut shown {
             let write = snapshot.uid().and_then(|uid| self.0.remove_entry(&uid));
-            // Any other version than then is this write, or a later one.
-            let write = write.filter(|(_, write)| write.shown == snapshot.resource_version());
+            // Any other version is the last write, or a later one.
+            let version = snapshot.resource_version();
+            let write =
+                write.filter(|(_, write)| version.is_some_and(|v| write.older.contains(&v)));
             if let Some((uid, write)) = write {
                 *snapshot = write.after.clone();
                 hidden.insert(uid, write);
@@ -45,9 +47,10 @@ impl Written {
             return;
         };
         let earlier = self.0.remove(&uid);
-        let shown = earlier.map_or_else(|| before.resource_version(), |write| write.shown);
+        let mut older = earlier.map(|write| write.older).unwrap_or_default();
+        older.extend(before.resource_version());
         let after = Arc::new(after);
-        self.0.insert(uid, Write { shown, after });
+        self.0.insert(uid, Write { older, after });
     }
 }
 
@@ -83,7 +86,24 @@ mod tests {
         // Once more, before the watch shows the first.
         written.note(&version(2), Some(version(3)));
         assert_eq!(counts(&mut written, 1).as_deref(), Some("3"));
-        // By somebody else.
+        // It shows the first, and not yet the second.
+        assert_eq!(counts(&mut written, 2).as_deref(), Some("3"));
+        assert_eq!(counts(&mut written, 2).as_deref(), Some("3"));
+        // Once more, from what counts.
+        written.note(&version(3), Some(version(5)));
+        assert_eq!(counts(&mut written, 3).as_deref(), Some("5"));
+        // Itself, and what somebody else wrote.
+        let mut seen = written.clone();
+        assert_eq!(counts(&mut seen, 5).as_deref(), Some("5"));
+        assert!(seen.0.is_empty());
+        assert_eq!(counts(&mut written, 6).as_deref(), Some("6"));
+        assert!(written.0.is_empty());
+    }
+
+    #[test]
+    fn what_somebody_else_wrote_over_it_counts_at_once() {
+        let mut written = Written::default();
+        written.note(&version(1), Some(version(2)));
         assert_eq!(counts(&mut written, 4).as_deref(), Some("4"));
         assert!(written.0.is_empty());
     }

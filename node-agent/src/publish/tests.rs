@@ -122,3 +122,31 @@ fn every_reason_of_the_planner_is_one_of_the_api() {
         assert!(known.contains(reason), "{reason}");
     }
 }
+
+#[test]
+fn what_is_wrong_with_one_object_is_told_from_an_apiserver_that_can_do_nothing() {
+    let what = || "x".to_owned();
+    let answered = |code| {
+        let status = kube::core::Status::failure("words", "Reason").with_code(code);
+        let source = kube::Error::Api(status.boxed());
+        Error::Api {
+            what: what(),
+            source,
+        }
+    };
+    for one in [
+        Error::Conflict { what: what() },
+        answered(400),
+        answered(422),
+    ] {
+        assert!(one.is_of_one_object(), "{one:?}");
+    }
+    for all in [
+        Error::Timeout { what: what() },
+        answered(429),
+        answered(500),
+        answered(504),
+    ] {
+        assert!(!all.is_of_one_object(), "{all:?}");
+    }
+}

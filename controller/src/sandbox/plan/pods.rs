@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use serde_json::json;
@@ -19,7 +20,7 @@ use crate::sandbox::{
 };
 
 /// Plans the Pod.
-pub(super) fn plan(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
+pub(super) fn plan(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, now: Timestamp) {
     if let PodState::Several(count) = desired.pod {
         plan.several_pods = Some(count);
         return;
@@ -36,7 +37,7 @@ pub(super) fn plan(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) 
     if desired.suspended {
         suspended(plan, desired, observed);
     } else {
-        running(plan, desired, observed);
+        running(plan, desired, observed, now);
     }
 }
 
@@ -71,7 +72,7 @@ fn forget_pod_name(plan: &mut Plan, desired: &Desired<'_>) {
     }
 }
 
-fn running(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
+fn running(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, now: Timestamp) {
     match &desired.pod {
         PodState::Foreign(pod, owner) => {
             forget_pod_name(plan, desired);
@@ -105,7 +106,7 @@ fn running(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
             memory::awake(plan, desired, observed, pod);
         }
         PodState::Absent => match &desired.template {
-            Ok(_) => memory::start(plan, desired, observed),
+            Ok(_) => memory::start(plan, desired, observed, now),
             Err(why) => plan.refuse(Area::Pod, format!("podTemplate.spec: {why}")),
         },
         PodState::Several(_) => {}

@@ -206,6 +206,13 @@ fn whether_its_node_is_there_is_asked_when_nothing_is_heard_of_it(
         seen.nodes.insert("n1".to_owned(), Arc::new(node));
     }
     assert_eq!(asks_for_nodes(&seen, now()), expected);
+    // A stranger with the Sandbox' label runs somewhere else.
+    let others = pod(json!({"metadata": {"name": "x", "ownerReferences": null}}));
+    seen.pods.insert("x".to_owned(), others);
+    assert_eq!(asks_for_nodes(&seen, now()), expected);
+    let mut asked = seen.clone();
+    asked.gone_nodes.insert("n1".to_owned());
+    assert!(asks_for_nodes(&asked, now()).is_empty());
     seen.pods.insert("s".to_owned(), pod(json!({})));
     assert!(asks_for_nodes(&seen, now()).is_empty());
 }

@@ -140,3 +140,51 @@ fn that_a_pod_is_being_suspended_is_noted_and_forgotten() {
     records.remove_report(&pod).expect("forgotten");
     assert!(!records.suspends(&pod));
 }
+
+#[test]
+fn a_sandbox_sleeps_since_it_was_paused_to_be_saved_however_long_that_took_and_how_often_it_is_ended()
+ {
+    let (_dir, records, sandbox) = one_pod();
+    let image = |number| ImageId::parse(&format!("pod-a.{number}")).expect("an id");
+    let earlier = |seconds| {
+        let now = std::time::SystemTime::now();
+        now - std::time::Duration::from_secs(seconds)
+    };
+    let date = |name: &str, time| {
+        let path = records.pod_dir(&sandbox).join(name);
+        let file = OpenOptions::new().write(true).open(path).expect("opened");
+        file.set_modified(time).expect("set");
+    };
+    let pause = |time| {
+        let mark = Some(PauseMark::Paused);
+        records.write_pause_mark(&sandbox, mark).expect("written");
+        date("pause.json", time);
+    };
+    let running = &SandboxState::Running;
+    records.write_state(&sandbox, running).expect("written");
+    assert_eq!(records.asleep_since(&sandbox), None);
+    let paused = earlier(60);
+    pause(paused);
+    assert_eq!(records.asleep_since(&sandbox), Some(paused));
+    for _ in 0..2 {
+        let written = records.write_hibernated(&sandbox, &image(1));
+        written.expect("written");
+        assert_eq!(records.asleep_since(&sandbox), Some(paused));
+        // The processes are gone.
+        let unpaused = records.write_pause_mark(&sandbox, None);
+        unpaused.expect("removed");
+        assert_eq!(records.asleep_since(&sandbox), Some(paused));
+    }
+    // It woke, whether that was noted or not, and was paused again.
+    let again = earlier(5);
+    pause(again);
+    let written = records.write_hibernated(&sandbox, &image(2));
+    written.expect("written");
+    assert_eq!(records.asleep_since(&sandbox), Some(again));
+    // Where nobody knows since when, it is since now.
+    records.write_pause_mark(&sandbox, None).expect("removed");
+    records.write_state(&sandbox, running).expect("written");
+    let written = records.write_hibernated(&sandbox, &image(3));
+    written.expect("written");
+    assert!(records.asleep_since(&sandbox) > Some(again));
+}

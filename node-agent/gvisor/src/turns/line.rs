@@ -18,6 +18,8 @@ use torpor_core::wake_line::Place;
 /// Others come at the same moment, but not for ever.
 const TRIES: u32 = 1000;
 const TRY_AGAIN: Duration = Duration::from_micros(100);
+/// Nobody waits for so long ([`super::Patience`]): who is still there stands still.
+const OVERDUE: Duration = Duration::from_secs(45);
 
 /// The line of this node.
 #[derive(Debug)]
@@ -47,7 +49,8 @@ impl Line {
         let mut dir = DirBuilder::new();
         dir.recursive(true).mode(0o700).create(&self.dir).ok()?;
         for _ in 0..TRIES {
-            let place = Place::behind(&self.places(), namespace, patient);
+            let still = |place: &Place| self.stands_still(place);
+            let place = Place::behind(&self.places(), namespace, patient, still);
             if let Some(waiting) = self.take(place).ok()? {
                 return Some(waiting);
             }
@@ -80,11 +83,18 @@ impl Line {
         }
     }
 
-    /// How many are before it.
-    pub(super) fn ahead(&self, waiting: &Waiting) -> usize {
-        waiting
-            .place
-            .ahead(self.places(), |place| self.is_held(place))
+    /// How many are before it, as far as that matters where there are so many turns.
+    pub(super) fn ahead(&self, waiting: &Waiting, turns: usize) -> usize {
+        let waits = |place: &Place| self.is_held(place) && !self.stands_still(place);
+        waiting.place.ahead(self.places(), turns, waits)
+    }
+
+    /// Whether somebody is there for longer than anybody waits. The place stays its own.
+    fn stands_still(&self, place: &Place) -> bool {
+        let came = std::fs::metadata(self.dir.join(place.to_string()));
+        let came = came.and_then(|file| file.modified()).ok();
+        came.and_then(|came| came.elapsed().ok())
+            .is_some_and(|since| since > OVERDUE)
     }
 
     pub(super) fn places(&self) -> Vec<Place> {
@@ -145,7 +155,7 @@ mod tests {
         });
         let waiting: Vec<Waiting> = waiting.into_iter().flatten().collect();
         assert_eq!(waiting.len(), 20);
-        let mut ahead: Vec<usize> = waiting.iter().map(|one| line.ahead(one)).collect();
+        let mut ahead: Vec<usize> = waiting.iter().map(|one| line.ahead(one, 1)).collect();
         ahead.sort_unstable();
         assert_eq!(ahead, (0..20).collect::<Vec<_>>());
         drop(waiting);
@@ -157,15 +167,29 @@ mod tests {
         let (_dir, line) = line();
         let first = line.join(&namespace("a"), false).expect("a place");
         let second = line.join(&namespace("b"), false).expect("a place");
-        assert_eq!(line.ahead(&second), 1);
+        assert_eq!(line.ahead(&second, 1), 1);
         // The kernel takes the lock of one that is killed, and leaves its file.
         let killed = first.place.clone();
         let copy = line.dir.join("copy");
         std::fs::rename(&first.path, &copy).expect("moved");
         std::fs::write(&first.path, b"").expect("written");
-        assert_eq!(line.ahead(&second), 0);
+        assert_eq!(line.ahead(&second, 1), 0);
         assert_eq!(line.places(), std::slice::from_ref(&second.place));
         assert!(!line.is_held(&killed) && line.is_held(&second.place));
+    }
+
+    #[test]
+    fn who_is_there_for_longer_than_anybody_waits_is_passed_over_and_keeps_its_place() {
+        let (_dir, line) = line();
+        let still = line.join(&namespace("a"), false).expect("a place");
+        let second = line.join(&namespace("a"), false).expect("a place");
+        assert_eq!(line.ahead(&second, 2), 1);
+        let long_ago = std::time::SystemTime::now() - OVERDUE * 2;
+        still._lock.set_modified(long_ago).expect("set");
+        assert_eq!(line.ahead(&second, 2), 0);
+        let third = line.join(&namespace("b"), false).expect("a place");
+        assert_eq!(third.place.to_string(), "called-2-b");
+        assert_eq!(line.places().len(), 3);
     }
 
     #[test]

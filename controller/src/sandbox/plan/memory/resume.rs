@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use torpor_api::{
@@ -17,7 +18,7 @@ use super::{
     capabilities, delete_snapshot, evicted, fence, image_missing, is_deleting, is_half_made,
     is_resumable, is_terminating, newest_resumable, node_of, own_snapshots, phase, pod_condition,
     says, show_hibernated, shown_before, snapshot_of_pod,
-    whereabouts::{LOOK_FOR_NODE, Lost, cold_start, lost, out_of_reach},
+    whereabouts::{LOOK_FOR_NODE, Lost, await_node, cold_start, lost, may_be_back, out_of_reach},
 };
 use crate::sandbox::{
     dereference::Observed,
@@ -31,7 +32,12 @@ type Obstacle = (&'static str, String);
 // --- no Pod -----------------------------------------------------------------------------------------------------------------------------
 
 /// The user wants the Sandbox running, and there is no Pod.
-pub(in crate::sandbox::plan) fn start(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
+pub(in crate::sandbox::plan) fn start(
+    plan: &mut Plan,
+    desired: &Desired<'_>,
+    observed: &Observed,
+    now: Timestamp,
+) {
     show_hibernated(plan, desired, observed, Shown::Remove);
     // From here on the sandbox goes on without an image that is still being made; one that has just been committed is found by the fence.
     for snapshot in own_snapshots(desired, observed).filter(|snapshot| is_half_made(snapshot)) {
@@ -40,9 +46,9 @@ pub(in crate::sandbox::plan) fn start(plan: &mut Plan, desired: &Desired<'_>, ob
         plan.step(Area::Pod, delete_snapshot(snapshot, fence));
     }
     if let Some(snapshot) = newest_resumable(desired, observed) {
-        resume(plan, desired, observed, snapshot);
+        resume(plan, desired, observed, snapshot, now);
     } else if let Some(name) = &desired.settings.restore_from {
-        copy(plan, desired, observed, name);
+        copy(plan, desired, observed, name, now);
     } else {
         let shown = after_cold_start(desired, observed);
         create_pod(plan, desired, observed, None, shown);
@@ -54,6 +60,7 @@ fn resume(
     desired: &Desired<'_>,
     observed: &Observed,
     snapshot: &Arc<SandboxSnapshot>,
+    now: Timestamp,
 ) {
     let policy = desired.settings.restore_policy();
     match can_restore(desired, observed, snapshot, false) {
@@ -65,6 +72,9 @@ fn resume(
             wait_for_node(plan, observed, snapshot);
             let message = format!("{message}. {}", remedy(observed, snapshot));
             plan.memory.restored = says(conditions::RESTORED, reason, message);
+        }
+        Err((_, message)) if may_be_back(desired, observed, snapshot, now) => {
+            await_node(plan, desired, &message);
         }
         Err((reason, message)) => {
             let message = cold_start_message(reason, &message);
@@ -98,8 +108,9 @@ fn wait_for_node(plan: &mut Plan, observed: &Observed, snapshot: &SandboxSnapsho
     }
 }
 
-fn copy(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, name: &str) {
-    let found = observed.snapshots.get(name).ok_or_else(|| {
+fn copy(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, name: &str, now: Timestamp) {
+    let named = observed.snapshots.get(name);
+    let found = named.ok_or_else(|| {
         let message = format!(
             "SandboxSnapshot {name:?} does not exist in this namespace; `kubectl get sandboxsnapshots` lists what there is"
         );
@@ -122,13 +133,18 @@ fn copy(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, name: &str)
         Err((reason, mut message))
             if desired.settings.restore_policy() == OnRestoreFailure::Fail =>
         {
-            if let Some(snapshot) = observed.snapshots.get(name)
+            if let Some(snapshot) = named
                 && let Some(lost) = lost(observed, snapshot)
             {
                 wait_for_node(plan, observed, snapshot);
                 message = format!("{message}. {}", lost.remedy());
             }
             plan.memory.restored = says(conditions::RESTORED, reason, message);
+        }
+        Err((_, message))
+            if named.is_some_and(|snapshot| may_be_back(desired, observed, snapshot, now)) =>
+        {
+            await_node(plan, desired, &message);
         }
         Err((reason, message)) => {
             let message = cold_start_message(reason, &message);

@@ -2,18 +2,28 @@
 
 use std::time::Duration;
 
+use jiff::{SignedDuration, Timestamp};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::ResourceExt;
 use torpor_api::{
     SandboxSnapshot, annotations,
     conditions::{self, Draft, Status},
-    reasons::hibernated,
+    reasons::{hibernated, restored},
 };
 
-use super::super::Shown;
-use crate::sandbox::dereference::Observed;
+use super::{
+    super::{AT_ONCE, Plan, Shown},
+    says, shown_before,
+};
+use crate::sandbox::{dereference::Observed, validate::Desired};
 
 /// How often to look whether the node of an image that is waited for has come or gone: nodes are not watched.
 pub(super) const LOOK_FOR_NODE: Duration = Duration::from_secs(60);
+
+/// How long a node is waited for before memory that lies there is given up, where that is what the user wants: a machine that leaves the cluster for a moment, and an agent whose
+/// SandboxNode was deleted, are back by then.
+const GIVEN_UP_AFTER: SignedDuration = SignedDuration::from_secs(60);
+const LOOK_SOON: Duration = Duration::from_secs(10);
 
 /// Why nothing can be had of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,6 +71,41 @@ pub(super) fn lost(observed: &Observed, snapshot: &SandboxSnapshot) -> Option<Lo
         return Some(Lost::Gone);
     }
     (!observed.nodes.contains_key(name)).then_some(Lost::NoAgent)
+}
+
+/// What the Sandbox says of its restore, if that is that it is not there.
+fn told(desired: &Desired<'_>) -> Option<&Condition> {
+    let before = shown_before(desired.sandbox, conditions::RESTORED);
+    before.filter(|restored| restored.status == "False")
+}
+
+/// Whether the node of an image is lost, and that has not been said for long enough.
+pub(super) fn may_be_back(
+    desired: &Desired<'_>,
+    observed: &Observed,
+    snapshot: &SandboxSnapshot,
+    now: Timestamp,
+) -> bool {
+    let told = told(desired).filter(|told| told.reason == restored::NODE_UNAVAILABLE);
+    let waited = told.map(|told| now.duration_since(told.last_transition_time.0));
+    lost(observed, snapshot).is_some() && waited.is_none_or(|waited| waited < GIVEN_UP_AFTER)
+}
+
+/// Says that the node is waited for, and no longer than that.
+pub(super) fn await_node(plan: &mut Plan, desired: &Desired<'_>, why: &str) {
+    let of_another = told(desired).is_some_and(|told| told.reason != restored::NODE_UNAVAILABLE);
+    if of_another {
+        // The time of a condition is that of its status: this reason would be taken to stand there for as long as the one before it.
+        plan.memory.restored = Shown::Remove;
+        return plan.look_again(AT_ONCE);
+    }
+    let seconds = GIVEN_UP_AFTER.as_secs();
+    let message = format!(
+        "{why}. It is waited for, {seconds} s in all; then the Sandbox starts without the memory"
+    );
+    let (type_, reason) = (conditions::RESTORED, restored::NODE_UNAVAILABLE);
+    plan.memory.restored = says(type_, reason, message);
+    plan.look_again(LOOK_SOON);
 }
 
 fn node_of(snapshot: &SandboxSnapshot) -> &str {
