@@ -33,7 +33,9 @@ impl Case {
         wait::until("the Pod answers", SLEEP_LIMIT, async || {
             let ran = self.kubectl.exec(pod, "a", &["cat", "/n"]).await?;
             Ok(if ran.code == 0 {
-                Ok(ran.ok()?.parse()?)
+                // It is empty for the moment between its being opened and written.
+                let text = ran.ok()?;
+                text.parse().map_err(|_| format!("{text:?} is no number"))
             } else {
                 Err(ran.err)
             })

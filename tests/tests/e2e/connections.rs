@@ -323,7 +323,8 @@ while True:
     says.sendto(b'%d' % number, (os.environ['NODE'], {port}))
     number += 1
     if number % 100 == 0:
-        open('/n', 'w').write(str(number))
+        open('/m', 'w').write(str(number))
+        os.replace('/m', '/n')
     time.sleep(0.001)"
     );
     let node =

@@ -20,7 +20,6 @@ use torpor_tests::wait;
 
 const CLASS: &str = "torpor-e2e-stands-for-kata";
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
-const SOME_PROBES: Duration = Duration::from_secs(15);
 
 /// Answers each line with a number that only grows, from memory.
 const COUNTS: &str = "import socketserver\nn = 0\nclass H(socketserver.StreamRequestHandler):\n    def handle(self):\n        global n\n        for line in self.rfile:\n            n += 1\n            self.wfile.write(b'%d\\n' % n)\nsocketserver.ThreadingTCPServer(('', 8080), H).serve_forever()\n";
@@ -77,15 +76,6 @@ async fn an_idle_sandbox_of_another_runtime_dozes_and_wakes_on_a_packet_also_aft
     .await
 }
 
-#[tokio::test]
-async fn a_tcp_probe_neither_keeps_a_sandbox_of_another_runtime_awake_nor_wakes_it()
--> anyhow::Result<()> {
-    case_alone("kata-probed", async |case| {
-        with_stand_in(case, async || sleeps_through_probes(case).await).await
-    })
-    .await
-}
-
 /// With swap, the RuntimeClass, and an agent that takes its Pods for Kata's.
 async fn with_stand_in(
     case: &Case,
@@ -110,38 +100,6 @@ async fn with_stand_in(
     let done = Agent::with_patch(case, &patch, body).await;
     case.kubectl.ok(&["delete", "runtimeclass", CLASS]).await?;
     done
-}
-
-/// It is probed three times in the time for which it would have to be quiet to fall asleep.
-async fn sleeps_through_probes(case: &Case) -> anyhow::Result<()> {
-    // What the kernel takes for a program that stands still lies in the program's queue, closed or not.
-    let program = COUNTS.replace(
-        "socketserver.ThreadingTCPServer(",
-        "socketserver.ThreadingTCPServer.request_queue_size = 200\nsocketserver.ThreadingTCPServer(",
-    );
-    let probe = json!({ "readinessProbe": { "tcpSocket": { "port": 8080 }, "periodSeconds": 1 } });
-    let container = with(python("a", &program), probe);
-    let manifest = with(
-        pod("p", json!({ "containers": [container] })),
-        json!({
-            "metadata": { "annotations": { DOZE_AFTER: "3s" } },
-            "spec": { "runtimeClassName": CLASS },
-        }),
-    );
-    let pod = case.start(manifest).await?;
-    let status = pod.status.unwrap_or_default();
-    let address = status.pod_ip.unwrap_or_default();
-    let node = pod.spec.and_then(|spec| spec.node_name).unwrap_or_default();
-    let since = dozes(case, &node).await?;
-    tokio::time::sleep(SOME_PROBES).await;
-    assert_eq!(dozes(case, &node).await?, since, "nothing woke it");
-    let after = case.pods().get("p").await?;
-    assert_eq!(condition(&after, "Ready").0, "True", "probes are answered");
-    // Somebody else, from the same machine, to the same port.
-    let mut stream = TcpStream::connect((address.as_str(), 8080)).await?;
-    assert_eq!(asked(&mut stream).await?, 1);
-    says(case, AWAKE).await?;
-    case.delete_pod("p", SLEEP_LIMIT).await
 }
 
 async fn goes_through(case: &Case) -> anyhow::Result<()> {
