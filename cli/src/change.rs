@@ -133,7 +133,7 @@ async fn explained(cluster: &Cluster, goal: Goal, asked: &Sandbox, mut error: Er
 async fn pod_of(cluster: &Cluster, sandbox: &Sandbox) -> Option<Pod> {
     let annotations = sandbox.metadata.annotations.as_ref();
     let named = annotations.and_then(|all| all.get(POD_NAME));
-    let name = named.map_or(name_of(sandbox), String::as_str);
+    let name = named.map_or_else(|| name_of(sandbox), String::as_str);
     let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), &cluster.namespace);
     let pod = call("get the Pod", pods.get(name)).await.ok()?;
     let mut owners = pod.metadata.owner_references.iter().flatten();
