@@ -104,20 +104,6 @@ fn dns_is_left_alone_where_the_strict_policy_does_not_apply(#[case] change: Valu
 }
 
 #[rstest]
-#[case("1", Some(1000))]
-#[case("0.5", Some(500))]
-#[case("100m", Some(100))]
-#[case("1Ki", Some(1_024_000))]
-#[case("1.5Gi", Some(1_610_612_736_000))]
-#[case("2k", Some(2_000_000))]
-#[case("0.0001", None)]
-#[case("x", None)]
-#[case("", None)]
-fn quantities_are_read_exactly(#[case] text: &str, #[case] expected: Option<i128>) {
-    assert_eq!(thousandths(text), expected);
-}
-
-#[rstest]
 #[case::nothing(json!({}), json!({}), json!({}))]
 #[case::on_the_template(
     json!({"torpor.dev/doze-after": "30s", "agents.x-k8s.io/max-idle-time": "1h", "torpor.dev/wake-on": "tcp", "torpor.dev/on-crash": "LastImage"}),

@@ -74,7 +74,7 @@ pub(super) fn lost(observed: &Observed, snapshot: &SandboxSnapshot) -> Option<Lo
 }
 
 /// What the Sandbox says of its restore, if that is that it is not there.
-fn told(desired: &Desired<'_>) -> Option<&Condition> {
+fn told<'a>(desired: &'a Desired<'a>) -> Option<&'a Condition> {
     let before = shown_before(desired.sandbox, conditions::RESTORED);
     before.filter(|restored| restored.status == "False")
 }
