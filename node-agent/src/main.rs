@@ -20,6 +20,7 @@ mod saves;
 mod server;
 mod spans;
 mod swap;
+mod wakes;
 
 use std::process::ExitCode;
 

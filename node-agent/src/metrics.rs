@@ -207,7 +207,7 @@ impl Metrics {
         );
         registry.register(
             "failures",
-            "Steps that failed or whose outcome is unknown, by what they were for and why",
+            "Steps that failed or whose outcome is unknown, and wakes by others that failed, by what they were for and why",
             self.failures.clone(),
         );
         registry.register(
@@ -304,7 +304,7 @@ impl Metrics {
     /// Counts a wake in place. `stages`: how long each took.
     pub(crate) fn woke(&self, note: &WakeNote, took: Duration, stages: &[(String, Duration)]) {
         let label = WakeLabels {
-            cause: format!("{:?}", note.cause),
+            cause: note.cause.as_str().to_owned(),
             from: format!("{:?}", note.from),
         };
         self.wakes.get_or_create(&label).inc();
@@ -326,6 +326,16 @@ impl Metrics {
         self.given_back.inc_by(sleep.given_back);
     }
 
+    /// Counts a wake that failed and was no step of the agent.
+    pub(crate) fn wake_failed(&self, reason: String) {
+        self.failed(work(StepKind::Wake), reason);
+    }
+
+    fn failed(&self, work: &'static str, reason: String) {
+        let label = FailureLabels { work, reason };
+        self.failures.get_or_create(&label).inc();
+    }
+
     pub(crate) fn planned(&self) {
         self.plans.inc();
     }
@@ -338,10 +348,7 @@ impl Metrics {
             Outcome::Done | Outcome::Already | Outcome::Stale => None,
         };
         if let Some(reason) = failure {
-            let work = work(kind);
-            self.failures
-                .get_or_create(&FailureLabels { work, reason })
-                .inc();
+            self.failed(work(kind), reason);
         }
         let outcome_name = match outcome {
             Outcome::Done => "Done".to_owned(),
@@ -412,6 +419,7 @@ mod tests {
             message: "no room".to_owned(),
         };
         metrics.stepped(StepKind::Commit, &failed, Duration::ZERO);
+        metrics.wake_failed("RestoreFailed".to_owned());
         let stages = [("verified".to_owned(), Duration::from_millis(20))];
         let note = WakeNote {
             cause: WakeCause::Packet,
@@ -444,6 +452,7 @@ mod tests {
         let text = text_with_everything();
         for line in [
             r#"torpor_agent_wakes_total{cause="Packet",from="Dozing"} 1"#,
+            r#"torpor_agent_failures_total{work="wake",reason="RestoreFailed"} 1"#,
             r#"torpor_agent_wake_seconds_sum{cause="Packet",from="Dozing"} 0.09"#,
             r#"torpor_agent_wake_stage_seconds_sum{stage="verified"} 0.02"#,
             "torpor_agent_memory_given_back_bytes_total 3000",
