@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
+use jiff::Timestamp;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -75,6 +76,7 @@ pub(crate) struct Metrics {
     pub(crate) paused: Gauge,
     pub(crate) dozing: Gauge,
     pub(crate) watched: Gauge,
+    reported_at: Gauge,
     pub(crate) image_bytes: Gauge,
     pub(crate) store_available: Gauge,
     pub(crate) store_capacity: Gauge,
@@ -105,6 +107,7 @@ impl Metrics {
             paused: Gauge::default(),
             dozing: Gauge::default(),
             watched: Gauge::default(),
+            reported_at: Gauge::default(),
             image_bytes: Gauge::default(),
             store_available: Gauge::default(),
             store_capacity: Gauge::default(),
@@ -154,6 +157,11 @@ impl Metrics {
             "sandboxes_watched",
             "Sandboxes that are watched for idleness, because they may fall asleep by themselves",
             metrics.watched.clone(),
+        );
+        registry.register(
+            "reported_timestamp_seconds",
+            "When the apiserver last took the agent's report, the SandboxNode, in seconds since 1970; 0: not yet",
+            metrics.reported_at.clone(),
         );
         registry.register(
             "image_bytes",
@@ -249,6 +257,11 @@ impl Metrics {
             "Sandboxes that were asked to sleep before their time, by what the node was short of",
             self.asked_to_sleep.clone(),
         );
+    }
+
+    /// The apiserver has taken the agent's report.
+    pub(crate) fn reported(&self, at: Timestamp) {
+        self.reported_at.set(at.as_second());
     }
 
     /// Who saves, and who waits to.
@@ -413,6 +426,7 @@ mod tests {
     fn text_with_everything() -> String {
         let metrics = Metrics::new();
         metrics.planned();
+        metrics.reported(Timestamp::UNIX_EPOCH + Duration::from_secs(90));
         metrics.stepped(StepKind::Pause, &Outcome::Done, Duration::from_millis(1));
         let failed = Outcome::Failed {
             reason: "DiskFull".to_owned(),
@@ -460,6 +474,7 @@ mod tests {
             r#"torpor_agent_saves_waiting{urgency="Asked"} 0"#,
             r#"torpor_agent_saves_waiting{urgency="Pressed"} 0"#,
             "torpor_agent_save_bytes_total 4096",
+            "torpor_agent_reported_timestamp_seconds 90",
             "torpor_agent_save_bandwidth_wait_seconds_total 1.5",
             r#"torpor_agent_node_short{resource="memory"} 0"#,
             r#"torpor_agent_node_short{resource="swap"} 1"#,
