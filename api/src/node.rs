@@ -129,13 +129,26 @@ pub struct SandboxReport {
     pub reasons: Vec<PlanReason>,
 }
 
+/// The words of [`LastWake::cause`].
+pub const WAKE_CAUSES: [&str; 9] = [
+    "Asked",
+    "Clock",
+    "Exec",
+    "Forward",
+    "Signal",
+    "Container",
+    "Typed",
+    "Packet",
+    "Called",
+];
+
 /// A wake in place: the Pod stayed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct LastWake {
     /// When it was over.
     pub at: Time,
-    /// Who asked: `Asked` (through the API), `Called` (an exec, a port-forward, a signal) or `Packet` (a packet for the Pod).
+    /// Who asked: `Asked` (through the API), `Clock` (a time that was set), `Exec`, `Forward` (a port-forward), `Signal`, `Container` (one that was added), `Typed` (into an attach), `Packet`, or `Called` (an exec, a port-forward or a signal, as older versions say it).
     #[serde(default)]
     pub cause: String,
     /// From its beginning until the sandbox ran, in microseconds.

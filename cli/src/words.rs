@@ -69,8 +69,15 @@ pub fn of_plan(reason: &str) -> Option<&'static str> {
 pub fn of_cause(cause: &str) -> &'static str {
     match cause {
         "Asked" => "through the API",
-        "Called" => "by an exec, a port-forward or a signal",
+        "Clock" => "by the clock, at the time that was set",
+        "Exec" => "by an exec",
+        "Forward" => "by a port-forward",
+        "Signal" => "by a signal",
+        "Container" => "for a container that was added to its Pod",
+        "Typed" => "by what was typed into an attach",
         "Packet" => "by a packet",
+        // What versions say that know no more.
+        "Called" => "by an exec, a port-forward or a signal",
         _ => "by something that this kubectl-torpor does not know",
     }
 }
@@ -135,7 +142,7 @@ mod tests {
     #[test]
     fn every_cause_of_a_wake_has_words() {
         let unknown = of_cause("Moonlight");
-        for cause in ["Asked", "Called", "Packet"] {
+        for cause in torpor_api::node::WAKE_CAUSES {
             assert_ne!(of_cause(cause), unknown, "{cause}");
         }
     }

@@ -26,7 +26,7 @@ use torpor_core::state::{Desired, Failures, PodPresence, Policy};
 use torpor_core::status::SnapshotState;
 use torpor_core::steps::{Outcome, Plan, Reason, Step};
 use torpor_gvisor::keeper::{self, Request, Rules};
-use torpor_gvisor::record::{PodLock, PodRecord, Probes};
+use torpor_gvisor::record::{PodLock, PodRecord, Probes, WakeCause};
 
 use crate::desired::{desired, pod_of_snapshot, probes, rules, snapshots_about};
 use crate::execute::{self, Context, execute};
@@ -41,6 +41,7 @@ use crate::sandboxes::Board;
 use crate::saves::{SaveTurn, Saves, memory_of};
 use crate::sleep::{Said, class_name};
 use crate::spans::Spans;
+use crate::wakes::{self, FailedWakes};
 
 mod draft;
 pub(crate) use draft::saved_name;
@@ -227,6 +228,7 @@ impl Driver {
         };
         remembered.idle = idle;
         remembered.told = look.told.take();
+        remembered.failed_wakes = look.failed_wakes;
         shared.pressure.note(pod_uid, look.candidate.take());
         if look.nothing {
             shared.board.forget(pod_uid);
@@ -404,11 +406,12 @@ impl Driver {
         let mut noted = remembered.failures.clone();
         let done = tokio::task::spawn_blocking(move || {
             let written = run_steps(&shared, &mut look, pod.as_deref(), &mut noted);
-            (noted, written)
+            (noted, look.failed_wakes, written)
         });
         match done.await {
-            Ok((noted, written)) => {
+            Ok((noted, failed_wakes, written)) => {
                 remembered.failures = noted;
+                remembered.failed_wakes = failed_wakes;
                 if let Some(turn) = &remembered.save_turn {
                     turn.wrote(written);
                 }
@@ -472,6 +475,7 @@ struct Remembered {
     save_turn: Option<Arc<SaveTurn>>,
     told: Option<Told>,
     written: Written,
+    failed_wakes: FailedWakes,
 }
 
 /// What the kubelet does with the Pod, if the API has it: what it probes, and what follows for who speaks for the Pod.
@@ -520,6 +524,9 @@ struct Look {
     /// What its keeper goes by, and has been told.
     rules: Rules,
     told: Option<Told>,
+    /// Who wants it, if the plan wakes it.
+    cause: WakeCause,
+    failed_wakes: FailedWakes,
     /// The sandbox, if Kata runs it: then there is neither record nor lock.
     kata: Option<Held>,
 }
@@ -557,6 +564,10 @@ fn look(
         .as_ref()
         .filter(|_| !observed.containers.is_empty())
         .and_then(|record| draft::added(node, record, pod));
+    let mut failed_wakes = remembered.failed_wakes;
+    if let Some(reason) = (observed.ledger.as_ref().ok()).and_then(|read| failed_wakes.look(read)) {
+        shared.metrics.wake_failed(reason.to_owned());
+    }
     let turn = remembered.save_turn.as_ref();
     observed.save_turn = turn.is_some_and(|turn| turn.has_come());
     observed.held_back = turn.is_some_and(|turn| turn.is_held_back());
@@ -616,6 +627,8 @@ fn look(
         candidate: candidate(desired, &observed),
         rules: rules.unwrap_or_default(),
         told,
+        cause: wakes::cause(pod, observed.asleep_since, now),
+        failed_wakes,
         kata: None,
     };
     (look, idle)
@@ -648,11 +661,12 @@ fn run_in(
     failures: &mut Failures,
 ) -> u64 {
     let mut kata = look.kata.take();
-    let look = &*look;
+    let mut failed_wakes = look.failed_wakes;
     let draft = || draft::manifest(&shared.node, look.record.as_ref(), pod);
     let context = Context {
         rules: &look.rules,
         by_itself: look.plan.sleeps_by_itself(),
+        cause: look.cause,
         node: &shared.node,
         pod: &look.pod_uid,
         namespace,
@@ -662,7 +676,7 @@ fn run_in(
         written: Cell::new(0),
     };
     let act = |step: &Step| match &mut kata {
-        Some(held) => held.act(step),
+        Some(held) => held.act(step, look.cause),
         None => execute(&context, step),
     };
     let tell = |step: &Step, outcome: &Outcome, took: Duration| {
@@ -671,6 +685,7 @@ fn run_in(
         shared.spans.stepped(&look.pod_uid, kind, outcome, took);
         log(&look.pod_uid, step, outcome, took);
         failures.note(&step.action, outcome, Timestamp::now());
+        failed_wakes.note(step, outcome);
     };
     let no_room = || execute::no_room(&context);
     execute::run(
@@ -680,7 +695,9 @@ fn run_in(
         act,
         tell,
     );
-    context.written.get()
+    let written = context.written.get();
+    look.failed_wakes = failed_wakes;
+    written
 }
 
 fn log(pod: &PodUid, step: &Step, outcome: &Outcome, took: Duration) {

@@ -42,6 +42,8 @@ pub(crate) struct Context<'a> {
     pub(crate) rules: &'a Rules,
     /// Nobody has asked for the sleep that the plan is for.
     pub(crate) by_itself: bool,
+    /// Who wants it, if this wakes it.
+    pub(crate) cause: WakeCause,
     /// What a commit writes into the manifest.
     pub(crate) draft: &'a dyn Fn() -> ManifestDraft,
     /// The image that a checkpoint of this plan wrote and that waits for its commit.
@@ -263,7 +265,7 @@ fn resume(context: &Context<'_>) -> Outcome {
     if let (true, Outcome::Done, Some((record, _))) = (dozed, &outcome, context.sandbox) {
         let micros = u64::try_from(began.elapsed().as_micros()).unwrap_or(u64::MAX);
         let note = WakeNote {
-            cause: WakeCause::Asked,
+            cause: context.cause,
             from: Depth::Dozing,
             stages_end_micros: [("resumed".to_owned(), micros)].into(),
         };
@@ -482,9 +484,11 @@ fn run_verb(context: &Context<'_>, verb: Verb, image: &ImageId) -> Outcome {
     let Some((record, lock)) = context.sandbox else {
         return no_sandbox();
     };
-    let asked = context
-        .node
-        .ask_keeper(&record.sandbox, lock, verb, Some(image), WAKE_LIMIT);
+    let cause = (verb == Verb::Wake).then_some(context.cause);
+    let asked =
+        context
+            .node
+            .ask_keeper(&record.sandbox, lock, verb, Some(image), cause, WAKE_LIMIT);
     match asked {
         Ok(_) => Outcome::Done,
         Err(keeper::Error::Refused { reason, message }) => Outcome::Failed { reason, message },

@@ -380,8 +380,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Held {
-    /// Does one step, if the sandbox is that for which it was planned. There is no ledger: no step has entries.
-    pub(crate) fn act(&mut self, step: &Step) -> Outcome {
+    /// Does one step, if the sandbox is that for which it was planned. There is no ledger: no step has entries. `cause`: who wants it, if this
+    /// wakes it.
+    pub(crate) fn act(&mut self, step: &Step, cause: WakeCause) -> Outcome {
         if step.fence.pod_uid != self.pod
             || step.fence.sandbox_id.as_ref() != Some(&self.sandbox.id)
         {
@@ -396,7 +397,7 @@ impl Held {
                 self.kata.driver.act(&self.sandbox, &step.action)
             }
             Action::Reclaim { .. } => self.reclaim(&step.action),
-            Action::Resume => self.resume(&step.action),
+            Action::Resume => self.resume(&step.action, cause),
             _ => self.kata.driver.act(&self.sandbox, &step.action),
         }
     }
@@ -452,7 +453,7 @@ impl Held {
         self.kata.driver.working_set(&self.sandbox)
     }
 
-    fn resume(&mut self, action: &Action) -> Outcome {
+    fn resume(&mut self, action: &Action, cause: WakeCause) -> Outcome {
         let dozed = self.known.doze.take().is_some();
         self.known.asleep_since = None;
         self.known.disarm();
@@ -461,7 +462,7 @@ impl Held {
         if dozed && outcome == Outcome::Done {
             self.kata
                 .clone()
-                .woke(&mut self.known, WakeCause::Asked, began.elapsed());
+                .woke(&mut self.known, cause, began.elapsed());
         }
         outcome
     }

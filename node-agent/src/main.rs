@@ -21,6 +21,7 @@ mod server;
 mod sleep;
 mod spans;
 mod swap;
+mod wakes;
 
 use std::process::ExitCode;
 

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
+use jiff::Timestamp;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -75,6 +76,7 @@ pub(crate) struct Metrics {
     pub(crate) paused: Gauge,
     pub(crate) dozing: Gauge,
     pub(crate) watched: Gauge,
+    reported_at: Gauge,
     pub(crate) image_bytes: Gauge,
     pub(crate) store_available: Gauge,
     pub(crate) store_capacity: Gauge,
@@ -105,6 +107,7 @@ impl Metrics {
             paused: Gauge::default(),
             dozing: Gauge::default(),
             watched: Gauge::default(),
+            reported_at: Gauge::default(),
             image_bytes: Gauge::default(),
             store_available: Gauge::default(),
             store_capacity: Gauge::default(),
@@ -154,6 +157,11 @@ impl Metrics {
             "sandboxes_watched",
             "Sandboxes that are watched for idleness, because they may fall asleep by themselves",
             metrics.watched.clone(),
+        );
+        registry.register(
+            "reported_timestamp_seconds",
+            "When the apiserver last took the agent's report, the SandboxNode, in seconds since 1970; 0: not yet",
+            metrics.reported_at.clone(),
         );
         registry.register(
             "image_bytes",
@@ -207,7 +215,7 @@ impl Metrics {
         );
         registry.register(
             "failures",
-            "Steps that failed or whose outcome is unknown, by what they were for and why",
+            "Steps that failed or whose outcome is unknown, and wakes by others that failed, by what they were for and why",
             self.failures.clone(),
         );
         registry.register(
@@ -249,6 +257,11 @@ impl Metrics {
             "Sandboxes that were asked to sleep before their time, by what the node was short of",
             self.asked_to_sleep.clone(),
         );
+    }
+
+    /// The apiserver has taken the agent's report.
+    pub(crate) fn reported(&self, at: Timestamp) {
+        self.reported_at.set(at.as_second());
     }
 
     /// Who saves, and who waits to.
@@ -304,7 +317,7 @@ impl Metrics {
     /// Counts a wake in place. `stages`: how long each took.
     pub(crate) fn woke(&self, note: &WakeNote, took: Duration, stages: &[(String, Duration)]) {
         let label = WakeLabels {
-            cause: format!("{:?}", note.cause),
+            cause: note.cause.as_str().to_owned(),
             from: format!("{:?}", note.from),
         };
         self.wakes.get_or_create(&label).inc();
@@ -326,6 +339,16 @@ impl Metrics {
         self.given_back.inc_by(sleep.given_back);
     }
 
+    /// Counts a wake that failed and was no step of the agent.
+    pub(crate) fn wake_failed(&self, reason: String) {
+        self.failed(work(StepKind::Wake), reason);
+    }
+
+    fn failed(&self, work: &'static str, reason: String) {
+        let label = FailureLabels { work, reason };
+        self.failures.get_or_create(&label).inc();
+    }
+
     pub(crate) fn planned(&self) {
         self.plans.inc();
     }
@@ -338,10 +361,7 @@ impl Metrics {
             Outcome::Done | Outcome::Already | Outcome::Stale => None,
         };
         if let Some(reason) = failure {
-            let work = work(kind);
-            self.failures
-                .get_or_create(&FailureLabels { work, reason })
-                .inc();
+            self.failed(work(kind), reason);
         }
         let outcome_name = match outcome {
             Outcome::Done => "Done".to_owned(),
@@ -406,12 +426,14 @@ mod tests {
     fn text_with_everything() -> String {
         let metrics = Metrics::new();
         metrics.planned();
+        metrics.reported(Timestamp::UNIX_EPOCH + Duration::from_secs(90));
         metrics.stepped(StepKind::Pause, &Outcome::Done, Duration::from_millis(1));
         let failed = Outcome::Failed {
             reason: "DiskFull".to_owned(),
             message: "no room".to_owned(),
         };
         metrics.stepped(StepKind::Commit, &failed, Duration::ZERO);
+        metrics.wake_failed("RestoreFailed".to_owned());
         let stages = [("verified".to_owned(), Duration::from_millis(20))];
         let note = WakeNote {
             cause: WakeCause::Packet,
@@ -444,6 +466,7 @@ mod tests {
         let text = text_with_everything();
         for line in [
             r#"torpor_agent_wakes_total{cause="Packet",from="Dozing"} 1"#,
+            r#"torpor_agent_failures_total{work="wake",reason="RestoreFailed"} 1"#,
             r#"torpor_agent_wake_seconds_sum{cause="Packet",from="Dozing"} 0.09"#,
             r#"torpor_agent_wake_stage_seconds_sum{stage="verified"} 0.02"#,
             "torpor_agent_memory_given_back_bytes_total 3000",
@@ -451,6 +474,7 @@ mod tests {
             r#"torpor_agent_saves_waiting{urgency="Asked"} 0"#,
             r#"torpor_agent_saves_waiting{urgency="Pressed"} 0"#,
             "torpor_agent_save_bytes_total 4096",
+            "torpor_agent_reported_timestamp_seconds 90",
             "torpor_agent_save_bandwidth_wait_seconds_total 1.5",
             r#"torpor_agent_node_short{resource="memory"} 0"#,
             r#"torpor_agent_node_short{resource="swap"} 1"#,

@@ -9,7 +9,7 @@ use torpor_cgroup::{Hierarchies, swap};
 use torpor_core::ids::{ImageId, PodUid, SandboxId};
 use torpor_gvisor::config::Config;
 use torpor_gvisor::keeper::{self, Answer, Request, Verb};
-use torpor_gvisor::record::{PodLock, PodRecord, Records};
+use torpor_gvisor::record::{PodLock, PodRecord, Records, WakeCause};
 use torpor_gvisor::runsc::Runsc;
 use torpor_snapshots::{Fingerprint, SaveError, Store};
 
@@ -96,11 +96,13 @@ impl Node {
         lock: &PodLock,
         verb: Verb,
         image: Option<&ImageId>,
+        cause: Option<WakeCause>,
         limit: Duration,
     ) -> Result<Answer, keeper::Error> {
         let request = Request::Run {
             verb,
             image: image.cloned(),
+            cause,
         };
         let dir = self.pause_dir(sandbox);
         keeper::ask(&dir, &request, &[lock.as_fd()], limit).map(|(answer, _)| answer)

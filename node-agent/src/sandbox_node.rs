@@ -82,7 +82,10 @@ pub(crate) async fn report(
                 .is_none_or(|(old, at)| at.elapsed() >= HEARTBEAT || changed(old, &status));
             if due {
                 match tokio::time::timeout(API_LIMIT, write(&api, &node_name, &status)).await {
-                    Ok(Ok(())) => written = Some((status, std::time::Instant::now())),
+                    Ok(Ok(())) => {
+                        metrics.reported(Timestamp::now());
+                        written = Some((status, std::time::Instant::now()));
+                    }
                     Ok(Err(error)) => tracing::warn!(%error, "cannot write the SandboxNode"),
                     Err(_) => tracing::warn!("the apiserver did not answer to the SandboxNode"),
                 }

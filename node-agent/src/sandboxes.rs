@@ -239,7 +239,7 @@ fn last_wake(noted: &Noted<WakeNote>) -> Option<LastWake> {
     let at = Timestamp::try_from(noted.at).ok()?;
     Some(LastWake {
         at: Time(at),
-        cause: format!("{:?}", noted.note.cause),
+        cause: noted.note.cause.as_str().to_owned(),
         from: format!("{:?}", noted.note.from),
         duration_micros: i64::try_from(whole(&noted.note).as_micros()).unwrap_or(i64::MAX),
     })
@@ -365,6 +365,12 @@ mod tests {
     fn the_api_knows_the_planners_reasons_and_no_others() {
         let told: Vec<String> = all().iter().map(|reason| told(reason).reason).collect();
         assert_eq!(told, torpor_api::reasons::plan::ALL);
+    }
+
+    #[test]
+    fn the_api_knows_the_causes_of_wakes_and_no_others() {
+        let causes = WakeCause::ALL.map(WakeCause::as_str);
+        assert_eq!(causes, torpor_api::node::WAKE_CAUSES);
     }
 
     #[test]

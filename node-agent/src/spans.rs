@@ -72,7 +72,7 @@ impl Spans {
         stages: &[(String, Duration)],
     ) {
         let own = [
-            KeyValue::new("cause", format!("{:?}", note.cause)),
+            KeyValue::new("cause", note.cause.as_str()),
             KeyValue::new("from", format!("{:?}", note.from)),
         ];
         self.ran_again(WAKE, pod, own, at, stages);

@@ -6,8 +6,10 @@
 //! | [`schedule`] | what happens in which cycle: a pure function of a seed |
 //! | [`counting`] | what a client knows, and what an answer tells it (pure) |
 //! | [`strike`] | kills, and whether one may cost memory |
+//! | [`commands`] | those that run for a moment, by their command lines |
 //! | [`client`] | asking |
 //! | [`lane`] | one sandbox after another, cycle by cycle |
+//! | [`trouble`] | what may happen in a cycle, and what may not |
 //! | [`tally`] | what came of all of it |
 
 use std::collections::VecDeque;
@@ -22,11 +24,13 @@ use crate::explain;
 use crate::swap::Swap;
 
 pub mod client;
+pub mod commands;
 pub mod counting;
 pub mod lane;
 pub mod schedule;
 pub mod strike;
 pub mod tally;
+pub mod trouble;
 
 use lane::{Common, Lane};
 use schedule::{Cycle, Strike, Victim};

@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{ContainerStatus, Node, Pod};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::ResourceExt;
-use torpor_api::conditions::{self, READY};
-use torpor_api::node::RuntimeKind;
+use torpor_api::conditions::{self, PRESSURE, READY};
+use torpor_api::node::{NodeRuntime, RuntimeKind};
 use torpor_api::{SandboxNode, install};
 
 use super::Finding;
@@ -207,6 +208,8 @@ fn of_report(node: &SandboxNode, largest: i64, now: Timestamp) -> Vec<Finding> {
             "install a build of runsc that can (the agent's image has one), then restart the agent's Pod",
         ));
     }
+    findings.extend(status.runtimes.iter().filter_map(|r| no_doze(&name, r)));
+    findings.extend(pressed(&name, &status.conditions));
     if let Some(storage) = &status.storage
         && storage.available_bytes < largest.max(storage.capacity_bytes / 10)
     {
@@ -224,6 +227,37 @@ fn of_report(node: &SandboxNode, largest: i64, now: Timestamp) -> Vec<Finding> {
         ));
     }
     findings
+}
+
+/// Torpor's sandboxes there do not doze, and the agent says why. One that can do nothing else either is told of as such.
+fn no_doze(node: &str, runtime: &NodeRuntime) -> Option<Finding> {
+    let able = runtime.capabilities;
+    let sleeps = able.hibernate && able.restore || runtime.kind == RuntimeKind::Kata;
+    if able.doze || !sleeps {
+        return None;
+    }
+    let why = match runtime.message.trim_start_matches("cannot doze: ") {
+        "" => "its agent does not say why",
+        why => why,
+    };
+    Some(Finding::warning(
+        subject(node),
+        format!("the handler {} cannot doze: {why}", runtime.handler),
+        "give the node swap (its own, or the agent's --doze-swap=zram:50%), or what the reason names; sandboxes of gVisor hibernate all the same",
+    ))
+}
+
+/// The node is short of memory or swap: sandboxes sleep before their time.
+fn pressed(node: &str, conditions: &[Condition]) -> Option<Finding> {
+    let pressure = conditions::find(conditions, PRESSURE)?;
+    let short = pressure.status == "True";
+    short.then(|| {
+        Finding::warning(
+            subject(node),
+            format!("{}: {}", pressure.reason, pressure.message),
+            "idle sandboxes are put to sleep before their time; if that stays so, give the node more memory or swap, or fewer Pods",
+        )
+    })
 }
 
 fn left_behind(reports: &[SandboxNode], nodes: &[Node]) -> Vec<Finding> {

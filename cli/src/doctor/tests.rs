@@ -55,7 +55,7 @@ fn sandbox_node(name: &str) -> Value {
             "fingerprint": {"platform": "systrap", "runscDigest": "abc"},
             "runtimes": [{
                 "handler": "torpor", "kind": "gVisor",
-                "capabilities": {"hibernate": true, "restore": true, "freeze": true},
+                "capabilities": {"doze": true, "hibernate": true, "restore": true, "freeze": true},
             }],
             "storage": {
                 "availableBytes": 50_000_000_000_i64, "capacityBytes": 100_000_000_000_i64, "bytes": 1000, "images": 1,
@@ -308,6 +308,39 @@ fn a_node_that_cannot_is_told_why(#[case] place: &str, #[case] value: Value, #[c
     let found = only(&facts);
     assert_eq!(found.subject, "Node node-0");
     assert!(found.text.contains(text), "{}", found.text);
+}
+
+#[rstest]
+#[case("cannot doze: there is no swap", "there is no swap")]
+#[case("", "its agent does not say why")]
+fn a_node_whose_sandboxes_cannot_doze_is_told_with_the_reason(
+    #[case] message: &str,
+    #[case] why: &str,
+) {
+    let mut report = sandbox_node("node-0");
+    let runtime = report.pointer_mut("/status/runtimes/0").unwrap();
+    runtime["capabilities"]["doze"] = json!(false);
+    runtime["message"] = json!(message);
+    let mut facts = healthy();
+    facts.sandbox_nodes = Ok(vec![read(report)]);
+    let found = only(&facts);
+    assert_eq!(found.severity, Severity::Warning);
+    assert_eq!(found.text, format!("the handler torpor cannot doze: {why}"));
+}
+
+#[rstest]
+#[case("True", Some("MemoryShort: Words."))]
+#[case("False", None)]
+fn a_node_that_is_short_of_memory_is_told(#[case] status: &str, #[case] text: Option<&str>) {
+    let mut report = sandbox_node("node-0");
+    let conditions = report.pointer_mut("/status/conditions").unwrap();
+    let pressure = condition("Pressure", status, "MemoryShort", "2026-11-21T11:00:00Z");
+    conditions.as_array_mut().unwrap().push(pressure);
+    let mut facts = healthy();
+    facts.sandbox_nodes = Ok(vec![read(report)]);
+    let found = all(&facts);
+    let told: Vec<&str> = found.iter().map(|found| found.text.as_str()).collect();
+    assert_eq!(told, Vec::from_iter(text));
 }
 
 #[test]

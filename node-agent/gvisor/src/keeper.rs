@@ -18,6 +18,8 @@ use serde_json::Value;
 use torpor_core::ids::{ContainerId, ImageId};
 use torpor_core::wake_on::WakeOn;
 
+use crate::record::WakeCause;
+
 /// The socket's name in the container's directory.
 pub const SOCKET: &str = "keeper.sock";
 /// A message is a few hundred bytes; an answer carries at most an error chain.
@@ -81,6 +83,9 @@ pub enum Request {
         /// What to wake or to end; the other verbs need none.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         image: Option<ImageId>,
+        /// Of a wake; none: the API asks. A keeper of an older version does not hear it.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        cause: Option<WakeCause>,
     },
 }
 
@@ -237,6 +242,29 @@ fn own(raw: RawFd) -> OwnedFd {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_keeper_does_what_agents_of_the_last_version_ask_and_is_told_why_by_those_of_this() {
+        let run = |cause| Request::Run {
+            verb: Verb::Wake,
+            image: None,
+            cause,
+        };
+        for (said, request) in [
+            (r#"{"do":"run","verb":"wake"}"#, run(None)),
+            (
+                r#"{"do":"run","verb":"wake","cause":"Clock"}"#,
+                run(Some(WakeCause::Clock)),
+            ),
+            // What a version does not know it does not hear.
+            (r#"{"do":"run","verb":"wake","moon":"full"}"#, run(None)),
+        ] {
+            let heard: Request = serde_json::from_str(said).expect(said);
+            assert_eq!(heard, request, "{said}");
+        }
+        let said = serde_json::to_string(&run(Some(WakeCause::Clock))).expect("words");
+        assert_eq!(said, r#"{"do":"run","verb":"wake","cause":"Clock"}"#);
+    }
 
     #[test]
     fn rules_reach_keepers_of_this_and_of_the_next_version() {

@@ -50,8 +50,8 @@ mod notes;
 mod reports;
 
 pub use notes::{
-    Depth, DozeNote, NOT_HELD_OPEN, ProbeNote, Probes, RestoreNote, Session, SleepNote, WakeCause,
-    WakeNote,
+    Depth, DozeNote, NOT_HELD_OPEN, ProbeNote, Probes, RestoreNote, Session, SleepNote,
+    UnknownCause, WakeCause, WakeNote,
 };
 
 /// No record is larger; the OCI spec of a pod with thousands of mounts is below a megabyte.

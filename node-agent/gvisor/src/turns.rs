@@ -46,18 +46,13 @@ impl Patience {
     /// The kubelet gives an exec and the making of a container two minutes.
     pub fn of(cause: WakeCause) -> Self {
         Self {
-            courtesy: match is_waited_for(cause) {
+            courtesy: match cause.is_waited_for() {
                 true => Duration::ZERO,
                 false => Duration::from_secs(10),
             },
             in_all: Duration::from_secs(30),
         }
     }
-}
-
-/// Whether somebody waits for the sandbox' answer: everybody but the API, which wants it to run from now on.
-fn is_waited_for(cause: WakeCause) -> bool {
-    cause != WakeCause::Asked
 }
 
 /// The right to restore now; given back when dropped.
@@ -103,8 +98,8 @@ impl Turns {
 
     fn take_within(&self, cause: WakeCause, namespace: &Namespace, patience: Patience) -> Turn {
         let began = Instant::now();
-        let called = is_waited_for(cause).then(|| self.say_waiting()).flatten();
-        let mut courteous = !is_waited_for(cause);
+        let mut courteous = !cause.is_waited_for();
+        let called = (!courteous).then(|| self.say_waiting()).flatten();
         let mut waiting = self.join(namespace, courteous);
         let slot = loop {
             let waited = began.elapsed();
@@ -352,6 +347,15 @@ mod tests {
         drop(still);
         let second = take(LONG);
         assert!(second._slot.is_some());
+    }
+
+    #[test]
+    fn nobody_waits_for_an_answer_of_who_is_woken_by_the_api_or_the_clock() {
+        for cause in WakeCause::ALL {
+            let for_itself = matches!(cause, WakeCause::Asked | WakeCause::Clock);
+            let courtesy = Patience::of(cause).courtesy;
+            assert_eq!(courtesy > Duration::ZERO, for_itself, "{cause:?}");
+        }
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 use torpor_core::ids::{ContainerId, ImageId, SandboxId};
+use torpor_gvisor::record::WakeCause;
 
 /// OCI runtime that runs a Kubernetes pod in one gVisor sandbox and can hibernate it.
 #[derive(Debug, Parser)]
@@ -81,6 +82,9 @@ pub(crate) enum Command {
     Wake {
         sandbox: SandboxId,
         image: Option<ImageId>,
+        /// Who wants it
+        #[arg(long)]
+        cause: Option<WakeCause>,
     },
     /// Push the memory of a dozing sandbox into swap, and print a JSON answer (run by a keeper; standard input holds the pod's lock)
     #[command(hide = true)]

@@ -106,11 +106,11 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Option<an
 fn admit(node: &Node, pod: &PodRecord, record: &ContainerRecord) -> anyhow::Result<()> {
     match restore::settled(node, &pod.sandbox)? {
         SandboxState::Running => {
-            doze::rouse(node, &pod.sandbox, WakeCause::Called)?;
+            doze::rouse(node, &pod.sandbox, WakeCause::Container)?;
         }
         SandboxState::Hibernated { image } if restore::is_new(node, pod, &image, record)? => {
             restore::ensure_goes_on(node, pod)?;
-            restore::wake_locked(node, &pod.sandbox, WakeCause::Called)?;
+            restore::wake_locked(node, &pod.sandbox, WakeCause::Container)?;
         }
         // Of a Pod that goes on from its own image all containers are known: this one is no mismatch.
         SandboxState::Restoring { image, .. }

@@ -46,8 +46,8 @@ pub(crate) fn doze(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow:
 }
 
 /// Verb of whoever has seen that the sandbox is needed (a packet): wakes it, however deep it sleeps. One that is awake stays so.
-pub(crate) fn wake(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Answer> {
-    let _lock = awake(node, sandbox, WakeCause::Packet)?;
+pub(crate) fn wake(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<Answer> {
+    let _lock = awake(node, sandbox, cause)?;
     node.records.note_call(sandbox)?;
     Ok(Answer::ok(serde_json::Value::Null))
 }

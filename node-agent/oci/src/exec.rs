@@ -48,7 +48,7 @@ pub(crate) fn exec(node: &Node, args: &ExecArgs) -> anyhow::Result<()> {
     let Some(_lock) = lock else {
         return answer_probe(node, args, &record);
     };
-    wake_up(node, &record.sandbox, WakeCause::Called)?;
+    wake_up(node, &record.sandbox, WakeCause::Exec)?;
     let spec = node.records.spec(&args.id)?;
     let request = exec_args(&process, &spec, args.id.as_str())?;
     let terminal = match &args.console_socket {

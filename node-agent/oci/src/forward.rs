@@ -43,7 +43,7 @@ pub(crate) fn forward(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
         .context("standard input is no connection")?
         .port();
     // Before it is awake nothing may end this program: a wake should not be cut off.
-    let lock = awake(node, sandbox, WakeCause::Called)?;
+    let lock = awake(node, sandbox, WakeCause::Forward)?;
     let pause = ContainerId::from(sandbox.clone());
     let record = node.container(&pause)?;
     // A wake is done in the sandbox' cgroup, whose processes are killed when the sandbox is put to sleep.

@@ -21,7 +21,7 @@ use torpor_core::ids::{ContainerId, ImageId};
 use torpor_core::state::NOT_WATCHED;
 use torpor_gvisor::control::{self, Control};
 use torpor_gvisor::keeper::{Answer, Request, Rules, Verb, receive, send};
-use torpor_gvisor::record::{ContainerRecord, SandboxState};
+use torpor_gvisor::record::{ContainerRecord, SandboxState, WakeCause};
 use torpor_gvisor::spec::Role;
 use torpor_wake::sensor::Next;
 
@@ -294,7 +294,7 @@ impl Keeper<'_> {
         if doze::rouse_at_once(self.node, &self.record.sandbox).is_ok_and(|roused| roused) {
             return self.release();
         }
-        if !self.begin_wake(format_args!("{cause:?}"))
+        if !self.begin_wake(WakeCause::Packet, format_args!("{cause:?}"))
             && let Some(watch) = &mut self.watch
         {
             watch.wake_failed();
@@ -302,8 +302,10 @@ impl Keeper<'_> {
     }
 
     /// Starts the program that wakes the sandbox; answers whether it runs. `who` wants it, in words.
-    fn begin_wake(&mut self, who: std::fmt::Arguments<'_>) -> bool {
-        match spawn("torpor-wake", "wake", self.record.sandbox.as_str()) {
+    fn begin_wake(&mut self, cause: WakeCause, who: std::fmt::Arguments<'_>) -> bool {
+        let sandbox = self.record.sandbox.as_str();
+        let args = ["wake", sandbox, "--cause", cause.as_str()];
+        match spawn("torpor-wake", &args) {
             Ok(child) => {
                 self.children.add(Purpose::Rouse, child);
                 true
@@ -417,7 +419,7 @@ impl Keeper<'_> {
 
     /// A client of `attach` has typed something into a sandbox that sleeps. It stays where it is, and the next look finds it again.
     fn typed(&mut self) {
-        self.begin_wake(format_args!("an attached client"));
+        self.begin_wake(WakeCause::Typed, format_args!("an attached client"));
     }
 
     /// A sandbox that is asleep is not dead. Whoever puts it to sleep says so before its processes end.
@@ -555,8 +557,8 @@ impl Keeper<'_> {
                     answer(&peer, &Answer::refused("BadRequest", missing), &[]);
                 }
             },
-            Request::Run { verb, image } => match files.pop_front() {
-                Some(lock) => self.run(*verb, image.as_ref(), lock, peer),
+            Request::Run { verb, image, cause } => match files.pop_front() {
+                Some(lock) => self.run(*verb, image.as_ref(), *cause, lock, peer),
                 None => answer(&peer, &Answer::refused("BadRequest", "no lock".into()), &[]),
             },
         }
@@ -565,7 +567,7 @@ impl Keeper<'_> {
 
     /// A program does it, because it may have to wait for the pod's lock. One that cannot be started is not missed: the end of the pod ends the container too.
     fn bereave(&mut self, container: &ContainerId) {
-        if let Ok(child) = spawn("torpor-bereave", "bereave", container.as_str()) {
+        if let Ok(child) = spawn("torpor-bereave", &["bereave", container.as_str()]) {
             self.children.add(Purpose::Verb, child);
         }
     }
@@ -578,12 +580,23 @@ impl Keeper<'_> {
     }
 
     /// The program's standard output is the connection: its answer is the answer.
-    fn run(&mut self, verb: Verb, image: Option<&ImageId>, lock: OwnedFd, peer: OwnedFd) {
+    fn run(
+        &mut self,
+        verb: Verb,
+        image: Option<&ImageId>,
+        cause: Option<WakeCause>,
+        lock: OwnedFd,
+        peer: OwnedFd,
+    ) {
+        // The other verbs know of no cause.
+        let cause = cause.filter(|_| verb == Verb::Wake);
+        let cause = cause.map(|cause| format!("--cause={}", cause.as_str()));
         let Ok(copy) = peer.try_clone() else { return };
         let spawned = Command::new("/proc/self/exe")
             .arg(verb.as_str())
             .arg(self.record.sandbox.as_str())
             .args(image.map(ToString::to_string))
+            .args(cause)
             .stdin(lock)
             .stdout(peer)
             .stderr(Stdio::null())
@@ -599,11 +612,10 @@ impl Keeper<'_> {
 }
 
 /// Runs this program with one of the verbs that nobody waits for an answer of.
-fn spawn(name: &str, verb: &str, id: &str) -> std::io::Result<Child> {
+fn spawn(name: &str, args: &[&str]) -> std::io::Result<Child> {
     Command::new("/proc/self/exe")
         .arg0(name)
-        .arg(verb)
-        .arg(id)
+        .args(args)
         .current_dir("/")
         .stdin(Stdio::null())
         .stdout(Stdio::null())

@@ -74,7 +74,7 @@ fn prepare(node: &Node, record: &ContainerRecord, signal: Signal) -> anyhow::Res
             Ok(Way::ToRemains)
         }
         SandboxState::Hibernated { .. } => {
-            restore::wake_locked(node, sandbox, WakeCause::Called)?;
+            restore::wake_locked(node, sandbox, WakeCause::Signal)?;
             Ok(Way::ToProgram)
         }
         SandboxState::Restoring { .. } => bail!("the sandbox is being restored: nothing runs yet"),
@@ -91,7 +91,7 @@ fn prepare(node: &Node, record: &ContainerRecord, signal: Signal) -> anyhow::Res
         }
         SandboxState::Running => {
             // A paused container handles no signal, and who ends one wants it to run its handlers.
-            if !doze::rouse(node, sandbox, WakeCause::Called)? {
+            if !doze::rouse(node, sandbox, WakeCause::Signal)? {
                 run_on(node, record)?;
             }
             Ok(Way::ToProgram)

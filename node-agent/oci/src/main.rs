@@ -21,7 +21,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
-use torpor_gvisor::record::Session;
+use torpor_gvisor::record::{Session, WakeCause};
 
 use crate::args::{Cli, Command};
 use crate::node::Node;
@@ -70,10 +70,17 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Ps { id, .. } => println!("{}", state::processes(&node, id)?),
         // Pods' limits are the kubelet's, set on the pod's cgroup; see docs/architecture.md "Cgroups".
         Command::Update { id, .. } => node.container(id).map(drop)?,
-        Command::Wake { sandbox, image } => {
+        Command::Wake {
+            sandbox,
+            image,
+            cause,
+        } => {
             let woken = match image {
-                Some(image) => restore::wake(&node, sandbox, image),
-                None => doze::wake(&node, sandbox),
+                Some(image) => {
+                    let cause = cause.unwrap_or(WakeCause::Asked);
+                    restore::wake(&node, sandbox, image, cause)
+                }
+                None => doze::wake(&node, sandbox, cause.unwrap_or(WakeCause::Packet)),
             };
             return Ok(restore::answer(woken));
         }

@@ -552,7 +552,12 @@ fn parts_of(
 
 /// Verb of the agent: restore in place. The agent writes the ledger but for `Awake`, which must be there before anybody hears
 /// the sandbox; standard input holds the lock.
-pub(crate) fn wake(node: &Node, sandbox: &SandboxId, id: &ImageId) -> anyhow::Result<Answer> {
+pub(crate) fn wake(
+    node: &Node,
+    sandbox: &SandboxId,
+    id: &ImageId,
+    cause: WakeCause,
+) -> anyhow::Result<Answer> {
     memory::ensure_held_open(node, sandbox)?;
     let pod = node.records.pod(sandbox)?;
     let store = store(node)?;
@@ -561,7 +566,6 @@ pub(crate) fn wake(node: &Node, sandbox: &SandboxId, id: &ImageId) -> anyhow::Re
     let ledger = store.ledger(&pod.pod_uid)?;
     let waking = ledger.read()?;
     let awake = || Ok(ledger.append_at(waking.seq, &Entry::Awake).map(drop)?);
-    let cause = WakeCause::Asked;
     let stages = sandbox::restore(node, &pod, &image, &parts, cause, awake)?;
     let note = stages.note(cause, Depth::Hibernated);
     node.records.write_wake(sandbox, &note)?;

@@ -22,7 +22,7 @@ pub(crate) fn start(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
     match node.records.state(&record.sandbox)? {
         SandboxState::Running => {
             // It may have dozed off since the container's creation.
-            doze::rouse(node, &record.sandbox, WakeCause::Called)?;
+            doze::rouse(node, &record.sandbox, WakeCause::Container)?;
             node.cgroups.place(&pod.cgroup, std::process::id())?;
             let stdio = if record.terminal {
                 None

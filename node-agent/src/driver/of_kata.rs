@@ -11,6 +11,7 @@ use torpor_gvisor::keeper::Rules;
 use super::{Kubelet, Look, Remembered, Shared};
 use crate::idle::Watched;
 use crate::kata::{Wish, may_be_ours};
+use crate::wakes;
 
 /// One look at a Pod that Kata runs, and what follows; none for any other Pod.
 pub(super) fn look(
@@ -58,6 +59,8 @@ pub(super) fn look(
         candidate: candidate(desired, &observed),
         rules: Rules::default(),
         told: None,
+        cause: wakes::cause(Some(pod), observed.asleep_since, now),
+        failed_wakes: remembered.failed_wakes,
         kata: looked.held,
     };
     Some((look, looked.idle))

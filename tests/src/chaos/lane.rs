@@ -11,13 +11,14 @@ use kube::ResourceExt;
 use kube::api::DeleteParams;
 use serde_json::{Value, json};
 use tokio::sync::Notify;
-use torpor_api::annotations::{DOZE_AFTER, HIBERNATE};
+use torpor_api::annotations::{DOZE_AFTER, HIBERNATE, HIBERNATE_AFTER};
 use torpor_gvisor::record::SandboxState;
 
 use super::client::{Client, Unanswered, pod_spec};
 use super::counting::News;
 use super::schedule::{Cycle, Depth, Moment, Strike, Victim, Waker};
-use super::strike::strike;
+use super::strike::{is_in_image, ledger, strike};
+use super::trouble::{Done, Trouble};
 use crate::case::Case;
 use crate::machine::Process;
 use crate::remains::Footprint;
@@ -40,57 +41,11 @@ const PAUSE: Duration = Duration::from_millis(40);
 const BUSY: Duration = Duration::from_secs(5);
 /// Saving, Committed, Asleep.
 const ENTRIES_OF_SLEEP: u64 = 3;
+/// Whoever dozes does so soon, and hibernates later, if both are wanted.
 const IDLE: &str = "1s";
-
-/// What must not happen.
-#[derive(Debug, Clone, thiserror::Error)]
-pub enum Trouble {
-    #[error("lost: {0}")]
-    Lost(String),
-    #[error("cut off: {0}")]
-    CutOff(String),
-    #[error("stuck: {0}")]
-    Stuck(String),
-    #[error("left over: {0}")]
-    LeftOver(String),
-    /// Of the test or the cluster, not of Torpor.
-    #[error("{0}")]
-    Broken(String),
-}
-
-impl From<anyhow::Error> for Trouble {
-    fn from(error: anyhow::Error) -> Self {
-        Self::Broken(format!("{error:#}"))
-    }
-}
-
-impl From<kube::Error> for Trouble {
-    fn from(error: kube::Error) -> Self {
-        anyhow::Error::from(error).into()
-    }
-}
-
-/// What happened in a cycle.
-#[derive(Debug, Clone, Default)]
-pub struct Done {
-    /// Who was to be killed, and whether it ran.
-    pub kills: Vec<(Victim, bool)>,
-    pub started_anew: u64,
-}
-
-impl fmt::Display for Done {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let missed = self.kills.iter().filter(|(_, hit)| !hit).count();
-        write!(f, "ok")?;
-        if missed > 0 {
-            write!(f, ", {missed} not there")?;
-        }
-        if self.started_anew > 0 {
-            write!(f, ", started anew")?;
-        }
-        Ok(())
-    }
-}
+const IDLE_FOR_LONGER: &str = "4s";
+/// So long a victim is waited for that runs for a moment only.
+const FLEETING: Duration = Duration::from_millis(300);
 
 /// What all lanes have in common.
 #[derive(Debug, Default)]
@@ -219,14 +174,12 @@ impl<'a> Lane<'a> {
         let before = shared.ledger_seq().await.unwrap_or_default();
         shared.wanted.set(cycle.busy);
         shared.wish(cycle.depth, true).await?;
+        if cycle.depth.is_by_itself() {
+            return by_itself(shared, client, cycle, before).await;
+        }
         let asked = Instant::now();
         let slept = async {
-            // A doze comes by itself; its kills count from its first sign.
-            let origin = match cycle.depth {
-                Depth::Doze => shared.until(asked, "falls asleep", Shared::dozes).await?,
-                Depth::Hibernate | Depth::Suspend => asked,
-            };
-            let struck = shared.strikes(cycle, Moment::FallingAsleep, origin);
+            let struck = shared.strikes(cycle, Moment::FallingAsleep, asked);
             let sleeps = async {
                 match cycle.depth {
                     Depth::Hibernate if cycle.busy => {
@@ -340,6 +293,41 @@ fn is_lost_shim(process: &Process) -> bool {
         && children.is_ok_and(|children| children.trim().is_empty())
 }
 
+/// Falls asleep when its time has come; kills, and the question, count from the first sign of that. `before`: its ledger's last entry.
+async fn by_itself(
+    shared: &Shared<'_>,
+    client: &mut Client,
+    cycle: &Cycle,
+    before: u64,
+) -> Result<(), Trouble> {
+    let mut asked = Instant::now();
+    let origin = shared.first_sign(cycle.depth, before).await?;
+    let struck = shared.strikes(cycle, Moment::FallingAsleep, origin);
+    let sleeps = async {
+        if let Some(after) = cycle.question {
+            tokio::time::sleep_until((origin + after).into()).await;
+            interrupt(shared, client, cycle).await?;
+            // It begins anew.
+            asked = Instant::now();
+        }
+        shared.asleep(cycle.depth, asked).await
+    };
+    futures::try_join!(struck, sleeps)?;
+    // Whoever had asked was answered before it was seen asleep.
+    shared.wanted.set(false);
+    Ok(())
+}
+
+/// The one question to who is falling asleep.
+async fn interrupt(shared: &Shared<'_>, client: &mut Client, cycle: &Cycle) -> Result<(), Trouble> {
+    shared.wanted.set(true);
+    answered(shared, client, cycle.is_unnoticeable()).await?;
+    if !cycle.same_connection {
+        client.hang_up();
+    }
+    Ok(())
+}
+
 /// Asks until there is an answer. `smoothly`: nobody may say no meanwhile.
 async fn answered(shared: &Shared<'_>, client: &mut Client, smoothly: bool) -> Result<(), Trouble> {
     let began = Instant::now();
@@ -446,13 +434,16 @@ impl Shared<'_> {
 
     /// Asks for sleep, or takes it back.
     async fn wish(&self, depth: Depth, sleep: bool) -> Result<(), Trouble> {
-        let annotation = |key: &str, value: &str| {
-            let value = if sleep { json!(value) } else { Value::Null };
-            json!({ "metadata": { "annotations": { key: value } } })
-        };
+        let value = |value: &str| if sleep { json!(value) } else { Value::Null };
+        let annotated = |annotations: Value| json!({ "metadata": { "annotations": annotations } });
         let change = match depth {
-            Depth::Doze => annotation(DOZE_AFTER, IDLE),
-            Depth::Hibernate => annotation(HIBERNATE, "true"),
+            Depth::Doze => annotated(json!({ DOZE_AFTER: value(IDLE) })),
+            Depth::Hibernate => annotated(json!({ HIBERNATE: value("true") })),
+            Depth::Idle => annotated(json!({ HIBERNATE_AFTER: value(IDLE) })),
+            Depth::Deepen => annotated(json!({
+                DOZE_AFTER: value(IDLE),
+                HIBERNATE_AFTER: value(IDLE_FOR_LONGER),
+            })),
             Depth::Suspend => {
                 let mode = if sleep { "Suspended" } else { "Running" };
                 json!({ "spec": { "operatingMode": mode } })
@@ -465,7 +456,7 @@ impl Shared<'_> {
         let words = format!("sleeps ({depth:?})");
         self.until(asked, &words, async |shared| match depth {
             Depth::Doze => shared.has_dozed_off().await,
-            Depth::Hibernate => shared.hibernates().await,
+            Depth::Hibernate | Depth::Idle | Depth::Deepen => shared.hibernates().await,
             Depth::Suspend => shared.is_suspended().await,
         })
         .await
@@ -503,16 +494,38 @@ impl Shared<'_> {
         Ok(record.ok().and_then(|record| read(&record.sandbox)))
     }
 
+    /// When who falls asleep by itself was first seen to.
+    async fn first_sign(&self, depth: Depth, before: u64) -> Result<Instant, Trouble> {
+        let began = Instant::now();
+        if depth == Depth::Doze {
+            return self.until(began, "falls asleep", Self::dozes).await;
+        }
+        let mut last = before;
+        if depth == Depth::Deepen {
+            self.asleep(Depth::Doze, began).await?;
+            last = self.ledger_seq().await?;
+        }
+        let goes_on = async |shared: &Self| {
+            Ok(shared.ledger_seq().await? > last || shared.hibernates().await?)
+        };
+        self.until(began, "hibernates by itself", goes_on).await
+    }
+
     async fn dozes(&self) -> Result<bool, Trouble> {
         let records = &self.case.node.records;
         let note = self.look(|sandbox| records.doze(sandbox).ok()?).await?;
         Ok(note.is_some())
     }
 
+    /// The note alone may be about to go: whoever has just been woken out of a doze has been answered before it went.
     async fn has_dozed_off(&self) -> Result<bool, Trouble> {
-        let records = &self.case.node.records;
-        let note = self.look(|sandbox| records.doze(sandbox).ok()?).await?;
-        Ok(note.is_some_and(|note| note.reclaimed))
+        let (node, uid) = (&self.case.node, self.uid().await?);
+        let in_image = uid
+            .is_some_and(|uid| ledger(node, &uid).is_ok_and(|ledger| is_in_image(&ledger.memory)));
+        let note = self
+            .look(|sandbox| node.records.doze(sandbox).ok()?)
+            .await?;
+        Ok(in_image && note.is_some_and(|note| note.reclaimed))
     }
 
     async fn hibernates(&self) -> Result<bool, Trouble> {
@@ -549,7 +562,12 @@ impl Shared<'_> {
     async fn strikes(&self, cycle: &Cycle, moment: Moment, origin: Instant) -> Result<(), Trouble> {
         for strike in cycle.strikes_at(moment) {
             tokio::time::sleep_until((origin + strike.after).into()).await;
-            let hit = self.strike(strike).await?;
+            let mut hit = self.strike(strike).await?;
+            let began = Instant::now();
+            while !hit && strike.victim.is_fleeting() && began.elapsed() < FLEETING {
+                tokio::time::sleep(LOOK).await;
+                hit = self.strike(strike).await?;
+            }
             self.done.borrow_mut().kills.push((strike.victim, hit));
         }
         Ok(())

@@ -10,8 +10,19 @@ pub enum Depth {
     Doze,
     /// In place, because it is asked to.
     Hibernate,
+    /// In place, by itself, because it is idle.
+    Idle,
+    /// The same out of a doze that has lasted.
+    Deepen,
     /// Its Pod is deleted, and another one continues from its image.
     Suspend,
+}
+
+impl Depth {
+    /// It is not asked to, and falls asleep when it has been idle for its time.
+    pub fn is_by_itself(self) -> bool {
+        matches!(self, Self::Doze | Self::Idle | Self::Deepen)
+    }
 }
 
 /// What ends the sleep.
@@ -50,6 +61,17 @@ pub enum Victim {
     Gofer,
     /// torpor-oci, at work on the sandbox (a wake, an end, a reclaim).
     Program,
+    /// torpor-oci as containerd's runtime, at work on a container of the Pod (create, start, delete).
+    Oci,
+    /// A command of runsc for a container of the Pod (create, restore, delete).
+    Runsc,
+}
+
+impl Victim {
+    /// It runs for a moment now and then: who is to be killed is waited for a little.
+    pub fn is_fleeting(self) -> bool {
+        matches!(self, Self::Oci | Self::Runsc)
+    }
 }
 
 /// One kill.
@@ -68,6 +90,8 @@ pub struct Cycle {
     pub waker: Waker,
     /// The client goes on asking while the sandbox falls asleep.
     pub busy: bool,
+    /// Who falls asleep by itself is asked once in the middle of that, so long after its first sign: more would keep it awake.
+    pub question: Option<Duration>,
     /// The client keeps its connection over the sleep, instead of making another one.
     pub same_connection: bool,
     pub strikes: Vec<Strike>,
@@ -84,9 +108,13 @@ fn longest(depth: Depth, moment: Moment) -> u64 {
         (Moment::FallingAsleep, Depth::Hibernate) => 900,
         // And until the Pod is deleted.
         (Moment::FallingAsleep, Depth::Suspend) => 4000,
+        // From the first sign: the same save, for which nobody has asked.
+        (Moment::FallingAsleep, Depth::Idle) => 600,
+        // From the entry that it sleeps: the image is there, and its processes end.
+        (Moment::FallingAsleep, Depth::Deepen) => 300,
         (Moment::Asleep, _) => 300,
         (Moment::Waking, Depth::Doze) => 100,
-        (Moment::Waking, Depth::Hibernate) => 600,
+        (Moment::Waking, Depth::Hibernate | Depth::Idle | Depth::Deepen) => 600,
         // A new Pod.
         (Moment::Waking, Depth::Suspend) => 3000,
     }
@@ -94,14 +122,18 @@ fn longest(depth: Depth, moment: Moment) -> u64 {
 
 /// Who is there to be killed.
 pub fn victims(depth: Depth, moment: Moment) -> &'static [Victim] {
-    use Victim::{Agent, Containerd, Gofer, Keeper, PauseKeeper, Program, Sentry, Shim};
+    use Victim::{
+        Agent, Containerd, Gofer, Keeper, Oci, PauseKeeper, Program, Runsc, Sentry, Shim,
+    };
     match (depth, moment) {
         (Depth::Suspend, Moment::Asleep) => &[Agent, Containerd],
-        (Depth::Hibernate, Moment::Asleep) => &[Agent, Containerd, Shim, PauseKeeper, Keeper],
+        (Depth::Hibernate | Depth::Idle | Depth::Deepen, Moment::Asleep) => {
+            &[Agent, Containerd, Shim, PauseKeeper, Keeper]
+        }
         (Depth::Doze, Moment::Asleep) => {
             &[Agent, Containerd, Shim, PauseKeeper, Keeper, Sentry, Gofer]
         }
-        (_, Moment::FallingAsleep | Moment::Waking) => &[
+        (Depth::Doze, Moment::FallingAsleep | Moment::Waking) => &[
             Agent,
             Containerd,
             Shim,
@@ -110,6 +142,32 @@ pub fn victims(depth: Depth, moment: Moment) -> &'static [Victim] {
             Sentry,
             Gofer,
             Program,
+        ],
+        (
+            Depth::Hibernate | Depth::Idle | Depth::Deepen,
+            Moment::FallingAsleep | Moment::Waking,
+        ) => &[
+            Agent,
+            Containerd,
+            Shim,
+            PauseKeeper,
+            Keeper,
+            Sentry,
+            Gofer,
+            Program,
+            Runsc,
+        ],
+        (Depth::Suspend, Moment::FallingAsleep | Moment::Waking) => &[
+            Agent,
+            Containerd,
+            Shim,
+            PauseKeeper,
+            Keeper,
+            Sentry,
+            Gofer,
+            Program,
+            Runsc,
+            Oci,
         ],
     }
 }
@@ -124,19 +182,28 @@ impl Cycle {
             &mut random,
             &[
                 Depth::Doze,
+                Depth::Doze,
                 Depth::Hibernate,
                 Depth::Hibernate,
                 Depth::Suspend,
+                Depth::Suspend,
+                Depth::Idle,
+                Depth::Deepen,
             ],
         );
         let waker = match depth {
             Depth::Suspend => Waker::Api,
-            Depth::Doze | Depth::Hibernate => *pick(
+            Depth::Doze | Depth::Hibernate | Depth::Idle | Depth::Deepen => *pick(
                 &mut random,
                 &[Waker::Packet, Waker::Packet, Waker::Exec, Waker::Api],
             ),
         };
-        let busy = depth != Depth::Doze && random.u8(..3) == 0;
+        let busy = !depth.is_by_itself() && random.u8(..3) == 0;
+        let asks = depth.is_by_itself() && random.bool();
+        let question = asks.then(|| {
+            let most = longest(depth, Moment::FallingAsleep);
+            Duration::from_millis(random.u64(..=most))
+        });
         let same_connection = random.bool();
         let count = *pick(&mut random, &[0, 1, 1, 1, 1, 2, 2]);
         let mut strikes: Vec<Strike> = (0..count).map(|_| strike(&mut random, depth)).collect();
@@ -145,6 +212,7 @@ impl Cycle {
             depth,
             waker,
             busy,
+            question,
             same_connection,
             strikes,
             last: random.u8(..4) == 0,
@@ -193,11 +261,15 @@ impl fmt::Display for Cycle {
             depth,
             waker,
             busy,
+            question,
             same_connection,
             strikes,
             last,
         } = self;
         write!(f, "{depth:?} until {waker:?}")?;
+        if let Some(after) = question {
+            write!(f, ", asked at +{}ms", after.as_millis())?;
+        }
         for (holds, words) in [(busy, "busy"), (same_connection, "kept"), (last, "last")] {
             if *holds {
                 write!(f, ", {words}")?;
@@ -236,7 +308,7 @@ mod tests {
         // What is written into reports can be run again later.
         assert_eq!(
             Cycle::of(1, 0).to_string(),
-            "Hibernate until Api; Sentry at FallingAsleep+268ms"
+            "Suspend until Api, busy, kept, last; Oci at FallingAsleep+332ms; Containerd at FallingAsleep+2845ms"
         );
     }
 
@@ -259,19 +331,32 @@ mod tests {
         for cycle in all() {
             let suspended = cycle.depth == Depth::Suspend;
             assert!(!suspended || cycle.waker == Waker::Api, "{cycle}");
-            assert!(cycle.depth != Depth::Doze || !cycle.busy, "{cycle}");
+            // Who is asked all the time is not idle.
+            assert!(!cycle.depth.is_by_itself() || !cycle.busy, "{cycle}");
+            let most = longest(cycle.depth, Moment::FallingAsleep);
+            let within = |after: Duration| {
+                cycle.depth.is_by_itself() && after <= Duration::from_millis(most)
+            };
+            assert!(cycle.question.is_none_or(within), "{cycle}");
         }
     }
 
     #[test]
     fn every_kill_at_every_moment_of_every_sleep_comes() {
         let mut missing: HashSet<(Depth, Moment, Victim)> = HashSet::new();
-        for depth in [Depth::Doze, Depth::Hibernate, Depth::Suspend] {
+        let depths = [
+            Depth::Doze,
+            Depth::Hibernate,
+            Depth::Suspend,
+            Depth::Idle,
+            Depth::Deepen,
+        ];
+        for depth in depths {
             for moment in [Moment::FallingAsleep, Moment::Asleep, Moment::Waking] {
                 missing.extend(victims(depth, moment).iter().map(|v| (depth, moment, *v)));
             }
         }
-        for cycle in all().take(2000) {
+        for cycle in all() {
             for strike in &cycle.strikes {
                 missing.remove(&(cycle.depth, strike.moment, strike.victim));
             }
@@ -279,5 +364,15 @@ mod tests {
         assert_eq!(missing, HashSet::new());
         assert!(all().any(|cycle| cycle.strikes.len() > 1));
         assert!(all().any(|cycle| cycle.strikes.is_empty() && cycle.busy));
+        for depth in depths.into_iter().filter(|depth| depth.is_by_itself()) {
+            for kills in [false, true] {
+                let asked = |cycle: &Cycle| {
+                    cycle.depth == depth
+                        && cycle.question.is_some()
+                        && kills != cycle.strikes.is_empty()
+                };
+                assert!(all().any(|cycle| asked(&cycle)), "{depth:?} {kills}");
+            }
+        }
     }
 }

@@ -7,6 +7,7 @@ use torpor_core::ids::{ContainerId, PodUid};
 use torpor_core::ledger::{LedgerState, Memory};
 use torpor_gvisor::record::PodRecord;
 
+use super::commands;
 use super::schedule::Victim;
 use crate::agent::Agent;
 use crate::machine::{self, Process};
@@ -58,10 +59,16 @@ pub fn strike(
         .filter(|pod| ledger(node, pod.pod_uid.as_str()).is_ok_and(|now| !is_in_image(&now.memory)))
         .map(|pod| pod.name)
         .collect();
+    // Of a start it depends on how far it came.
+    let started = victim == Victim::Oci
+        && commands::of_oci(&process.command).is_some_and(|at_work| at_work.verb == "start")
+        && after.as_ref().zip(uid).is_some_and(|(after, uid)| {
+            commands::may_have_started(node.state_of(uid).ok().as_ref(), after)
+        });
     let seen = before.zip(after);
     let slept = seen.is_some_and(|(before, after)| slept_through(&before, &after, wanted));
     Ok(Some(Struck {
-        costs_memory: costs_memory(victim, slept),
+        costs_memory: started || costs_memory(victim, slept),
         others,
     }))
 }
@@ -96,13 +103,13 @@ fn starting(node: &Node) -> anyhow::Result<Vec<PodRecord>> {
     Ok(pods)
 }
 
-fn ledger(node: &Node, uid: &str) -> anyhow::Result<LedgerState> {
+pub(super) fn ledger(node: &Node, uid: &str) -> anyhow::Result<LedgerState> {
     let ledger = node.store.ledger(&PodUid::new(uid)?)?;
     ledger.read().context("cannot read the ledger")
 }
 
 /// Whether nothing that happens to the sandbox' processes may cost the memory.
-fn is_in_image(memory: &Memory) -> bool {
+pub(super) fn is_in_image(memory: &Memory) -> bool {
     match memory {
         Memory::Committed { .. } | Memory::Asleep { .. } | Memory::WakeFailed { .. } => true,
         // A sandbox that is being restored may be awake already, and one that is being saved may not be saved yet.
@@ -123,11 +130,12 @@ fn slept_through(before: &LedgerState, after: &LedgerState, wanted: bool) -> boo
         }
 }
 
-/// Whoever stands for a sandbox that is awake takes it along; a sandbox that slept through the kill comes back.
+/// Whoever stands for a sandbox that is awake takes it along; a sandbox that slept through the kill comes back. A command of runsc, of which
+/// nobody starts a program, is done again: what it restores nobody has heard before it has ended well.
 fn costs_memory(victim: Victim, slept: bool) -> bool {
     match victim {
         // They are started again, and what they were at is done by whoever comes next.
-        Victim::Agent | Victim::Containerd | Victim::Program => false,
+        Victim::Agent | Victim::Containerd | Victim::Program | Victim::Runsc | Victim::Oci => false,
         Victim::Shim | Victim::PauseKeeper | Victim::Keeper | Victim::Sentry | Victim::Gofer => {
             !slept
         }
@@ -143,6 +151,8 @@ fn of_pod(node: &Node, uid: &str, victim: Victim) -> anyhow::Result<Process> {
         Victim::Sentry => node.sentry(uid),
         Victim::Gofer => node.gofer(uid),
         Victim::Program => program(node, uid),
+        Victim::Oci => commands::find(node, uid, commands::of_oci),
+        Victim::Runsc => commands::find(node, uid, commands::of_runsc),
     }
 }
 
@@ -165,7 +175,13 @@ mod tests {
 
     #[test]
     fn memory_may_be_lost_only_with_a_sandbox_that_may_have_been_awake() {
-        for victim in [Victim::Agent, Victim::Containerd, Victim::Program] {
+        for victim in [
+            Victim::Agent,
+            Victim::Containerd,
+            Victim::Program,
+            Victim::Runsc,
+            Victim::Oci,
+        ] {
             assert!(!costs_memory(victim, true) && !costs_memory(victim, false));
         }
         for victim in [

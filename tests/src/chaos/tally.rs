@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
-use super::lane::{Done, Trouble};
 use super::schedule::Cycle;
+use super::trouble::{Done, Trouble};
 
 /// All cycles of a run.
 #[derive(Debug, Default)]

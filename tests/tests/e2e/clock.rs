@@ -8,6 +8,7 @@ use serde_json::json;
 use torpor_api::annotations::{HIBERNATE_AFTER, NEXT_WAKEUP};
 use torpor_api::conditions::POD_HIBERNATED;
 use torpor_api::reasons::hibernated::AWAKE;
+use torpor_gvisor::record::WakeCause;
 use torpor_tests::case::{Case, case, condition, uid};
 use torpor_tests::pods::{pod, shell, with};
 use torpor_tests::sandboxes::sandbox;
@@ -41,6 +42,9 @@ async fn a_pod_that_fell_asleep_by_itself_is_awake_at_its_time_and_sleeps_again(
         let awake = |pod: &_| condition(pod, POD_HIBERNATED).1 == AWAKE;
         case.pod_until("p", "it is awake", LIMIT, awake).await?;
         anyhow::ensure!(Timestamp::now() >= time, "awake before its time");
+        let sandbox = case.node.sandbox_of(&uid(&started))?.sandbox;
+        let woken = case.node.records.wake(&sandbox)?;
+        anyhow::ensure!(woken.cause == WakeCause::Clock, "{woken:?}");
         // By itself again, and not woken once more for what is over.
         let asleep = case.asleep("p").await?;
         let entries = case.node.ledger_seq(&uid(&asleep))?;

@@ -356,7 +356,7 @@ async fn what_a_sleep_gained_and_how_the_wake_went_is_told_by_the_node() -> anyh
         counted(case).await?;
         let awake = told(case, &pod, "the node tells of the wake", |told| told.last_wake.is_some()).await?;
         let wake = awake.last_wake.context("the wish was that there is one")?;
-        assert_eq!(wake.cause, "Called");
+        assert_eq!(wake.cause, "Exec");
         assert!(wake.duration_micros > 0, "{wake:?}");
         assert_eq!(awake.image_bytes, None);
         Ok(())

@@ -1,6 +1,7 @@
 //! Notes beside a pod's record: who uses its sandbox, that it dozes, and how it last fell asleep and woke.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::str::FromStr;
 
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
@@ -89,15 +90,75 @@ pub struct RestoreNote {
     pub stages_end_micros: BTreeMap<String, u64>,
 }
 
-/// Who woke a sandbox.
+/// Who woke a sandbox. `Asked`, `Called` and `Packet` are also the words of older versions, whose keepers live on over an upgrade.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum WakeCause {
     /// The agent, because the API asks for a sandbox that runs.
     Asked,
-    /// An exec, a forwarded connection or a signal.
-    Called,
+    /// The agent, because a time has come that was set.
+    Clock,
+    /// An exec, that of a container's hook included.
+    Exec,
+    /// A forwarded connection.
+    Forward,
+    /// A signal that does not end the program.
+    Signal,
+    /// A container that the Pod has not had before, or one whose start was under way when the others dozed off.
+    Container,
+    /// What a client of `attach` has typed.
+    Typed,
     /// A packet that wants an answer.
     Packet,
+    /// An exec, a forwarded connection or a signal, as an older version tells it.
+    Called,
+}
+
+/// No cause of a wake has this name.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is no cause of a wake")]
+pub struct UnknownCause(String);
+
+impl WakeCause {
+    pub const ALL: [Self; 9] = [
+        Self::Asked,
+        Self::Clock,
+        Self::Exec,
+        Self::Forward,
+        Self::Signal,
+        Self::Container,
+        Self::Typed,
+        Self::Packet,
+        Self::Called,
+    ];
+
+    /// The word in records, metrics and arguments.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Asked => "Asked",
+            Self::Clock => "Clock",
+            Self::Exec => "Exec",
+            Self::Forward => "Forward",
+            Self::Signal => "Signal",
+            Self::Container => "Container",
+            Self::Typed => "Typed",
+            Self::Packet => "Packet",
+            Self::Called => "Called",
+        }
+    }
+
+    /// Whether somebody waits for the sandbox' answer: everybody but the API and the clock, which want it to run from now on.
+    pub fn is_waited_for(self) -> bool {
+        !matches!(self, Self::Asked | Self::Clock)
+    }
+}
+
+impl FromStr for WakeCause {
+    type Err = UnknownCause;
+
+    fn from_str(word: &str) -> Result<Self, Self::Err> {
+        let found = Self::ALL.into_iter().find(|cause| cause.as_str() == word);
+        found.ok_or_else(|| UnknownCause(word.to_owned()))
+    }
 }
 
 /// How deep a sandbox slept.
@@ -264,6 +325,27 @@ impl Records {
 mod tests {
     use super::*;
     use crate::record::tests::one_pod;
+
+    #[test]
+    fn a_cause_is_called_the_same_in_records_and_arguments_and_those_of_older_versions_are_known() {
+        for cause in WakeCause::ALL {
+            assert_eq!(cause.as_str().parse(), Ok(cause));
+            let written = serde_json::to_string(&cause).expect("a word");
+            assert_eq!(written, format!("\"{}\"", cause.as_str()));
+            assert_eq!(format!("{cause:?}"), cause.as_str());
+        }
+        let unknown = "Moonlight".parse::<WakeCause>();
+        assert_eq!(unknown, Err(UnknownCause("Moonlight".to_owned())));
+        for (word, cause) in [
+            ("Asked", WakeCause::Asked),
+            ("Called", WakeCause::Called),
+            ("Packet", WakeCause::Packet),
+        ] {
+            let written = format!(r#"{{"cause":"{word}","stagesEndMicros":{{"resumed":5}}}}"#);
+            let note: WakeNote = serde_json::from_str(&written).expect(word);
+            assert_eq!(note.cause, cause);
+        }
+    }
 
     #[test]
     fn of_a_restore_is_told_what_was_noted_and_when() {

@@ -64,7 +64,7 @@ async fn spans_of_a_save_a_wake_and_a_resume_come_to_the_collector_as_parts_of_t
             let ids = (hex(&wake.trace_id), hex(&wake.parent_span_id));
             assert_eq!(ids, (TRACE.to_owned(), SPAN.to_owned()));
             for (key, expected) in [
-                ("cause", "Called"),
+                ("cause", "Exec"),
                 ("from", "Hibernated"),
                 ("k8s.pod.name", "s"),
                 ("k8s.namespace.name", case.namespace.as_str()),

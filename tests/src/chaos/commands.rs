@@ -1,0 +1,189 @@
+//! Commands that run for a moment, by their command lines: torpor-oci as containerd's runtime, and runsc.
+
+use anyhow::Context;
+use torpor_core::ledger::LedgerState;
+use torpor_gvisor::record::SandboxState;
+
+use super::strike::is_in_image;
+use crate::machine::{self, Process};
+use crate::node::Node;
+
+const VERBS_OF_OCI: [&str; 3] = ["create", "start", "delete"];
+const VERBS_OF_RUNSC: [&str; 3] = ["create", "restore", "delete"];
+/// How torpor-oci begins the arguments of each runsc that it runs (`torpor_gvisor::runsc`).
+const LOG_OF_RUNSC: &str = "--log=/proc/self/fd/";
+
+/// A command for one container.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AtWork<'a> {
+    pub verb: &'a str,
+    pub container: &'a str,
+    /// Whose bundle it reads, if it says so.
+    bundle: Option<&'a str>,
+}
+
+/// torpor-oci, run by containerd's shim.
+pub fn of_oci(command: &str) -> Option<AtWork<'_>> {
+    let program = command.split(' ').next()?;
+    let is_oci = program.rsplit('/').next() == Some("torpor-oci");
+    is_oci.then(|| AtWork::parse(command, &VERBS_OF_OCI))?
+}
+
+/// runsc, run by torpor-oci; not what it leaves behind (`runsc-sandbox`, `runsc-gofer`).
+pub fn of_runsc(command: &str) -> Option<AtWork<'_>> {
+    let mut words = command.split(' ');
+    let stays = words.next()?.starts_with("runsc-");
+    let is_runsc = !stays && words.next()?.starts_with(LOG_OF_RUNSC);
+    is_runsc.then(|| AtWork::parse(command, &VERBS_OF_RUNSC))?
+}
+
+impl<'a> AtWork<'a> {
+    /// The first of `verbs` among the words; the container is always the last of these.
+    fn parse(command: &'a str, verbs: &[&str]) -> Option<Self> {
+        let words: Vec<&str> = command.split(' ').collect();
+        let verb = words.iter().copied().find(|word| verbs.contains(word))?;
+        let bundle = words.iter().position(|word| *word == "--bundle");
+        Some(Self {
+            verb,
+            container: words.last().copied()?,
+            bundle: bundle.and_then(|at| words.get(at + 1).copied()),
+        })
+    }
+
+    /// Whether it is for a container of the Pod: one that is known, or one that is being made and whose spec names the Pod.
+    fn is_for(&self, known: &[String], uid: &str) -> bool {
+        let is_named = |bundle: &str| {
+            let spec = std::fs::read_to_string(format!("{bundle}/config.json"));
+            spec.is_ok_and(|spec| spec.contains(uid))
+        };
+        known.iter().any(|id| id == self.container) || self.bundle.is_some_and(is_named)
+    }
+}
+
+/// The first command of this kind that is at work on the Pod.
+pub fn find(
+    node: &Node,
+    uid: &str,
+    of: impl Fn(&str) -> Option<AtWork<'_>>,
+) -> anyhow::Result<Process> {
+    let mut known = Vec::new();
+    for pod in node.sandboxes_of(uid)? {
+        let containers = node.records.containers_of(&pod.sandbox).unwrap_or_default();
+        known.extend(containers.into_iter().map(|one| one.id.to_string()));
+        known.push(pod.sandbox.to_string());
+    }
+    let is_for = |process: &Process| of(&process.command).is_some_and(|at| at.is_for(&known, uid));
+    let found = machine::processes().into_iter().find(is_for);
+    found.context("no such command is at work on the Pod")
+}
+
+/// Whether the start of a container that was killed may have started its program: the kubelet is told that it failed, ends the program and
+/// starts another. `state`: of its sandbox, and `ledger` its Pod's, after the kill.
+pub fn may_have_started(state: Option<&SandboxState>, ledger: &LedgerState) -> bool {
+    match state {
+        // Before the ledger says that a restore has begun nothing runs, and after it has failed nothing is left. A Pod that goes on from
+        // another's image has no entry before.
+        Some(SandboxState::Restoring { .. }) => ledger.seq > 0 && !is_in_image(&ledger.memory),
+        Some(SandboxState::Hibernated { .. }) => false,
+        Some(SandboxState::Running) | None => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use torpor_core::ids::ImageId;
+    use torpor_core::ledger::Memory;
+
+    use super::*;
+
+    #[test]
+    fn a_command_is_told_by_its_program_and_its_verb() {
+        let oci = "/usr/local/bin/torpor-oci --root /run/x --log /run/l create --bundle /run/b --pid-file /run/p c0ffee";
+        let create = AtWork {
+            verb: "create",
+            container: "c0ffee",
+            bundle: Some("/run/b"),
+        };
+        assert_eq!(of_oci(oci), Some(create));
+        assert_eq!(of_runsc(oci), None);
+        let runsc = "/opt/torpor/runsc --log=/proc/self/fd/5 --log-format=json --root /run/r delete --force c0ffee";
+        let delete = AtWork {
+            verb: "delete",
+            container: "c0ffee",
+            bundle: None,
+        };
+        assert_eq!(of_runsc(runsc), Some(delete));
+        assert_eq!(of_oci(runsc), None);
+        for other in [
+            "/usr/local/bin/torpor-oci --root /run/x state c0ffee",
+            "/usr/local/bin/torpor-oci --root /run/x exec --process /tmp/start c0ffee",
+            "torpor-keeper keeper c0ffee --socket 4",
+            "runsc-sandbox --log=/proc/self/fd/5 --root /run/r boot --bundle /run/b c0ffee",
+            "runsc-gofer --log=/proc/self/fd/5 --root /run/r gofer --bundle /run/b",
+            "/opt/torpor/runsc --log=/proc/self/fd/5 --root /run/r start c0ffee",
+            "/bin/rm delete c0ffee",
+            "",
+        ] {
+            assert_eq!(of_oci(other), None, "{other}");
+            assert_eq!(of_runsc(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn a_command_is_for_a_pod_that_it_or_its_bundle_names() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let spec = r#"{"annotations":{"io.kubernetes.cri.sandbox-uid":"pod-a"}}"#;
+        std::fs::write(dir.path().join("config.json"), spec).expect("written");
+        let bundle = dir.path().to_str().expect("words");
+        let command = format!("torpor-oci create --bundle {bundle} c0ffee");
+        let at_work = of_oci(&command).expect("at work");
+        assert!(at_work.is_for(&[], "pod-a"));
+        assert!(!at_work.is_for(&["beef".to_owned()], "pod-b"));
+        assert!(at_work.is_for(&["c0ffee".to_owned()], "pod-b"));
+    }
+
+    #[test]
+    fn a_start_that_was_killed_costs_memory_only_where_a_program_may_run() {
+        let image = || ImageId::parse("pod-a.1").expect("an image's name");
+        let restoring = SandboxState::Restoring {
+            image: image(),
+            started: Vec::new(),
+        };
+        let hibernated = SandboxState::Hibernated { image: image() };
+        let at = |seq, memory| LedgerState {
+            seq,
+            memory,
+            ..LedgerState::default()
+        };
+        let failed = Memory::WakeFailed {
+            image: image(),
+            reason: "RestoreFailed".to_owned(),
+        };
+        for (state, ledger, expected) in [
+            // Nothing has begun.
+            (Some(&restoring), at(0, Memory::Live), false),
+            (
+                Some(&restoring),
+                at(3, Memory::Committed { image: image() }),
+                false,
+            ),
+            // It has, and has failed.
+            (Some(&restoring), at(2, failed), false),
+            (
+                Some(&restoring),
+                at(1, Memory::Waking { image: image() }),
+                true,
+            ),
+            (Some(&restoring), at(2, Memory::Live), true),
+            (Some(&hibernated), at(9, Memory::Live), false),
+            (Some(&SandboxState::Running), at(0, Memory::Live), true),
+            (None, at(0, Memory::Live), true),
+        ] {
+            assert_eq!(
+                may_have_started(state, &ledger),
+                expected,
+                "{state:?} {ledger:?}"
+            );
+        }
+    }
+}
