@@ -19,21 +19,21 @@ use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use torpor_api::snapshot::SandboxSnapshot;
-use torpor_core::ids::{Namespace, PodUid, SandboxId};
+use torpor_core::ids::{Namespace, PodUid};
 use torpor_core::pressure::{Candidate, candidate};
 use torpor_core::queue::Wish;
 use torpor_core::state::{Desired, Failures, PodPresence, Policy};
 use torpor_core::status::SnapshotState;
 use torpor_core::steps::{Outcome, Plan, Reason, Step};
-use torpor_gvisor::keeper::{self, Request, Rules};
-use torpor_gvisor::record::{PodLock, PodRecord, Probes, WakeCause};
+use torpor_gvisor::keeper::Rules;
+use torpor_gvisor::record::{PodLock, PodRecord, WakeCause};
 
-use crate::desired::{desired, pod_of_snapshot, probes, rules, snapshots_about};
+use crate::desired::{desired, pod_of_snapshot, snapshots_about};
 use crate::execute::{self, Context, execute};
 use crate::idle::{self, Watched};
 use crate::kata::{Held, Kata};
 use crate::metrics::Metrics;
-use crate::node::{CALL_LIMIT, Node};
+use crate::node::Node;
 use crate::observe::observe;
 use crate::pressure::NodePressure;
 use crate::publish::{self, Publisher, SavedImage};
@@ -46,6 +46,8 @@ use crate::wakes::{self, FailedWakes};
 mod draft;
 pub(crate) use draft::saved_name;
 mod of_kata;
+mod told;
+use told::{Kubelet, Told, tell_rules};
 mod written;
 use written::Written;
 
@@ -98,11 +100,13 @@ impl Driver {
         self.poke_all();
     }
 
-    /// The API says that something about the Pod changed.
-    pub(crate) fn poke_if_kept(&self, pod: &PodUid) {
-        if self.begun.load(Ordering::Acquire) && self.is_ours(pod) {
+    /// The API says that something about the Pod changed; whether the Pod has anything to do with this node.
+    pub(crate) fn poke_if_kept(&self, pod: &PodUid) -> bool {
+        let kept = self.begun.load(Ordering::Acquire) && self.is_ours(pod);
+        if kept {
             self.poke(pod);
         }
+        kept
     }
 
     /// Something about the Pod may have changed.
@@ -216,9 +220,7 @@ impl Driver {
             return Turn::Wait(wait);
         }
         let desired = self.desired(pod_uid, pod.as_deref(), &snapshots);
-        let probes = pod.as_deref().map(|pod| probes(pod, &desired));
-        let rules = pod.as_deref().map(|pod| rules(pod, &desired));
-        let kubelet = Kubelet { probes, rules };
+        let kubelet = Kubelet::of(pod.as_deref(), &desired);
         let looked = self
             .look(pod.clone(), desired, kubelet, remembered.clone())
             .await;
@@ -476,34 +478,6 @@ struct Remembered {
     told: Option<Told>,
     written: Written,
     failed_wakes: FailedWakes,
-}
-
-/// What the kubelet does with the Pod, if the API has it: what it probes, and what follows for who speaks for the Pod.
-struct Kubelet {
-    probes: Option<Probes>,
-    rules: Option<Rules>,
-}
-
-/// What a sandbox' keeper goes by, as far as this agent has told it.
-type Told = (SandboxId, Rules);
-
-/// A keeper that holds packets for a sleeping Pod is told when the Pod's rules have changed.
-fn tell_rules(node: &Node, pod: &PodRecord, rules: &Rules, told: Option<Told>) -> Option<Told> {
-    let new = (pod.sandbox.clone(), rules.clone());
-    if told.as_ref() == Some(&new) {
-        return told;
-    }
-    let request = Request::Rules(new.1.clone());
-    match keeper::ask(&node.pause_dir(&new.0), &request, &[], CALL_LIMIT) {
-        Ok(_) => Some(new),
-        // It is not there yet, or no longer.
-        Err(keeper::Error::Gone { .. }) => None,
-        Err(error) => {
-            let error = crate::observe::words(&error);
-            tracing::warn!(pod_uid = %pod.pod_uid, error, "the Pod's keeper goes by its old rules until the sandbox falls asleep again");
-            Some(new)
-        }
-    }
 }
 
 /// What was seen and what follows; holds the sandbox' lock for the steps.

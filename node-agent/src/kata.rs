@@ -478,7 +478,7 @@ impl Known {
 
 /// Whether the kubelet's probes are answered while the Pod's programs stand still: a TCP probe is, by the guest's kernel.
 fn answers_probes(pod: &Pod) -> Result<(), String> {
-    for (container, probe) in crate::desired::each_probe(pod) {
+    for (container, probe) in crate::kubelet::each_probe(pod) {
         if probe.exec.is_some() || probe.http_get.is_some() || probe.grpc.is_some() {
             return Err(format!(
                 "container {} has a probe that its program answers, which stands still while a Kata sandbox dozes (a tcpSocket probe is answered)",

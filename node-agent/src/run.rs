@@ -231,9 +231,7 @@ async fn watch(
     let driver = Driver::new(Arc::new(shared), stop.clone());
     let for_pods = driver.clone();
     tasks.spawn(pump(pod_events, stop.clone(), move |pod: &Pod| {
-        if let Some(uid) = pod.uid().and_then(|uid| PodUid::new(uid).ok()) {
-            for_pods.poke_if_kept(&uid);
-        }
+        for_pods.changed(pod);
     }));
     let (for_snapshots, known) = (driver.clone(), pods.clone());
     tasks.spawn(pump(
