@@ -1,6 +1,11 @@
 //! The whole thing for claims and pools: watches, caches, queues and all reconcilers, against the apiserver in memory.
 
-use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use std::{
+    cell::Cell,
+    collections::BTreeSet,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use kube::ResourceExt;
 use rstest::rstest;
@@ -71,12 +76,15 @@ impl AtWork {
 
     /// Waits until nobody has asked for a pass over a claim for a while: the next one follows from what the test does next.
     async fn claims_rest(&self) {
-        loop {
-            tokio::time::sleep(Duration::from_millis(100)).await;
-            if !self.cluster.context.queues.claims.is_busy() {
-                return;
+        let claims = &self.cluster.context.queues.claims;
+        let since = Cell::new(Instant::now());
+        let rest = || {
+            if claims.is_busy() {
+                since.set(Instant::now());
             }
-        }
+            since.get().elapsed() >= Duration::from_millis(100)
+        };
+        turns::until("claims rest", rest).await;
     }
 
     async fn end(self) {

@@ -240,6 +240,28 @@ impl Cluster {
         self.api.create("sandboxclaims", claim);
     }
 
+    /// Two Sandboxes of a template: one that was a member of a pool before it was claimed, and one that starts cold.
+    pub(crate) async fn warm_and_cold(&self, template: Value) -> [String; 2] {
+        self.template(template);
+        self.pool(1, json!({}));
+        self.settle().await;
+        self.claim("warm", json!({}));
+        self.claim("cold", json!({}));
+        self.settle().await;
+        ["warm", "cold"].map(|claim| self.held_by(claim).expect("it has one"))
+    }
+
+    /// Members of a pool that replaces what is stale, before and after their template has changed.
+    pub(crate) async fn members_over(&self, template: Value, change: &Value) -> [Vec<String>; 2] {
+        self.template(template);
+        self.pool(2, json!({"spec": {"updateStrategy": {"type": "Recreate"}}}));
+        self.settle().await;
+        let before = self.controlled_by(&self.get_pool("p"));
+        self.edit("sandboxtemplates", "t", change);
+        self.settle().await;
+        [before, self.controlled_by(&self.get_pool("p"))]
+    }
+
     /// A change by a user: the generation moves with the spec.
     pub(crate) fn edit(&self, kind: &str, name: &str, patch: &Value) {
         let object = self.api.get(kind, NS, name).unwrap();

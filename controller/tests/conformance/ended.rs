@@ -26,11 +26,6 @@ fn end(world: &World, reason: &str, disrupts: bool) {
     world.edit_pod(&json!({"status": {"phase": "Failed", "reason": reason}}));
 }
 
-fn pod_is_going(world: &World) -> bool {
-    let pod = world.pod().expect("the Pod exists");
-    pod["metadata"].get("deletionTimestamp").is_some()
-}
-
 /// The agent has found the Pod's memory, or none.
 fn agent_says(world: &World, memory: bool) {
     let none = json!({
@@ -67,11 +62,11 @@ async fn a_sleeping_pod_that_its_kubelet_ended_leaves_its_image_to_the_next_pod(
     world.assert_says("Hibernated", "False", "Saving", &message);
     assert_eq!(world.condition("Finished"), None);
     assert_eq!(world.condition("Ready").unwrap().1, "DependenciesNotReady");
-    assert!(!pod_is_going(&world), "its image would go with it");
+    assert!(!world.pod_is_going(), "its image would go with it");
 
     agent_says(&world, true);
     world.settle().await;
-    assert!(pod_is_going(&world));
+    assert!(world.pod_is_going());
     world.pod_ends();
     world.settle().await;
     let image = world.pod_annotation("torpor.dev/restore-image");
@@ -124,7 +119,7 @@ async fn a_sandbox_may_be_suspended_when_its_kubelet_has_ended_its_pod(#[case] l
     }
     world.edit_sandbox(&mode("Suspended"));
     world.settle().await;
-    assert!(!pod_is_going(&world), "its image would go with it");
+    assert!(!world.pod_is_going(), "its image would go with it");
     agent_says(&world, true);
     world.settle().await;
     world.pod_ends();

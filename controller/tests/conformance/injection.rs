@@ -42,14 +42,7 @@ fn init_containers(cluster: &Cluster, sandbox: &str) -> Vec<String> {
 #[tokio::test]
 async fn a_template_asks_for_all_of_its_sandboxes(#[case] asks: Value) {
     let cluster = cluster(Some("runtime:1"));
-    cluster.template(asks);
-    cluster.pool(1, json!({}));
-    cluster.settle().await;
-    cluster.claim("warm", json!({}));
-    cluster.claim("cold", json!({}));
-    cluster.settle().await;
-    for claim in ["warm", "cold"] {
-        let sandbox = cluster.held_by(claim).unwrap();
+    for sandbox in cluster.warm_and_cold(asks).await {
         assert_eq!(init_containers(&cluster, &sandbox), ["torpor-runtime"]);
         // The Sandbox is what the template says: nothing of it is in its spec.
         let spec = cluster.get_sandbox(&sandbox)["spec"]["podTemplate"]["spec"].clone();
@@ -67,13 +60,8 @@ async fn a_template_asks_for_all_of_its_sandboxes(#[case] asks: Value) {
 #[tokio::test]
 async fn no_member_is_stale_for_it(#[case] before: Value, #[case] change: Value) {
     let cluster = cluster(Some("runtime:1"));
-    cluster.template(before);
-    cluster.pool(2, json!({"spec": {"updateStrategy": {"type": "Recreate"}}}));
-    cluster.settle().await;
-    let members = cluster.controlled_by(&cluster.get_pool("p"));
-    cluster.edit("sandboxtemplates", "t", &change);
-    cluster.settle().await;
-    assert_eq!(cluster.controlled_by(&cluster.get_pool("p")), members);
+    let [before, after] = cluster.members_over(before, &change).await;
+    assert_eq!(after, before);
 }
 
 #[rstest]

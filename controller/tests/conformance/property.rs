@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 
 use crate::{
     apiserver::{Fault, FaultAnswer},
+    cluster::is_going,
     objects::{NS, committed, condition, mode, ready_pod, torpor_sandbox},
     world::World,
 };
@@ -347,10 +348,6 @@ impl Run {
             "it does not settle"
         );
     }
-}
-
-fn is_going(object: &Value) -> bool {
-    object["metadata"].get("deletionTimestamp").is_some()
 }
 
 fn uid(object: &Value) -> String {

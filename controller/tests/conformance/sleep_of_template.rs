@@ -16,38 +16,27 @@ fn on_pod(cluster: &Cluster, sandbox: &str, key: &str) -> Value {
 #[tokio::test]
 async fn a_templates_own_annotations_reach_the_pods_of_its_sandboxes() {
     let cluster = Cluster::new();
-    cluster.template(json!({
+    let template = json!({
         "metadata": {"annotations": {DOZE: "1m", "torpor.dev/idle-timeout": "1h"}},
         "spec": {"podTemplate": {"metadata": {"annotations": {HIBERNATE: "2h"}}}},
-    }));
-    cluster.pool(1, json!({}));
-    cluster.settle().await;
-    cluster.claim("warm", json!({}));
-    cluster.claim("cold", json!({}));
-    cluster.settle().await;
-    for claim in ["warm", "cold"] {
-        let sandbox = cluster.held_by(claim).expect("it has one");
-        assert_eq!(on_pod(&cluster, &sandbox, DOZE), "60s", "{claim}");
+    });
+    let [warm, cold] = cluster.warm_and_cold(template).await;
+    for sandbox in [&warm, &cold] {
+        assert_eq!(on_pod(&cluster, sandbox, DOZE), "60s", "{sandbox}");
         // The pod template says it by another name, and wins.
-        assert_eq!(on_pod(&cluster, &sandbox, HIBERNATE), "7200s", "{claim}");
+        assert_eq!(on_pod(&cluster, sandbox, HIBERNATE), "7200s", "{sandbox}");
     }
     let own = json!({"metadata": {"annotations": {DOZE: "5s"}}});
-    let sandbox = cluster.held_by("warm").expect("it has one");
-    cluster.edit("sandboxes", &sandbox, &own);
+    cluster.edit("sandboxes", &warm, &own);
     cluster.settle().await;
-    assert_eq!(on_pod(&cluster, &sandbox, DOZE), "5s", "its own wins");
+    assert_eq!(on_pod(&cluster, &warm, DOZE), "5s", "its own wins");
 }
 
 /// As what the runtime's annotation asks for.
 #[tokio::test]
 async fn no_member_is_stale_for_what_its_template_says_of_sleep_since_then() {
     let cluster = Cluster::new();
-    cluster.template(json!({}));
-    cluster.pool(2, json!({"spec": {"updateStrategy": {"type": "Recreate"}}}));
-    cluster.settle().await;
-    let members = cluster.controlled_by(&cluster.get_pool("p"));
     let change = json!({"metadata": {"annotations": {DOZE: "1m"}}});
-    cluster.edit("sandboxtemplates", "t", &change);
-    cluster.settle().await;
-    assert_eq!(cluster.controlled_by(&cluster.get_pool("p")), members);
+    let [before, after] = cluster.members_over(json!({}), &change).await;
+    assert_eq!(after, before);
 }

@@ -66,14 +66,13 @@ async fn an_image_that_is_missing_while_its_pod_is_there_is_not_being_saved() {
         "The image of SandboxSnapshot {name:?} is not on node \"n1\", and is waited for (a disk that is not mounted, a directory with another name)"
     );
     world.assert_says("Hibernated", "False", "ImageMissing", &message);
-    let deleted = |world: &World| {
-        let pod = world.pod().expect("the Pod exists");
-        pod["metadata"].get("deletionTimestamp").is_some()
-    };
-    assert!(!deleted(&world), "its sandbox sleeps in the same image");
+    assert!(
+        !world.pod_is_going(),
+        "its sandbox sleeps in the same image"
+    );
     world.edit_snapshot(&name, &committed("i.1", "n1"));
     world.settle().await;
-    assert!(deleted(&world));
+    assert!(world.pod_is_going());
 }
 
 #[tokio::test]

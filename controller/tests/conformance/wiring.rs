@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use torpor_controller::{
@@ -49,6 +49,26 @@ impl Running {
             .await;
     }
 
+    /// Somebody makes the Sandbox "s", and its Pod becomes ready.
+    async fn comes_up(&self, sandbox: Value) {
+        self.world.api.create("sandboxes", sandbox);
+        self.pod_exists().await;
+        self.world.pod_becomes_ready();
+        self.says("Ready", "DependenciesReady").await;
+    }
+
+    /// Somebody suspends it: its agent keeps its image, and its kubelet ends its Pod.
+    async fn is_suspended(&self) {
+        let world = &self.world;
+        world.edit_sandbox(&mode("Suspended"));
+        let made = |api: &Apiserver| !api.list("sandboxsnapshots").is_empty();
+        world.api.until("there is a snapshot", made).await;
+        world.edit_snapshot(&world.snapshot(), &committed("i.1", "n1"));
+        let going = |_: &Apiserver| world.pod_is_going();
+        world.api.until("the Pod is being deleted", going).await;
+        world.pod_ends();
+    }
+
     async fn end(self) -> World {
         self.stop.cancel();
         tokio::time::timeout(Duration::from_secs(20), self.work)
@@ -63,10 +83,9 @@ impl Running {
 async fn a_sandbox_lives_through_its_watches() {
     let running = Running::start(World::new());
     let api = running.world.api.clone();
-    api.create("sandboxes", sandbox(json!({"spec": {"service": true}})));
-    running.pod_exists().await;
-    api.edit("pods", NS, "s", &ready_pod("n1"));
-    running.says("Ready", "DependenciesReady").await;
+    running
+        .comes_up(sandbox(json!({"spec": {"service": true}})))
+        .await;
     // What somebody else takes away comes back.
     api.remove("services", NS, "s");
     api.until("the Service is back", |api| {
@@ -99,24 +118,9 @@ async fn what_was_there_before_the_controller_is_taken_up() {
 #[tokio::test]
 async fn suspend_and_resume_follow_the_agents_writes() {
     let running = Running::start(World::new());
-    let (api, world) = (running.world.api.clone(), &running.world);
-    api.create("sandboxes", torpor_sandbox(json!({})));
-    running.pod_exists().await;
-    api.edit("pods", NS, "s", &ready_pod("n1"));
-    running.says("Ready", "DependenciesReady").await;
-    world.edit_sandbox(&mode("Suspended"));
-    api.until("there is a snapshot", |api| {
-        !api.list("sandboxsnapshots").is_empty()
-    })
-    .await;
-    let name = world.snapshot();
-    world.edit_snapshot(&name, &committed("i.1", "n1"));
-    let going = |api: &Apiserver| {
-        api.get("pods", NS, "s")
-            .is_some_and(|p| p["metadata"].get("deletionTimestamp").is_some())
-    };
-    api.until("the Pod is being deleted", going).await;
-    world.pod_ends();
+    let world = &running.world;
+    running.comes_up(torpor_sandbox(json!({}))).await;
+    running.is_suspended().await;
     running.says("Suspended", "PodTerminated").await;
     running.says("Hibernated", "Hibernated").await;
     world.edit_sandbox(&mode("Running"));
@@ -135,22 +139,8 @@ async fn a_node_that_left_the_cluster_and_came_back_is_taken_once_its_agent_is_h
     world.api.edit("sandboxnodes", "", "n1", &long_ago);
     let running = Running::start(world);
     let (api, world) = (running.world.api.clone(), &running.world);
-    api.create("sandboxes", torpor_sandbox(json!({})));
-    running.pod_exists().await;
-    api.edit("pods", NS, "s", &ready_pod("n1"));
-    running.says("Ready", "DependenciesReady").await;
-    world.edit_sandbox(&mode("Suspended"));
-    api.until("there is a snapshot", |api| {
-        !api.list("sandboxsnapshots").is_empty()
-    })
-    .await;
-    world.edit_snapshot(&world.snapshot(), &committed("i.1", "n1"));
-    let going = |api: &Apiserver| {
-        api.get("pods", NS, "s")
-            .is_some_and(|p| p["metadata"].get("deletionTimestamp").is_some())
-    };
-    api.until("the Pod is being deleted", going).await;
-    world.pod_ends();
+    running.comes_up(torpor_sandbox(json!({}))).await;
+    running.is_suspended().await;
     running.says("Hibernated", "Hibernated").await;
 
     let is_told = || {
@@ -266,7 +256,7 @@ async fn many_sandboxes_at_once_all_come_up() {
             &ready_pod("n1"),
         );
     }
-    let ready = |sandbox: &serde_json::Value| {
+    let ready = |sandbox: &Value| {
         let all = sandbox["status"]["conditions"].as_array();
         all.is_some_and(|all| {
             all.iter()

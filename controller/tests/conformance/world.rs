@@ -8,6 +8,7 @@ use torpor_controller::{calls, context::Context, sandbox, settings::Settings};
 
 use crate::{
     apiserver::{Apiserver, Write},
+    cluster::is_going,
     objects::{NS, ready_pod, runtime_class, sandbox_node},
 };
 
@@ -59,6 +60,11 @@ impl World {
 
     pub(crate) fn pod(&self) -> Option<Value> {
         self.api.get("pods", NS, "s")
+    }
+
+    /// Whether the Pod is being deleted.
+    pub(crate) fn pod_is_going(&self) -> bool {
+        is_going(&self.pod().expect("the Pod exists"))
     }
 
     pub(crate) fn pod_annotation(&self, key: &str) -> Option<String> {
@@ -157,10 +163,7 @@ impl World {
     /// The kubelet has ended a Pod that is being deleted.
     pub(crate) fn pod_ends(&self) {
         let pod = self.pod().expect("the Pod exists");
-        assert!(
-            pod["metadata"].get("deletionTimestamp").is_some(),
-            "nobody deleted it: {pod:#}"
-        );
+        assert!(is_going(&pod), "nobody deleted it: {pod:#}");
         self.api.remove("pods", NS, "s");
     }
 

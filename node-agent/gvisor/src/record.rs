@@ -25,14 +25,12 @@
 //! ```
 //! Files are replaced by rename: a reader sees the old one or the new one.
 
-use std::fs::{DirBuilder, File, OpenOptions};
-use std::io::{ErrorKind, Read, Write};
+use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
 
 use nix::fcntl::{Flock, FlockArg};
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use torpor_core::RolledBack;
 use torpor_core::ids::{ContainerId, ImageId, Namespace, PodUid, SandboxId};
@@ -45,17 +43,19 @@ use crate::process;
 use crate::spec::{Role, SandboxVolume};
 use torpor_cgroup::Quota;
 
+mod files;
 mod members;
 mod notes;
 mod reports;
 
+use files::{
+    list, make_dir, modified, read_if_there, read_json, remove_dir, remove_file, write_error,
+    write_json, write_json_as_of,
+};
 pub use notes::{
     Depth, DozeNote, NOT_HELD_OPEN, ProbeNote, Probes, RestoreNote, Session, SleepNote,
     UnknownCause, WakeCause, WakeNote,
 };
-
-/// No record is larger; the OCI spec of a pod with thousands of mounts is below a megabyte.
-const MAX_RECORD: u64 = 8 << 20;
 
 /// Why a record could not be read or written.
 #[derive(Debug, thiserror::Error)]
@@ -492,123 +492,6 @@ impl Records {
     pub fn remove_pod(&self, sandbox: &SandboxId) -> Result<(), Error> {
         remove_dir(&self.pod_dir(sandbox))
     }
-}
-
-fn modified(path: &Path) -> Option<std::time::SystemTime> {
-    std::fs::metadata(path).ok()?.modified().ok()
-}
-
-fn write_error(path: &Path, source: std::io::Error) -> Error {
-    Error::Write {
-        path: path.into(),
-        source,
-    }
-}
-
-fn make_dir(path: &Path) -> Result<(), Error> {
-    let made = DirBuilder::new().recursive(true).mode(0o700).create(path);
-    made.map_err(|source| write_error(path, source))
-}
-
-/// Whoever looks at a pod without its lock may make a file (one to lock) while the directory is being emptied.
-fn remove_dir(path: &Path) -> Result<(), Error> {
-    const TRIES: u32 = 100;
-    for _ in 1..TRIES {
-        match std::fs::remove_dir_all(path) {
-            Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => {}
-            other => return removed(path, other),
-        }
-    }
-    removed(path, std::fs::remove_dir_all(path))
-}
-
-fn remove_file(path: &Path) -> Result<(), Error> {
-    removed(path, std::fs::remove_file(path))
-}
-
-/// What is gone already is removed.
-fn removed(path: &Path, result: std::io::Result<()>) -> Result<(), Error> {
-    match result {
-        Err(error) if error.kind() != ErrorKind::NotFound => Err(write_error(path, error)),
-        _ => Ok(()),
-    }
-}
-
-fn list(dir: &Path) -> Result<Vec<String>, Error> {
-    match std::fs::read_dir(dir) {
-        Ok(entries) => Ok(entries
-            .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
-            .collect()),
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
-        Err(source) => Err(Error::Read {
-            path: dir.into(),
-            source,
-        }),
-    }
-}
-
-fn write_json<T: Serialize>(path: &Path, value: &T) -> Result<(), Error> {
-    write_json_as_of(path, value, None)
-}
-
-/// With a time for the file, where it is not to be now.
-fn write_json_as_of<T: Serialize>(
-    path: &Path,
-    value: &T,
-    time: Option<std::time::SystemTime>,
-) -> Result<(), Error> {
-    let bytes = serde_json::to_vec(value).map_err(|source| Error::Parse {
-        path: path.into(),
-        source,
-    })?;
-    let temporary = path.with_extension(format!("tmp{}", std::process::id()));
-    let written = OpenOptions::new()
-        .create(true)
-        .truncate(true)
-        .write(true)
-        .mode(0o600)
-        .open(&temporary)
-        .and_then(|mut file| {
-            file.write_all(&bytes)?;
-            time.map_or(Ok(()), |time| file.set_modified(time))
-        })
-        .and_then(|()| std::fs::rename(&temporary, path));
-    written.map_err(|source| write_error(path, source))
-}
-
-/// None where nobody has written it.
-fn read_if_there<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, Error> {
-    match read_json(path) {
-        Ok(value) => Ok(Some(value)),
-        Err(Error::Missing(_)) => Ok(None),
-        Err(error) => Err(error),
-    }
-}
-
-fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, Error> {
-    let file = match File::open(path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == ErrorKind::NotFound => {
-            return Err(Error::Missing(path.into()));
-        }
-        Err(source) => {
-            return Err(Error::Read {
-                path: path.into(),
-                source,
-            });
-        }
-    };
-    let mut bytes = Vec::new();
-    file.take(MAX_RECORD)
-        .read_to_end(&mut bytes)
-        .map_err(|source| Error::Read {
-            path: path.into(),
-            source,
-        })?;
-    serde_json::from_slice(&bytes).map_err(|source| Error::Parse {
-        path: path.into(),
-        source,
-    })
 }
 
 #[cfg(test)]

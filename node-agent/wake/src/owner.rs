@@ -214,6 +214,14 @@ mod tests {
     use super::*;
     use std::net::{TcpListener, TcpStream};
 
+    /// A server's port, the server, and a connection to it.
+    fn connected(to: &str) -> (u16, TcpListener, TcpStream) {
+        let server = TcpListener::bind(to).expect("listens");
+        let address = server.local_addr().expect("an address");
+        let stream = TcpStream::connect(address).expect("connects");
+        (address.port(), server, stream)
+    }
+
     fn ends(stream: &TcpStream) -> Ends {
         let (local, remote) = (
             stream.local_addr().expect("an address"),
@@ -230,12 +238,9 @@ mod tests {
     #[test]
     fn the_process_at_a_connections_other_end_is_found() {
         for address in ["127.0.0.1:0", "[::1]:0"] {
-            let server = TcpListener::bind(address).expect("listens");
-            let stream =
-                TcpStream::connect(server.local_addr().expect("an address")).expect("connects");
+            let (port, _server, stream) = connected(address);
             let inode = socket_of(&ends(&stream)).expect("asked").expect("is here");
             assert!(has_open(std::process::id(), inode), "{address}");
-            let port = server.local_addr().expect("an address").port();
             assert_eq!(
                 listener(port).expect("asked"),
                 Some(std::process::id()),
@@ -258,21 +263,17 @@ mod tests {
 
     #[test]
     fn a_connection_is_the_kubelets_when_the_process_has_it_that_listens_on_its_port() {
-        let server = TcpListener::bind("127.0.0.1:0").expect("listens");
-        let address = server.local_addr().expect("an address");
-        let stream = TcpStream::connect(address).expect("connects");
+        let (port, _server, stream) = connected("127.0.0.1:0");
         let ends = ends(&stream);
         // As after a restart of the kubelet, what was found before is not trusted.
-        let mut kubelet = Kubelet::at(address.port());
+        let mut kubelet = Kubelet::at(port);
         kubelet.process = Some(1);
         assert!(kubelet.owns(&ends).expect("asked"));
     }
 
     #[test]
     fn somebody_elses_connection_is_not_the_kubelets() {
-        let server = TcpListener::bind("127.0.0.1:0").expect("listens");
-        let stream =
-            TcpStream::connect(server.local_addr().expect("an address")).expect("connects");
+        let (_, _server, stream) = connected("127.0.0.1:0");
         // Nobody listens there, and so nobody is the kubelet.
         let nobody = TcpListener::bind("127.0.0.1:0").expect("listens");
         let port = nobody.local_addr().expect("an address").port();
@@ -283,11 +284,9 @@ mod tests {
 
     #[test]
     fn a_connection_that_was_closed_is_nobodys() {
-        let server = TcpListener::bind("127.0.0.1:0").expect("listens");
-        let address = server.local_addr().expect("an address");
-        let stream = TcpStream::connect(address).expect("connects");
+        let (port, _server, stream) = connected("127.0.0.1:0");
         let ends = ends(&stream);
-        let mut kubelet = Kubelet::at(address.port());
+        let mut kubelet = Kubelet::at(port);
         let owner = kubelet.owner_of(&ends).expect("asked");
         assert_eq!(owner, Owner::Kubelet);
         // The kernel goes on with it for a while: nobody has read its end at the server's side.

@@ -223,6 +223,19 @@ pub(super) fn asleep(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed
     show_hibernated(plan, desired, observed, shown);
 }
 
+/// The memory is on its way into an image.
+fn says_saving(message: impl Into<String>) -> Shown {
+    says(conditions::HIBERNATED, hibernated::SAVING, message)
+}
+
+/// A snapshot of this Pod goes, and the next one has its name.
+fn says_earlier_goes(snapshot: &SandboxSnapshot) -> Shown {
+    says_saving(format!(
+        "Waiting for the earlier SandboxSnapshot {:?} to be removed",
+        snapshot.name_any()
+    ))
+}
+
 /// The memory was saved, and its image cannot be found.
 fn says_missing(observed: &Observed, snapshot: &SandboxSnapshot) -> Shown {
     let message = image_missing(observed, snapshot);

@@ -6,10 +6,8 @@ use std::path::PathBuf;
 
 use torpor_core::ids::{ContainerId, SandboxId};
 
-use super::{
-    ContainerRecord, Error, Records, list, make_dir, remove_dir, remove_file, write_error,
-    write_json,
-};
+use super::files::{list, make_dir, remove_dir, remove_file, write_error, write_json};
+use super::{ContainerRecord, Error, Records};
 use crate::spec::Role;
 
 impl Records {

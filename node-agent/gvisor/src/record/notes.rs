@@ -7,10 +7,8 @@ use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 use torpor_core::ids::{ImageId, SandboxId};
 
-use super::{
-    Error, PodLock, Records, modified, read_if_there, read_json, remove_file, write_error,
-    write_json,
-};
+use super::files::{modified, read_if_there, read_json, remove_file, write_error, write_json};
+use super::{Error, PodLock, Records};
 use crate::traffic::Watch;
 
 /// The kubelet's probes of a pod: what they do is nobody's use of the sandbox.
@@ -228,10 +226,9 @@ impl Records {
     pub fn last_use(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
         let dir = self.pod_dir(sandbox);
         let files = [Session::Use.file(), "called", "wake.json"];
-        let times = files.into_iter().filter_map(|file| {
-            let metadata = std::fs::metadata(dir.join(file)).ok()?;
-            metadata.modified().ok()
-        });
+        let times = files
+            .into_iter()
+            .filter_map(|file| modified(&dir.join(file)));
         times.max()
     }
 

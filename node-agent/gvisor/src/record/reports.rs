@@ -4,10 +4,8 @@ use std::path::PathBuf;
 
 use torpor_core::ids::PodUid;
 
-use super::{
-    Error, Records, RestoreReport, list, make_dir, read_if_there, remove_file, write_error,
-    write_json,
-};
+use super::files::{list, make_dir, read_if_there, remove_file, write_error, write_json};
+use super::{Error, Records, RestoreReport};
 
 impl Records {
     /// The report outlives the sandbox: one that could not be restored is taken away by the kubelet at once.

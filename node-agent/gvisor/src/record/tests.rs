@@ -107,23 +107,6 @@ fn a_pod_is_held_open_by_its_pause_keeper_as_long_as_that_has_its_shim() {
 }
 
 #[test]
-fn a_pod_is_removed_also_while_others_look_at_it() {
-    let (_dir, records, sandbox) = one_pod();
-    for _ in 0..50 {
-        std::thread::scope(|scope| {
-            let looks = scope.spawn(|| {
-                // Until there is nothing to look at.
-                while records.has_sessions(&sandbox, Session::Probe).is_ok() {}
-            });
-            records.remove_pod(&sandbox).expect("removed");
-            looks.join().expect("looked");
-        });
-        assert!(!records.pod_dir(&sandbox).exists());
-        records.create_pod_dir(&sandbox).expect("made");
-    }
-}
-
-#[test]
 fn that_a_pod_is_being_suspended_is_noted_and_forgotten() {
     let (_dir, records, _) = one_pod();
     let pod = PodUid::new("pod-a").expect("a uid");

@@ -19,8 +19,9 @@ use torpor_api::{
 use super::{
     super::{Action, Area, ImageUse, Plan, Shown, delete_pod},
     NOT_KEPT, capabilities, fence, is_deleting, is_terminating, kept_in, node_of, phase,
-    pod_condition, says, says_missing, shown_before, snapshot_of_pod,
-    suspend::{name_taken, suspend_snapshot},
+    pod_condition, says, says_earlier_goes, says_missing, says_saving, shown_before,
+    snapshot_of_pod,
+    suspend::{make_snapshot, suspend_snapshot},
 };
 use crate::sandbox::{dereference::Observed, validate::Desired};
 
@@ -82,8 +83,15 @@ pub(super) fn keep(
     }
 }
 
-fn saving(message: String) -> Shown {
-    says(conditions::HIBERNATED, hibernated::SAVING, message)
+/// Where the Pod's image is, or that it is not whole yet.
+fn says_how_far(observed: &Observed, snapshot: &SandboxSnapshot, until_whole: String) -> Shown {
+    if snapshot.is_missing() {
+        return says_missing(observed, snapshot);
+    }
+    match snapshot.is_committed() && !snapshot.is_consumed() {
+        true => kept_in(observed, snapshot),
+        false => says_saving(until_whole),
+    }
 }
 
 /// It is being deleted: its image gets a snapshot while it goes.
@@ -101,15 +109,9 @@ fn keep_going(
     let uid = pod.uid().unwrap_or_default();
     if let Some(snapshot) = snapshot_of_pod(desired, observed, &uid) {
         let name = snapshot.name_any();
-        if snapshot.is_missing() {
-            return Some(says_missing(observed, snapshot));
-        }
-        return Some(match snapshot.is_committed() && !snapshot.is_consumed() {
-            true => kept_in(observed, snapshot),
-            false => saving(format!(
-                "The Pod is evicted; its image is being kept in SandboxSnapshot {name:?}"
-            )),
-        });
+        let message =
+            format!("The Pod is evicted; its image is being kept in SandboxSnapshot {name:?}");
+        return Some(says_how_far(observed, snapshot, message));
     }
     // What dozes the node's agent lets sleep deeper when it sees the eviction.
     let asleep = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED)
@@ -118,8 +120,8 @@ fn keep_going(
     if asleep && !observed.snapshots.contains_key(&name) {
         let snapshot = suspend_snapshot(desired, pod, node);
         plan.step(Area::Pod, Action::CreateSnapshot(snapshot));
-        return Some(saving(
-            "The Pod is evicted; its image is about to be kept".to_owned(),
+        return Some(says_saving(
+            "The Pod is evicted; its image is about to be kept",
         ));
     }
     let message = format!(
@@ -149,7 +151,8 @@ fn keep_ended(
             return None;
         }
         plan.memory.keeps_ended = true;
-        return Some(begin(plan, desired, observed, pod, node));
+        let message = "The kubelet ended the Pod; its image is about to be kept";
+        return Some(make_snapshot(plan, desired, observed, pod, node, message));
     };
     if is_denied(snapshot) || snapshot.is_consumed() {
         let message = format!("The kubelet of node {node:?} ended the Pod awake; {NOT_KEPT}");
@@ -157,40 +160,20 @@ fn keep_ended(
         return Some(says(conditions::HIBERNATED, reason, message));
     }
     plan.memory.keeps_ended = true;
-    let name = snapshot.name_any();
     if is_deleting(snapshot) {
-        return Some(saving(format!(
-            "Waiting for the earlier SandboxSnapshot {name:?} to be removed"
-        )));
+        return Some(says_earlier_goes(snapshot));
     }
     if snapshot.is_committed() {
         let image = fence(snapshot, ImageUse::OnlyCopy);
         plan.step(Area::Pod, delete_pod(pod, Some(image)));
-        return Some(kept_in(observed, snapshot));
-    }
-    if snapshot.is_missing() {
+    } else if snapshot.is_missing() {
         // The snapshot names it, with or without the Pod.
         plan.step(Area::Pod, delete_pod(pod, None));
-        return Some(says_missing(observed, snapshot));
     }
-    Some(saving(format!(
+    let name = snapshot.name_any();
+    let message = format!(
         "The kubelet of node {node:?} ended the Pod; its image is being kept in SandboxSnapshot {name:?}. \
          To start anew without it, delete the Pod"
-    )))
-}
-
-fn begin(
-    plan: &mut Plan,
-    desired: &Desired<'_>,
-    observed: &Observed,
-    pod: &Pod,
-    node: &str,
-) -> Shown {
-    let name = suspend_snapshot_name(&desired.name, &pod.uid().unwrap_or_default());
-    if observed.snapshots.contains_key(&name) {
-        return name_taken(plan, &name);
-    }
-    let snapshot = suspend_snapshot(desired, pod, node);
-    plan.step(Area::Pod, Action::CreateSnapshot(snapshot));
-    saving("The kubelet ended the Pod; its image is about to be kept".to_owned())
+    );
+    Some(says_how_far(observed, snapshot, message))
 }

@@ -16,7 +16,8 @@ use torpor_api::{
 use super::{
     super::{Action, Area, ImageUse, Plan, Shown, SnapshotFence, delete_pod, pods::patch_pod},
     NOT_KEPT, capabilities, delete_snapshot, evicted, fence, is_deleting, is_terminating, kept_in,
-    node_of, phase, pod_condition, says, says_missing, show_hibernated, snapshot_of_pod,
+    node_of, phase, pod_condition, says, says_earlier_goes, says_missing, says_saving,
+    show_hibernated, snapshot_of_pod,
 };
 use crate::sandbox::{
     dereference::Observed,
@@ -106,18 +107,14 @@ fn not_capable(verb: &str, runtime: &str, pod: &Pod) -> String {
 
 fn hibernate(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, pod: &Pod) -> Shown {
     let uid = pod.uid().unwrap_or_default();
-    let saving = |message: String| says(conditions::HIBERNATED, hibernated::SAVING, message);
     let Some(snapshot) = snapshot_of_pod(desired, observed, &uid) else {
         return begin_hibernate(plan, desired, observed, pod);
     };
-    let name = snapshot.name_any();
     if is_deleting(snapshot) {
-        if is_terminating(pod) {
-            return Shown::Keep;
-        }
-        return saving(format!(
-            "Waiting for the earlier SandboxSnapshot {name:?} to be removed"
-        ));
+        return match is_terminating(pod) {
+            true => Shown::Keep,
+            false => says_earlier_goes(snapshot),
+        };
     }
     if snapshot.is_committed() && !snapshot.is_consumed() {
         if !is_terminating(pod) {
@@ -141,8 +138,9 @@ fn hibernate(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, pod: &
     if snapshot.is_committed() {
         // Consumed: the Pod went on after the image was made, so that a new one is needed, under the same name.
         plan.step(Area::Pod, delete_snapshot(snapshot, SnapshotFence::Stale));
-        return saving(format!(
-            "Waiting for the used SandboxSnapshot {name:?} to be removed"
+        return says_saving(format!(
+            "Waiting for the used SandboxSnapshot {:?} to be removed",
+            snapshot.name_any()
         ));
     }
     not_committed(plan, snapshot, pod)
@@ -184,11 +182,9 @@ fn not_committed(plan: &mut Plan, snapshot: &SandboxSnapshot, pod: &Pod) -> Show
         _ => {
             // The node says what it waits for.
             let why = if message.is_empty() { "" } else { ": " };
-            says(
-                conditions::HIBERNATED,
-                hibernated::SAVING,
-                format!("Memory is being saved to SandboxSnapshot {name:?}{why}{message}"),
-            )
+            says_saving(format!(
+                "Memory is being saved to SandboxSnapshot {name:?}{why}{message}"
+            ))
         }
     }
 }
@@ -227,21 +223,30 @@ fn begin_hibernate(
             message,
         );
     }
+    let message = "Memory is about to be saved";
+    make_snapshot(plan, desired, observed, pod, node, message)
+}
+
+/// Makes the snapshot of this Pod, unless another has its name.
+pub(super) fn make_snapshot(
+    plan: &mut Plan,
+    desired: &Desired<'_>,
+    observed: &Observed,
+    pod: &Pod,
+    node: &str,
+    message: &str,
+) -> Shown {
     let name = suspend_snapshot_name(&desired.name, &pod.uid().unwrap_or_default());
     if observed.snapshots.contains_key(&name) {
         return name_taken(plan, &name);
     }
     let snapshot = suspend_snapshot(desired, pod, node);
     plan.step(Area::Pod, Action::CreateSnapshot(snapshot));
-    says(
-        conditions::HIBERNATED,
-        hibernated::SAVING,
-        "Memory is about to be saved",
-    )
+    says_saving(message)
 }
 
 /// Not one of ours, or it would have been found before. It is the user's to remove, and no event of it need reach this Sandbox.
-pub(super) fn name_taken(plan: &mut Plan, name: &str) -> Shown {
+fn name_taken(plan: &mut Plan, name: &str) -> Shown {
     plan.look_again(NAME_TAKEN);
     let message = format!(
         "SandboxSnapshot {name:?} exists and is not of this Sandbox's Pod; delete it to go on"
