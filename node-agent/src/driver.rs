@@ -498,6 +498,8 @@ struct Look {
     /// What its keeper goes by, and has been told.
     rules: Rules,
     told: Option<Told>,
+    /// When the plan was made.
+    decided: Timestamp,
     /// Who wants it, if the plan wakes it.
     cause: WakeCause,
     failed_wakes: FailedWakes,
@@ -601,6 +603,7 @@ fn look(
         candidate: candidate(desired, &observed),
         rules: rules.unwrap_or_default(),
         told,
+        decided: now,
         cause: wakes::cause(pod, observed.asleep_since, now),
         failed_wakes,
         kata: None,
@@ -640,6 +643,7 @@ fn run_in(
     let context = Context {
         rules: &look.rules,
         by_itself: look.plan.sleeps_by_itself(),
+        decided: look.decided,
         cause: look.cause,
         node: &shared.node,
         pod: &look.pod_uid,
@@ -650,7 +654,7 @@ fn run_in(
         written: Cell::new(0),
     };
     let act = |step: &Step| match &mut kata {
-        Some(held) => held.act(step, look.cause),
+        Some(held) => held.act(step, look.decided, look.cause),
         None => execute(&context, step),
     };
     let tell = |step: &Step, outcome: &Outcome, took: Duration| {

@@ -3,6 +3,7 @@
 use std::cell::{Cell, RefCell};
 use std::time::{Duration, Instant};
 
+use jiff::Timestamp;
 use torpor_core::Entry;
 use torpor_core::ids::{ContainerId, ImageId, Namespace, PodUid, SandboxId};
 use torpor_core::ledger::Memory;
@@ -42,6 +43,8 @@ pub(crate) struct Context<'a> {
     pub(crate) rules: &'a Rules,
     /// Nobody has asked for the sleep that the plan is for.
     pub(crate) by_itself: bool,
+    /// When the plan was made: who needs the sandbox at a later time needs it after it has fallen asleep by it.
+    pub(crate) decided: Timestamp,
     /// Who wants it, if this wakes it.
     pub(crate) cause: WakeCause,
     /// What a commit writes into the manifest.
@@ -232,14 +235,16 @@ fn sleep_on(context: &Context<'_>, ledger: &LedgerFile, image: &ImageId) -> Outc
 fn pause(context: &Context<'_>) -> Outcome {
     let records = &context.node.records;
     with_control(context, |control, record| {
-        pause::pause(records, control, &record.sandbox, CALL_LIMIT)
+        let decided = context.decided.into();
+        pause::pause(records, control, &record.sandbox, decided, CALL_LIMIT)
     })
 }
 
 fn doze(context: &Context<'_>) -> Outcome {
     let records = &context.node.records;
     let outcome = with_control(context, |control, record| {
-        pause::doze(records, control, &record.sandbox, CALL_LIMIT)
+        let decided = context.decided.into();
+        pause::doze(records, control, &record.sandbox, decided, CALL_LIMIT)
     });
     let refused = tell_keeper(context, &Request::Watch(context.rules.clone()));
     if let (Outcome::Done | Outcome::Already, Some(unwatched)) =

@@ -380,16 +380,16 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Held {
-    /// Does one step, if the sandbox is that for which it was planned. There is no ledger: no step has entries. `cause`: who wants it, if this
-    /// wakes it.
-    pub(crate) fn act(&mut self, step: &Step, cause: WakeCause) -> Outcome {
+    /// Does one step, if the sandbox is that for which it was planned. There is no ledger: no step has entries. `decided`: when the plan
+    /// was made; `cause`: who wants it, if this wakes it.
+    pub(crate) fn act(&mut self, step: &Step, decided: Timestamp, cause: WakeCause) -> Outcome {
         if step.fence.pod_uid != self.pod
             || step.fence.sandbox_id.as_ref() != Some(&self.sandbox.id)
         {
             return Outcome::Stale;
         }
         match step.action {
-            Action::Doze => self.doze(&step.action),
+            Action::Doze => self.doze(&step.action, decided),
             // From now on nobody but who froze it lets it run.
             Action::Pause | Action::Freeze => {
                 (self.known.doze, self.known.asleep_since) = (None, None);
@@ -403,7 +403,7 @@ impl Held {
     }
 
     /// Whoever sends it something from now on has it resumed as soon as this is over.
-    fn doze(&mut self, action: &Action) -> Outcome {
+    fn doze(&mut self, action: &Action, decided: Timestamp) -> Outcome {
         let Some(ear) = &self.known.ear else {
             return Outcome::Failed {
                 reason: NOT_WATCHED.to_owned(),
@@ -422,7 +422,7 @@ impl Held {
             return outcome;
         }
         self.known.doze = Some(Doze { reclaimed: false });
-        self.known.asleep_since = Some(Timestamp::now());
+        self.known.asleep_since = Some(decided);
         let last = self.known.ear.as_ref().map(Ear::last);
         let before = began.checked_sub(ANSWER).unwrap_or(Timestamp::MIN);
         if last.is_some_and(|last| last > before) {

@@ -4,7 +4,7 @@
 //! each pause and each resume is noted before and after, and when a crash leaves a note of something begun, the stacks
 //! of the sandbox' tasks tell whether it was done. The caller holds the pod's lock.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -56,21 +56,30 @@ pub fn is_paused(
         Some(PauseMark::Paused) => Ok(true),
         Some(PauseMark::Changing) => {
             let paused = stacks_are_stopped(&control.stacks(limit)?);
-            records.write_pause_mark(sandbox, paused.then_some(PauseMark::Paused))?;
+            match paused {
+                // Whoever left it open said since when.
+                true => {
+                    let since = records.pause_began(sandbox);
+                    records.note_pause(sandbox, PauseMark::Paused, since)?;
+                }
+                false => records.forget_pause(sandbox)?,
+            }
             Ok(paused)
         }
     }
 }
 
 /// Pauses the sandbox so that only who knows why lets it run on; answers false if it was paused already. Connections that are forwarded into it are ended: gVisor
-/// cannot be saved while one is open, and a process that stands still cannot end.
+/// cannot be saved while one is open, and a process that stands still cannot end. It sleeps since it was decided that it shall: who needs it at a
+/// time after that may have said so too late for this.
 pub fn pause(
     records: &Records,
     control: &mut Control,
     sandbox: &SandboxId,
+    decided: SystemTime,
     limit: Duration,
 ) -> Result<bool, Error> {
-    let done = stop(records, control, sandbox, limit)?;
+    let done = stop(records, control, sandbox, decided, limit)?;
     records.write_doze(sandbox, None)?;
     Ok(done)
 }
@@ -80,12 +89,13 @@ pub fn doze(
     records: &Records,
     control: &mut Control,
     sandbox: &SandboxId,
+    decided: SystemTime,
     limit: Duration,
 ) -> Result<bool, Error> {
     if !is_dozing(records, control, sandbox, limit)? {
         records.write_doze(sandbox, Some(DozeNote::default()))?;
     }
-    stop(records, control, sandbox, limit)
+    stop(records, control, sandbox, decided, limit)
 }
 
 /// Whether the sandbox is paused, and whoever needs it may resume it.
@@ -102,15 +112,16 @@ fn stop(
     records: &Records,
     control: &mut Control,
     sandbox: &SandboxId,
+    decided: SystemTime,
     limit: Duration,
 ) -> Result<bool, Error> {
     if is_paused(records, control, sandbox, limit)? {
         return Ok(false);
     }
     forward::end_all(records, sandbox, FORWARDS_LIMIT)?;
-    records.write_pause_mark(sandbox, Some(PauseMark::Changing))?;
+    records.note_pause(sandbox, PauseMark::Changing, Some(decided))?;
     control.pause(limit)?;
-    records.write_pause_mark(sandbox, Some(PauseMark::Paused))?;
+    records.note_pause(sandbox, PauseMark::Paused, Some(decided))?;
     Ok(true)
 }
 
@@ -124,9 +135,9 @@ pub fn resume(
     if !is_paused(records, control, sandbox, limit)? {
         return Ok(false);
     }
-    records.write_pause_mark(sandbox, Some(PauseMark::Changing))?;
+    records.note_pause(sandbox, PauseMark::Changing, None)?;
     control.resume(limit)?;
-    records.write_pause_mark(sandbox, None)?;
+    records.forget_pause(sandbox)?;
     records.write_doze(sandbox, None)?;
     Ok(true)
 }

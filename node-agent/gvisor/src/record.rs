@@ -312,7 +312,7 @@ impl Records {
         write_json(&self.pod_dir(sandbox).join("state.json"), state)
     }
 
-    /// From now on the image is the sandbox. It has stood still since it was paused to be saved, and the time of the file says so: whoever
+    /// From now on the image is the sandbox. It sleeps since it was to be paused for that, and the time of the file says so: whoever
     /// asked for it meanwhile asked for one that sleeps. (A keeper that is older than this takes a field that it does not know for a
     /// sandbox that is dead.)
     pub fn write_hibernated(&self, sandbox: &SandboxId, image: &ImageId) -> Result<(), Error> {
@@ -347,7 +347,7 @@ impl Records {
 
     /// The note of a pause; see [`crate::pause`].
     pub fn pause_mark(&self, sandbox: &SandboxId) -> Result<Option<PauseMark>, Error> {
-        read_if_there(&self.pod_dir(sandbox).join("pause.json"))
+        read_if_there(&self.pause_path(sandbox))
     }
 
     /// Whether the note says paused, for counting: see [`crate::pause::is_paused`] for certainty.
@@ -355,17 +355,28 @@ impl Records {
         matches!(self.pause_mark(sandbox), Ok(Some(PauseMark::Paused)))
     }
 
-    /// Replaces or removes the note of a pause. A sandbox that was ended or restored is not paused.
-    pub fn write_pause_mark(
+    /// Since when the note of a pause holds, if there is one.
+    pub fn pause_began(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
+        modified(&self.pause_path(sandbox))
+    }
+
+    /// Replaces the note of a pause, which is dated: without a time, now.
+    pub fn note_pause(
         &self,
         sandbox: &SandboxId,
-        mark: Option<PauseMark>,
+        mark: PauseMark,
+        since: Option<std::time::SystemTime>,
     ) -> Result<(), Error> {
-        let path = self.pod_dir(sandbox).join("pause.json");
-        match mark {
-            Some(mark) => write_json(&path, &mark),
-            None => remove_file(&path),
-        }
+        write_json_as_of(&self.pause_path(sandbox), &mark, since)
+    }
+
+    /// Removes the note of a pause. A sandbox that was ended or restored is not paused.
+    pub fn forget_pause(&self, sandbox: &SandboxId) -> Result<(), Error> {
+        remove_file(&self.pause_path(sandbox))
+    }
+
+    fn pause_path(&self, sandbox: &SandboxId) -> PathBuf {
+        self.pod_dir(sandbox).join("pause.json")
     }
 
     /// Notes the limits that are lifted for the time of a wake; what an interrupted wake has noted stays.
@@ -438,13 +449,12 @@ impl Records {
 
     /// Since when the sandbox sleeps, if it hibernates or stands still.
     pub fn asleep_since(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
-        let file = match self.state(sandbox).ok()? {
-            SandboxState::Restoring { .. } => return None,
-            _ if self.is_noted_paused(sandbox) => "pause.json",
-            SandboxState::Hibernated { .. } => "state.json",
-            SandboxState::Running => return None,
-        };
-        modified(&self.pod_dir(sandbox).join(file))
+        match self.state(sandbox).ok()? {
+            SandboxState::Restoring { .. } => None,
+            _ if self.is_noted_paused(sandbox) => self.pause_began(sandbox),
+            SandboxState::Hibernated { .. } => modified(&self.pod_dir(sandbox).join("state.json")),
+            SandboxState::Running => None,
+        }
     }
 
     /// How it last woke in place.

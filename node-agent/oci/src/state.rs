@@ -1,5 +1,7 @@
 //! Commands that ask: state, ps, features; and pause and resume of a whole sandbox.
 
+use std::time::SystemTime;
+
 use anyhow::bail;
 use serde_json::{Value, json};
 use torpor_core::ids::{ContainerId, SandboxId};
@@ -54,7 +56,14 @@ pub(crate) fn pause(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
         bail!("the sandbox is not running");
     }
     let mut control = Control::connect(node.runsc.root(), record.sandbox.as_str())?;
-    pause::pause(&node.records, &mut control, &record.sandbox, CALL_LIMIT)?;
+    let now = SystemTime::now();
+    pause::pause(
+        &node.records,
+        &mut control,
+        &record.sandbox,
+        now,
+        CALL_LIMIT,
+    )?;
     Ok(())
 }
 

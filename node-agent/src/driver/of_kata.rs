@@ -59,6 +59,7 @@ pub(super) fn look(
         candidate: candidate(desired, &observed),
         rules: Rules::default(),
         told: None,
+        decided: now,
         cause: wakes::cause(Some(pod), observed.asleep_since, now),
         failed_wakes: remembered.failed_wakes,
         kata: looked.held,

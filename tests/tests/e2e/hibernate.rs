@@ -163,8 +163,8 @@ async fn a_note_of_a_pause_does_not_outlive_the_sandbox_that_was_paused() -> any
         for _ in 0..2 {
             case.hibernate("p").await?;
             let sandbox = case.node.sandbox_of(&uid(&pod))?.sandbox;
-            let paused = Some(PauseMark::Paused);
-            case.node.records.write_pause_mark(&sandbox, paused)?;
+            let paused = PauseMark::Paused;
+            case.node.records.note_pause(&sandbox, paused, None)?;
             assert_eq!(restarts(&case.wake("p").await?), 0);
             let now = case.counted("p").await?;
             assert!(now > before, "{before} → {now}");

@@ -133,15 +133,9 @@ fn a_sandbox_sleeps_since_it_was_paused_to_be_saved_however_long_that_took_and_h
         let now = std::time::SystemTime::now();
         now - std::time::Duration::from_secs(seconds)
     };
-    let date = |name: &str, time| {
-        let path = records.pod_dir(&sandbox).join(name);
-        let file = OpenOptions::new().write(true).open(path).expect("opened");
-        file.set_modified(time).expect("set");
-    };
     let pause = |time| {
-        let mark = Some(PauseMark::Paused);
-        records.write_pause_mark(&sandbox, mark).expect("written");
-        date("pause.json", time);
+        let noted = records.note_pause(&sandbox, PauseMark::Paused, Some(time));
+        noted.expect("written");
     };
     let running = &SandboxState::Running;
     records.write_state(&sandbox, running).expect("written");
@@ -154,7 +148,7 @@ fn a_sandbox_sleeps_since_it_was_paused_to_be_saved_however_long_that_took_and_h
         written.expect("written");
         assert_eq!(records.asleep_since(&sandbox), Some(paused));
         // The processes are gone.
-        let unpaused = records.write_pause_mark(&sandbox, None);
+        let unpaused = records.forget_pause(&sandbox);
         unpaused.expect("removed");
         assert_eq!(records.asleep_since(&sandbox), Some(paused));
     }
@@ -165,7 +159,7 @@ fn a_sandbox_sleeps_since_it_was_paused_to_be_saved_however_long_that_took_and_h
     written.expect("written");
     assert_eq!(records.asleep_since(&sandbox), Some(again));
     // Where nobody knows since when, it is since now.
-    records.write_pause_mark(&sandbox, None).expect("removed");
+    records.forget_pause(&sandbox).expect("removed");
     records.write_state(&sandbox, running).expect("written");
     let written = records.write_hibernated(&sandbox, &image(3));
     written.expect("written");

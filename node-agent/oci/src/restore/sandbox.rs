@@ -343,7 +343,7 @@ fn remove_remains(node: &Node, pod: &PodRecord, parts: &[ContainerRecord]) -> an
     // Nothing of it lives: what there still is belongs to a container that is gone, and the next restore would read it.
     node.runsc.sweep(pod.sandbox.as_str())?;
     // What does not run is not paused either.
-    node.records.write_pause_mark(&pod.sandbox, None)?;
+    node.records.forget_pause(&pod.sandbox)?;
     remove_filestores(node, pod, parts)?;
     remove_volume_filestores(pod)
 }
