@@ -12,6 +12,8 @@ use kube::api::DeleteParams;
 use serde_json::{Value, json};
 use tokio::sync::Notify;
 use torpor_api::annotations::{DOZE_AFTER, HIBERNATE, HIBERNATE_AFTER};
+use torpor_api::conditions::POD_HIBERNATED;
+use torpor_api::reasons::hibernated::SAVE_FAILED;
 use torpor_gvisor::record::SandboxState;
 
 use super::client::{Client, Unanswered, pod_spec};
@@ -19,7 +21,7 @@ use super::counting::News;
 use super::schedule::{Cycle, Depth, Moment, Strike, Victim, Waker};
 use super::strike::{is_in_image, ledger, strike};
 use super::trouble::{Done, Trouble};
-use crate::case::Case;
+use crate::case::{Case, condition};
 use crate::machine::Process;
 use crate::remains::Footprint;
 use crate::sandboxes::{said, sandbox};
@@ -222,10 +224,11 @@ impl<'a> Lane<'a> {
         shared.wish(cycle.depth, false).await
     }
 
-    /// Whether the kubelet would wait before it starts its container again.
+    /// Whether the kubelet would wait before it starts its container again, or the agent before it lets it sleep.
     async fn is_worn(&self) -> Result<bool, Trouble> {
         let pod = self.shared.pod().await?;
-        Ok(pod.is_some_and(|pod| restarts(&pod) > 0))
+        let waits_for_kubelet = pod.is_some_and(|pod| restarts(&pod) > 0);
+        Ok(waits_for_kubelet || self.shared.is_let_be().await?)
     }
 
     /// Deletes the sandbox and looks for what is left of it.
@@ -310,7 +313,8 @@ async fn by_itself(
             // It begins anew.
             asked = Instant::now();
         }
-        shared.asleep(cycle.depth, asked).await
+        let was_struck = cycle.strikes_at(Moment::FallingAsleep).next().is_some();
+        shared.rests(cycle.depth, asked, was_struck).await
     };
     futures::try_join!(struck, sleeps)?;
     // Whoever had asked was answered before it was seen asleep.
@@ -453,14 +457,28 @@ impl Shared<'_> {
     }
 
     async fn asleep(&self, depth: Depth, asked: Instant) -> Result<(), Trouble> {
+        self.rests(depth, asked, false).await
+    }
+
+    /// Sleeps. What was struck while it fell asleep by itself may also stay awake: it is let be for some minutes then, and says so.
+    async fn rests(&self, depth: Depth, asked: Instant, was_struck: bool) -> Result<(), Trouble> {
         let words = format!("sleeps ({depth:?})");
-        self.until(asked, &words, async |shared| match depth {
-            Depth::Doze => shared.has_dozed_off().await,
-            Depth::Hibernate | Depth::Idle | Depth::Deepen => shared.hibernates().await,
-            Depth::Suspend => shared.is_suspended().await,
+        self.until(asked, &words, async |shared| {
+            let sleeps = match depth {
+                Depth::Doze => shared.has_dozed_off().await?,
+                Depth::Hibernate | Depth::Idle | Depth::Deepen => shared.hibernates().await?,
+                Depth::Suspend => shared.is_suspended().await?,
+            };
+            Ok(sleeps || was_struck && shared.is_let_be().await?)
         })
         .await
         .map(drop)
+    }
+
+    /// A save of it has failed, and is not tried again for now.
+    async fn is_let_be(&self) -> Result<bool, Trouble> {
+        let pod = self.pod().await?;
+        Ok(pod.is_some_and(|pod| condition(&pod, POD_HIBERNATED).1 == SAVE_FAILED))
     }
 
     /// Since when the condition holds.
@@ -502,7 +520,11 @@ impl Shared<'_> {
         }
         let mut last = before;
         if depth == Depth::Deepen {
-            self.asleep(Depth::Doze, began).await?;
+            // On a busy machine its longer time may be over before it dozes.
+            let dozes = async |shared: &Self| {
+                Ok(shared.has_dozed_off().await? || shared.hibernates().await?)
+            };
+            self.until(began, "dozes", dozes).await?;
             last = self.ledger_seq().await?;
         }
         let goes_on = async |shared: &Self| {
