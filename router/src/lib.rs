@@ -41,5 +41,6 @@ pub mod tls;
 pub mod token_review;
 pub mod tunnel;
 pub mod upstream;
+pub mod verdicts;
 pub mod watch;
 pub mod watched;

@@ -182,6 +182,8 @@ fn authorizer(flags: &Flags, client: &Client) -> anyhow::Result<Authorizer> {
                     size: usize::try_from(flags.authz_tokenreview_cache_size)?,
                     require_token: flags.authz_tokenreview_require_token,
                     audiences: flags.authz_tokenreview_audiences.clone(),
+                    at_once: usize::try_from(flags.max_token_reviews)?,
+                    waiting: usize::try_from(flags.max_held_token_reviews)?,
                 };
                 Authorizer::TokenReview(Reviewer::new(client.clone(), options))
             }

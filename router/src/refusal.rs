@@ -63,6 +63,8 @@ pub enum Refusal {
     TooManyHeld,
     #[error("Too many WebSockets and gRPC calls are open.")]
     TooManyOpen,
+    #[error("Too many tokens wait to be checked.")]
+    TooManyReviews,
     /// Of a gRPC call alone.
     #[error("The time for the call is over.")]
     TooLate,
@@ -89,9 +91,11 @@ impl Refusal {
             Self::Forbidden | Self::ForeignOrigin => StatusCode::FORBIDDEN,
             Self::ReviewFailed => StatusCode::INTERNAL_SERVER_ERROR,
             Self::Unreachable(_) => StatusCode::BAD_GATEWAY,
-            Self::Suspended(_) | Self::NotResumed(..) | Self::TooManyHeld | Self::TooManyOpen => {
-                StatusCode::SERVICE_UNAVAILABLE
-            }
+            Self::Suspended(_)
+            | Self::NotResumed(..)
+            | Self::TooManyHeld
+            | Self::TooManyOpen
+            | Self::TooManyReviews => StatusCode::SERVICE_UNAVAILABLE,
             Self::ResumeTimeout(_) | Self::TooLate => StatusCode::GATEWAY_TIMEOUT,
             Self::BodyTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
             Self::Method => StatusCode::METHOD_NOT_ALLOWED,
@@ -122,6 +126,7 @@ impl Refusal {
             Self::ResumeTimeout(_) => "ResumeTimeout",
             Self::TooManyHeld => "TooManyHeld",
             Self::TooManyOpen => "TooManyOpen",
+            Self::TooManyReviews => "TooManyReviews",
             Self::TooLate => "TooLate",
             Self::BodyTooLarge => "BodyTooLarge",
             Self::Method => "Method",
@@ -134,7 +139,8 @@ impl Refusal {
             Self::NotResumed(..)
             | Self::ResumeTimeout(_)
             | Self::TooManyHeld
-            | Self::TooManyOpen => Some(Duration::from_secs(1)),
+            | Self::TooManyOpen
+            | Self::TooManyReviews => Some(Duration::from_secs(1)),
             _ => None,
         }
     }
@@ -257,6 +263,12 @@ mod tests {
         Refusal::TooManyOpen,
         503,
         r#"{"detail":"Too many WebSockets and gRPC calls are open."}"#,
+        Some("1")
+    )]
+    #[case(
+        Refusal::TooManyReviews,
+        503,
+        r#"{"detail":"Too many tokens wait to be checked."}"#,
         Some("1")
     )]
     #[case(
