@@ -120,6 +120,7 @@ fn code(refusal: &Refusal) -> Code {
         Refusal::TooLate => Code::DeadlineExceeded,
         Refusal::TooManyHeld
         | Refusal::TooManyOpen
+        | Refusal::TooManyRequests(_)
         | Refusal::TooManyReviews
         | Refusal::BodyTooLarge => Code::ResourceExhausted,
         Refusal::Method => Code::Unimplemented,

@@ -35,6 +35,7 @@ pub mod resume;
 pub mod rewrite;
 pub mod scoped_token;
 pub mod server;
+pub mod shares;
 pub mod silence;
 pub mod target;
 pub mod tls;

@@ -63,6 +63,8 @@ pub enum Refusal {
     TooManyHeld,
     #[error("Too many WebSockets and gRPC calls are open.")]
     TooManyOpen,
+    #[error("Too many requests are under way to sandbox {0}.")]
+    TooManyRequests(String),
     #[error("Too many tokens wait to be checked.")]
     TooManyReviews,
     /// Of a gRPC call alone.
@@ -95,6 +97,7 @@ impl Refusal {
             | Self::NotResumed(..)
             | Self::TooManyHeld
             | Self::TooManyOpen
+            | Self::TooManyRequests(_)
             | Self::TooManyReviews => StatusCode::SERVICE_UNAVAILABLE,
             Self::ResumeTimeout(_) | Self::TooLate => StatusCode::GATEWAY_TIMEOUT,
             Self::BodyTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
@@ -126,6 +129,7 @@ impl Refusal {
             Self::ResumeTimeout(_) => "ResumeTimeout",
             Self::TooManyHeld => "TooManyHeld",
             Self::TooManyOpen => "TooManyOpen",
+            Self::TooManyRequests(_) => "TooManyRequests",
             Self::TooManyReviews => "TooManyReviews",
             Self::TooLate => "TooLate",
             Self::BodyTooLarge => "BodyTooLarge",
@@ -140,6 +144,7 @@ impl Refusal {
             | Self::ResumeTimeout(_)
             | Self::TooManyHeld
             | Self::TooManyOpen
+            | Self::TooManyRequests(_)
             | Self::TooManyReviews => Some(Duration::from_secs(1)),
             _ => None,
         }
@@ -263,6 +268,12 @@ mod tests {
         Refusal::TooManyOpen,
         503,
         r#"{"detail":"Too many WebSockets and gRPC calls are open."}"#,
+        Some("1")
+    )]
+    #[case(
+        Refusal::TooManyRequests(id()),
+        503,
+        r#"{"detail":"Too many requests are under way to sandbox my-box."}"#,
         Some("1")
     )]
     #[case(
