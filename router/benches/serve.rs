@@ -22,7 +22,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use torpor_router::{
     address::AddressPolicy, authz::Authorizer, calls::Calls, directory::Directory, flags,
     gate::Gate, lanes, metrics::Metrics, places::Places, proxy::Proxy, resume::Resumer,
-    server::Server, tunnel::Tunnels, upstream, watch,
+    server::Server, shares::Shares, tunnel::Tunnels, upstream, watch,
 };
 use torpor_test_apiserver::Apiserver;
 
@@ -117,6 +117,7 @@ async fn router() -> anyhow::Result<()> {
         calls: Calls::new(dialer.clone()),
         tunnels: Tunnels::new(tasks.clone(), cut.clone(), Arc::clone(&metrics)),
         open_ended: Places::new(flags.open_ended()),
+        shares: Shares::new(flags.max_requests_per_sandbox),
         metrics,
         settings: flags.settings(),
     };

@@ -7,7 +7,8 @@ use crate::{
     refusal::Refusal,
     scoped_token::Secret,
     target::{POD_IP, Target},
-    token_review::{Reviewer, Verdict},
+    token_review::Reviewer,
+    verdicts::Verdict,
 };
 
 /// How requests are authorized.
@@ -88,6 +89,7 @@ async fn review(reviewer: &Reviewer, token: Option<&str>) -> Result<(), Refusal>
         Verdict::Authenticated => Ok(()),
         Verdict::Unauthenticated => Err(Refusal::Unauthenticated),
         Verdict::Unknown => Err(Refusal::ReviewFailed),
+        Verdict::Crowded => Err(Refusal::TooManyReviews),
     }
 }
 

@@ -22,6 +22,7 @@ use crate::{
     metrics::{self, Metrics, NamespaceLabel, RequestLabels},
     places::Place,
     refusal::Refusal,
+    shares::Share,
 };
 
 /// A body was cut off.
@@ -153,6 +154,8 @@ pub struct Exchange {
     pub reached: bool,
     /// Among the exchanges that have no end in sight.
     pub place: Option<Place>,
+    /// Of its sandbox' other exchanges.
+    pub share: Option<Share>,
     /// Keeps the client's connection from counting as idle.
     pub in_flight: InFlight,
 }

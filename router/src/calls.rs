@@ -21,6 +21,11 @@ use crate::{
 
 /// How long a connection without calls is kept; at least once and at most twice as long.
 const IDLE: Duration = Duration::from_secs(45);
+/// What a sandbox may send of one call before its client has taken it, in bytes; HTTP/2's own default.
+const STREAM_WINDOW: u32 = 64 * 1024;
+/// And of all calls of a connection: of as many as a sandbox may have, so that clients which take nothing do not hold up the others. Not more than that, as h2 measures by it
+/// how many tiny frames it keeps.
+const CONNECTION_WINDOW: u32 = 1024 * STREAM_WINDOW;
 
 /// A call got no answer.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -160,6 +165,8 @@ impl Calls {
             .keep_alive_interval(PING)
             .keep_alive_timeout(PONG)
             .max_header_list_size(u32::try_from(MAX_HEAD).unwrap_or(u32::MAX))
+            .initial_stream_window_size(STREAM_WINDOW)
+            .initial_connection_window_size(CONNECTION_WINDOW)
             .handshake(stream)
             .await
             .map_err(|error| Error::Handshake(Arc::new(error)))

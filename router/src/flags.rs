@@ -153,6 +153,15 @@ pub struct Flags {
     /// Torpor's: how many tunnels and gRPC calls one sandbox may have at once
     #[arg(long, default_value_t = 1024)]
     pub max_open_ended_per_sandbox: usize,
+    /// Torpor's: how many other requests may be under way to one sandbox at once; 0: any
+    #[arg(long, default_value_t = 2048)]
+    pub max_requests_per_sandbox: usize,
+    /// Torpor's: how many tokens the apiserver may be asked about at once; as many again of those that were good before
+    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_token_reviews: u32,
+    /// Torpor's: how many tokens may wait for that; as many again of those that were good before
+    #[arg(long, default_value_t = 512)]
+    pub max_held_token_reviews: u32,
     /// Torpor's: how many connections of clients there may be at once
     #[arg(long, default_value_t = 20_000)]
     pub max_connections: usize,

@@ -118,9 +118,11 @@ fn code(refusal: &Refusal) -> Code {
         | Refusal::NotResumed(..)
         | Refusal::ResumeTimeout(_) => Code::Unavailable,
         Refusal::TooLate => Code::DeadlineExceeded,
-        Refusal::TooManyHeld | Refusal::TooManyOpen | Refusal::BodyTooLarge => {
-            Code::ResourceExhausted
-        }
+        Refusal::TooManyHeld
+        | Refusal::TooManyOpen
+        | Refusal::TooManyRequests(_)
+        | Refusal::TooManyReviews
+        | Refusal::BodyTooLarge => Code::ResourceExhausted,
         Refusal::Method => Code::Unimplemented,
     }
 }

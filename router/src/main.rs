@@ -23,6 +23,7 @@ use torpor_router::{
     resume::Resumer,
     scoped_token::Secret,
     server::Server,
+    shares::Shares,
     tls,
     token_review::{ReviewOptions, Reviewer},
     tunnel::Tunnels,
@@ -88,6 +89,7 @@ async fn work(flags: &Flags) -> anyhow::Result<()> {
         calls: Calls::new(dialer.clone()),
         tunnels: Tunnels::new(tasks.clone(), cut.clone(), Arc::clone(&metrics)),
         open_ended: Places::new(flags.open_ended()),
+        shares: Shares::new(flags.max_requests_per_sandbox),
         metrics,
         settings: flags.settings(),
     };
@@ -182,6 +184,8 @@ fn authorizer(flags: &Flags, client: &Client) -> anyhow::Result<Authorizer> {
                     size: usize::try_from(flags.authz_tokenreview_cache_size)?,
                     require_token: flags.authz_tokenreview_require_token,
                     audiences: flags.authz_tokenreview_audiences.clone(),
+                    at_once: usize::try_from(flags.max_token_reviews)?,
+                    waiting: usize::try_from(flags.max_held_token_reviews)?,
                 };
                 Authorizer::TokenReview(Reviewer::new(client.clone(), options))
             }

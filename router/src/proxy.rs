@@ -25,7 +25,9 @@ use crate::{
     metrics::{self, CLIENT_GONE, DecisionLabels, Metrics, NO_NAMESPACE, ReasonLabels},
     places::Places,
     refusal::{Refusal, json_response},
-    rewrite, silence,
+    rewrite,
+    shares::Shares,
+    silence,
     target::{self, Named, Target},
     tunnel::Tunnels,
     upstream::{self, Pool},
@@ -68,6 +70,8 @@ pub struct Proxy {
     pub tunnels: Tunnels,
     /// For exchanges that have no end in sight: tunnels and gRPC calls.
     pub open_ended: Places,
+    /// For all others.
+    pub shares: Shares,
     pub metrics: Arc<Metrics>,
     pub settings: Settings,
 }
@@ -140,6 +144,7 @@ impl Proxy {
             sent: 0,
             reached: false,
             place: None,
+            share: None,
             in_flight: peer.pulse.request(http2, bound),
         }
     }
@@ -307,6 +312,10 @@ impl Proxy {
         if exchange.grpc || protocol.is_some() {
             let place = self.open_ended.take(&destination.sandbox_uid);
             exchange.place = Some(place.ok_or(Refusal::TooManyOpen)?);
+        } else {
+            let share = self.shares.take(&destination.sandbox_uid);
+            let refusal = || Refusal::TooManyRequests(target.id.clone());
+            exchange.share = Some(share.ok_or_else(refusal)?);
         }
         let client = protocol.as_ref().map(|_| upgrade::on(&mut request));
         let arrival = rewrite::Arrival {

@@ -63,6 +63,10 @@ pub enum Refusal {
     TooManyHeld,
     #[error("Too many WebSockets and gRPC calls are open.")]
     TooManyOpen,
+    #[error("Too many requests are under way to sandbox {0}.")]
+    TooManyRequests(String),
+    #[error("Too many tokens wait to be checked.")]
+    TooManyReviews,
     /// Of a gRPC call alone.
     #[error("The time for the call is over.")]
     TooLate,
@@ -89,9 +93,12 @@ impl Refusal {
             Self::Forbidden | Self::ForeignOrigin => StatusCode::FORBIDDEN,
             Self::ReviewFailed => StatusCode::INTERNAL_SERVER_ERROR,
             Self::Unreachable(_) => StatusCode::BAD_GATEWAY,
-            Self::Suspended(_) | Self::NotResumed(..) | Self::TooManyHeld | Self::TooManyOpen => {
-                StatusCode::SERVICE_UNAVAILABLE
-            }
+            Self::Suspended(_)
+            | Self::NotResumed(..)
+            | Self::TooManyHeld
+            | Self::TooManyOpen
+            | Self::TooManyRequests(_)
+            | Self::TooManyReviews => StatusCode::SERVICE_UNAVAILABLE,
             Self::ResumeTimeout(_) | Self::TooLate => StatusCode::GATEWAY_TIMEOUT,
             Self::BodyTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
             Self::Method => StatusCode::METHOD_NOT_ALLOWED,
@@ -122,6 +129,8 @@ impl Refusal {
             Self::ResumeTimeout(_) => "ResumeTimeout",
             Self::TooManyHeld => "TooManyHeld",
             Self::TooManyOpen => "TooManyOpen",
+            Self::TooManyRequests(_) => "TooManyRequests",
+            Self::TooManyReviews => "TooManyReviews",
             Self::TooLate => "TooLate",
             Self::BodyTooLarge => "BodyTooLarge",
             Self::Method => "Method",
@@ -134,7 +143,9 @@ impl Refusal {
             Self::NotResumed(..)
             | Self::ResumeTimeout(_)
             | Self::TooManyHeld
-            | Self::TooManyOpen => Some(Duration::from_secs(1)),
+            | Self::TooManyOpen
+            | Self::TooManyRequests(_)
+            | Self::TooManyReviews => Some(Duration::from_secs(1)),
             _ => None,
         }
     }
@@ -257,6 +268,18 @@ mod tests {
         Refusal::TooManyOpen,
         503,
         r#"{"detail":"Too many WebSockets and gRPC calls are open."}"#,
+        Some("1")
+    )]
+    #[case(
+        Refusal::TooManyRequests(id()),
+        503,
+        r#"{"detail":"Too many requests are under way to sandbox my-box."}"#,
+        Some("1")
+    )]
+    #[case(
+        Refusal::TooManyReviews,
+        503,
+        r#"{"detail":"Too many tokens wait to be checked."}"#,
         Some("1")
     )]
     #[case(

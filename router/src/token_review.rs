@@ -1,28 +1,24 @@
-//! Asks the apiserver whose a token is, and remembers the answer for a while. Many requests with one token make one review.
+//! Asks the apiserver whose a token is, and remembers the answer for a while. Many requests with one token make one review; and only so many reviews are under way at once, since
+//! inventing a token costs nothing, and each review takes a connection to the apiserver.
 
 use std::{
-    collections::HashMap,
     fmt,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
 use aws_lc_rs::digest;
 use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec};
 use kube::{Api, Client, api::PostParams};
-use tokio::sync::OnceCell;
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore, SemaphorePermit, watch},
+    time::timeout,
+};
 
-/// How long one review may take; upstream's.
+use crate::verdicts::{Key, Known, Review, Verdict, Verdicts};
+
+/// How long one review may take; upstream's. Also how long a token waits for its turn.
 const TIMEOUT: Duration = Duration::from_secs(3);
-
-/// What the apiserver says of a token.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
-    Authenticated,
-    Unauthenticated,
-    /// It could not be asked.
-    Unknown,
-}
 
 /// Settings of the reviews.
 #[derive(Clone, Debug)]
@@ -35,34 +31,20 @@ pub struct ReviewOptions {
     pub require_token: bool,
     /// Audiences of which the token must name one; none: any.
     pub audiences: Vec<String>,
+    /// How many tokens are asked about at once.
+    pub at_once: usize,
+    /// How many wait for that.
+    pub waiting: usize,
 }
 
 /// Reviews tokens.
 pub struct Reviewer {
     client: Client,
     options: ReviewOptions,
-    /// By SHA-256 of the token: who reads this memory shall not find tokens.
-    remembered: Mutex<HashMap<[u8; 32], Arc<Remembered>>>,
-}
-
-struct Remembered {
-    since: Instant,
-    verdict: OnceCell<Verdict>,
-}
-
-impl Remembered {
-    /// What could not be found out is asked again sooner; upstream's rule.
-    fn stands(&self, ttl: Duration) -> bool {
-        let ttl = match self.verdict.get() {
-            Some(Verdict::Unknown) => (ttl / 3).max(Duration::from_secs(1)),
-            _ => ttl,
-        };
-        self.since.elapsed() < ttl
-    }
-
-    fn is_good(&self) -> bool {
-        self.verdict.get() == Some(&Verdict::Authenticated)
-    }
+    verdicts: Mutex<Verdicts>,
+    /// Tokens that were good when they were last asked about. Whoever invents tokens does not keep them waiting.
+    acquainted: Line,
+    strangers: Line,
 }
 
 impl fmt::Debug for Reviewer {
@@ -74,10 +56,13 @@ impl fmt::Debug for Reviewer {
 impl Reviewer {
     /// Asks through `client`.
     pub fn new(client: Client, options: ReviewOptions) -> Self {
+        let line = || Line::new(options.at_once, options.waiting);
         Self {
             client,
+            verdicts: Mutex::new(Verdicts::new(options.ttl, options.size)),
+            acquainted: line(),
+            strangers: line(),
             options,
-            remembered: Mutex::default(),
         }
     }
 
@@ -88,64 +73,237 @@ impl Reviewer {
 
     /// What the apiserver says of the token, or said lately.
     pub async fn review(&self, token: &str) -> Verdict {
-        let remembered = self.remembered(token);
-        // When the request that asks goes away, the next one that waits asks anew.
-        *remembered.verdict.get_or_init(|| self.ask(token)).await
-    }
-
-    fn remembered(&self, token: &str) -> Arc<Remembered> {
-        let mut key = [0; 32];
-        key.copy_from_slice(digest::digest(&digest::SHA256, token.as_bytes()).as_ref());
-        let ttl = self.options.ttl;
-        let mut all = self
-            .remembered
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        if let Some(found) = all.get(&key).filter(|found| found.stands(ttl)) {
-            return Arc::clone(found);
-        }
-        if all.len() >= self.options.size {
-            all.retain(|_, other| other.stands(ttl));
-        }
-        if all.len() >= self.options.size {
-            // Whoever invents tokens does not have those forgotten that are good.
-            let oldest = all
-                .iter()
-                .min_by_key(|(_, other)| (other.is_good(), other.since))
-                .map(|(key, _)| *key);
-            oldest.map(|key| all.remove(&key));
-        }
-        let new = Arc::new(Remembered {
-            since: Instant::now(),
-            verdict: OnceCell::new(),
-        });
-        all.insert(key, Arc::clone(&new));
-        new
-    }
-
-    async fn ask(&self, token: &str) -> Verdict {
-        let review = TokenReview {
-            spec: TokenReviewSpec {
-                token: token.to_owned(),
-                audiences: Some(self.options.audiences.clone()).filter(|all| !all.is_empty()),
-            },
-            ..TokenReview::default()
+        let mut review = match self.find_or_ask(token) {
+            Known::Stands(verdict) => return verdict,
+            Known::UnderWay(review) => review,
         };
-        let api: Api<TokenReview> = Api::all(self.client.clone());
-        let params = PostParams::default();
-        match tokio::time::timeout(TIMEOUT, api.create(&params, &review)).await {
-            Ok(Ok(answer)) => match answer.status.and_then(|status| status.authenticated) {
-                Some(true) => Verdict::Authenticated,
-                _ => Verdict::Unauthenticated,
-            },
-            Ok(Err(error)) => {
-                tracing::warn!(%error, "token not reviewed");
-                Verdict::Unknown
-            }
-            Err(_) => {
-                tracing::warn!("token not reviewed: no answer in {TIMEOUT:?}");
-                Verdict::Unknown
+        // Each review comes to a verdict, unless the process ends.
+        let verdict = review.wait_for(Option::is_some).await;
+        verdict.map_or(Verdict::Unknown, |verdict| {
+            verdict.unwrap_or(Verdict::Unknown)
+        })
+    }
+
+    fn find_or_ask(&self, token: &str) -> Known {
+        let (key, now) = (key(token), Instant::now());
+        let mut verdicts = self.verdicts();
+        if let Some(known) = verdicts.find(&key, now) {
+            return known;
+        }
+        let line = if verdicts.was_good(&key) {
+            &self.acquainted
+        } else {
+            &self.strangers
+        };
+        // Not remembered: it makes no other token forgotten.
+        let Some(place) = line.enter() else {
+            return Known::Stands(Verdict::Crowded);
+        };
+        let review = self.ask(token, place);
+        verdicts.insert(key, review.clone(), now);
+        Known::UnderWay(review)
+    }
+
+    /// Begins a review. It does not depend on the request that wants it: whoever goes away takes nothing from the others, and makes no room for the next token.
+    fn ask(&self, token: &str, place: Place) -> Review {
+        let (sender, review) = watch::channel(None);
+        let client = self.client.clone();
+        let spec = TokenReviewSpec {
+            token: token.to_owned(),
+            audiences: Some(self.options.audiences.clone()).filter(|all| !all.is_empty()),
+        };
+        tokio::spawn(async move {
+            let verdict = match place.turn(TIMEOUT).await {
+                Some(_turn) => verdict_on(client, spec).await,
+                None => Verdict::Crowded,
+            };
+            drop(place);
+            sender.send_replace(Some(verdict));
+        });
+        review
+    }
+
+    // A poisoned lock only says that somebody panicked; each change is whole.
+    fn verdicts(&self) -> MutexGuard<'_, Verdicts> {
+        self.verdicts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn key(token: &str) -> Key {
+    let mut key = [0; 32];
+    key.copy_from_slice(digest::digest(&digest::SHA256, token.as_bytes()).as_ref());
+    key
+}
+
+async fn verdict_on(client: Client, spec: TokenReviewSpec) -> Verdict {
+    let review = TokenReview {
+        spec,
+        ..TokenReview::default()
+    };
+    let api: Api<TokenReview> = Api::all(client);
+    let params = PostParams::default();
+    match timeout(TIMEOUT, api.create(&params, &review)).await {
+        Ok(Ok(answer)) => match answer.status.and_then(|status| status.authenticated) {
+            Some(true) => Verdict::Authenticated,
+            _ => Verdict::Unauthenticated,
+        },
+        Ok(Err(error)) => {
+            tracing::warn!(%error, "token not reviewed");
+            Verdict::Unknown
+        }
+        Err(_) => {
+            tracing::warn!("token not reviewed: no answer in {TIMEOUT:?}");
+            Verdict::Unknown
+        }
+    }
+}
+
+/// Tokens that are asked about, and those that wait for it.
+#[derive(Debug)]
+struct Line {
+    /// For all of them.
+    places: Arc<Semaphore>,
+    /// For those that are asked about.
+    turns: Arc<Semaphore>,
+}
+
+impl Line {
+    fn new(at_once: usize, waiting: usize) -> Self {
+        let semaphore = |permits: usize| {
+            let permits = permits.min(Semaphore::MAX_PERMITS);
+            Arc::new(Semaphore::new(permits))
+        };
+        Self {
+            places: semaphore(at_once.saturating_add(waiting)),
+            turns: semaphore(at_once),
+        }
+    }
+
+    /// A place at the end, unless it is full.
+    fn enter(&self) -> Option<Place> {
+        Some(Place {
+            _place: Arc::clone(&self.places).try_acquire_owned().ok()?,
+            turns: Arc::clone(&self.turns),
+        })
+    }
+}
+
+/// A place in a line, given back when it is dropped.
+#[derive(Debug)]
+struct Place {
+    _place: OwnedSemaphorePermit,
+    turns: Arc<Semaphore>,
+}
+
+impl Place {
+    /// Waits for its turn, at most `limit` long.
+    async fn turn(&self, limit: Duration) -> Option<SemaphorePermit<'_>> {
+        timeout(limit, self.turns.acquire()).await.ok()?.ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::pin::pin;
+
+    use futures::poll;
+    use torpor_test_apiserver::{Apiserver, Fault, FaultAnswer};
+
+    use super::*;
+
+    /// The next review has no answer.
+    fn lose_answer(api: &Apiserver) {
+        api.fail(Fault {
+            verb: "create",
+            kind: "tokenreviews",
+            answer: FaultAnswer::LoseAnswer,
+        });
+    }
+
+    /// Waits until the apiserver has been asked, and says about how many tokens.
+    async fn asked(api: &Apiserver) -> usize {
+        loop {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+            let asked = api.take_writes().len();
+            if asked > 0 {
+                return asked;
             }
         }
+    }
+
+    fn reviewer(api: &Apiserver, ttl: Duration, waiting: usize) -> Reviewer {
+        let options = ReviewOptions {
+            ttl,
+            size: 64,
+            require_token: true,
+            audiences: vec![],
+            at_once: 1,
+            waiting,
+        };
+        Reviewer::new(api.client(), options)
+    }
+
+    const HOUR: Duration = Duration::from_secs(3600);
+
+    #[tokio::test]
+    async fn one_token_is_asked_about_and_one_waits_and_the_next_is_told_so_at_once() {
+        let api = Apiserver::new();
+        lose_answer(&api);
+        let reviewer = reviewer(&api, HOUR, 1);
+        let mut first = pin!(reviewer.review("a"));
+        let mut second = pin!(reviewer.review("b"));
+        assert!(poll!(first.as_mut()).is_pending());
+        assert!(poll!(second.as_mut()).is_pending());
+        assert_eq!(reviewer.review("c").await, Verdict::Crowded);
+        let mut as_first = pin!(reviewer.review("a"));
+        assert!(poll!(as_first.as_mut()).is_pending(), "it shares the place");
+        assert_eq!(asked(&api).await, 1);
+    }
+
+    #[tokio::test]
+    async fn a_place_is_given_back_with_the_verdict_and_kept_when_the_client_goes_away() {
+        let api = Apiserver::new();
+        api.accept_token("good");
+        let reviewer = reviewer(&api, HOUR, 0);
+        assert_eq!(reviewer.review("a").await, Verdict::Unauthenticated);
+        assert_eq!(reviewer.review("good").await, Verdict::Authenticated);
+        lose_answer(&api);
+        {
+            let mut gone = pin!(reviewer.review("b"));
+            assert!(poll!(gone.as_mut()).is_pending());
+        }
+        assert_eq!(reviewer.review("c").await, Verdict::Crowded);
+        assert_eq!(reviewer.review("good").await, Verdict::Authenticated);
+    }
+
+    #[tokio::test]
+    async fn a_token_that_was_good_does_not_wait_behind_invented_ones() {
+        let api = Apiserver::new();
+        api.accept_token("good");
+        // No verdict stands.
+        let reviewer = reviewer(&api, Duration::ZERO, 0);
+        assert_eq!(reviewer.review("good").await, Verdict::Authenticated);
+        asked(&api).await;
+        lose_answer(&api);
+        let mut invented = pin!(reviewer.review("a"));
+        assert!(poll!(invented.as_mut()).is_pending());
+        asked(&api).await;
+        assert_eq!(reviewer.review("b").await, Verdict::Crowded);
+        assert_eq!(reviewer.review("good").await, Verdict::Authenticated);
+    }
+
+    #[tokio::test]
+    async fn nobody_waits_for_a_turn_without_end() {
+        let line = Line::new(1, 1);
+        let (first, second) = (line.enter().unwrap(), line.enter().unwrap());
+        assert!(line.enter().is_none());
+        let turn = first.turn(HOUR).await;
+        assert!(turn.is_some());
+        let short = Duration::from_millis(1);
+        assert!(second.turn(short).await.is_none());
+        drop(turn);
+        assert!(second.turn(short).await.is_some());
+        drop(first);
+        assert!(line.enter().is_some());
     }
 }

@@ -11,10 +11,14 @@ use torpor_test_apiserver::{Fault, FaultAnswer};
 use crate::{
     backend::Backend,
     client::{nothing, request, send},
-    world::{Setup, World},
+    world::{Setup, World, until},
 };
 
 async fn reviewing(require_token: bool) -> World {
+    reviewing_at_once(require_token, 64).await
+}
+
+async fn reviewing_at_once(require_token: bool, at_once: usize) -> World {
     let setup = Setup {
         authorizer: Box::new(move |api| {
             let options = ReviewOptions {
@@ -22,6 +26,8 @@ async fn reviewing(require_token: bool) -> World {
                 size: 2,
                 require_token,
                 audiences: vec![],
+                at_once,
+                waiting: 0,
             };
             Authorizer::TokenReview(Reviewer::new(api.client(), options))
         }),
@@ -137,4 +143,32 @@ async fn who_invents_tokens_does_not_have_a_good_one_forgotten() {
         ask(&world, backend.port, Some(token)).await;
     }
     assert_eq!(reviews(&world), 4);
+}
+
+#[tokio::test]
+async fn who_invents_tokens_does_not_flood_the_apiserver_nor_keep_good_ones_out() {
+    let world = Arc::new(reviewing_at_once(true, 1).await);
+    let backend = Backend::named("s").await;
+    let port = backend.port;
+    assert_eq!(ask(&world, port, Some("good")).await, "200 s");
+    assert_eq!(reviews(&world), 1);
+    let lose = Fault {
+        verb: "create",
+        kind: "tokenreviews",
+        answer: FaultAnswer::LoseAnswer,
+    };
+    world.api.fail(lose);
+    let inventor = Arc::clone(&world);
+    let first = tokio::spawn(async move { ask(&inventor, port, Some("a")).await });
+    until("it is asked about", || reviews(&world) == 1).await;
+    assert_eq!(
+        ask(&world, port, Some("b")).await,
+        r#"503 {"detail":"Too many tokens wait to be checked."}"#
+    );
+    assert_eq!(ask(&world, port, Some("good")).await, "200 s");
+    assert_eq!(reviews(&world), 0, "nobody else was asked about");
+    let refusals =
+        r#"torpor_router_refusals_total{sandbox_namespace="ns",reason="TooManyReviews"}"#;
+    assert_eq!(world.metric(refusals), 1);
+    first.abort();
 }

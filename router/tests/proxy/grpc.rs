@@ -1,11 +1,19 @@
 //! gRPC calls: HTTP/2 with prior knowledge on both sides, by the same headers as any request.
 
-use std::{future::Future, time::Duration};
+use std::{
+    convert::Infallible,
+    future::Future,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
 
 use bytes::Bytes;
 use http::{HeaderMap, Request, Response, Version};
 use http_body::Frame;
-use http_body_util::BodyExt;
+use http_body_util::{BodyExt, StreamBody};
 use hyper::{body::Incoming, client::conn::http2};
 use rstest::rstest;
 use serde_json::json;
@@ -200,6 +208,50 @@ async fn all_calls_to_a_port_share_a_connection_and_no_other_sandbox_does() {
     world.running("b", "127.0.0.1").await;
     assert_eq!(ask(&world, "b", backend.port).await.status, "0");
     assert_eq!(backend.connections(), 2);
+}
+
+/// A sandbox that sends without end where `/endless` is called, and counts the pieces.
+async fn endless(sent: Arc<AtomicUsize>) -> Backend {
+    Backend::start(move |request: Request<Incoming>| {
+        let sent = Arc::clone(&sent);
+        async move {
+            if request.uri().path() != "/endless" {
+                return done("out");
+            }
+            let pieces = futures::stream::repeat_with(move || {
+                sent.fetch_add(1, Ordering::Relaxed);
+                let piece = Frame::data(Bytes::from_static(&[0; 16 * 1024]));
+                Ok::<_, Infallible>(piece)
+            });
+            Response::new(StreamBody::new(pieces).boxed_unsync())
+        }
+    })
+    .await
+}
+
+#[tokio::test]
+async fn clients_that_take_nothing_do_not_hold_up_other_calls_to_the_port() {
+    let world = World::new().await;
+    let sent = Arc::new(AtomicUsize::new(0));
+    let backend = endless(Arc::clone(&sent)).await;
+    world.running("s", "127.0.0.1").await;
+    let mut stalled = Vec::new();
+    for _ in 0..4 {
+        let mut client = http2(&world).await;
+        let request = call("s", backend.port).uri("http://router/endless");
+        let answer = client.send_request(request.body(full("")).unwrap());
+        let answer = soon("the head", answer).await.unwrap();
+        stalled.push((client, answer));
+    }
+    let all_is_sent = async {
+        while sent.swap(0, Ordering::Relaxed) > 0 {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    };
+    soon("nothing more is taken", all_is_sent).await;
+    let outcome = ask(&world, "s", backend.port).await;
+    assert_eq!((&*outcome.body, &*outcome.status), ("out", "0"));
+    assert_eq!(backend.connections(), 1, "all share it");
 }
 
 /// A sandbox that takes leave of each connection after one call.

@@ -9,8 +9,9 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use crate::{
     backend::Backend,
-    client::{Raw, nothing, request, send},
-    world::{LIMIT, Setup, World, soon},
+    client::{Raw, get, nothing, request, send},
+    streaming::{open_websocket, websocket},
+    world::{LIMIT, Setup, World, soon, until},
 };
 
 fn hurried(change: impl FnOnce(&mut Setup)) -> Setup {
@@ -249,6 +250,38 @@ fn post(port: u16, length: usize, body: &str) -> String {
     format!(
         "POST / HTTP/1.1\r\nHost: r\r\nConnection: close\r\nX-Sandbox-ID: s\r\nX-Sandbox-Namespace: ns\r\nX-Sandbox-Port: {port}\r\nContent-Length: {length}\r\n\r\n{body}"
     )
+}
+
+#[tokio::test]
+async fn a_sandbox_that_answers_nothing_takes_its_own_share_and_no_more() {
+    let world = World::with(hurried(|setup| setup.requests = 2)).await;
+    let silent = Backend::start(|_| std::future::pending()).await;
+    let other = Backend::named("other").await;
+    world.running("s", "127.0.0.1").await;
+    world.running("t", "127.0.0.1").await;
+    let mut waiting = Vec::new();
+    for count in 1..=2 {
+        let mut client = Raw::open(&world).await;
+        client.write(post(silent.port, 0, "")).await;
+        until("it is under way", || silent.connections() == count).await;
+        waiting.push(client);
+    }
+    let refused = r#"503 {"detail":"Too many requests are under way to sandbox s."}"#;
+    for port in [silent.port, other.port] {
+        assert_eq!(get(&world, "s", port).await.line(), refused);
+    }
+    assert_eq!(silent.connections(), 2);
+    assert_eq!(get(&world, "t", other.port).await.line(), "200 other");
+    let refusals =
+        r#"torpor_router_refusals_total{sandbox_namespace="ns",reason="TooManyRequests"}"#;
+    assert_eq!(world.metric(refusals), 2);
+    // WebSockets and calls have places of their own.
+    let echo = websocket().await;
+    let _tunnel = open_websocket(&world, echo.port).await;
+    drop(waiting.pop());
+    let under_way = "sandbox_router_inflight_requests";
+    until("a client has gone", || world.metric(under_way) == 2).await;
+    assert_eq!(get(&world, "s", other.port).await.line(), "200 other");
 }
 
 #[tokio::test]

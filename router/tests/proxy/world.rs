@@ -19,6 +19,7 @@ use torpor_router::{
     proxy::{Proxy, Settings},
     resume::Resumer,
     server::Server,
+    shares::Shares,
     tls::Acceptor,
     tunnel::Tunnels,
     upstream::{self, Dialling},
@@ -36,6 +37,8 @@ pub(crate) struct Setup {
     pub(crate) settings: Settings,
     pub(crate) limits: Limits,
     pub(crate) open_ended: Bounds,
+    /// Others under way to one sandbox.
+    pub(crate) requests: usize,
     pub(crate) patience: Patience,
     pub(crate) connections: usize,
     pub(crate) dialling: Dialling,
@@ -66,6 +69,7 @@ impl Default for Setup {
                 },
             },
             open_ended: Bounds { all: 64, each: 32 },
+            requests: 0,
             patience: Patience {
                 head: LIMIT,
                 idle: LIMIT,
@@ -119,6 +123,7 @@ impl World {
             calls: Calls::new(dialer.clone()),
             tunnels: Tunnels::new(tasks.clone(), cut.clone(), Arc::clone(&metrics)),
             open_ended: Places::new(setup.open_ended),
+            shares: Shares::new(setup.requests),
             metrics,
             settings: setup.settings,
         });
