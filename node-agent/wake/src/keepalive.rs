@@ -23,12 +23,11 @@
 //! Keepalives with a byte of rubbish, as some systems send them, are data to who does not know the connection: they wake.
 
 use std::collections::HashMap;
-use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-use etherparse::{PacketBuilder, TcpOptionElement};
-
+use crate::acknowledgement::Acknowledgement;
 use crate::packet::{Ends, Segment};
+use crate::reminder::Reminder;
 
 /// Beyond these the one that was quiet for longest is forgotten, and learnt anew by its next two keepalives.
 const MOST_CONNECTIONS: usize = 1024;
@@ -40,7 +39,6 @@ const PROTEST: Duration = Duration::from_millis(500);
 /// What the sandbox has room for is in its image. This is little, also for a connection that multiplies it by 2^7, and not
 /// nothing: who has something to say must say it, so that the sandbox wakes.
 const WINDOW: u16 = 4096;
-const HOPS: u8 = 64;
 /// Numbers further on than this are earlier ones (RFC 9293, 3.4).
 const HALF: u32 = (1 << 31) - 1;
 
@@ -163,6 +161,12 @@ impl Keepalives {
         }
     }
 
+    /// What the sandbox is told of those that were heard, if it was restored meanwhile: after all that has waited for it.
+    pub fn reminders(&self) -> impl Iterator<Item = Reminder> {
+        let known = self.connections.values();
+        known.filter_map(|known| Reminder::of(&known.said))
+    }
+
     fn note(&mut self, said: Segment, state: State, at: Instant) {
         self.make_room(&said.ends);
         self.connections
@@ -248,36 +252,20 @@ impl Answer {
     pub fn frame(&self, frame: &[u8]) -> Option<Vec<u8>> {
         let to: [u8; 6] = frame.get(..6)?.try_into().ok()?;
         let from: [u8; 6] = frame.get(6..12)?.try_into().ok()?;
-        let asked = &self.to;
-        let ends = &asked.ends;
         if !matches!(frame.get(12..14)?, [0x08, 0x00] | [0x86, 0xdd]) {
             return None;
         }
-        let ethernet = PacketBuilder::ethernet2(to, from);
-        let ip = match (ends.local, ends.remote) {
-            (IpAddr::V4(local), IpAddr::V4(remote)) => {
-                ethernet.ipv4(local.octets(), remote.octets(), HOPS)
-            }
-            (IpAddr::V6(local), IpAddr::V6(remote)) => {
-                ethernet.ipv6(local.octets(), remote.octets(), HOPS)
-            }
-            _ => return None,
+        let ends = &self.to.ends;
+        let acknowledgement = Acknowledgement {
+            source: (ends.local, ends.local_port),
+            destination: (ends.remote, ends.remote_port),
+            sequence: self.sequence,
+            number: self.acknowledgment,
+            window: WINDOW,
+            // The peer's clock, and the last time of the sandbox' that it has seen.
+            timestamps: self.to.timestamps.map(|(value, echo)| (echo, value)),
         };
-        let tcp = ip
-            .tcp(ends.local_port, ends.remote_port, self.sequence, WINDOW)
-            .ack(self.acknowledgment);
-        // The peer's clock, and the last time of the sandbox' that it has seen.
-        let stamp = asked.timestamps.map(|(value, echo)| {
-            let stamp = TcpOptionElement::Timestamp(echo, value);
-            [TcpOptionElement::Noop, TcpOptionElement::Noop, stamp]
-        });
-        let tcp = match &stamp {
-            Some(options) => tcp.options(options).ok()?,
-            None => tcp,
-        };
-        let mut bytes = Vec::with_capacity(tcp.size(0));
-        tcp.write(&mut bytes, &[]).ok()?;
-        Some(bytes)
+        acknowledgement.frame(to, from)
     }
 }
 

@@ -9,16 +9,19 @@
 //! | [`keepalive`] | answering the keepalives of peers whose connections sleep (pure) |
 //! | [`owner`] | whose socket it is that connects: the kubelet's, or somebody else's |
 //! | [`probes`] | answering the kubelet's probes meanwhile |
+//! | [`reminder`] | what a sandbox that was restored is told of its peers (pure) |
 //! | [`sensor`] | when to wake, when not to try again yet, what to give back (pure) |
 //! | [`tap`] | seeing and sending frames at the host's end of the pod's link |
 //!
 //! What a sleeping pod's kernel would answer by itself is silenced by `torpor-gvisor`'s `hush`.
 
+mod acknowledgement;
 pub mod doubt;
 pub mod held;
 pub mod keepalive;
 pub mod owner;
 pub mod packet;
 pub mod probes;
+pub mod reminder;
 pub mod sensor;
 pub mod tap;

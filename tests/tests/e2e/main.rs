@@ -16,6 +16,7 @@ mod hooks;
 mod inject;
 mod kata;
 mod leftovers;
+mod losses;
 mod lost;
 mod oci;
 mod oncrash;

@@ -332,6 +332,8 @@ impl Watch {
     pub(super) fn release(mut self) {
         // It answers for itself, also what was not settled.
         self.rules.probes.clear();
+        // One that was woken at once may not have been seen asleep.
+        let restored = self.is_home || self.muted.is_some();
         if let Some(muted) = self.muted.take() {
             muted.end();
             self.speak_as(None);
@@ -351,6 +353,23 @@ impl Watch {
                 // What does not get through is sent again by who wants to be heard.
                 let _ = link.tap.send(&frame);
             }
+        }
+        if restored {
+            self.remind();
+        }
+    }
+
+    /// gVisor has forgotten what it was to say again: see [`torpor_wake::reminder`]. After what has waited, whose numbers come before.
+    fn remind(&self) {
+        let Some(link) = self.links.first() else {
+            return;
+        };
+        let (from, to) = (self.sender.address(), link.pair.pod_address);
+        let reminders = self.keepalives.reminders();
+        for frame in reminders.filter_map(|reminder| reminder.frame(from, to)) {
+            let frame = [&[0_u8; HEADER][..], frame.as_slice()].concat();
+            // One that is lost leaves it as it was.
+            let _ = link.tap.send(&frame);
         }
     }
 }
@@ -449,15 +468,17 @@ fn links(namespace: &Path, own: &[IpAddr], rules: &Rules) -> anyhow::Result<Vec<
 
 #[cfg(test)]
 mod tests {
-    use std::net::UdpSocket;
+    use std::io::Write;
+    use std::net::{TcpListener, TcpStream, UdpSocket};
 
+    use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, socket};
     use torpor_core::ids::{Namespace, PodUid, SandboxId};
     use torpor_core::wake_on::WakeOn;
 
     use super::*;
     use crate::keeper::mute::tests::{Pair, said};
 
-    fn frozen_pod(network: &Path) -> PodRecord {
+    fn pod_in(network: &Path) -> PodRecord {
         PodRecord {
             sandbox: SandboxId::new("5".repeat(64)).expect("an id"),
             pod_uid: PodUid::new("pod-a").expect("a uid"),
@@ -485,7 +506,7 @@ mod tests {
         say("before");
         assert_eq!(said(&hears).as_deref(), Some("before"));
 
-        let pod = frozen_pod(&network);
+        let pod = pod_in(&network);
         let rules = Rules {
             wake_on: WakeOn::NOTHING,
             ..Rules::default()
@@ -510,5 +531,55 @@ mod tests {
         let heard: Vec<_> = std::iter::from_fn(|| said(&hears)).collect();
         // While it sleeps, what does not wake it is as if it had been lost on its way.
         assert_eq!(heard, ["held", "after"]);
+    }
+
+    /// The TCP segments that have reached the pod's kernel, once nothing more has come for a while.
+    fn segments(heard: &UdpSocket) -> Vec<Segment> {
+        const ETHERNET_OF_IPV4: [u8; 14] = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 8, 0];
+        let own = [IpAddr::from([10, 204, 0, 1])];
+        let next = || {
+            let mut packet = [0; 2048];
+            let length = heard.recv(&mut packet).ok()?;
+            segment(&[&ETHERNET_OF_IPV4[..], &packet[..length]].concat(), &own)
+        };
+        std::iter::from_fn(next).collect()
+    }
+
+    #[test]
+    fn who_was_restored_gets_what_has_waited_and_is_told_what_comes_next() {
+        let pair = Pair::new("remind");
+        let pod = pod_in(&Pair::path(&pair.pod));
+        let listener = pair
+            .in_pod(|| TcpListener::bind("10.204.0.1:7"))
+            .expect("bound");
+        let connected = pair.at_host(|| TcpStream::connect("10.204.0.1:7"));
+        let mut peer = connected.expect("connected");
+        let program = listener.accept().expect("accepted");
+        let raw = pair.in_pod(|| {
+            let close = SockFlag::SOCK_CLOEXEC;
+            socket(AddressFamily::Inet, SockType::Raw, close, SockProtocol::Tcp)
+        });
+        // The same calls read it.
+        let heard = UdpSocket::from(raw.expect("a raw socket"));
+        let limit = Some(Duration::from_millis(300));
+        heard.set_read_timeout(limit).expect("set");
+        pair.at_host(|| {
+            let rules = Rules::default();
+            let mut watch = Watch::begin(&pod, &rules, 10250, None).expect("watched");
+            peer.write_all(b"held").expect("said");
+            assert_eq!(watch.turn(), Next::Nothing);
+            assert!(matches!(watch.asleep(&pod), Next::Wake(_)));
+            watch.release();
+        });
+        let heard = segments(&heard);
+        let held = heard.iter().find(|segment| segment.length == 4);
+        let held = held.expect("what has waited");
+        let next = held.sequence.wrapping_add(4);
+        let reminded = |segment: &Segment| {
+            let same = segment.acknowledgment == held.acknowledgment;
+            segment.says_nothing() && segment.sequence == next && same
+        };
+        assert!(heard.iter().any(reminded), "{heard:?}");
+        drop(program);
     }
 }

@@ -1,5 +1,8 @@
+use std::net::IpAddr;
+
 use super::*;
 use crate::packet::segment;
+use etherparse::{PacketBuilder, TcpOptionElement};
 use proptest::prelude::*;
 
 const NODE: [u8; 4] = [10, 1, 0, 1];
@@ -273,6 +276,42 @@ fn a_connection_that_is_over_is_forgotten() {
         let segments = [(0, bare(99)), (1_000, over), (2_000, bare(99))];
         assert_eq!(answered(&segments), [false; 3], "{over:?}");
     }
+}
+
+#[test]
+fn the_sandbox_is_told_once_of_each_peer_that_has_said_something_and_is_there() {
+    let now = Instant::now();
+    let mut keepalives = Keepalives::begin(now);
+    let of = |port, segment| Segment {
+        ends: ends(port),
+        ..segment
+    };
+    let data = Segment {
+        length: 5,
+        ..bare(100)
+    };
+    let reset = Segment {
+        rst: true,
+        ..bare(105)
+    };
+    for segment in [
+        of(1, data),
+        of(1, data),
+        of(2, data),
+        of(2, reset),
+        of(3, bare(99)),
+        // An acknowledgement of its own follows, with the number that the sandbox expects.
+        of(4, data),
+        of(4, bare(105)),
+        of(5, data),
+    ] {
+        keepalives.hear(&segment, true, now);
+    }
+    let mut told: Vec<_> = keepalives.reminders().collect();
+    let mut expected = [1, 5].map(|port| Reminder::of(&of(port, data)).expect("a reminder"));
+    told.sort_by_key(|reminder| format!("{reminder:?}"));
+    expected.sort_by_key(|reminder| format!("{reminder:?}"));
+    assert_eq!(told, expected);
 }
 
 #[test]
