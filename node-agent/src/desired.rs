@@ -284,8 +284,10 @@ pub(crate) fn rules(pod: &Pod, desired: &Desired) -> Rules {
     if desired.suspending() {
         // It would only have to be saved again for a packet, and its end is no end: hooks are not run, but answered.
         probes.append(&mut hooks);
+        let (probes, tls_probes) = tls_apart(pod, probes);
         return Rules {
-            probes: probes.into_iter().collect(),
+            probes,
+            tls_probes,
             hooks: Vec::new(),
             suspends: true,
             wake_on: WakeOn::NOTHING,
@@ -299,8 +301,10 @@ pub(crate) fn rules(pod: &Pod, desired: &Desired) -> Rules {
     }
     // Nobody but who froze it lets it run. A Pod that is being deleted runs to its end.
     let frozen = desired.power == Power::Frozen && desired.pod == PodPresence::Present;
+    let (probes, tls_probes) = tls_apart(pod, probes);
     Rules {
-        probes: probes.into_iter().collect(),
+        probes,
+        tls_probes,
         hooks: hooks.into_iter().collect(),
         suspends: false,
         wake_on: match frozen {
@@ -344,17 +348,25 @@ fn wake_on(pod: &Pod) -> WakeOn {
     }
 }
 
-/// The ports whose probes can be answered without the Pod's program: a probe over TLS cannot.
+/// The ports whose probes can be answered without the Pod's program.
 fn answerable_ports(pod: &Pod) -> Vec<u16> {
+    let ports: BTreeSet<u16> = each_probe(pod)
+        .filter_map(|(container, probe)| probed_port(container, probe))
+        .collect();
+    ports.into_iter().collect()
+}
+
+/// Of these ports those at which nobody probes over TLS, and those at which somebody does.
+fn tls_apart(pod: &Pod, ports: BTreeSet<u16>) -> (Vec<u16>, Vec<u16>) {
     let over_tls = |probe: &Probe| {
         let http = probe.http_get.as_ref();
         http.is_some_and(|get| get.scheme.as_deref() == Some("HTTPS"))
     };
-    let probes = each_probe(pod).filter(|(_, probe)| !over_tls(probe));
-    let ports: BTreeSet<u16> = probes
+    let probes = each_probe(pod).filter(|(_, probe)| over_tls(probe));
+    let tls: BTreeSet<u16> = probes
         .filter_map(|(container, probe)| probed_port(container, probe))
         .collect();
-    ports.into_iter().collect()
+    ports.into_iter().partition(|port| !tls.contains(port))
 }
 
 fn probed_port(container: &Container, probe: &Probe) -> Option<u16> {
@@ -761,7 +773,12 @@ mod tests {
                     "livenessProbe": { "tcpSocket": { "port": 8080 } },
                     "startupProbe": { "httpGet": { "port": 8443, "scheme": "HTTPS" } },
                 },
-                { "name": "b", "readinessProbe": { "exec": { "command": ["true"] } } },
+                {
+                    "name": "b",
+                    "readinessProbe": { "exec": { "command": ["true"] } },
+                    // A keeper that speaks no TLS is to leave the whole port alone.
+                    "livenessProbe": { "tcpSocket": { "port": 8443 } },
+                },
             ],
             "initContainers": [
                 { "name": "c", "restartPolicy": "Always", "livenessProbe": { "grpc": { "port": 9000 } } },
@@ -769,9 +786,12 @@ mod tests {
             ],
         }))
         .expect("a spec");
-        assert_eq!(answerable_ports(&pod), [8080, 9000]);
-        let found = probes(&pod, &desired(&uid(), Some(&pod), None, &[]));
-        assert!(found.ports.contains(&8443));
+        assert_eq!(answerable_ports(&pod), [8080, 8443, 9000]);
+        let desired = desired(&uid(), Some(&pod), None, &[]);
+        let told = rules(&pod, &desired);
+        let (plain, tls) = (vec![8080, 9000], vec![8443]);
+        assert_eq!((told.probes, told.tls_probes), (plain, tls));
+        assert!(probes(&pod, &desired).ports.contains(&8443));
         pod.spec = None;
         assert!(answerable_ports(&pod).is_empty());
     }
