@@ -60,8 +60,10 @@ pub(crate) fn rules(pod: &Pod, desired: &Desired) -> Rules {
     if desired.suspending() {
         // It would only have to be saved again for a packet, and its end is no end: hooks are not run, but answered.
         probes.append(&mut hooked_ports(pod));
+        let (probes, tls_probes) = tls_apart(pod, probes);
         return Rules {
-            probes: probes.into_iter().collect(),
+            probes,
+            tls_probes,
             hooks: Vec::new(),
             suspends: true,
             wake_on: WakeOn::NOTHING,
@@ -75,8 +77,10 @@ pub(crate) fn rules(pod: &Pod, desired: &Desired) -> Rules {
     }
     // Nobody but who froze it lets it run. A Pod that is being deleted runs to its end.
     let frozen = desired.power == Power::Frozen && desired.pod == PodPresence::Present;
+    let (probes, tls_probes) = tls_apart(pod, probes);
     Rules {
-        probes: probes.into_iter().collect(),
+        probes,
+        tls_probes,
         hooks: hooks.into_iter().collect(),
         suspends: false,
         wake_on: match frozen {
@@ -133,17 +137,25 @@ fn wake_on(pod: &Pod) -> WakeOn {
     }
 }
 
-/// The ports whose probes can be answered without the Pod's program: a probe over TLS cannot.
+/// The ports whose probes can be answered without the Pod's program.
 fn answerable_ports(pod: &Pod) -> Vec<u16> {
-    let over_tls = |probe: &Probe| {
-        let http = probe.http_get.as_ref();
-        http.is_some_and(|get| get.scheme.as_deref() == Some("HTTPS"))
-    };
-    let probes = each_probe(pod).filter(|(_, probe)| !over_tls(probe));
-    let ports: BTreeSet<u16> = probes
+    let ports: BTreeSet<u16> = each_probe(pod)
         .filter_map(|(container, probe)| probed_port(container, probe))
         .collect();
     ports.into_iter().collect()
+}
+
+/// Of these ports those at which the kubelet never speaks TLS, and those at which it does.
+fn tls_apart(pod: &Pod, ports: BTreeSet<u16>) -> (Vec<u16>, Vec<u16>) {
+    let of_probes = each_probe(pod).map(|(container, probe)| (container, probe.http_get.as_ref()));
+    let of_hooks = each_hook(pod).map(|(container, hook)| (container, hook.http_get.as_ref()));
+    let over_tls: BTreeSet<u16> = of_probes
+        .chain(of_hooks)
+        .filter_map(|(container, get)| Some((container, get?)))
+        .filter(|(_, get)| get.scheme.as_deref() == Some("HTTPS"))
+        .filter_map(|(container, get)| u16::try_from(port_of(container, &get.port)?).ok())
+        .collect();
+    ports.into_iter().partition(|port| !over_tls.contains(port))
 }
 
 fn probed_port(container: &Container, probe: &Probe) -> Option<u16> {
@@ -285,7 +297,12 @@ mod tests {
                     "livenessProbe": { "tcpSocket": { "port": 8080 } },
                     "startupProbe": { "httpGet": { "port": 8443, "scheme": "HTTPS" } },
                 },
-                { "name": "b", "readinessProbe": { "exec": { "command": ["true"] } } },
+                {
+                    "name": "b",
+                    "readinessProbe": { "exec": { "command": ["true"] } },
+                    // A keeper that speaks no TLS is to leave the whole port alone.
+                    "livenessProbe": { "tcpSocket": { "port": 8443 } },
+                },
             ],
             "initContainers": [
                 { "name": "c", "restartPolicy": "Always", "livenessProbe": { "grpc": { "port": 9000 } } },
@@ -293,11 +310,14 @@ mod tests {
             ],
         }))
         .expect("a spec");
-        assert_eq!(answerable_ports(&pod), [8080, 9000]);
+        assert_eq!(answerable_ports(&pod), [8080, 8443, 9000]);
+        let desired = desired(&uid(), Some(&pod), None, &[]);
+        let told = rules(&pod, &desired);
+        let (plain, tls) = (vec![8080, 9000], vec![8443]);
+        assert_eq!((told.probes, told.tls_probes), (plain, tls));
+        assert!(probes(&pod, &desired).ports.contains(&8443));
         pod.metadata.deletion_timestamp = Some(jiff::Timestamp::UNIX_EPOCH.into());
         assert!(!may_be_taken_for_probed(&pod), "it has no hook");
-        let found = probes(&pod, &desired(&uid(), Some(&pod), None, &[]));
-        assert!(found.ports.contains(&8443));
         pod.spec = None;
         assert!(answerable_ports(&pod).is_empty());
     }

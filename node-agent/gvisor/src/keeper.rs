@@ -95,7 +95,11 @@ pub enum Request {
 pub struct Rules {
     /// TCP ports at which the kubelet's probes are answered for the pod.
     pub probes: Vec<u16>,
-    /// Those of them to which the kubelet also makes the request of a hook, once the Pod is being deleted. Then they are not
+    /// More of them, at which some probes are made over TLS. A keeper of an older version would take such a probe and never answer it; it does not hear of
+    /// these ports, and is as it was: the probe wakes the sandbox.
+    #[serde(default)]
+    pub tls_probes: Vec<u16>,
+    /// Those of both to which the kubelet also makes the request of a hook, once the Pod is being deleted. Then they are not
     /// probed any more.
     #[serde(default)]
     pub hooks: Vec<u16>,
@@ -106,6 +110,15 @@ pub struct Rules {
     /// Which packets wake it.
     #[serde(default)]
     pub wake_on: WakeOn,
+}
+
+impl Rules {
+    /// As one goes by them who answers probes over TLS like all others.
+    #[must_use]
+    pub fn with_tls(mut self) -> Self {
+        self.probes.append(&mut self.tls_probes);
+        self
+    }
 }
 
 /// What a keeper runs for the agent: what must live in the host's namespaces and not in the agent's container.
@@ -270,6 +283,7 @@ mod tests {
     fn rules_reach_keepers_of_this_and_of_the_next_version() {
         let rules = Rules {
             probes: vec![80],
+            tls_probes: vec![443],
             hooks: vec![80],
             suspends: true,
             wake_on: WakeOn::Only {
@@ -297,5 +311,18 @@ mod tests {
             ..Rules::default()
         };
         assert_eq!(heard, Request::Hold(known));
+    }
+
+    #[test]
+    fn who_speaks_tls_answers_at_all_ports_and_who_does_not_is_not_told_of_those_with_it() {
+        let rules = Rules {
+            probes: vec![80],
+            tls_probes: vec![443],
+            ..Rules::default()
+        };
+        let said = serde_json::to_value(&rules).expect("words");
+        assert_eq!(said["probes"], serde_json::json!([80]));
+        let rules = rules.with_tls();
+        assert_eq!((rules.probes, rules.tls_probes), (vec![80, 443], vec![]));
     }
 }

@@ -1,6 +1,6 @@
 //! Answering the kubelet's probes for a sandbox that sleeps: a healthy sandbox fell asleep, so each is answered with yes.
 //!
-//! A probe is a TCP connection: the handshake alone (`tcpSocket`), one HTTP request (`httpGet`), or one call of
+//! A probe is a TCP connection: the handshake alone (`tcpSocket`), one HTTP request (`httpGet`, also over TLS), or one call of
 //! `grpc.health.v1.Health/Check` (`grpc`). The TCP is smoltcp's; it speaks for the pod's addresses, on the pod's link, while
 //! nobody else does. Whether a connection is the kubelet's is decided before (see [`crate::owner`]): whoever else connects
 //! to the same port wakes the sandbox.
@@ -16,11 +16,16 @@ use smoltcp::wire::{HardwareAddress, IpCidr};
 
 use crate::packet::{ETHERNET, Ends};
 
+mod tls;
+
+use tls::Tls;
+
 /// The kubelet probes each container a few times a second at most, one connection each.
 const MOST_AT_ONCE: usize = 16;
 /// A request's head; the kubelet's is 200 bytes.
 const RECEIVE: usize = 4 << 10;
-const SEND: usize = 512;
+/// A server's first words in TLS are 700 bytes, 2 KiB with a key that quantum computers do not find.
+const SEND: usize = 4 << 10;
 /// The kubelet gives up after its probe's timeout, a second by default.
 const LIMIT: Duration = Duration::from_secs(10);
 const MTU: usize = 1500;
@@ -49,6 +54,9 @@ struct Probe {
     /// The Ethernet header of what goes back.
     header: [u8; ETHERNET],
     socket: SocketHandle,
+    /// It began with TLS.
+    tls: Option<Tls>,
+    /// What was said, without TLS.
     received: Vec<u8>,
     /// It speaks HTTP/2 and was told that so do we.
     greeted: bool,
@@ -110,6 +118,7 @@ impl Responder {
             ends: *ends,
             header: back(from),
             socket: self.sockets.add(socket),
+            tls: None,
             received: Vec::new(),
             greeted: false,
             until: now + LIMIT,
@@ -184,37 +193,64 @@ impl Responder {
     }
 }
 
+/// Some of the probes that come are made over TLS.
+pub fn expect_tls() {
+    tls::prepare();
+}
+
 /// Reads what the kubelet says and answers it; ends when it ends.
 fn converse(socket: &mut tcp::Socket<'_>, probe: &mut Probe, answers_hooks: bool) {
-    let received = &mut probe.received;
-    let mut ended = false;
-    while socket.can_recv() {
-        let room = RECEIVE.saturating_sub(received.len());
-        let read = socket.recv(|data| {
-            let taken = data.len().min(room);
-            received.extend_from_slice(&data[..taken]);
-            (data.len(), ())
-        });
-        ended |= read.is_err() || received.len() == RECEIVE;
-    }
-    if !answers_hooks && is_hook(received) {
+    let mut ended = hear(socket, probe);
+    if !answers_hooks && is_hook(&probe.received) {
         return socket.abort();
     }
-    if !probe.greeted && received.starts_with(HTTP2) {
+    let mut said = Vec::new();
+    if !probe.greeted && probe.received.starts_with(HTTP2) {
         // The kubelet's client (grpc-go) makes no call before the server has spoken, as it has to first of all (RFC 9113 §3.4).
-        let _ = socket.send_slice(&frame(SETTINGS, 0, CONNECTION, &[]));
+        said.extend(frame(SETTINGS, 0, CONNECTION, &[]));
         probe.greeted = true;
     }
-    if let Some(bytes) = answer(received) {
-        // The buffer is larger than all that is said.
-        let _ = socket.send_slice(&bytes);
-        received.clear();
+    if let Some(bytes) = answer(&probe.received) {
+        said.extend(bytes);
+        probe.received.clear();
         ended = true;
     }
     let peer_has_ended = socket.is_open() && !socket.may_recv() && !is_beginning(socket);
-    if ended || peer_has_ended {
+    ended |= peer_has_ended;
+    if let Some(tls) = &mut probe.tls {
+        said = tls.seal(&said, ended);
+    }
+    if !said.is_empty() {
+        // The buffer is larger than all that is said.
+        let _ = socket.send_slice(&said);
+    }
+    if ended {
         socket.close();
     }
+}
+
+/// Takes what has come. True when that was too much, or no TLS although it began so.
+fn hear(socket: &mut tcp::Socket<'_>, probe: &mut Probe) -> bool {
+    let mut came = Vec::new();
+    let mut ended = false;
+    while socket.can_recv() {
+        let read = socket.recv(|data| {
+            came.extend_from_slice(data);
+            (data.len(), ())
+        });
+        ended |= read.is_err();
+    }
+    let is_first = probe.tls.is_none() && probe.received.is_empty();
+    if is_first && tls::begins(&came) {
+        probe.tls = Tls::new();
+        ended |= probe.tls.is_none();
+    }
+    match &mut probe.tls {
+        Some(tls) => ended |= tls.open(&came, &mut probe.received).is_err(),
+        None => probe.received.append(&mut came),
+    }
+    probe.received.truncate(RECEIVE);
+    ended || probe.received.len() == RECEIVE
 }
 
 fn is_beginning(socket: &tcp::Socket<'_>) -> bool {

@@ -436,6 +436,35 @@ fn pod_probed_over_grpc() -> serde_json::Value {
     )
 }
 
+/// Takes its certificate from its environment.
+const SECURE: &str = "import http.server as h, os, ssl
+with open('/server.pem', 'w') as file:
+    file.write(os.environ['PEM'])
+context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+context.load_cert_chain('/server.pem')
+server = h.HTTPServer(('', 8443), h.SimpleHTTPRequestHandler)
+server.socket = context.wrap_socket(server.socket, server_side=True)
+server.serve_forever()";
+
+/// Beside the witness, which nobody probes.
+fn pod_probed_over_https() -> serde_json::Value {
+    let get = json!({ "httpGet": { "path": "/", "port": 8443, "scheme": "HTTPS" } });
+    let patient = json!({ "periodSeconds": 1, "failureThreshold": 60 });
+    let web = with(
+        python("web", SECURE),
+        json!({
+            "env": [{ "name": "PEM", "value": include_str!("https.pem") }],
+            "startupProbe": with(get.clone(), patient),
+            "readinessProbe": probed(get),
+            "livenessProbe": probed(json!({ "tcpSocket": { "port": 8443 } })),
+        }),
+    );
+    pod(
+        "p",
+        json!({ "containers": [web, witness::container(5, &[])] }),
+    )
+}
+
 /// Longer than any of the probes waits: what fails once makes the Pod unready or restarts a container.
 async fn sleeps_on(case: &Case, sleeps: impl Fn() -> anyhow::Result<bool>) -> anyhow::Result<()> {
     let end = Instant::now() + Duration::from_secs(5);
@@ -489,6 +518,14 @@ async fn probes_neither_wake_a_dozing_pod_nor_fail() -> anyhow::Result<()> {
     let _swap = Swap::on()?;
     case("dozeprobes", async |case| {
         dozes_on(case, probed_pod()).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn https_probes_neither_wake_a_hibernated_pod_nor_fail() -> anyhow::Result<()> {
+    case("httpsprobes", async |case| {
+        hibernates_on(case, pod_probed_over_https()).await
     })
     .await
 }

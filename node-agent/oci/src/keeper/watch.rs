@@ -15,7 +15,7 @@ use torpor_wake::doubt::{Doubts, Settled};
 use torpor_wake::keepalive::{self, Keepalives};
 use torpor_wake::owner::Kubelet;
 use torpor_wake::packet::{Cause, Ends, Meaning, Segment, meaning, segment};
-use torpor_wake::probes::Responder;
+use torpor_wake::probes::{self, Responder};
 use torpor_wake::sensor::{Next, Sensor};
 use torpor_wake::tap::{HEADER, Mouth, Tap, ethernet};
 
@@ -83,20 +83,21 @@ impl Watch {
         let namespace = pod.network_namespace.as_deref();
         let namespace = namespace.context("the pod has no network namespace of its own")?;
         let own = pod.addresses.ips()?;
+        let rules = known(rules);
         // In this order: what comes in between is lost as on any link. The other way round it would be heard twice.
         let sender = Sender::random();
         let hush = Hush::begin(namespace, Some(sender))?;
         let mut sensor = Sensor::default();
-        if owes_answer(seen, rules) {
+        if owes_answer(seen, &rules) {
             sensor.came_before();
         }
         Ok(Self {
             _hush: hush,
             sensor,
             keepalives: Keepalives::begin(Instant::now()),
-            links: links(namespace, &own, rules)?,
+            links: links(namespace, &own, &rules)?,
             own,
-            rules: rules.clone(),
+            rules,
             kubelet: Kubelet::at(kubelet_port),
             is_home: false,
             stands: false,
@@ -109,7 +110,7 @@ impl Watch {
 
     /// From now on other rules apply. What waits for the sandbox goes on waiting.
     pub(super) fn set_rules(&mut self, rules: &Rules) -> Next {
-        self.rules = rules.clone();
+        self.rules = known(rules);
         for link in &mut self.links {
             link.voice.probes.answer_hooks(rules.suspends);
         }
@@ -372,6 +373,14 @@ impl Watch {
             let _ = link.tap.send(&frame);
         }
     }
+}
+
+/// What is gone by here, where probes over TLS are answered, too.
+fn known(rules: &Rules) -> Rules {
+    if !rules.tls_probes.is_empty() {
+        probes::expect_tls();
+    }
+    rules.clone().with_tls()
 }
 
 /// What follows from a frame.

@@ -1,4 +1,11 @@
+use std::io::{Read, Write};
+use std::sync::Arc;
+
 use super::*;
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::CryptoProvider;
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::{ClientConfig, ClientConnection, DigitallySignedStruct, SignatureScheme};
 use smoltcp::wire::IpAddress;
 
 const POD: &str = "10.1.2.3";
@@ -142,6 +149,136 @@ fn the_hook_of_a_program_that_goes_on_elsewhere_is_answered_for_it() {
     kubelet.responder.answer_hooks(true);
     kubelet.say(b"GET /stop HTTP/1.1\r\nUser-Agent: kube-lifecycle/1.36\r\n\r\n");
     assert!(kubelet.heard().starts_with(b"HTTP/1.1 200 OK\r\n"));
+}
+
+/// As the kubelet's client it takes every certificate whose key its server has.
+#[derive(Debug)]
+struct Unverified(Arc<CryptoProvider>);
+
+impl ServerCertVerifier for Unverified {
+    fn verify_server_cert(
+        &self,
+        _: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        _: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        Err(rustls::Error::General("TLS 1.2".to_owned()))
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        let known = &self.0.signature_verification_algorithms;
+        rustls::crypto::verify_tls13_signature(message, certificate, signed, known)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.0.signature_verification_algorithms.supported_schemes()
+    }
+}
+
+/// Offers HTTP/2, too, as the kubelet's prober does.
+fn tls_client() -> ClientConnection {
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let mut config = ClientConfig::builder_with_provider(provider.clone())
+        .with_safe_default_protocol_versions()
+        .expect("versions")
+        .dangerous()
+        .with_custom_certificate_verifier(Arc::new(Unverified(provider)))
+        .with_no_client_auth();
+    config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    let name = ServerName::try_from(POD).expect("an address");
+    ClientConnection::new(Arc::new(config), name).expect("a client")
+}
+
+impl Kubelet {
+    /// Says over TLS what there is to say; what was heard then.
+    fn talk(&mut self, client: &mut ClientConnection) -> Vec<u8> {
+        while client.wants_write() {
+            let mut sealed = Vec::new();
+            client.write_tls(&mut sealed).expect("written");
+            // In two segments, as a hello with today's keys comes.
+            let (first, second) = sealed.split_at(sealed.len() / 2);
+            self.say(first);
+            self.say(second);
+            let heard = self.heard();
+            if !heard.is_empty() {
+                client.read_tls(&mut heard.as_slice()).expect("read");
+                client.process_new_packets().expect("TLS");
+            }
+        }
+        let mut opened = Vec::new();
+        // It fails at the end of what was heard if that was no last word.
+        let _ = client.reader().read_to_end(&mut opened);
+        opened
+    }
+
+    fn asks_over_tls(&mut self, request: &[u8]) -> Vec<u8> {
+        let mut client = tls_client();
+        client.writer().write_all(request).expect("kept");
+        self.talk(&mut client)
+    }
+}
+
+#[test]
+fn a_request_over_tls_is_answered_with_yes_once_it_is_whole() {
+    expect_tls();
+    let mut kubelet = Kubelet::connects(POD, NODE);
+    let mut client = tls_client();
+    let (head, end) = (b"GET / HTTP/1.1\r\nHost: 10.1.2.3:8080\r\n", b"\r\n");
+    client.writer().write_all(head).expect("kept");
+    assert_eq!(kubelet.talk(&mut client), b"", "the head is not over");
+    client.writer().write_all(end).expect("kept");
+    let answer = kubelet.talk(&mut client);
+    assert!(answer.starts_with(b"HTTP/1.1 200 OK\r\n"), "{answer:?}");
+    assert_eq!(client.alpn_protocol(), None, "HTTP/1.1");
+    assert!(
+        !kubelet.socket().may_recv(),
+        "the answer ends the connection"
+    );
+    client.send_close_notify();
+    kubelet.talk(&mut client);
+    kubelet.socket().close();
+    kubelet.carry();
+    assert_eq!(kubelet.socket().send_queue(), 0);
+    assert_eq!(kubelet.responder.probes.len(), 0);
+}
+
+#[test]
+fn a_hook_over_tls_is_as_one_without() {
+    let hook = b"GET /stop HTTP/1.1\r\nUser-Agent: kube-lifecycle/1.36\r\n\r\n";
+    let mut kubelet = Kubelet::connects(POD, NODE);
+    assert_eq!(kubelet.asks_over_tls(hook), b"");
+    assert!(!kubelet.socket().is_open(), "it is told that it has failed");
+    let mut kubelet = Kubelet::connects(POD, NODE);
+    kubelet.responder.answer_hooks(true);
+    let answer = kubelet.asks_over_tls(hook);
+    assert!(answer.starts_with(b"HTTP/1.1 200 OK\r\n"), "{answer:?}");
+}
+
+#[test]
+fn what_is_too_much_or_begins_like_tls_and_is_none_does_not_hold_on() {
+    let mut kubelet = Kubelet::connects(POD, NODE);
+    assert_eq!(kubelet.asks_over_tls(&vec![b'x'; RECEIVE + 1]), b"");
+    assert!(!kubelet.socket().may_recv(), "too much was said");
+    let mut kubelet = Kubelet::connects(POD, NODE);
+    kubelet.say(&[22, 3, 1, 0, 4, 1, 0, 0, 0]);
+    kubelet.heard();
+    assert!(!kubelet.socket().may_recv(), "an empty hello");
 }
 
 /// A call as the kubelet makes it: preface, settings, headers, one message that ends the stream.
