@@ -82,16 +82,19 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
                 }
                 None => doze::wake(&node, sandbox, cause.unwrap_or(WakeCause::Packet)),
             };
-            return Ok(restore::answer(woken));
+            return Ok(restore::answer("WakeFailed", woken));
         }
         Command::Doze { sandbox, image } => {
-            return Ok(restore::answer(doze::doze(&node, sandbox, image)));
+            let dozes = doze::doze(&node, sandbox, image);
+            return Ok(restore::answer("DozeFailed", dozes));
         }
         Command::End { sandbox, image } => {
-            return Ok(restore::answer(restore::end(&node, sandbox, image)));
+            let ended = restore::end(&node, sandbox, image);
+            return Ok(restore::answer("EndFailed", ended));
         }
         Command::Traffic { sandbox } => {
-            return Ok(restore::answer(state::traffic(&node, sandbox)));
+            let traffic = state::traffic(&node, sandbox);
+            return Ok(restore::answer("TrafficUnknown", traffic));
         }
         Command::ExecWaiter {
             sandbox,

@@ -594,12 +594,13 @@ pub(crate) fn end(node: &Node, sandbox: &SandboxId, id: &ImageId) -> anyhow::Res
     Ok(Answer::ok(serde_json::Value::Null))
 }
 
-/// Prints the answer of a verb: standard output is the connection to who asked.
-pub(crate) fn answer(result: anyhow::Result<Answer>) -> ExitCode {
+/// Prints the answer of a verb: standard output is the connection to who asked. `failed`: why it was refused, where the error has no reason of
+/// its own.
+pub(crate) fn answer(failed: &str, result: anyhow::Result<Answer>) -> ExitCode {
     let answer = result.unwrap_or_else(|error| {
         let reason = error
             .downcast_ref::<Refusal>()
-            .map_or("WakeFailed", |refusal| refusal.reason);
+            .map_or(failed, |refusal| refusal.reason);
         Answer::refused(reason, format!("{error:#}"))
     });
     let code = if answer.ok {
