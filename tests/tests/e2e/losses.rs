@@ -15,19 +15,15 @@ use torpor_tests::pods::{pod, python};
 use torpor_tests::wait;
 use torpor_tests::witness;
 
-use crate::windows::timer;
 
 /// For what is said again after a time that doubles.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Says again what it hears, byte for byte. After a `.` it ends the connection; after an `h` its own half of it, and what it hears then it writes to a file.
-const ECHO: &str = "import socket, socketserver
+/// Says again what it hears, byte for byte. After a `.` it ends the connection.
+const ECHO: &str = "import socketserver
 class Echo(socketserver.BaseRequestHandler):
     def handle(self):
         while (word := self.request.recv(1)) and word != b'.':
-            if word == b'h':
-                self.request.shutdown(socket.SHUT_WR)
-                return open('/heard', 'wb').write(self.request.recv(1))
             self.request.sendall(word)
 class Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
@@ -203,70 +199,6 @@ async fn the_end_that_a_sandbox_sent_and_lost_as_it_fell_asleep_is_sent_again_af
 -> anyhow::Result<()> {
     case("lostend", async |case| {
         is_answered_who_repeats_himself(case, Word::Ends).await
-    })
-    .await
-}
-
-/// Linux' timers of a socket of which nothing is on its way (proc_net_tcp.rst in its documentation).
-const NO_TIMER: &str = "00";
-
-/// The client knows that it was heard, and waits.
-async fn is_answered_who_waits(case: &Case, word: Word) -> anyhow::Result<()> {
-    let (pod, mut stream) = in_conversation(case).await?;
-    let loss = Loss::of_words(case, &pod)?;
-    stream.write_all(word.said()).await?;
-    loss.loses_another_word().await?;
-    wait::until("the client's word is acknowledged", LIMIT, async || {
-        let timer = timer(&stream)?;
-        wait::holds(timer == NO_TIMER, || format!("timer {timer:?}"))
-    })
-    .await?;
-    case.hibernate("p").await?;
-    drop(loss);
-    let nothing = ["python3", "-c", ""];
-    case.kubectl.exec("p", "a", &nothing).await?.ok()?;
-    case.annotate("p", HIBERNATE, None).await?;
-    hears(&mut stream, word.heard()).await
-}
-
-#[tokio::test]
-#[ignore = "gVisor forgets its timers in a restore, and nobody else knows of the connection: docs/decisions/2026-11-23-told-what-peers-said-last.md"]
-async fn what_a_sandbox_sent_and_lost_is_sent_again_to_a_peer_that_waits() -> anyhow::Result<()> {
-    case("lostwaits", async |case| {
-        is_answered_who_waits(case, Word::Echoed).await
-    })
-    .await
-}
-
-#[tokio::test]
-#[ignore = "gVisor forgets its timers in a restore, and nobody else knows of the connection: docs/decisions/2026-11-23-told-what-peers-said-last.md"]
-async fn the_end_that_a_sandbox_sent_and_lost_is_sent_again_to_a_peer_that_waits()
--> anyhow::Result<()> {
-    case("lostendwaits", async |case| {
-        is_answered_who_waits(case, Word::Ends).await
-    })
-    .await
-}
-
-/// gVisor gives a connection that its program has closed in both directions a minute to end.
-const LINGER: Duration = Duration::from_secs(65);
-
-#[tokio::test]
-#[ignore = "gVisor ends a connection that is half closed a minute after a restore: docs/decisions/2026-11-23-told-what-peers-said-last.md"]
-async fn a_connection_that_is_half_closed_goes_on_for_long_after_the_wake() -> anyhow::Result<()> {
-    case("half", async |case| {
-        let (_pod, mut stream) = in_conversation(case).await?;
-        stream.write_all(b"h").await?;
-        hears(&mut stream, b"").await?;
-        case.hibernate("p").await?;
-        case.wake("p").await?;
-        tokio::time::sleep(LINGER).await;
-        stream.write_all(b"late").await?;
-        wait::until("the program hears what is said late", LIMIT, async || {
-            let heard = case.kubectl.exec("p", "a", &["cat", "/heard"]).await?;
-            wait::holds(heard.out == "l", || format!("{heard:?}"))
-        })
-        .await
     })
     .await
 }
