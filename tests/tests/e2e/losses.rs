@@ -15,7 +15,6 @@ use torpor_tests::pods::{pod, python};
 use torpor_tests::wait;
 use torpor_tests::witness;
 
-
 /// For what is said again after a time that doubles.
 const LIMIT: Duration = Duration::from_secs(60);
 
