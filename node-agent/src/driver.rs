@@ -47,7 +47,7 @@ mod draft;
 pub(crate) use draft::saved_name;
 mod of_kata;
 mod told;
-use told::{Kubelet, Told, tell_rules};
+use told::{Kubelet, Told, rules_now, tell_rules};
 mod written;
 use written::Written;
 
@@ -640,8 +640,13 @@ fn run_in(
     let mut kata = look.kata.take();
     let mut failed_wakes = look.failed_wakes;
     let draft = || draft::manifest(&shared.node, look.record.as_ref(), pod);
+    // The Pod may have been deleted since the plan was made, and its keeper told: it is not told otherwise again.
+    let rules = || match pod_of(shared, &look.pod_uid) {
+        Some(pod) => rules_now(shared, &look.pod_uid, &pod),
+        None => look.rules.clone(),
+    };
     let context = Context {
-        rules: &look.rules,
+        rules: &rules,
         by_itself: look.plan.sleeps_by_itself(),
         decided: look.decided,
         cause: look.cause,

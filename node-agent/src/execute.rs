@@ -39,8 +39,8 @@ pub(crate) struct Context<'a> {
     pub(crate) namespace: &'a Namespace,
     /// The sandbox, with its lock; none when the Pod has none.
     pub(crate) sandbox: Option<(&'a PodRecord, &'a PodLock)>,
-    /// What its keeper goes by while it sleeps.
-    pub(crate) rules: &'a Rules,
+    /// What its keeper goes by while it sleeps, at the time of the call.
+    pub(crate) rules: &'a dyn Fn() -> Rules,
     /// Nobody has asked for the sleep that the plan is for.
     pub(crate) by_itself: bool,
     /// When the plan was made: who needs the sandbox at a later time needs it after it has fallen asleep by it.
@@ -155,7 +155,7 @@ fn act(
         Action::Pause => pause(context),
         Action::Freeze => {
             let outcome = pause(context);
-            tell_keeper(context, &Request::Freeze(context.rules.clone()));
+            tell_keeper(context, &Request::Freeze((context.rules)()));
             outcome
         }
         Action::Doze => doze(context),
@@ -246,7 +246,7 @@ fn doze(context: &Context<'_>) -> Outcome {
         let decided = context.decided.into();
         pause::doze(records, control, &record.sandbox, decided, CALL_LIMIT)
     });
-    let refused = tell_keeper(context, &Request::Watch(context.rules.clone()));
+    let refused = tell_keeper(context, &Request::Watch((context.rules)()));
     if let (Outcome::Done | Outcome::Already, Some(unwatched)) =
         (&outcome, unwatched(context.by_itself, refused.as_ref()))
     {
@@ -368,7 +368,7 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
         Err(error) => return failed(error.reason(), &error),
     };
     // What arrives from now on finds a sandbox whose image does not know of it.
-    let refused = tell_keeper(context, &Request::Hold(context.rules.clone()));
+    let refused = tell_keeper(context, &Request::Hold((context.rules)()));
     if let Some(unwatched) = unwatched(context.by_itself, refused.as_ref()) {
         return unwatched;
     }

@@ -135,7 +135,9 @@ pub fn resume(
     if !is_paused(records, control, sandbox, limit)? {
         return Ok(false);
     }
-    records.note_pause(sandbox, PauseMark::Changing, None)?;
+    // Who is not resumed after all sleeps since it did, so that who asked for it is heard again.
+    let since = records.pause_began(sandbox);
+    records.note_pause(sandbox, PauseMark::Changing, since)?;
     control.resume(limit)?;
     records.forget_pause(sandbox)?;
     records.write_doze(sandbox, None)?;

@@ -508,8 +508,14 @@ impl Keeper<'_> {
                 answer(&peer, &answered, &[]);
             }
             Request::Rules(rules) => {
-                let next = self.watch.as_mut().map(|watch| watch.set_rules(rules));
-                self.follow(next.unwrap_or(Next::Nothing));
+                let next = match &mut self.watch {
+                    Some(watch) => watch.set_rules(rules),
+                    None => {
+                        watch::prepare(rules);
+                        Next::Nothing
+                    }
+                };
+                self.follow(next);
                 answer(&peer, &done, &[]);
             }
             Request::Watch(rules) => {

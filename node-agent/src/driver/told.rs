@@ -7,7 +7,7 @@ use torpor_core::state::Desired;
 use torpor_gvisor::keeper::{self, Request, Rules};
 use torpor_gvisor::record::{PodRecord, Probes};
 
-use super::Driver;
+use super::{Driver, Shared};
 use crate::desired::snapshots_about;
 use crate::kubelet::{may_be_taken_for_probed, probes, rules};
 use crate::node::{CALL_LIMIT, Node};
@@ -54,6 +54,15 @@ pub(super) fn tell_rules(
     }
 }
 
+/// What the Pod's keeper is to go by, by what the API has said last.
+pub(super) fn rules_now(shared: &Shared, uid: &PodUid, pod: &Pod) -> Rules {
+    let all = shared.snapshots.state();
+    let snapshots = snapshots_about(all, uid, pod.namespace().as_deref(), &[pod]);
+    let references: Vec<_> = snapshots.iter().map(AsRef::as_ref).collect();
+    let desired = crate::desired::desired(uid, Some(pod), None, &references);
+    rules(pod, &desired)
+}
+
 impl Driver {
     /// The API says that the Pod changed.
     pub(crate) fn changed(&self, pod: &Pod) {
@@ -69,15 +78,9 @@ impl Driver {
     fn tell_of_deletion(&self, uid: PodUid, pod: Pod) {
         let shared = self.shared.clone();
         self.tracker.spawn_blocking(move || {
-            let Some(record) = shared.node.sandbox_of(&uid) else {
-                return;
-            };
-            let all = shared.snapshots.state();
-            let namespace = pod.namespace();
-            let snapshots = snapshots_about(all, &uid, namespace.as_deref(), &[&pod]);
-            let references: Vec<_> = snapshots.iter().map(AsRef::as_ref).collect();
-            let desired = crate::desired::desired(&uid, Some(&pod), None, &references);
-            tell_rules(&shared.node, &record, &rules(&pod, &desired), None);
+            if let Some(record) = shared.node.sandbox_of(&uid) {
+                tell_rules(&shared.node, &record, &rules_now(&shared, &uid, &pod), None);
+            }
         });
     }
 }

@@ -313,8 +313,7 @@ async fn by_itself(
             // It begins anew.
             asked = Instant::now();
         }
-        let was_struck = cycle.strikes_at(Moment::FallingAsleep).next().is_some();
-        shared.rests(cycle.depth, asked, was_struck).await
+        shared.rests(cycle.depth, asked, true).await
     };
     futures::try_join!(struck, sleeps)?;
     // Whoever had asked was answered before it was seen asleep.
@@ -460,8 +459,8 @@ impl Shared<'_> {
         self.rests(depth, asked, false).await
     }
 
-    /// Sleeps. What was struck while it fell asleep by itself may also stay awake: it is let be for some minutes then, and says so.
-    async fn rests(&self, depth: Depth, asked: Instant, was_struck: bool) -> Result<(), Trouble> {
+    /// Sleeps. What was struck while it fell asleep `by_itself` may also stay awake: it is let be for some minutes then, and says so.
+    async fn rests(&self, depth: Depth, asked: Instant, by_itself: bool) -> Result<(), Trouble> {
         let words = format!("sleeps ({depth:?})");
         self.until(asked, &words, async |shared| {
             let sleeps = match depth {
@@ -469,7 +468,8 @@ impl Shared<'_> {
                 Depth::Hibernate | Depth::Idle | Depth::Deepen => shared.hibernates().await?,
                 Depth::Suspend => shared.is_suspended().await?,
             };
-            Ok(sleeps || was_struck && shared.is_let_be().await?)
+            let was_struck = || shared.done.borrow().kills.iter().any(|(_, hit)| *hit);
+            Ok(sleeps || by_itself && was_struck() && shared.is_let_be().await?)
         })
         .await
         .map(drop)

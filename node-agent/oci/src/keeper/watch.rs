@@ -375,11 +375,16 @@ impl Watch {
     }
 }
 
-/// What is gone by here, where probes over TLS are answered, too.
-fn known(rules: &Rules) -> Rules {
+/// Does ahead, while the sandbox runs, what would take long once it stands still.
+pub(super) fn prepare(rules: &Rules) {
     if !rules.tls_probes.is_empty() {
         probes::expect_tls();
     }
+}
+
+/// What is gone by here, where probes over TLS are answered, too.
+fn known(rules: &Rules) -> Rules {
+    prepare(rules);
     rules.clone().with_tls()
 }
 
