@@ -124,7 +124,9 @@ async fn explained(cluster: &Cluster, goal: Goal, asked: &Sandbox, mut error: Er
         && let Some(pod) = pod_of(cluster, asked).await
         && goal.is_not_copied(&pod)
     {
-        last.push_str("; its Pod was not told: the controller is older than this plugin");
+        last.push_str(
+            "; its Pod was not told: the controller does not run, or is older than this plugin",
+        );
     }
     error
 }

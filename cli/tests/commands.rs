@@ -340,7 +340,7 @@ async fn whoever_wakes_by_an_old_controller_is_told_so_when_time_is_over() {
         let error = results[0].as_ref().unwrap_err();
         assert!(error.is_unknown());
         let text = error.to_string();
-        let told = text.contains("the controller is older than this plugin");
+        let told = text.contains("the controller does not run, or is older than this plugin");
         assert_eq!(told, is_old, "{text}");
     }
 }

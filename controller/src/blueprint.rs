@@ -140,6 +140,18 @@ impl<'a> Blueprint<'a> {
         self.is_named_by(member) && hash == Some(&self.hash)
     }
 
+    /// Whether the template would make the member as it was made: also what is not in the hash, its own annotations and its network's policy.
+    pub fn would_make(&self, member: &Sandbox) -> bool {
+        let wanted = sandbox_annotations(self.template);
+        let is_as_wanted = |key: &&str| {
+            let wanted = wanted.get(*key).and_then(Value::as_str);
+            member.annotations().get(*key).map(String::as_str) == wanted
+        };
+        self.is_current(member)
+            && self.is_equivalent(member)
+            && OF_TEMPLATE.iter().copied().flatten().all(is_as_wanted)
+    }
+
     /// The same of a Sandbox that nobody controls. Whoever made it wrote its labels too: its spec has to show what it is.
     pub fn is_stale_orphan(&self, orphan: &Sandbox) -> bool {
         !(self.is_named_by(orphan) && self.is_equivalent(orphan))

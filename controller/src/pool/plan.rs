@@ -115,7 +115,7 @@ pub fn plan(observed: &Observed, now: Timestamp) -> Plan {
         // Without a template nothing is known to have changed.
         let outdated = blueprint.as_ref().is_some_and(|blueprint| match health {
             // Any change may be the one that its Pod waits for.
-            Health::Refused(_) => !blueprint.is_current(member),
+            Health::Refused(_) => !blueprint.would_make(member),
             _ => recreates(pool) && blueprint.is_stale(member),
         });
         if outdated || health == Health::Stuck {

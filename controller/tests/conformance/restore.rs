@@ -325,8 +325,22 @@ fn node_comes_back(world: &World) {
     world.api.create("nodes", node);
 }
 
+/// An agent that comes back makes its SandboxNode, and fills it in with another call.
+fn agent_has_not_reported(world: &World) {
+    agent_is_gone(world);
+    let mut node = crate::objects::sandbox_node("n1");
+    node.as_object_mut().unwrap().remove("status");
+    world.api.create("sandboxnodes", node);
+}
+
+fn agent_reports(world: &World) {
+    let node = crate::objects::sandbox_node("n1");
+    world.api.edit("sandboxnodes", "", "n1", &node);
+}
+
 #[rstest]
 #[case(agent_is_gone, agent_comes_back)]
+#[case(agent_has_not_reported, agent_reports)]
 #[case(node_is_gone, node_comes_back)]
 #[tokio::test]
 async fn also_with_policy_cold_start_a_lost_node_is_waited_for_before_the_memory_is_given_up(

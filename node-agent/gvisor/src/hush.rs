@@ -214,8 +214,15 @@ fn program(known: Option<Known>) -> Vec<bpf::Instruction> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
     use crate::net::tests::{Namespace, sh};
+
+    /// A connection to a closed port is answered by a reset at once, if it is answered.
+    const AT_ONCE: Duration = Duration::from_millis(500);
+    /// A question that is lost while the link changes is asked again after a second.
+    const SAID_AGAIN: Duration = Duration::from_secs(5);
 
     /// Needs root and iproute2, as the development cluster does.
     #[test]
@@ -228,11 +235,9 @@ mod tests {
              ip -n {a} addr add 10.202.0.1/24 dev eth0; ip -n {b} addr add 10.202.0.2/24 dev eth0
              ip -n {a} addr add fd02::1/64 dev eth0 nodad; ip -n {b} addr add fd02::2/64 dev eth0 nodad"
         ));
-        // A connection to a closed port is answered by a reset at once, if it is answered.
-        let is_answered = |address: &str| {
+        let answers = |address: &str, limit| {
             let address: std::net::SocketAddr = address.parse().expect("an address");
             within(&near.path(), || {
-                let limit = std::time::Duration::from_millis(500);
                 let error = std::net::TcpStream::connect_timeout(&address, limit);
                 Ok::<_, net::Error>(
                     error.is_err_and(|e| e.kind() == std::io::ErrorKind::ConnectionRefused),
@@ -240,13 +245,15 @@ mod tests {
             })
             .expect("asked")
         };
+        let is_answered = |address: &str| answers(address, SAID_AGAIN);
+        let is_silent = |address: &str| !answers(address, AT_ONCE);
         let known = Sender([2, 0, 0, 0x7f, 0x80, 0xff]);
         let hush = Hush::begin(&far.path(), Some(known)).expect("silenced");
         assert!(matches!(
             Hush::begin(&far.path(), None),
             Err(Error::Already)
         ));
-        assert!(!is_answered("10.202.0.2:9") && !is_answered("[fd02::2]:9"));
+        assert!(is_silent("10.202.0.2:9") && is_silent("[fd02::2]:9"));
         // The silence has not kept anybody from learning where the addresses are.
         let neighbours = sh(&format!("ip -n {a} neighbour"));
         for address in ["10.202.0.2", "fd02::2"] {
@@ -266,7 +273,7 @@ mod tests {
             "a known sender"
         );
         moves_to("02:00:00:7f:80:fe");
-        assert!(!is_answered("10.202.0.2:9"), "a stranger");
+        assert!(is_silent("10.202.0.2:9"), "a stranger");
         drop(hush);
         assert!(is_answered("10.202.0.2:9") && is_answered("[fd02::2]:9"));
     }
@@ -281,10 +288,9 @@ mod tests {
              ip -n {p} addr add 10.203.0.1/24 dev eth0; ip -n {h} addr add 10.203.0.2/24 dev eth0
              ip -n {p} addr add fd03::1/64 dev eth0 nodad; ip -n {h} addr add fd03::2/64 dev eth0 nodad"
         ));
-        let is_answered = |address: &str| {
+        let answers = |address: &str, limit| {
             let address: std::net::SocketAddr = address.parse().expect("an address");
             within(&pod.path(), || {
-                let limit = std::time::Duration::from_millis(500);
                 let error = std::net::TcpStream::connect_timeout(&address, limit);
                 Ok::<_, net::Error>(
                     error.is_err_and(|e| e.kind() == std::io::ErrorKind::ConnectionRefused),
@@ -292,12 +298,14 @@ mod tests {
             })
             .expect("asked")
         };
+        let is_answered = |address: &str| answers(address, SAID_AGAIN);
+        let is_silent = |address: &str| !answers(address, AT_ONCE);
         let known = Sender([2, 0, 0, 0x7f, 0x80, 0xff]);
         let pairs = within(&host.path(), || net::pairs(&pod.path())).expect("pairs");
         let addresses: Vec<_> = pairs.iter().map(|pair| pair.pod_address).collect();
         assert_eq!(addresses, [[2, 0, 0, 0, 0, 7]]);
         let mute = within(&host.path(), || Mute::begin(&pairs, known)).expect("muted");
-        assert!(!is_answered("10.203.0.2:9") && !is_answered("[fd03::2]:9"));
+        assert!(is_silent("10.203.0.2:9") && is_silent("[fd03::2]:9"));
         let neighbours = sh(&format!("ip -n {p} neighbour"));
         for address in ["10.203.0.2", "fd03::2"] {
             let known = neighbours

@@ -409,6 +409,15 @@ fn a_member_whose_pod_is_refused_goes_when_its_template_has_changed(#[case] chan
     assert_eq!(steps(&plan(&view, now())), ["delete a"]);
 }
 
+/// What the template itself asks is on the member, and not in what tells its versions apart.
+#[test]
+fn a_member_whose_pod_is_refused_goes_when_its_template_asks_for_something_else() {
+    let mut asked = old(refused(QUOTA));
+    asked["metadata"]["annotations"] = json!({"torpor.dev/inject-runtime": "true"});
+    let view = observed(&[member("a", asked), member("b", json!({}))]);
+    assert_eq!(steps(&plan(&view, now())), ["delete a"]);
+}
+
 // --- status -------------------------------------------------------------------------------------------------------------------------------
 
 #[test]

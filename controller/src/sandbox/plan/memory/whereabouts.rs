@@ -70,7 +70,10 @@ pub(super) fn lost(observed: &Observed, snapshot: &SandboxSnapshot) -> Option<Lo
     if observed.gone_nodes.contains(name) {
         return Some(Lost::Gone);
     }
-    (!observed.nodes.contains_key(name)).then_some(Lost::NoAgent)
+    // An agent makes its SandboxNode empty, and says afterwards what it can do.
+    let node = observed.nodes.get(name);
+    let reports = node.is_some_and(|node| node.status.is_some());
+    (!reports).then_some(Lost::NoAgent)
 }
 
 /// What the Sandbox says of its restore, if that is that it is not there.
