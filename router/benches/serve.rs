@@ -114,7 +114,7 @@ async fn router() -> anyhow::Result<()> {
     let proxy = Proxy {
         gate: Gate::new(directory, resumer, flags.limits()),
         authorizer: Authorizer::AllowAll,
-        calls: Calls::new(dialer.clone()),
+        calls: Calls::new(dialer.clone(), flags.open_ended()),
         tunnels: Tunnels::new(tasks.clone(), cut.clone(), Arc::clone(&metrics)),
         open_ended: Places::new(flags.open_ended()),
         shares: Shares::new(flags.max_requests_per_sandbox),

@@ -15,6 +15,7 @@ use tokio::{net::TcpStream, sync::watch};
 use crate::{
     body::RequestBody,
     gate::Destination,
+    places::Bounds,
     server::{MAX_HEAD, PING, PONG},
     upstream::{self, DialError, Dialer, Key},
 };
@@ -23,9 +24,8 @@ use crate::{
 const IDLE: Duration = Duration::from_secs(45);
 /// What a sandbox may send of one call before its client has taken it, in bytes; HTTP/2's own default.
 const STREAM_WINDOW: u32 = 64 * 1024;
-/// And of all calls of a connection: of as many as a sandbox may have, so that clients which take nothing do not hold up the others. Not more than that, as h2 measures by it
-/// how many tiny frames it keeps.
-const CONNECTION_WINDOW: u32 = 1024 * STREAM_WINDOW;
+/// Largest window of HTTP/2.
+const MAX_WINDOW: u32 = (1 << 31) - 1;
 
 /// A call got no answer.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -55,6 +55,8 @@ impl Error {
 #[derive(Clone, Debug)]
 pub struct Calls {
     dialer: Dialer,
+    /// What a sandbox may send of all calls of a connection.
+    window: u32,
     open: Arc<Mutex<HashMap<Destination, watch::Receiver<State>>>>,
 }
 
@@ -73,10 +75,11 @@ pub struct InUse {
 }
 
 impl Calls {
-    /// None is open yet.
-    pub fn new(dialer: Dialer) -> Self {
+    /// None is open yet, and one sandbox has at most so many calls as `bounds` let through.
+    pub fn new(dialer: Dialer, bounds: Bounds) -> Self {
         Self {
             dialer,
+            window: connection_window(bounds.most_of_one()),
             open: Arc::default(),
         }
     }
@@ -166,7 +169,7 @@ impl Calls {
             .keep_alive_timeout(PONG)
             .max_header_list_size(u32::try_from(MAX_HEAD).unwrap_or(u32::MAX))
             .initial_stream_window_size(STREAM_WINDOW)
-            .initial_connection_window_size(CONNECTION_WINDOW)
+            .initial_connection_window_size(self.window)
             .handshake(stream)
             .await
             .map_err(|error| Error::Handshake(Arc::new(error)))
@@ -204,3 +207,31 @@ type Connection = (
     http2::SendRequest<RequestBody>,
     http2::Connection<TokioIo<TcpStream>, RequestBody, TokioExecutor>,
 );
+
+/// What a sandbox may send of all calls of a connection: of as many as it may have, so that clients which take nothing do not hold up the others. Not more than that, as h2 measures
+/// by it how many tiny frames it keeps. From 32,768 calls on HTTP/2 has no window that is large enough.
+fn connection_window(calls: usize) -> u32 {
+    let calls = u32::try_from(calls).unwrap_or(u32::MAX).max(1);
+    calls.saturating_mul(STREAM_WINDOW).min(MAX_WINDOW)
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case::none_is_let_through(0, STREAM_WINDOW)]
+    #[case::by_default(1024, 64 << 20)]
+    #[case::more(4096, 256 << 20)]
+    #[case::the_most_that_fit(32_767, MAX_WINDOW - 65_535)]
+    #[case::more_than_fit(32_768, MAX_WINDOW)]
+    #[case::as_many_as_there_can_be(usize::MAX, MAX_WINDOW)]
+    fn all_calls_that_a_sandbox_may_have_fit_in_the_window_of_a_connection(
+        #[case] calls: usize,
+        #[case] window: u32,
+    ) {
+        assert_eq!(connection_window(calls), window);
+    }
+}

@@ -86,7 +86,7 @@ async fn work(flags: &Flags) -> anyhow::Result<()> {
             flags.limits(),
         ),
         authorizer: authorizer(flags, &client)?,
-        calls: Calls::new(dialer.clone()),
+        calls: Calls::new(dialer.clone(), flags.open_ended()),
         tunnels: Tunnels::new(tasks.clone(), cut.clone(), Arc::clone(&metrics)),
         open_ended: Places::new(flags.open_ended()),
         shares: Shares::new(flags.max_requests_per_sandbox),

@@ -20,6 +20,11 @@ impl Bounds {
     pub fn admit(self, taken: usize, own: usize) -> bool {
         own < self.each && own < self.all.saturating_sub(taken)
     }
+
+    /// How many one sandbox can have while no other has any.
+    pub fn most_of_one(self) -> usize {
+        self.each.min(self.all.div_ceil(2))
+    }
 }
 
 /// The places. Clones are the same ones.
@@ -121,6 +126,14 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn one_sandbox_alone_gets_as_many_as_it_is_said_to_get(all in 0_usize..100, each in 0_usize..100) {
+            let bounds = Bounds { all, each };
+            let most = bounds.most_of_one();
+            prop_assert!((0..most).all(|own| bounds.admit(own, own)));
+            prop_assert!(!bounds.admit(most, most));
+        }
+
         #[test]
         fn however_greedy_they_are_the_last_place_goes_to_who_has_none(
             all in 1_usize..100, each in 1_usize..100, asked in prop::collection::vec(0_usize..6, 0..600),

@@ -8,20 +8,31 @@ use torpor_api::{SandboxNode, SandboxTemplate, node, reasons::event};
 
 use crate::events::{AGAIN, Note, Severity};
 
-/// For a pool whose members find no node or get no Pod, and for one whose members come on again. `told` is how long ago the first was told last, unless the second was told since.
-pub fn progress(stalled: Option<&str>, told: Option<Duration>) -> Option<Note> {
+/// What the user of a pool was told of it last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Told {
+    /// That it does not come on, so long ago.
+    Stalls(Duration),
+    /// The same, and since then no member was held: what somebody did may have helped, or not.
+    Eased,
+}
+
+/// For a pool whose members find no node or get no Pod, and for one none of whose members waits for that any more (`placed`). That none is held is not enough: members that were made
+/// for a changed template have their time first, and then may be held as those before them. `told` is `None` where the first was never told, or the second since.
+pub fn progress(stalled: Option<&str>, placed: bool, told: Option<Told>) -> Option<Note> {
     match (stalled, told) {
-        (Some(why), told) if told.is_none_or(|ago| ago >= AGAIN) => Some(Note {
+        (Some(_), Some(Told::Stalls(ago))) if ago < AGAIN => None,
+        (Some(why), _) => Some(Note {
             severity: Severity::Warning,
             reason: event::WARM_POOL_NOT_PROGRESSING,
             message: why.to_owned(),
         }),
-        (None, Some(_)) => Some(Note {
+        (None, Some(_)) if placed => Some(Note {
             severity: Severity::Normal,
             reason: event::WARM_POOL_PROGRESSING,
-            message: "Members of the pool are scheduled again".to_owned(),
+            message: "No member of the pool waits for a Pod or a node any more".to_owned(),
         }),
-        _ => None,
+        (None, _) => None,
     }
 }
 
@@ -54,25 +65,41 @@ mod tests {
 
     use super::*;
 
+    fn minutes_ago(minutes: u64) -> Option<Told> {
+        Some(Told::Stalls(Duration::from_secs(60 * minutes)))
+    }
+
     #[rstest]
-    #[case::it_comes_on(None, None, None)]
-    #[case::it_stalls(Some("full"), None, Some("WarmPoolNotProgressing"))]
-    #[case::it_was_told_just_now(Some("full"), Some(0), None)]
-    #[case::it_was_told_a_while_ago(Some("full"), Some(54), None)]
-    #[case::the_event_is_soon_gone(Some("full"), Some(55), Some("WarmPoolNotProgressing"))]
-    #[case::it_was_told_long_ago(Some("full"), Some(600), Some("WarmPoolNotProgressing"))]
-    #[case::it_comes_on_again(None, Some(1), Some("WarmPoolProgressing"))]
-    #[case::it_comes_on_after_long(None, Some(600), Some("WarmPoolProgressing"))]
+    #[case::it_stalls(None, true)]
+    #[case::it_was_told_just_now(minutes_ago(0), false)]
+    #[case::it_was_told_a_while_ago(minutes_ago(54), false)]
+    #[case::the_event_is_soon_gone(minutes_ago(55), true)]
+    #[case::it_was_told_long_ago(minutes_ago(600), true)]
+    #[case::what_was_done_has_not_helped(Some(Told::Eased), true)]
     fn that_a_pool_does_not_come_on_is_told_about_every_hour(
-        #[case] stalled: Option<&str>,
-        #[case] told_minutes_ago: Option<u64>,
-        #[case] expected: Option<&str>,
+        #[case] told: Option<Told>,
+        #[case] again: bool,
     ) {
-        let told = told_minutes_ago.map(|minutes| Duration::from_secs(60 * minutes));
-        let note = progress(stalled, told);
-        assert_eq!(note.as_ref().map(|note| note.reason), expected);
-        if let (Some(why), Some(note)) = (stalled, note) {
-            assert_eq!(note.message, why);
-        }
+        let note = progress(Some("full"), false, told);
+        let expected = again.then_some(("WarmPoolNotProgressing", "full"));
+        let said = note.as_ref();
+        assert_eq!(said.map(|note| (note.reason, &*note.message)), expected);
+    }
+
+    #[rstest]
+    #[case::it_never_stalled(true, None, false)]
+    #[case::at_once(true, minutes_ago(1), true)]
+    #[case::after_long(true, minutes_ago(600), true)]
+    #[case::after_a_while(true, Some(Told::Eased), true)]
+    #[case::new_members_have_their_time(false, minutes_ago(1), false)]
+    #[case::and_still_have_it(false, Some(Told::Eased), false)]
+    fn that_a_pool_comes_on_again_is_told_once_no_member_waits(
+        #[case] placed: bool,
+        #[case] told: Option<Told>,
+        #[case] expected: bool,
+    ) {
+        let note = progress(None, placed, told);
+        let expected = expected.then_some("WarmPoolProgressing");
+        assert_eq!(note.map(|note| note.reason), expected);
     }
 }

@@ -10,7 +10,10 @@ use std::{
 use kube::ResourceExt;
 use torpor_api::{Sandbox, SandboxWarmPool};
 
-use super::{advice, plan::Plan};
+use super::{
+    advice::{self, Told},
+    plan::Plan,
+};
 use crate::{events::Note, settings::PoolSettings};
 
 /// After this an expectation is given up, as upstream: the watch was down while the member came and went.
@@ -24,14 +27,16 @@ pub struct Memory(Mutex<HashMap<String, Pool>>);
 struct Pool {
     creating: BTreeMap<String, Creating>,
     deleting: BTreeMap<String, Instant>,
-    /// When members were last seen to be held.
-    held: BTreeMap<String, Instant>,
+    /// Members that were held: when they were first seen to be so no more; `None`: they were at the last look, however long ago that was.
+    held: BTreeMap<String, Option<Instant>>,
     /// Until when nothing is made, because members have left.
     hold: Option<Instant>,
     tokens: Option<(f64, Instant)>,
     status_written: Option<Instant>,
     /// When the pool was last said not to progress, unless it was said since that it does.
     stall_told: Option<Instant>,
+    /// No member was held at the last look.
+    eased: bool,
     /// The pool's user was told what there is to know.
     advised: bool,
     /// Makes names differ from pass to pass.
@@ -54,7 +59,7 @@ pub struct Remembered {
     pub uncertain: BTreeSet<String>,
     /// UIDs of members that were deleted and are still to be seen.
     pub deleting: BTreeSet<String>,
-    /// How long ago members, by UID, were last seen to wait for something that no other in their place would have had either.
+    /// How long ago members, by UID, were first seen to wait no more for something that no other in their place would have had either; 0 for those that waited at the last look.
     pub held: BTreeMap<String, Duration>,
     /// How long nothing is made.
     pub hold: Option<Duration>,
@@ -78,7 +83,7 @@ impl Memory {
         pool.deleting.retain(|_, since| left(*since, now).is_some());
         let ago = |since: Instant| now.saturating_duration_since(since);
         pool.held
-            .retain(|_, since| ago(*since) <= settings.readiness_grace);
+            .retain(|_, over| over.is_none_or(|over| ago(over) <= settings.readiness_grace));
         pool.names = pool.names.wrapping_add(1);
         let (allowance, next_token) = pool.allowance(settings.max_refill_rate, now);
         Remembered {
@@ -93,7 +98,7 @@ impl Memory {
             held: pool
                 .held
                 .iter()
-                .map(|(member, since)| (member.clone(), ago(*since)))
+                .map(|(member, over)| (member.clone(), over.map(ago).unwrap_or_default()))
                 .collect(),
             hold: pool
                 .hold
@@ -144,12 +149,15 @@ impl Memory {
         pool.deleting.insert(member.to_owned(), Instant::now());
     }
 
-    /// Members are held: once what they wait for has come they have their time anew.
+    /// These members are held, and no others: once what they wait for has come they have their time anew.
     pub fn held(&self, uid: &str, members: &BTreeSet<String>, now: Instant) {
         let mut all = self.lock();
         let pool = all.entry(uid.to_owned()).or_default();
+        for over in pool.held.values_mut() {
+            *over = over.or(Some(now));
+        }
         pool.held
-            .extend(members.iter().map(|member| (member.clone(), now)));
+            .extend(members.iter().map(|member| (member.clone(), None)));
     }
 
     /// The watch has shown a Sandbox, or that it is gone.
@@ -196,10 +204,12 @@ impl Memory {
         let uid = pool.uid().unwrap_or_default();
         let mut all = self.lock();
         let known = all.entry(uid).or_default();
-        let told = known
-            .stall_told
-            .map(|told| now.saturating_duration_since(told));
-        let note = advice::progress(plan.stalled.as_deref(), told)?;
+        let told = known.stall_told.map(|told| match known.eased {
+            true => Told::Eased,
+            false => Told::Stalls(now.saturating_duration_since(told)),
+        });
+        known.eased = plan.stalled.is_none();
+        let note = advice::progress(plan.stalled.as_deref(), plan.placed, told)?;
         known.stall_told = plan.stalled.as_ref().map(|_| now);
         Some(note)
     }
@@ -324,20 +334,30 @@ mod tests {
         }
     }
 
+    /// However seldom it is looked at: what it was at the last look is not forgotten before the next.
     #[test]
     fn what_was_held_is_remembered_as_long_as_a_member_may_take() {
         let memory = Memory::default();
         let (begin, grace) = (Instant::now(), PoolSettings::default().readiness_grace);
-        memory.held("p", &BTreeSet::from(["u".to_owned()]), begin);
+        let look = |later: Duration, held: bool| {
+            let held = held.then(|| "u".to_owned()).into_iter().collect();
+            memory.held("p", &held, begin + later);
+        };
         let ago = |later: Duration| {
             let settings = PoolSettings::default();
             let remembered = memory.remembered("p", &settings, begin + later);
             remembered.held.get("u").copied()
         };
         let minute = Duration::from_secs(60);
-        assert_eq!(ago(minute), Some(minute));
-        assert_eq!(ago(grace), Some(grace));
-        assert_eq!(ago(grace + minute), None);
+        look(Duration::ZERO, true);
+        look(minute, true);
+        let over = minute + 2 * grace;
+        assert_eq!(ago(over), Some(Duration::ZERO));
+        look(over, false);
+        look(over + minute, false);
+        assert_eq!(ago(over + minute), Some(minute));
+        assert_eq!(ago(over + grace), Some(grace));
+        assert_eq!(ago(over + grace + minute), None);
     }
 
     #[test]
@@ -379,6 +399,7 @@ mod tests {
         let told = |minutes: u64, stalled: bool| {
             let plan = Plan {
                 stalled: stalled.then(|| "full".to_owned()),
+                placed: !stalled,
                 ..Plan::default()
             };
             let now = begin + Duration::from_secs(60 * minutes);
@@ -390,6 +411,28 @@ mod tests {
         assert_eq!([told(61, true), told(62, true)], [stalls, None]);
         assert_eq!([told(63, false), told(64, false)], [goes_on, None]);
         assert_eq!(told(65, true), stalls, "anew");
+    }
+
+    #[test]
+    fn a_pool_that_stalls_anew_with_other_members_is_told_of_and_not_said_to_have_gone_on() {
+        let (memory, pool) = (Memory::default(), SandboxWarmPool::default());
+        let held = Plan {
+            stalled: Some("full".to_owned()),
+            ..Plan::default()
+        };
+        let placed = Plan {
+            placed: true,
+            ..Plan::default()
+        };
+        let now = Instant::now();
+        let told = |plan: &Plan| memory.note(&pool, plan, now).map(|note| note.reason);
+        let (stalls, goes_on) = (Some("WarmPoolNotProgressing"), Some("WarmPoolProgressing"));
+        assert_eq!([told(&held), told(&held)], [stalls, None]);
+        // Others were made instead, and have their time.
+        assert_eq!([told(&Plan::default()), told(&Plan::default())], [None; 2]);
+        assert_eq!([told(&held), told(&held)], [stalls, None]);
+        assert_eq!([told(&Plan::default()), told(&placed)], [None, goes_on]);
+        assert_eq!([told(&Plan::default()), told(&placed)], [None; 2]);
     }
 
     #[test]

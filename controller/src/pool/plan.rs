@@ -74,6 +74,8 @@ pub struct Plan {
     pub held: BTreeSet<String>,
     /// Why the pool does not progress.
     pub stalled: Option<String>,
+    /// The pool has all members, and each of them a Pod on a node.
+    pub placed: bool,
     pub requeue: Option<Duration>,
 }
 
@@ -135,6 +137,7 @@ pub fn plan(observed: &Observed, now: Timestamp) -> Plan {
     plan.missing = wanted.saturating_sub(there);
     plan_creates(&mut plan, observed, remembered);
     plan_next_look(&mut plan, &keep, observed, now);
+    plan.placed = keep.len() >= wanted && keep.iter().all(|member| is_placed(member));
     plan
 }
 
@@ -209,8 +212,17 @@ fn recreates(pool: &SandboxWarmPool) -> bool {
 }
 
 fn is_ready(member: &Sandbox) -> bool {
+    is_true(member, conditions::READY)
+}
+
+/// Whether a member waits neither for a Pod nor for a node.
+fn is_placed(member: &Sandbox) -> bool {
+    is_ready(member) || is_true(member, conditions::POD_SCHEDULED)
+}
+
+fn is_true(member: &Sandbox, type_: &str) -> bool {
     let status = member.status.as_ref();
-    status.is_some_and(|status| conditions::is_true(&status.conditions, conditions::READY))
+    status.is_some_and(|status| conditions::is_true(&status.conditions, type_))
 }
 
 fn health<'a>(member: &'a Sandbox, observed: &Observed, now: Timestamp) -> Health<'a> {
@@ -233,7 +245,7 @@ fn health<'a>(member: &'a Sandbox, observed: &Observed, now: Timestamp) -> Healt
     })
 }
 
-/// How much of its time a member has had. One that was held begins anew: its Pod is just being made, or started.
+/// How much of its time a member has had. One that was held begins anew: its Pod is just being made, or has yet to find a node.
 fn time_had(member: &Sandbox, observed: &Observed, now: Timestamp) -> Duration {
     let uid = member.uid().unwrap_or_default();
     let held = observed.remembered.held.get(&uid);
@@ -241,14 +253,17 @@ fn time_had(member: &Sandbox, observed: &Observed, now: Timestamp) -> Duration {
     held.map_or(age, |ago| age.min(*ago))
 }
 
-/// Since when a member could be ready and is not.
+/// Since when a member could be ready and is not: at the earliest since it has a node. What it waited for before is not held against it, also by a controller that did not see it wait.
 fn age_unready(member: &Sandbox, now: Timestamp) -> Duration {
     let created = member.metadata.creation_timestamp.as_ref().map(|t| t.0);
-    let all = member.status.as_ref().map(|status| &status.conditions[..]);
-    let ready = conditions::find(all.unwrap_or_default(), conditions::READY);
+    let ready = condition(member, conditions::READY);
+    // Why it has no node may change for ever, and begins nothing anew.
+    let scheduled =
+        condition(member, conditions::POD_SCHEDULED).filter(|scheduled| scheduled.status == "True");
+    let changed = ready.into_iter().chain(scheduled);
     let since = created
         .into_iter()
-        .chain(ready.map(|ready| ready.last_transition_time.0))
+        .chain(changed.map(|condition| condition.last_transition_time.0))
         .max();
     since
         .and_then(|since| Duration::try_from(now.duration_since(since)).ok())

@@ -336,8 +336,8 @@ async fn a_pool_larger_than_the_cluster_says_so_once_and_when_it_is_over() {
     }
 }
 
-#[tokio::test]
-async fn a_pool_larger_than_its_quota_keeps_its_members_and_says_what_refuses_them() {
+/// A pool whose only member has long been kept waiting, because its Pod is refused.
+async fn refused() -> (Cluster, String) {
     let cluster = Cluster::new();
     cluster.template(json!({}));
     cluster.pool(1, json!({}));
@@ -354,6 +354,12 @@ async fn a_pool_larger_than_its_quota_keeps_its_members_and_says_what_refuses_th
     }
     let refused = json!({"status": {"conditions": all}});
     cluster.api.edit("sandboxes", NS, &member, &refused);
+    (cluster, member)
+}
+
+#[tokio::test]
+async fn a_pool_larger_than_its_quota_keeps_its_members_and_says_what_refuses_them() {
+    let (cluster, member) = refused().await;
     for _ in 0..2 {
         let again = cluster.pool_pass("p").await.unwrap();
         assert_eq!(again.unwrap().as_secs(), 60);
@@ -369,6 +375,25 @@ async fn a_pool_larger_than_its_quota_keeps_its_members_and_says_what_refuses_th
     assert_eq!(members(&cluster), [member]);
     let reasons: Vec<String> = cluster.events().into_iter().map(|said| said.0).collect();
     assert_eq!(reasons, ["WarmPoolNotProgressing", "WarmPoolProgressing"]);
+}
+
+#[tokio::test]
+async fn a_change_of_the_template_is_not_said_to_have_helped_before_it_has() {
+    let (cluster, refused) = refused().await;
+    cluster.pool_pass("p").await.unwrap();
+    cluster.edit("sandboxtemplates", "t", &image("new"));
+    for _ in 0..3 {
+        cluster.pool_pass("p").await.unwrap();
+    }
+    let others = members(&cluster);
+    assert!(others.len() == 1 && !others.contains(&refused));
+    let reasons = || -> Vec<String> {
+        let said = cluster.events();
+        said.into_iter().map(|said| said.0).collect()
+    };
+    assert_eq!(reasons(), ["WarmPoolNotProgressing"]);
+    cluster.settle().await;
+    assert_eq!(reasons(), ["WarmPoolNotProgressing", "WarmPoolProgressing"]);
 }
 
 #[tokio::test]

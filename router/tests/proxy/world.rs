@@ -120,7 +120,7 @@ impl World {
         let proxy = Arc::new(Proxy {
             gate: Gate::new(directory.clone(), resumer, setup.limits),
             authorizer: (setup.authorizer)(&api),
-            calls: Calls::new(dialer.clone()),
+            calls: Calls::new(dialer.clone(), setup.open_ended),
             tunnels: Tunnels::new(tasks.clone(), cut.clone(), Arc::clone(&metrics)),
             open_ended: Places::new(setup.open_ended),
             shares: Shares::new(setup.requests),

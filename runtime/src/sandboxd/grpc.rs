@@ -36,11 +36,14 @@ use crate::{
 const MAX_MESSAGE: usize = 4 << 20;
 /// Largest head of a request, in bytes.
 const MAX_HEAD: u32 = 64 * 1024;
-/// Most calls at once of one connection.
-const MAX_STREAMS: u32 = 100;
-/// Bytes that are taken of a call before they are wanted, and of all calls of a connection.
+/// Most calls at once of one connection; a further one waits at its client without a word. As many as sandbox-router lets through to a sandbox by default, since those of all its clients are on
+/// one connection: so that whoever is too many is refused, there or by the limits of commands and watches.
+const MAX_STREAMS: u32 = 1024;
+/// Bytes that are taken of a call before they are wanted.
 const STREAM_WINDOW: u32 = 64 * 1024;
-const CONNECTION_WINDOW: u32 = 1 << 20;
+/// And of all calls of a connection: so that those which are not read hold up no others. A connection may so hold 64 MiB of requests, and as much of answers ([`SEND_BUFFER`]), beside the
+/// messages that its calls are at. Only a client that means to brings it there, and who may call may start commands, which have no bound but the sandbox' own.
+const CONNECTION_WINDOW: u32 = MAX_STREAMS * STREAM_WINDOW;
 /// Bytes of a call that are sent before the client takes them.
 const SEND_BUFFER: usize = 64 * 1024;
 

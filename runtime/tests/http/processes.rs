@@ -1,11 +1,26 @@
 //! Commands over sandboxd's gRPC API.
 
-use std::{collections::BTreeMap, fs, io::Write as _, net::TcpStream, os::unix::fs::symlink};
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::Write as _,
+    net::TcpStream,
+    os::unix::fs::symlink,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
 
 use rstest::rstest;
 use rustix::process::{Pid, Signal as Posix, kill_process};
 use serde_json::json;
 use tonic::{Code, transport::Channel};
+use tonic_reflection::pb::v1::{
+    ServerReflectionRequest, server_reflection_client::ServerReflectionClient,
+    server_reflection_request::MessageRequest,
+};
 use torpor_runtime::proto::process::{
     ProcessConfig, SendSignalRequest, Signal, StartRequest, start_response::Event,
     write_stdin_request::Payload,
@@ -332,6 +347,56 @@ async fn there_are_only_so_many_commands_at_once() {
     // The place is free when the call has ended there, too.
     while execute(&mut client, config(&["true"])).await.is_err() {}
     write(&mut client, id, input("still there")).await.unwrap();
+}
+
+/// All clients of a router share one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_command_too_many_of_a_connection_is_refused_and_does_not_wait() {
+    let runtime = Runtime::start(&["--max-processes=101"]);
+    let mut client = connect(&runtime).await;
+    let mut running = Vec::new();
+    for _ in 0..101 {
+        running.push(start(&mut client, config(&["cat"]), None).await);
+    }
+    let refused = execute(&mut client, config(&["true"])).await.unwrap_err();
+    assert_eq!(refused.code(), Code::ResourceExhausted);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn calls_that_are_not_read_hold_up_no_others_of_their_connection() {
+    let runtime = Runtime::start(&[]);
+    let address = format!("http://{}", runtime.grpc);
+    let endpoint = Channel::from_shared(address).unwrap();
+    // So that the client's own window for all calls is larger than what it does not read.
+    let endpoint = endpoint.initial_stream_window_size(65_535_u32);
+    let channel = soon(endpoint.connect()).await.unwrap();
+    let sent = Arc::new(AtomicUsize::new(0));
+    let mut unread = Vec::new();
+    for _ in 0..40 {
+        let sent = Arc::clone(&sent);
+        // Nobody takes the answers, and then the questions are not read any more.
+        let questions = futures::stream::repeat_with(move || {
+            sent.fetch_add(1, Ordering::Relaxed);
+            ServerReflectionRequest {
+                host: "x".repeat(16 * 1024),
+                message_request: Some(MessageRequest::ListServices(String::new())),
+            }
+        });
+        let mut client = ServerReflectionClient::new(channel.clone());
+        let answers = soon(client.server_reflection_info(questions)).await;
+        unread.push(answers.unwrap());
+    }
+    let all_is_sent = async {
+        loop {
+            tokio::time::sleep(Duration::from_millis(200)).await;
+            if sent.swap(0, Ordering::Relaxed) == 0 {
+                return;
+            }
+        }
+    };
+    soon(all_is_sent).await;
+    let mut client = Client::new(channel);
+    execute(&mut client, config(&["true"])).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

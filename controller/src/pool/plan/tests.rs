@@ -381,6 +381,58 @@ fn a_member_that_was_held_has_its_time_anew(#[case] ago: u64, #[case] expected: 
     }
 }
 
+/// A member that found its node two minutes ago, or has waited for one since then by what its status says.
+fn since_two_minutes(scheduled: &str, reason: &str) -> Observed {
+    let mut change = old(unschedulable());
+    change["status"]["conditions"][1] = condition("PodScheduled", scheduled, reason);
+    change["status"]["conditions"][1]["lastTransitionTime"] = "2026-01-01T00:58:00Z".into();
+    observed(&[member("a", change)])
+}
+
+/// Nothing is remembered of its wait, as after a change of the controller that leads.
+#[test]
+fn a_member_that_found_its_node_late_has_its_time_from_then_whoever_leads() {
+    let plan = plan(&since_two_minutes("True", "PodScheduled"), now());
+    assert!(plan.steps.is_empty(), "its image is being pulled");
+    assert_eq!(plan.stalled, None);
+    let wait = plan.requeue.unwrap().as_secs();
+    // Three minutes are left, and two seconds, and up to half as long again.
+    assert!((182..=273).contains(&wait), "{wait}");
+}
+
+#[test]
+fn that_a_member_waits_for_another_reason_is_no_new_beginning() {
+    let told = plan(&since_two_minutes("False", "Unschedulable"), now());
+    assert!(told.stalled.is_some() && told.steps.is_empty());
+    let stuck = plan(&since_two_minutes("Unknown", "PodSchedulingUnknown"), now());
+    assert_eq!(steps(&stuck), ["delete a"]);
+}
+
+#[rstest]
+#[case::all_are_ready(Some(json!({})), true)]
+#[case::one_is_just_starting(Some(on_a_node()), true)]
+#[case::one_finds_no_node_so_far(Some(unschedulable()), false)]
+#[case::the_pod_of_one_is_refused_so_far(Some(refused(QUOTA)), false)]
+#[case::nothing_is_known_of_one(Some(json!({"status": null})), false)]
+#[case::one_is_going(Some(going()), false)]
+#[case::one_is_missing(None, false)]
+fn a_pool_comes_on_once_none_of_its_members_waits(
+    #[case] third: Option<Value>,
+    #[case] expected: bool,
+) {
+    let mut members = ready(&["a", "b"]);
+    members.extend(third.map(|change| member("c", change)));
+    let plan = plan(&observed(&members), now());
+    assert_eq!((plan.placed, plan.stalled), (expected, None));
+}
+
+fn on_a_node() -> Value {
+    json!({"status": {"conditions": [
+        condition("Ready", "False", "DependenciesNotReady"),
+        condition("PodScheduled", "True", "PodScheduled"),
+    ]}})
+}
+
 #[rstest]
 #[case::a_pod_is_there(condition("PodScheduled", "True", "PodScheduled"), QUOTA)]
 #[case::the_name_is_taken(
