@@ -1,4 +1,4 @@
-//! Pods that their kubelet ends and deletes not: its node shuts down, or is short of memory or disk.
+//! Pods that are taken from a Sandbox that is to run: by an eviction, or by their kubelet, which ends them and deletes them not (its node shuts down, or is short of memory or disk).
 
 use rstest::rstest;
 use serde_json::{Value, json};
@@ -15,6 +15,17 @@ async fn asleep(status: &str, reason: &str) -> World {
     world.pod_says(condition("torpor.dev/Hibernated", status, reason, ""));
     world.settle().await;
     world
+}
+
+fn delete(world: &World) {
+    world.edit_pod(&json!({"metadata": {"deletionTimestamp": "2026-11-21T12:00:00Z"}}));
+}
+
+/// The eviction API marks a Pod and deletes it.
+fn evict(world: &World) {
+    let by_api = "EvictionByEvictionAPI";
+    world.pod_says(condition("DisruptionTarget", "True", by_api, ""));
+    delete(world);
 }
 
 /// The kubelet has ended the Pod.
@@ -38,6 +49,59 @@ fn agent_says(world: &World, memory: bool) {
     };
     world.edit_snapshot(&world.snapshot(), &said);
 }
+
+// --- evicted ----------------------------------------------------------------------------------------------------------------------------
+
+#[rstest]
+#[case::hibernated("True", "Hibernated")]
+#[case::dozing("False", "Dozing")]
+#[tokio::test]
+async fn a_sleeping_pod_that_is_evicted_leaves_its_image_to_the_next_pod(
+    #[case] status: &str,
+    #[case] reason: &str,
+) {
+    let world = asleep(status, reason).await;
+    evict(&world);
+    world.settle().await;
+    let name = world.snapshot();
+    world.assert_says(
+        "Hibernated",
+        "False",
+        "Saving",
+        &format!("The Pod is evicted; its image is being kept in SandboxSnapshot {name:?}"),
+    );
+    agent_says(&world, true);
+    world.settle().await;
+    world.pod_ends();
+    world.settle().await;
+    let image = world.pod_annotation("torpor.dev/restore-image");
+    assert_eq!(image.as_deref(), Some("i.1"));
+    assert_eq!(world.events(), ["SnapshotCommitted"]);
+}
+
+#[tokio::test]
+async fn that_a_pod_was_evicted_awake_and_its_memory_lost_is_said() {
+    let world = World::new();
+    world.ready(torpor_sandbox(json!({}))).await;
+    evict(&world);
+    world.settle().await;
+    assert!(world.snapshots().is_empty());
+    assert_eq!(world.events(), ["MemoryNotKept"]);
+    world.pod_ends();
+    world.settle().await;
+    assert!(world.pod().is_some());
+    assert_eq!(world.condition("Hibernated"), None);
+}
+
+#[tokio::test]
+async fn a_sleeping_pod_that_somebody_deleted_is_started_anew() {
+    let world = asleep("True", "Hibernated").await;
+    delete(&world);
+    world.settle().await;
+    assert!(world.snapshots().is_empty());
+}
+
+// --- ended by the kubelet ---------------------------------------------------------------------------------------------------------------
 
 #[rstest]
 #[case::the_node_shuts_down("True", "Hibernated", "Terminated", true)]
