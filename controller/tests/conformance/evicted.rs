@@ -4,7 +4,7 @@ use rstest::rstest;
 use serde_json::{Value, json};
 
 use crate::{
-    objects::{committed, condition, mode, torpor_sandbox},
+    objects::{NS, committed, condition, manual_snapshot, mode, torpor_sandbox},
     world::World,
 };
 
@@ -77,6 +77,26 @@ async fn a_sleeping_pod_that_is_evicted_leaves_its_image_to_the_next_pod(
     let image = world.pod_annotation("torpor.dev/restore-image");
     assert_eq!(image.as_deref(), Some("i.1"));
     assert_eq!(world.events(), ["SnapshotCommitted"]);
+}
+
+#[tokio::test]
+async fn what_keeps_the_image_of_an_evicted_pod_from_its_name_is_said_and_not_that_it_was_awake() {
+    let world = asleep("True", "Hibernated").await;
+    let name = format!("s-{}", &world.pod_uid()[..8]);
+    let taken = manual_snapshot(&name);
+    world.api.create("sandboxsnapshots", taken);
+    evict(&world);
+    world.settle().await;
+    let message = format!(
+        "SandboxSnapshot {name:?} exists and is not of this Sandbox's Pod; delete it to go on"
+    );
+    world.assert_says("Hibernated", "False", "SaveFailed", &message);
+    assert!(world.pass().await.unwrap().is_some(), "it looks again");
+    world.api.delete("sandboxsnapshots", NS, &name);
+    world.settle().await;
+    let message =
+        format!("The Pod is evicted; its image is being kept in SandboxSnapshot {name:?}");
+    world.assert_says("Hibernated", "False", "Saving", &message);
 }
 
 #[tokio::test]

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use crate::{
     apiserver::{Fault, FaultAnswer},
-    objects::{NS, committed, condition, mode, sandbox, torpor_sandbox},
+    objects::{NS, committed, condition, manual_snapshot, mode, sandbox, torpor_sandbox},
     world::World,
 };
 
@@ -240,10 +240,8 @@ async fn a_name_that_somebody_else_took_is_said_and_costs_nothing() {
     let world = World::new();
     world.ready(torpor_sandbox(json!({}))).await;
     let name = format!("s-{}", &world.pod_uid()[..8]);
-    world.api.create(
-        "sandboxsnapshots",
-        json!({"metadata": {"name": name, "namespace": NS}, "spec": {"sandboxName": "x", "reason": "Manual"}}),
-    );
+    let taken = manual_snapshot(&name);
+    world.api.create("sandboxsnapshots", taken);
     world.edit_sandbox(&mode("Suspended"));
     world.settle_with_errors().await;
     let message = format!(
