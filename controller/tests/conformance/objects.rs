@@ -103,6 +103,13 @@ pub(crate) fn manual_snapshot(name: &str) -> Value {
     })
 }
 
+/// A committed snapshot "golden" of another Sandbox.
+pub(crate) fn golden() -> Value {
+    let mut snapshot = manual_snapshot("golden");
+    snapshot["status"] = committed("g.1", "n1")["status"].take();
+    snapshot
+}
+
 /// Name hash of the Sandbox.
 pub(crate) fn hash() -> String {
     torpor_api::name_hash("s")

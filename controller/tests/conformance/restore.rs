@@ -4,7 +4,7 @@ use rstest::rstest;
 use serde_json::{Value, json};
 
 use crate::{
-    objects::{NS, committed, condition, mode, torpor_sandbox},
+    objects::{NS, committed, condition, golden, mode, torpor_sandbox},
     world::World,
 };
 
@@ -569,18 +569,10 @@ fn from(name: &str) -> Value {
     json!({"metadata": {"annotations": {"torpor.dev/restore-from": name}}})
 }
 
-/// A committed snapshot "golden" of another sandbox.
-fn golden(world: &World) {
-    let mut snapshot = committed("g.1", "n1");
-    snapshot["metadata"] = json!({"name": "golden", "namespace": NS});
-    snapshot["spec"] = json!({"sandboxName": "other", "reason": "Manual"});
-    world.api.create("sandboxsnapshots", snapshot);
-}
-
 #[tokio::test]
 async fn a_copy_starts_from_the_named_image_even_if_it_was_used_and_leaves_it() {
     let world = World::new();
-    golden(&world);
+    world.api.create("sandboxsnapshots", golden());
     let used = json!({"status": {"conditions": [
         condition("Committed", "True", "Committed", ""), condition("Consumed", "True", "Resumed", ""),
     ]}});
@@ -606,7 +598,7 @@ async fn a_copy_starts_from_the_named_image_even_if_it_was_used_and_leaves_it() 
 #[tokio::test]
 async fn the_own_image_comes_before_the_named_one() {
     let (world, _) = asleep(json!({})).await;
-    golden(&world);
+    world.api.create("sandboxsnapshots", golden());
     world.edit_sandbox(&from("golden"));
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
@@ -623,7 +615,7 @@ async fn an_unknown_snapshot_makes_no_pod_until_it_exists() {
     assert!(world.pod().is_none());
     let unknown = "SandboxSnapshot \"golden\" does not exist in this namespace; `kubectl get sandboxsnapshots` lists what there is";
     world.assert_says("Restored", "False", "SnapshotNotFound", unknown);
-    golden(&world);
+    world.api.create("sandboxsnapshots", golden());
     let saving = json!({"status": {"conditions": [condition("Committed", "False", "Saving", "")]}});
     world.edit_snapshot("golden", &saving);
     world.settle().await;
