@@ -219,7 +219,7 @@ mod tests {
         in_all: Duration::from_secs(60),
     };
 
-    fn namespace(name: &str) -> Namespace {
+    pub(super) fn namespace(name: &str) -> Namespace {
         Namespace::new(name).expect("a name")
     }
 

@@ -131,6 +131,7 @@ fn is_there(file: &File) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::turns::tests::namespace;
 
     fn line() -> (tempfile::TempDir, Line) {
         let dir = tempfile::tempdir().expect("a directory");
@@ -138,10 +139,6 @@ mod tests {
             dir: dir.path().join("line"),
         };
         (dir, line)
-    }
-
-    fn namespace(name: &str) -> Namespace {
-        Namespace::new(name).expect("a name")
     }
 
     #[test]
