@@ -25,9 +25,8 @@
 //! ```
 //! Files are replaced by rename: a reader sees the old one or the new one.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 
 use nix::fcntl::{Flock, FlockArg};
@@ -37,6 +36,7 @@ use torpor_core::ids::{ContainerId, ImageId, Namespace, PodUid, SandboxId};
 use torpor_snapshots::Digest;
 
 use crate::config::Config;
+use crate::locks;
 use crate::net::Addresses;
 use crate::pause::PauseMark;
 use crate::process;
@@ -274,11 +274,8 @@ impl Records {
     /// Takes the pod's lock unless somebody holds it.
     pub fn try_lock(&self, sandbox: &SandboxId) -> Result<Option<PodLock>, Error> {
         let (path, file) = self.file_to_lock(sandbox, "lock")?;
-        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-            Ok(lock) => Ok(Some(PodLock(lock))),
-            Err((_, nix::Error::EAGAIN)) => Ok(None),
-            Err((_, source)) => Err(Error::Lock { path, source }),
-        }
+        let lock = locks::try_exclusive(file).map_err(|source| Error::Lock { path, source })?;
+        Ok(lock.map(PodLock))
     }
 
     fn file_to_lock(
@@ -291,12 +288,7 @@ impl Records {
             return Err(Error::Missing(dir));
         }
         let path = dir.join(name);
-        let mut options = OpenOptions::new();
-        options.create(true).truncate(false).write(true).mode(0o600);
-        options.custom_flags(nix::libc::O_NOFOLLOW);
-        let file = options
-            .open(&path)
-            .map_err(|source| write_error(&path, source))?;
+        let file = locks::open(&path).map_err(|source| write_error(&path, source))?;
         Ok((path, file))
     }
 

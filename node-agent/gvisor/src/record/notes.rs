@@ -9,6 +9,7 @@ use torpor_core::ids::{ImageId, SandboxId};
 
 use super::files::{modified, read_if_there, read_json, remove_file, write_error, write_json};
 use super::{Error, PodLock, Records};
+use crate::locks;
 use crate::traffic::Watch;
 
 /// The kubelet's probes of a pod: what they do is nobody's use of the sandbox.
@@ -215,11 +216,8 @@ impl Records {
     /// Whether anybody runs a process of this kind in the sandbox.
     pub fn has_sessions(&self, sandbox: &SandboxId, session: Session) -> Result<bool, Error> {
         let (path, file) = self.file_to_lock(sandbox, session.file())?;
-        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-            Ok(_) => Ok(false),
-            Err((_, nix::Error::EAGAIN)) => Ok(true),
-            Err((_, source)) => Err(Error::Lock { path, source }),
-        }
+        let free = locks::try_exclusive(file).map_err(|source| Error::Lock { path, source })?;
+        Ok(free.is_none())
     }
 
     /// When somebody last began or ended to work in the sandbox, or it was last woken.
