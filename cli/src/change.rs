@@ -7,7 +7,7 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use kube::api::{Api, Patch, PatchParams};
 use kube::runtime::{WatchStreamExt, watcher};
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::time::Instant;
 use torpor_api::Sandbox;
 use torpor_api::annotations::POD_NAME;
@@ -69,23 +69,31 @@ async fn find(cluster: &Cluster, name: &str) -> Result<Sandbox, Error> {
     })
 }
 
-/// Patches this Sandbox, and not one that has taken its name meanwhile; answers what it was before. Where the patch holds for what was
-/// seen only and somebody was quicker, it is made anew.
-async fn ask(cluster: &Cluster, goal: Goal, mut seen: Sandbox) -> Result<Sandbox, Error> {
-    let name = name_of(&seen).to_owned();
+/// Patches this Sandbox, and not one that has taken its name meanwhile.
+async fn patch(cluster: &Cluster, seen: &Sandbox, mut patch: Value) -> Result<Sandbox, Error> {
+    patch["metadata"]["uid"] = json!(seen.metadata.uid);
+    let name = name_of(seen);
     let doing = format!("patch Sandbox {name}");
     let (api, parameters) = (sandboxes(cluster), PatchParams::default());
+    let patched = call(&doing, api.patch(name, &parameters, &Patch::Merge(patch))).await;
+    patched.map_err(|error| match error.is_missing() {
+        true => refused(name, DELETED),
+        false => error,
+    })
+}
+
+/// Asks it of this Sandbox; answers what it was before. Where the patch holds for what was seen only and somebody was quicker, it is made
+/// anew.
+async fn ask(cluster: &Cluster, goal: Goal, mut seen: Sandbox) -> Result<Sandbox, Error> {
+    let name = name_of(&seen).to_owned();
     loop {
-        let patch = goal.patch(&seen, Timestamp::now());
-        let mut patch = patch.map_err(|message| refused(&name, &message))?;
-        patch["metadata"]["uid"] = json!(seen.metadata.uid);
-        let patched = call(&doing, api.patch(&name, &parameters, &Patch::Merge(patch))).await;
-        let error = match patched {
+        let wish = goal.patch(&seen, Timestamp::now());
+        let wish = wish.map_err(|message| refused(&name, &message))?;
+        let error = match Box::pin(patch(cluster, &seen, wish)).await {
             Ok(written) => {
                 Box::pin(set_right(cluster, goal, &written)).await?;
                 return Ok(seen);
             }
-            Err(error) if error.is_missing() => return Err(refused(&name, DELETED)),
             Err(error) if error.is_conflict() => error,
             Err(error) => return Err(error),
         };
@@ -102,17 +110,11 @@ async fn ask(cluster: &Cluster, goal: Goal, mut seen: Sandbox) -> Result<Sandbox
 
 /// This machine's clock may be wrong, and that of the cluster counts.
 async fn set_right(cluster: &Cluster, goal: Goal, written: &Sandbox) -> Result<(), Error> {
-    let Some(mut patch) = goal.set_right(written) else {
+    let Some(time) = goal.set_right(written) else {
         return Ok(());
     };
-    patch["metadata"]["uid"] = json!(written.metadata.uid);
-    let name = name_of(written);
-    let doing = format!("patch Sandbox {name}");
-    let (api, parameters) = (sandboxes(cluster), PatchParams::default());
-    let patched = call(&doing, api.patch(name, &parameters, &Patch::Merge(patch))).await;
-    match patched {
-        Err(error) if error.is_missing() => Err(refused(name, DELETED)),
-        Err(error) if error.is_conflict() => Err(refused(name, MADE_ANEW)),
+    match Box::pin(patch(cluster, written, time)).await {
+        Err(error) if error.is_conflict() => Err(refused(name_of(written), MADE_ANEW)),
         other => other.map(drop),
     }
 }

@@ -4,7 +4,7 @@
 use std::{ffi::OsString, path::PathBuf, time::Duration};
 
 pub use torpor_daemon::go_flags::{BindAddress, duration};
-use torpor_daemon::go_flags::{boolean, with_two_dashes};
+use torpor_daemon::go_flags::{GoBoolean, boolean, with_two_dashes};
 
 use clap::{
     Arg, ArgAction, ArgMatches, CommandFactory, FromArgMatches, Parser, parser::ValueSource,
@@ -30,13 +30,13 @@ pub struct Flags {
     #[arg(long, default_value = ":8081")]
     pub health_probe_bind_address: BindAddress,
     /// Run only while holding the lease, so that of several replicas one works.
-    #[arg(long, default_value = "true", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set, value_parser = boolean)]
+    #[arg(long, default_value = "true", go_boolean())]
     pub leader_elect: bool,
     /// Namespace of the lease; the Pod's own when empty.
     #[arg(long, default_value = "")]
     pub leader_election_namespace: String,
     /// Reconcile SandboxClaims, SandboxTemplates and SandboxWarmPools too.
-    #[arg(long, default_value = "false", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set, value_parser = boolean)]
+    #[arg(long, default_value = "false", go_boolean())]
     pub extensions: bool,
     /// How many Sandboxes are reconciled at once.
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..))]
@@ -66,19 +66,19 @@ pub struct Flags {
     #[arg(long, default_value = "1m", value_parser = duration)]
     pub sandbox_warm_pool_unschedulable_recheck_interval: Duration,
     /// Let the cluster autoscaler take unclaimed members of pools away.
-    #[arg(long, default_value = "true", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set, value_parser = boolean)]
+    #[arg(long, default_value = "true", go_boolean())]
     pub enable_warm_pool_eviction: bool,
     /// Publish no Events about Sandboxes.
-    #[arg(long, default_value = "false", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set, value_parser = boolean)]
+    #[arg(long, default_value = "false", go_boolean())]
     pub disable_sandbox_events: bool,
     /// Publish no Events about SandboxClaims.
-    #[arg(long, default_value = "false", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set, value_parser = boolean)]
+    #[arg(long, default_value = "false", go_boolean())]
     pub disable_claim_events: bool,
     /// Do not write on a SandboxClaim when it was first seen, nor its trace.
-    #[arg(long, default_value = "false", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set, value_parser = boolean)]
+    #[arg(long, default_value = "false", go_boolean())]
     pub disable_claim_observability_annotations: bool,
     /// Watch only Services that carry the label of a Sandbox, as Pods and PersistentVolumeClaims are watched in any case.
-    #[arg(long, default_value = "false", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set, value_parser = boolean)]
+    #[arg(long, default_value = "false", go_boolean())]
     pub cache_label_selectors: bool,
     /// Calls to the apiserver per second in the long run; what is not positive is no limit.
     #[arg(long, default_value_t = -1.0, allow_hyphen_values = true)]
@@ -87,7 +87,7 @@ pub struct Flags {
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
     pub kube_api_burst: u32,
     /// Export spans by OTLP over gRPC, to where the variable OTEL_EXPORTER_OTLP_ENDPOINT says.
-    #[arg(long, default_value = "false", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set, value_parser = boolean)]
+    #[arg(long, default_value = "false", go_boolean())]
     pub enable_tracing: bool,
     /// Kubeconfig file; without one KUBECONFIG, or the Pod's own account.
     #[arg(long)]
@@ -235,10 +235,7 @@ pub fn parse(
             .hide(true)
             .action(ArgAction::Set);
         if flag.bare {
-            argument
-                .num_args(0..=1)
-                .require_equals(true)
-                .default_missing_value("true")
+            argument.may_be_bare()
         } else {
             argument.allow_hyphen_values(true)
         }

@@ -2,6 +2,8 @@
 
 use std::{ffi::OsString, net::SocketAddr, time::Duration};
 
+use clap::{Arg, ArgAction};
+
 /// Go takes one dash for two. Only what starts like a flag's name is changed: `-1` is a value.
 pub fn with_two_dashes(argument: OsString) -> OsString {
     match argument.to_str() {
@@ -81,6 +83,28 @@ pub fn boolean(text: &str) -> Result<bool, String> {
         "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
         "0" | "f" | "F" | "false" | "FALSE" | "False" => Ok(false),
         _ => Err(format!("{text:?} is neither true nor false")),
+    }
+}
+
+/// How Go's booleans are taken: attributes for clap's derivation, which calls them on the flag.
+pub trait GoBoolean {
+    /// Bare it is yes; a value stands behind `=`.
+    fn may_be_bare(self) -> Self;
+    /// Set to yes or no in Go's words, or bare.
+    fn go_boolean(self) -> Self;
+}
+
+impl GoBoolean for Arg {
+    fn may_be_bare(self) -> Self {
+        self.num_args(0..=1)
+            .require_equals(true)
+            .default_missing_value("true")
+    }
+
+    fn go_boolean(self) -> Self {
+        self.may_be_bare()
+            .action(ArgAction::Set)
+            .value_parser(boolean)
     }
 }
 

@@ -20,9 +20,9 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use torpor_api::snapshot::SandboxSnapshot;
 use torpor_core::ids::{Namespace, PodUid};
-use torpor_core::pressure::{Candidate, candidate};
+use torpor_core::pressure::Candidate;
 use torpor_core::queue::Wish;
-use torpor_core::state::{Desired, Failures, PodPresence, Policy};
+use torpor_core::state::{Desired, Failures, Policy};
 use torpor_core::status::SnapshotState;
 use torpor_core::steps::{Outcome, Plan, Reason, Step};
 use torpor_gvisor::keeper::Rules;
@@ -30,24 +30,24 @@ use torpor_gvisor::record::{PodLock, PodRecord, WakeCause};
 
 use crate::desired::{desired, pod_of_snapshot, snapshots_about};
 use crate::execute::{self, Context, execute};
-use crate::idle::{self, Watched};
+use crate::idle::Watched;
 use crate::kata::{Held, Kata};
 use crate::metrics::Metrics;
 use crate::node::Node;
-use crate::observe::observe;
 use crate::pressure::NodePressure;
 use crate::publish::{self, Publisher, SavedImage};
 use crate::sandboxes::Board;
-use crate::saves::{SaveTurn, Saves, memory_of};
+use crate::saves::{SaveTurn, Saves};
 use crate::sleep::{Said, class_name};
 use crate::spans::Spans;
-use crate::wakes::{self, FailedWakes};
+use crate::wakes::FailedWakes;
 
 mod draft;
 pub(crate) use draft::saved_name;
+mod of_gvisor;
 mod of_kata;
 mod told;
-use told::{Kubelet, Told, rules_now, tell_rules};
+use told::{Kubelet, Told, rules_now};
 mod written;
 use written::Written;
 
@@ -361,7 +361,7 @@ impl Driver {
         let look =
             move || match of_kata::look(&shared, pod.as_deref(), &desired, &kubelet, &remembered) {
                 Some(looked) => looked,
-                None => look(&shared, pod.as_deref(), &desired, kubelet, remembered),
+                None => of_gvisor::look(&shared, pod.as_deref(), &desired, kubelet, remembered),
             };
         tokio::task::spawn_blocking(look).await
     }
@@ -505,110 +505,6 @@ struct Look {
     failed_wakes: FailedWakes,
     /// The sandbox, if Kata runs it: then there is neither record nor lock.
     kata: Option<Held>,
-}
-
-fn look(
-    shared: &Shared,
-    pod: Option<&Pod>,
-    desired: &Desired,
-    kubelet: Kubelet,
-    remembered: Remembered,
-) -> (Look, Option<Watched>) {
-    let node = &shared.node;
-    let now = Timestamp::now();
-    let pod_uid = desired.pod_uid.clone();
-    let record = node.sandbox_of(&pod_uid);
-    let Kubelet { probes, rules } = kubelet;
-    let told = record
-        .as_ref()
-        .zip(rules.as_ref())
-        .and_then(|(record, rules)| tell_rules(node, record, rules, remembered.told));
-    let lock = record
-        .as_ref()
-        .and_then(|record| node.records.try_lock(&record.sandbox).ok().flatten());
-    let busy = record.is_some() && lock.is_none();
-    // Before anything is told of it: what is at rest then stays so.
-    if let Some(rules) = &rules
-        && let Err(error) = node.records.note_suspends(&pod_uid, rules.suspends)
-    {
-        tracing::warn!(%pod_uid, error = crate::observe::words(&error), "it is not noted whether the Pod is being suspended");
-    }
-    let failures = &remembered.failures;
-    let mut observed = observe(node, &pod_uid, record.as_ref(), failures, busy);
-    // Nobody runs in one that sleeps.
-    observed.added = record
-        .as_ref()
-        .filter(|_| !observed.containers.is_empty())
-        .and_then(|record| draft::added(node, record, pod));
-    let mut failed_wakes = remembered.failed_wakes;
-    if let Some(reason) = (observed.ledger.as_ref().ok()).and_then(|read| failed_wakes.look(read)) {
-        shared.metrics.wake_failed(reason.to_owned());
-    }
-    let turn = remembered.save_turn.as_ref();
-    observed.save_turn = turn.is_some_and(|turn| turn.has_come());
-    observed.held_back = turn.is_some_and(|turn| turn.is_held_back());
-    let idle = match record.as_ref().zip(lock.as_ref()) {
-        Some((record, lock)) => {
-            if let Some(probes) = &probes
-                && let Err(error) = node.records.write_probes(&record.sandbox, probes)
-            {
-                tracing::warn!(%pod_uid, error = crate::observe::words(&error), "the Pod's probes are not noted");
-            }
-            let sandbox = idle::Sandbox {
-                node,
-                record,
-                lock,
-                probes: probes.as_ref(),
-            };
-            idle::watch(&sandbox, desired, &mut observed, remembered.idle, now)
-        }
-        // Somebody else is at work; what was known before is still so.
-        None => remembered.idle.filter(|_| busy),
-    };
-    let working_set = || node.working_set(record.as_ref()?);
-    let swap = &node.swap;
-    let plan = swap.plan(desired, &mut observed, &shared.policy, now, working_set);
-    let nothing = desired.pod == PodPresence::Gone
-        && desired.snapshots.is_empty()
-        && record.is_none()
-        && observed.images.is_empty()
-        && observed.ledger.as_ref().is_ok_and(|ledger| ledger.seq == 0)
-        && plan.steps.is_empty();
-    if nothing {
-        // The last that is left of a Pod; it is written again if anything should fail.
-        let _ = node.records.remove_report(&pod_uid);
-    }
-    let of_images = || node.store.list_pod(&pod_uid).ok()?.into_iter().next();
-    let namespace = record
-        .as_ref()
-        .map(|record| record.namespace.clone())
-        .or_else(|| of_images().map(|image| image.namespace));
-    let saved = namespace
-        .iter()
-        .flat_map(|namespace| draft::saved(node, namespace, &plan))
-        .collect();
-    let wish = shared.saves.wish(&plan, namespace.as_ref(), || {
-        memory_of(node, record.as_ref()?)
-    });
-    let look = Look {
-        pod_uid,
-        stops_for: plan.stops_for(&observed).cloned(),
-        plan,
-        record,
-        lock,
-        namespace,
-        wish,
-        saved,
-        nothing,
-        candidate: candidate(desired, &observed),
-        rules: rules.unwrap_or_default(),
-        told,
-        decided: now,
-        cause: wakes::cause(pod, observed.asleep_since, now),
-        failed_wakes,
-        kata: None,
-    };
-    (look, idle)
 }
 
 /// Answers how many bytes of an image were written.

@@ -519,17 +519,18 @@ fn forget_sleep(context: &Context<'_>) -> Outcome {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use torpor_core::steps::{Fence, StepKind};
 
     use super::*;
 
-    fn step(action: Action) -> Step {
+    /// A step that was planned when the ledger had come so far.
+    pub(crate) fn step(ledger_seq: u64, action: Action) -> Step {
         Step {
             fence: Fence {
                 pod_uid: PodUid::new("pod-a").expect("a uid"),
                 sandbox_id: None,
-                ledger_seq: 0,
+                ledger_seq,
             },
             before: None,
             action,
@@ -540,7 +541,7 @@ mod tests {
     #[test]
     fn a_sandbox_is_not_stopped_for_an_image_that_there_is_no_room_for() {
         let image = ImageId::parse("pod-a.1").expect("an image's name");
-        let steps = [step(Action::Pause), step(Action::Checkpoint { image })];
+        let steps = [Action::Pause, Action::Checkpoint { image }].map(|action| step(0, action));
         let full = || Outcome::Failed {
             reason: "DiskFull".to_owned(),
             message: "no room".to_owned(),
@@ -585,7 +586,7 @@ mod tests {
 
     #[test]
     fn what_comes_after_a_step_that_did_not_succeed_is_left() {
-        let steps = [Action::Pause, Action::Resume, Action::Freeze].map(step);
+        let steps = [Action::Pause, Action::Resume, Action::Freeze].map(|action| step(0, action));
         let mut acted = Vec::new();
         let act = |step: &Step| {
             acted.push(step.action.kind());

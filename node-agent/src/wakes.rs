@@ -56,10 +56,11 @@ impl FailedWakes {
 #[cfg(test)]
 mod tests {
     use serde_json::json;
-    use torpor_core::ids::{ImageId, PodUid};
-    use torpor_core::steps::{Action, Fence};
+    use torpor_core::ids::ImageId;
+    use torpor_core::steps::Action;
 
     use super::*;
+    use crate::execute::tests::step;
 
     fn image() -> ImageId {
         ImageId::parse("pod-a.1").expect("an image's name")
@@ -125,27 +126,17 @@ mod tests {
     fn a_failed_wake_of_this_agent_is_a_failed_step_and_not_told_again() {
         let mut wakes = FailedWakes::default();
         assert_eq!(wakes.look(&LedgerState::default()), None);
-        let step = |action| Step {
-            fence: Fence {
-                pod_uid: PodUid::new("pod-a").expect("a uid"),
-                sandbox_id: None,
-                ledger_seq: 4,
-            },
-            before: None,
-            action,
-            after: None,
-        };
         let failed = Outcome::Failed {
             reason: "ImageCorrupt".to_owned(),
             message: String::new(),
         };
-        wakes.note(&step(Action::Wake { image: image() }), &failed);
+        wakes.note(&step(4, Action::Wake { image: image() }), &failed);
         assert_eq!(wakes.look(&failed_at(6)), None);
         // Another's, after it.
         assert_eq!(wakes.look(&failed_at(8)), Some("RestoreFailed"));
         // What did not fail, or was no wake, has no entry that says so.
-        wakes.note(&step(Action::Wake { image: image() }), &Outcome::Done);
-        wakes.note(&step(Action::Pause), &failed);
+        wakes.note(&step(4, Action::Wake { image: image() }), &Outcome::Done);
+        wakes.note(&step(4, Action::Pause), &failed);
         assert_eq!(wakes, FailedWakes { seen: Some(8) });
     }
 }

@@ -6,7 +6,7 @@ use std::{ffi::OsString, path::PathBuf, time::Duration};
 use clap::{
     Arg, ArgAction, CommandFactory, FromArgMatches, Parser, ValueEnum, parser::ValueSource,
 };
-use torpor_daemon::go_flags::{BindAddress, boolean, duration, with_two_dashes};
+use torpor_daemon::go_flags::{BindAddress, GoBoolean, duration, with_two_dashes};
 
 use crate::{
     browser::{self, Browsers, SameSite},
@@ -70,7 +70,7 @@ pub struct Flags {
     #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..))]
     pub authz_tokenreview_cache_size: u32,
     /// Refuse requests without a token
-    #[arg(long, default_value = "false", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set, value_parser = boolean)]
+    #[arg(long, default_value = "false", go_boolean())]
     pub authz_tokenreview_require_token: bool,
     /// Audiences of which a token must name one
     #[arg(long, value_delimiter = ',')]
@@ -88,7 +88,7 @@ pub struct Flags {
     #[arg(long, value_enum, default_value_t)]
     pub authz_cookie_samesite: SameSite,
     /// The cookie may go without TLS; for development
-    #[arg(long, default_value = "false", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set, value_parser = boolean)]
+    #[arg(long, default_value = "false", go_boolean())]
     pub authz_cookie_insecure: bool,
     /// Origins whose pages may use the cookie, beside the sandbox' own
     #[arg(long, value_delimiter = ',')]
@@ -133,7 +133,7 @@ pub struct Flags {
     #[arg(long, default_value = "")]
     pub kubeconfig: String,
     /// A line in the log for each request
-    #[arg(long, default_value = "true", num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set, value_parser = boolean)]
+    #[arg(long, default_value = "true", go_boolean())]
     pub access_log: bool,
     /// Torpor's: hosts <port>-<sandbox>-<namespace>.<domain> name sandboxes
     #[arg(long, default_value = "")]
@@ -229,10 +229,7 @@ pub fn parse(
     let command = Flags::command().args(WITHOUT_MEANING.map(|(name, bare)| {
         let argument = Arg::new(name).long(name).hide(true).action(ArgAction::Set);
         if bare {
-            argument
-                .num_args(0..=1)
-                .require_equals(true)
-                .default_missing_value("true")
+            argument.may_be_bare()
         } else {
             argument
         }

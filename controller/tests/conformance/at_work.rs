@@ -100,7 +100,7 @@ impl AtWork {
 
 fn pool_is_ready(cluster: &Cluster, members: usize) -> bool {
     cluster.get_pool("p")["status"]["readyReplicas"] == members
-        && cluster.controlled_by(&cluster.get_pool("p")).len() == members
+        && cluster.members().len() == members
 }
 
 fn all_ready(cluster: &Cluster) -> bool {

@@ -50,6 +50,15 @@ impl Cluster {
         Self { api, context }
     }
 
+    /// A cluster with a pool "p" of this many Ready members.
+    pub(crate) async fn filled(replicas: usize, pool: Value) -> Self {
+        let cluster = Self::new();
+        cluster.template(json!({}));
+        cluster.pool(replicas, pool);
+        cluster.settle().await;
+        cluster
+    }
+
     /// The same cluster, seen by another controller that knows nothing yet.
     pub(crate) fn another(&self) -> Self {
         let settings = self.context.settings.clone();
@@ -256,10 +265,10 @@ impl Cluster {
         self.template(template);
         self.pool(2, json!({"spec": {"updateStrategy": {"type": "Recreate"}}}));
         self.settle().await;
-        let before = self.controlled_by(&self.get_pool("p"));
+        let before = self.members();
         self.edit("sandboxtemplates", "t", change);
         self.settle().await;
-        [before, self.controlled_by(&self.get_pool("p"))]
+        [before, self.members()]
     }
 
     /// A change by a user: the generation moves with the spec.
@@ -307,6 +316,11 @@ impl Cluster {
             .filter(|sandbox| controller(sandbox).is_some_and(|by| by["uid"] == *uid))
             .map(|sandbox| name(sandbox).to_owned())
             .collect()
+    }
+
+    /// Names of the members of the pool "p".
+    pub(crate) fn members(&self) -> Vec<String> {
+        self.controlled_by(&self.get_pool("p"))
     }
 
     /// Status, reason and message of a condition of a claim.

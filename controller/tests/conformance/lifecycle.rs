@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 
 use crate::{
     apiserver::{Fault, FaultAnswer},
+    cluster::is_going,
     objects::{NS, condition, foreign_owner, hash, mode, ready_pod, sandbox},
     world::World,
 };
@@ -213,11 +214,7 @@ async fn a_foreign_pod_is_neither_adopted_nor_deleted() {
         "SandboxSuspended",
         "Sandbox is suspending",
     );
-    assert!(
-        world.pod().unwrap()["metadata"]
-            .get("deletionTimestamp")
-            .is_none()
-    );
+    assert!(!world.pod_is_going());
 }
 
 #[tokio::test]
@@ -296,7 +293,7 @@ async fn a_pod_under_another_name_is_found_by_the_annotation() {
     world.edit_sandbox(&mode("Suspended"));
     world.settle().await;
     let pod = world.api.get("pods", NS, "pool-x").unwrap();
-    assert!(pod["metadata"].get("deletionTimestamp").is_some());
+    assert!(is_going(&pod));
 }
 
 #[tokio::test]
@@ -513,11 +510,7 @@ async fn an_expired_sandbox_is_marked_first_and_emptied_then() {
     assert_eq!(world.writes_of_a_pass().await, ["patch status sandboxes"]);
     world.assert_says("Ready", "False", "SandboxExpired", "Sandbox has expired");
     assert_eq!(world.condition("PodScheduled"), None);
-    assert!(
-        world.pod().unwrap()["metadata"]
-            .get("deletionTimestamp")
-            .is_none()
-    );
+    assert!(!world.pod_is_going());
     world.settle().await;
     world.pod_ends();
     world.settle().await;
@@ -573,11 +566,7 @@ async fn a_foreign_pod_survives_expiry() {
         json!({"metadata": {"name": "s", "namespace": NS, "ownerReferences": foreign_owner()}}),
     );
     world.settle().await;
-    assert!(
-        world.pod().unwrap()["metadata"]
-            .get("deletionTimestamp")
-            .is_none()
-    );
+    assert!(!world.pod_is_going());
 }
 
 #[tokio::test]

@@ -5,7 +5,7 @@ mod claims;
 mod cluster;
 mod conditions;
 mod dependents;
-mod ended;
+mod evicted;
 mod expiry;
 mod injection;
 mod lifecycle;

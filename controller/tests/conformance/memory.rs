@@ -5,7 +5,8 @@ use serde_json::{Value, json};
 
 use crate::{
     apiserver::{Fault, FaultAnswer},
-    objects::{NS, committed, condition, mode, sandbox, torpor_sandbox},
+    cluster::is_going,
+    objects::{NS, committed, condition, manual_snapshot, mode, sandbox, torpor_sandbox},
     world::World,
 };
 
@@ -21,12 +22,6 @@ async fn saving() -> (World, String) {
     world.settle().await;
     let name = world.snapshot();
     (world, name)
-}
-
-fn pod_is_deleted(world: &World) -> bool {
-    world
-        .pod()
-        .is_none_or(|pod| pod["metadata"].get("deletionTimestamp").is_some())
 }
 
 // --- hibernate --------------------------------------------------------------------------------------------------------------------------
@@ -63,7 +58,7 @@ async fn the_pod_stays_until_its_memory_is_committed() {
     world.settle().await;
     let saving = format!("Memory is being saved to SandboxSnapshot {name:?}");
     world.assert_says("Hibernated", "False", "Saving", &saving);
-    assert!(!pod_is_deleted(&world));
+    assert!(!world.pod_is_going());
 
     world.edit_snapshot(&name, &committed("i.1", "n1"));
     assert_eq!(
@@ -105,12 +100,12 @@ async fn a_failed_save_keeps_the_pod_and_says_why() {
         "SandboxSuspended",
         "Sandbox is suspending",
     );
-    assert!(!pod_is_deleted(&world));
+    assert!(!world.pod_is_going());
     assert_eq!(world.events(), ["SnapshotFailed"]);
     // The agent tries again and succeeds.
     world.edit_snapshot(&name, &committed("i.1", "n1"));
     world.settle().await;
-    assert!(pod_is_deleted(&world));
+    assert!(world.pod_is_going());
 }
 
 #[tokio::test]
@@ -122,7 +117,7 @@ async fn a_committed_image_of_another_pod_deletes_nothing() {
     world.api.create("sandboxsnapshots", other);
     world.edit_snapshot("s-other", &committed("o.1", "n1"));
     world.settle().await;
-    assert!(!pod_is_deleted(&world));
+    assert!(!world.pod_is_going());
     assert_ne!(name, "s-other");
 }
 
@@ -134,7 +129,7 @@ async fn the_apiserver_is_asked_before_the_pod_is_deleted_for_its_image() {
     // The caches show a committed image; in truth it is being deleted, and its Pod goes on.
     world.api.delete("sandboxsnapshots", NS, &name);
     world.stale_pass().await.unwrap();
-    assert!(!pod_is_deleted(&world));
+    assert!(!world.pod_is_going());
     world.sync();
     world.edit_snapshot(&name, &committed("i.1", "n1"));
     let used = json!({"status": {"conditions": [
@@ -142,7 +137,7 @@ async fn the_apiserver_is_asked_before_the_pod_is_deleted_for_its_image() {
     ]}});
     world.edit_snapshot(&name, &used);
     world.stale_pass().await.unwrap();
-    assert!(!pod_is_deleted(&world));
+    assert!(!world.pod_is_going());
 }
 
 #[tokio::test]
@@ -211,7 +206,7 @@ async fn what_the_agent_finds_it_cannot_save_is_stopped() {
     );
     world.edit_snapshot(&name, &json!({"status": {"conditions": [cannot]}}));
     world.settle().await;
-    assert!(pod_is_deleted(&world));
+    assert!(world.pod_is_going());
     let message = "no checkpoint here; memory was not kept";
     world.assert_says("Hibernated", "False", "RuntimeNotCapable", message);
 }
@@ -232,7 +227,7 @@ async fn a_lost_answer_to_the_snapshots_creation_makes_no_second_one() {
     let shown = world.snapshots().len();
     world.settle().await;
     assert_eq!((shown, world.snapshots().len()), (1, 1));
-    assert!(!pod_is_deleted(&world));
+    assert!(!world.pod_is_going());
 }
 
 #[tokio::test]
@@ -240,17 +235,15 @@ async fn a_name_that_somebody_else_took_is_said_and_costs_nothing() {
     let world = World::new();
     world.ready(torpor_sandbox(json!({}))).await;
     let name = format!("s-{}", &world.pod_uid()[..8]);
-    world.api.create(
-        "sandboxsnapshots",
-        json!({"metadata": {"name": name, "namespace": NS}, "spec": {"sandboxName": "x", "reason": "Manual"}}),
-    );
+    let taken = manual_snapshot(&name);
+    world.api.create("sandboxsnapshots", taken);
     world.edit_sandbox(&mode("Suspended"));
     world.settle_with_errors().await;
     let message = format!(
         "SandboxSnapshot {name:?} exists and is not of this Sandbox's Pod; delete it to go on"
     );
     world.assert_says("Hibernated", "False", "SaveFailed", &message);
-    assert!(!pod_is_deleted(&world));
+    assert!(!world.pod_is_going());
     world.api.delete("sandboxsnapshots", NS, &name);
     world.settle().await;
     assert_eq!(world.snapshots()[0]["spec"]["reason"], "Suspend");
@@ -264,12 +257,8 @@ async fn running_again_before_the_pod_is_deleted_deletes_the_snapshot() {
     world.edit_snapshot(&name, &committed("i.1", "n1"));
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
-    assert!(
-        world.snapshots()[0]["metadata"]
-            .get("deletionTimestamp")
-            .is_some()
-    );
-    assert!(!pod_is_deleted(&world));
+    assert!(is_going(&world.snapshots()[0]));
+    assert!(!world.pod_is_going());
     world.assert_says(
         "Suspended",
         "False",
@@ -281,7 +270,7 @@ async fn running_again_before_the_pod_is_deleted_deletes_the_snapshot() {
     world.settle().await;
     let waiting = format!("Waiting for the earlier SandboxSnapshot {name:?} to be removed");
     world.assert_says("Hibernated", "False", "Saving", &waiting);
-    assert!(!pod_is_deleted(&world));
+    assert!(!world.pod_is_going());
     world.image_is_gone(&name);
     world.settle().await;
     assert_eq!(world.snapshot(), name);
@@ -297,11 +286,7 @@ async fn the_image_of_a_pod_that_is_going_stays_although_the_cache_shows_the_pod
     world.api.delete("pods", NS, "s");
     world.edit_sandbox(&mode("Running"));
     world.stale_pass().await.unwrap();
-    assert!(
-        world.snapshots()[0]["metadata"]
-            .get("deletionTimestamp")
-            .is_none()
-    );
+    assert!(!is_going(&world.snapshots()[0]));
     world.settle().await;
     world.pod_ends();
     world.settle().await;
@@ -357,7 +342,7 @@ async fn a_node_without_an_agent_cannot_hibernate_and_this_is_said() {
     world.ready(torpor_sandbox(json!({}))).await;
     world.edit_sandbox(&mode("Suspended"));
     world.settle().await;
-    assert!(pod_is_deleted(&world));
+    assert!(world.pod_is_going());
     let message = "Runtime torpor on node \"n1\" cannot hibernate; memory was not kept";
     world.assert_says("Hibernated", "False", "RuntimeNotCapable", message);
 }
@@ -369,7 +354,7 @@ async fn a_pod_that_does_not_run_yet_has_no_memory_to_keep() {
     world.settle().await;
     world.edit_sandbox(&mode("Suspended"));
     world.settle().await;
-    assert!(pod_is_deleted(&world));
+    assert!(world.pod_is_going());
     assert!(world.snapshots().is_empty());
     assert_eq!(world.condition("Hibernated"), None);
 }
@@ -401,7 +386,7 @@ async fn freeze_keeps_the_pod_and_says_when_it_is_frozen() {
     );
     world.assert_says("Ready", "False", "SandboxSuspended", "Sandbox is suspended");
     world.assert_says("Hibernated", "False", "Frozen", "paused");
-    assert!(!pod_is_deleted(&world));
+    assert!(!world.pod_is_going());
     assert_eq!(world.sandbox()["status"]["nodeName"], "n1");
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
@@ -420,7 +405,7 @@ async fn freeze_where_the_runtime_cannot_is_a_stop() {
     world.ready(sandbox(strategy("Freeze"))).await;
     world.edit_sandbox(&mode("Suspended"));
     world.settle().await;
-    assert!(pod_is_deleted(&world));
+    assert!(world.pod_is_going());
     assert_eq!(
         world.condition("Hibernated").unwrap().1,
         "RuntimeNotCapable"
@@ -476,79 +461,6 @@ async fn idle_times_reach_the_pod_in_one_spelling_and_wrong_ones_are_said() {
     world.assert_says("Hibernated", "False", "InvalidAnnotation", message);
     assert_eq!(world.pod_annotation(hibernate), None);
     assert_eq!(world.events(), ["InvalidAnnotation"]);
-}
-
-/// The eviction API marks a Pod and deletes it.
-fn evict(world: &World) {
-    world.pod_says(condition(
-        "DisruptionTarget",
-        "True",
-        "EvictionByEvictionAPI",
-        "",
-    ));
-    world.edit_pod(&json!({"metadata": {"deletionTimestamp": "2026-11-21T12:00:00Z"}}));
-}
-
-#[rstest::rstest]
-#[case::hibernated("True", "Hibernated")]
-#[case::dozing("False", "Dozing")]
-#[tokio::test]
-async fn a_sleeping_pod_that_is_evicted_leaves_its_image_to_the_next_pod(
-    #[case] status: &str,
-    #[case] reason: &str,
-) {
-    let world = World::new();
-    world.ready(torpor_sandbox(json!({}))).await;
-    world.pod_says(condition("torpor.dev/Hibernated", status, reason, "asleep"));
-    world.settle().await;
-    evict(&world);
-    world.settle().await;
-    let name = world.snapshot();
-    world.assert_says(
-        "Hibernated",
-        "False",
-        "Saving",
-        &format!("The Pod is evicted; its image is being kept in SandboxSnapshot {name:?}"),
-    );
-    world.edit_snapshot(&name, &committed("i.1", "n1"));
-    world.settle().await;
-    world.pod_ends();
-    world.settle().await;
-    let pod = world.pod().expect("the next Pod");
-    assert_eq!(
-        pod["metadata"]["annotations"]["torpor.dev/restore-image"],
-        "i.1"
-    );
-    assert_eq!(world.events(), ["SnapshotCommitted"]);
-}
-
-#[tokio::test]
-async fn that_a_pod_was_evicted_awake_and_its_memory_lost_is_said() {
-    let world = World::new();
-    world.ready(torpor_sandbox(json!({}))).await;
-    evict(&world);
-    world.settle().await;
-    assert!(world.snapshots().is_empty());
-    assert_eq!(world.events(), ["MemoryNotKept"]);
-    world.pod_ends();
-    world.settle().await;
-    assert!(world.pod().is_some());
-    assert_eq!(world.condition("Hibernated"), None);
-}
-
-#[tokio::test]
-async fn a_sleeping_pod_that_somebody_deleted_is_started_anew() {
-    let world = World::new();
-    world.ready(torpor_sandbox(json!({}))).await;
-    world.pod_says(condition(
-        "torpor.dev/Hibernated",
-        "True",
-        "Hibernated",
-        "asleep",
-    ));
-    world.edit_pod(&json!({"metadata": {"deletionTimestamp": "2026-11-21T12:00:00Z"}}));
-    world.settle().await;
-    assert!(world.snapshots().is_empty());
 }
 
 #[tokio::test]
@@ -626,7 +538,7 @@ async fn a_wrong_annotation_is_shown_and_the_default_applies() {
     assert_eq!(world.events(), ["InvalidAnnotation"]);
     world.edit_sandbox(&mode("Suspended"));
     world.settle().await;
-    assert!(!pod_is_deleted(&world));
+    assert!(!world.pod_is_going());
     assert_eq!(world.snapshots().len(), 1, "Hibernate is the default");
 }
 

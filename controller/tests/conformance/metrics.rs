@@ -198,10 +198,7 @@ fn families(text: &str) -> BTreeMap<String, Told> {
 
 /// A pool of one; a claim that takes its member, and one that finds none. The first's Sandbox is suspended, resumed, and ends; the second's expires.
 async fn lives() -> Cluster {
-    let cluster = Cluster::new();
-    cluster.template(json!({}));
-    cluster.pool(1, json!({}));
-    cluster.settle().await;
+    let cluster = Cluster::filled(1, json!({})).await;
     let asked = json!({"metadata": {"annotations": {
         "agents.x-k8s.io/client-first-requested-at": "2026-01-01T00:00:00Z",
     }}});
@@ -301,11 +298,8 @@ async fn each_turn_of_a_life_is_counted_once() {
 
 #[tokio::test]
 async fn members_of_a_pool_are_told_by_their_state() {
-    let cluster = Cluster::new();
-    cluster.template(json!({}));
-    cluster.pool(3, json!({}));
-    cluster.settle().await;
-    let members = cluster.controlled_by(&cluster.get_pool("p"));
+    let cluster = Cluster::filled(3, json!({})).await;
+    let members = cluster.members();
     let failed = json!({"status": {"phase": "Failed"}});
     cluster.api.edit("pods", NS, &members[0], &failed);
     let unready = json!({"status": {"conditions": [{"type": "Ready", "status": "False"}]}});

@@ -95,6 +95,21 @@ pub(crate) fn committed(image: &str, node: &str) -> Value {
     })
 }
 
+/// A snapshot that somebody else has made, under this name.
+pub(crate) fn manual_snapshot(name: &str) -> Value {
+    json!({
+        "metadata": {"name": name, "namespace": NS},
+        "spec": {"sandboxName": "other", "reason": "Manual"},
+    })
+}
+
+/// A committed snapshot "golden" of another Sandbox.
+pub(crate) fn golden() -> Value {
+    let mut snapshot = manual_snapshot("golden");
+    snapshot["status"] = committed("g.1", "n1")["status"].take();
+    snapshot
+}
+
 /// Name hash of the Sandbox.
 pub(crate) fn hash() -> String {
     torpor_api::name_hash("s")

@@ -15,18 +15,6 @@ use crate::{
 const POOL: &str = "agents.x-k8s.io/warm-pool-sandbox";
 const SAFE_TO_EVICT: &str = "cluster-autoscaler.kubernetes.io/safe-to-evict";
 
-async fn filled(replicas: usize, pool: Value) -> Cluster {
-    let cluster = Cluster::new();
-    cluster.template(json!({}));
-    cluster.pool(replicas, pool);
-    cluster.settle().await;
-    cluster
-}
-
-fn members(cluster: &Cluster) -> Vec<String> {
-    cluster.controlled_by(&cluster.get_pool("p"))
-}
-
 fn strategy(type_: &str) -> Value {
     json!({"spec": {"updateStrategy": {"type": type_}}})
 }
@@ -43,8 +31,8 @@ fn image(name: &str) -> Value {
 
 #[tokio::test]
 async fn a_pool_is_filled_with_ready_sandboxes_and_says_so() {
-    let cluster = filled(3, json!({})).await;
-    assert_eq!(members(&cluster).len(), 3);
+    let cluster = Cluster::filled(3, json!({})).await;
+    assert_eq!(cluster.members().len(), 3);
     let hash = torpor_api::name_hash("p");
     assert_eq!(
         cluster.get_pool("p")["status"],
@@ -92,12 +80,12 @@ async fn eviction_is_the_operators_and_the_templates_choice() {
 
 #[tokio::test]
 async fn a_pool_follows_its_replicas_up_and_down() {
-    let cluster = filled(2, json!({})).await;
+    let cluster = Cluster::filled(2, json!({})).await;
     for replicas in [5, 1, 0, 2] {
         let scale = json!({"spec": {"replicas": replicas}});
         cluster.edit("sandboxwarmpools", "p", &scale);
         cluster.settle().await;
-        assert_eq!(members(&cluster).len(), replicas);
+        assert_eq!(cluster.members().len(), replicas);
         assert_eq!(cluster.get_pool("p")["status"]["replicas"], replicas);
     }
 }
@@ -111,7 +99,7 @@ async fn a_pool_without_its_template_waits_for_it() {
     assert_eq!(cluster.get_pool("p")["status"]["replicas"], 0);
     cluster.template(json!({}));
     cluster.settle().await;
-    assert_eq!(members(&cluster).len(), 2);
+    assert_eq!(cluster.members().len(), 2);
 }
 
 #[tokio::test]
@@ -123,7 +111,7 @@ async fn a_pool_does_not_overshoot_while_the_watch_is_behind() {
     for _ in 0..4 {
         cluster.stale_pool_pass("p").await.unwrap();
     }
-    assert_eq!(members(&cluster).len(), 5);
+    assert_eq!(cluster.members().len(), 5);
     assert_eq!(cluster.get_pool("p")["status"]["replicas"], 5);
 }
 
@@ -134,11 +122,11 @@ async fn a_member_that_came_and_went_in_a_gap_of_the_watch_is_made_again_in_the_
     cluster.pool(1, json!({}));
     cluster.sync();
     cluster.stale_pool_pass("p").await.unwrap();
-    let lost = members(&cluster).remove(0);
+    let lost = cluster.members().remove(0);
     cluster.api.remove("sandboxes", NS, &lost);
     // No event will ever tell of it, so the pass itself asks for the next look.
     let again = cluster.pool_pass("p").await.unwrap().unwrap();
-    assert!(members(&cluster).is_empty(), "it may still be there");
+    assert!(cluster.members().is_empty(), "it may still be there");
     assert!((295..=300).contains(&again.as_secs()), "{again:?}");
 }
 
@@ -158,14 +146,14 @@ async fn a_create_that_fails_or_has_no_answer_neither_overshoots_nor_leaves_a_ga
         let (verb, kind) = ("create", "sandboxes");
         cluster.api.fail(Fault { verb, kind, answer });
         cluster.stale_pool_pass("p").await.unwrap_err();
-        assert!(members(&cluster).len() <= 4);
+        assert!(cluster.members().len() <= 4);
     }
     for _ in 0..3 {
         let _ = cluster.stale_pool_pass("p").await;
-        assert!(members(&cluster).len() <= 4);
+        assert!(cluster.members().len() <= 4);
     }
     cluster.settle().await;
-    assert_eq!(members(&cluster).len(), 4);
+    assert_eq!(cluster.members().len(), 4);
 }
 
 #[tokio::test]
@@ -176,7 +164,7 @@ async fn a_restarted_controller_does_not_overshoot() {
     cluster.pool_pass("p").await.unwrap();
     let next = cluster.another();
     next.pool_pass("p").await.unwrap();
-    assert_eq!(members(&cluster).len(), 5);
+    assert_eq!(cluster.members().len(), 5);
 }
 
 #[tokio::test]
@@ -196,7 +184,7 @@ async fn a_refill_can_be_limited_to_a_rate_and_made_to_wait() {
         ..settings().pools
     });
     let again = slow.pool_pass("p").await.unwrap().unwrap();
-    assert_eq!(members(&slow).len(), 2);
+    assert_eq!(slow.members().len(), 2);
     assert!(again.as_millis() <= 500, "{again:?}");
     let patient = limited(PoolSettings {
         replenish_delay: Duration::from_secs(600),
@@ -205,7 +193,7 @@ async fn a_refill_can_be_limited_to_a_rate_and_made_to_wait() {
     patient.settle().await;
     patient.claim("c", json!({}));
     patient.settle().await;
-    assert_eq!(members(&patient).len(), 4, "it is not refilled yet");
+    assert_eq!(patient.members().len(), 4, "it is not refilled yet");
     let again = patient.pool_pass("p").await.unwrap().unwrap();
     assert!((590..=600).contains(&again.as_secs()), "{again:?}");
 }
@@ -223,17 +211,18 @@ async fn a_new_template_replaces_members_as_the_strategy_says(
     #[case] change: Value,
     #[case] replaced: bool,
 ) {
-    let cluster = filled(3, pool).await;
-    let before = members(&cluster);
+    let cluster = Cluster::filled(3, pool).await;
+    let before = cluster.members();
     cluster.edit("sandboxtemplates", "t", &change);
     cluster.settle().await;
-    let after = members(&cluster);
+    let after = cluster.members();
     assert_eq!(after.len(), 3);
     assert_eq!(after.iter().any(|name| before.contains(name)), !replaced);
     // What is made from now on is new in any case.
     cluster.claim("c", json!({}));
     cluster.settle().await;
-    let made = members(&cluster)
+    let made = cluster
+        .members()
         .into_iter()
         .find(|name| !after.contains(name))
         .unwrap();
@@ -249,19 +238,19 @@ async fn a_new_template_replaces_members_as_the_strategy_says(
 
 #[tokio::test]
 async fn a_switch_to_another_template_is_rolled_over_under_recreate() {
-    let cluster = filled(2, strategy("Recreate")).await;
-    let before = members(&cluster);
+    let cluster = Cluster::filled(2, strategy("Recreate")).await;
+    let before = cluster.members();
     cluster.template(json!({"metadata": {"name": "u"}}));
     let switch = json!({"spec": {"sandboxTemplateRef": {"name": "u"}}});
     cluster.edit("sandboxwarmpools", "p", &switch);
     cluster.settle().await;
-    let after = members(&cluster);
+    let after = cluster.members();
     assert!(after.len() == 2 && after.iter().all(|name| !before.contains(name)));
 }
 
 #[tokio::test]
 async fn pools_of_other_templates_are_left_alone() {
-    let cluster = filled(2, strategy("Recreate")).await;
+    let cluster = Cluster::filled(2, strategy("Recreate")).await;
     cluster.template(json!({"metadata": {"name": "u"}}));
     let other = json!({"metadata": {"name": "q"}, "spec": {
         "sandboxTemplateRef": {"name": "u"}, "updateStrategy": {"type": "Recreate"},
@@ -278,11 +267,11 @@ async fn pools_of_other_templates_are_left_alone() {
 
 #[tokio::test]
 async fn members_that_somebody_deletes_are_made_again() {
-    let cluster = filled(3, json!({})).await;
-    let gone = members(&cluster).remove(0);
+    let cluster = Cluster::filled(3, json!({})).await;
+    let gone = cluster.members().remove(0);
     cluster.api.delete("sandboxes", NS, &gone);
     cluster.settle().await;
-    let now = members(&cluster);
+    let now = cluster.members();
     assert!(now.len() == 3 && !now.contains(&gone));
 }
 
@@ -292,11 +281,11 @@ async fn a_stuck_member_is_replaced() {
     cluster.template(json!({}));
     cluster.pool(1, json!({}));
     cluster.pool_pass("p").await.unwrap();
-    let stuck = members(&cluster).remove(0);
+    let stuck = cluster.members().remove(0);
     cluster.api.edit("sandboxes", NS, &stuck, &long_ago());
     cluster.pool_pass("p").await.unwrap();
     assert!(cluster.api.get("sandboxes", NS, &stuck).is_none());
-    let next = members(&cluster);
+    let next = cluster.members();
     assert!(next.len() <= 1 && !next.contains(&stuck));
 }
 
@@ -306,7 +295,7 @@ async fn a_pool_larger_than_the_cluster_says_so_once_and_when_it_is_over() {
     cluster.template(json!({}));
     cluster.pool(1, json!({}));
     cluster.pool_pass("p").await.unwrap();
-    let member = members(&cluster).remove(0);
+    let member = cluster.members().remove(0);
     let status = |scheduled: &str, reason: &str, ready: &str| {
         json!({"status": {"conditions": [
             condition("PodScheduled", scheduled, reason, "0/3 nodes are available"),
@@ -320,7 +309,7 @@ async fn a_pool_larger_than_the_cluster_says_so_once_and_when_it_is_over() {
         let again = cluster.pool_pass("p").await.unwrap();
         assert_eq!(again.unwrap().as_secs(), 60);
     }
-    assert!(members(&cluster).contains(&member), "it is kept");
+    assert!(cluster.members().contains(&member), "it is kept");
     let room = status("True", "PodScheduled", "True");
     cluster.api.edit("sandboxes", NS, &member, &room);
     cluster.pool_pass("p").await.unwrap();
@@ -342,7 +331,7 @@ async fn refused() -> (Cluster, String) {
     cluster.template(json!({}));
     cluster.pool(1, json!({}));
     cluster.pool_pass("p").await.unwrap();
-    let member = members(&cluster).remove(0);
+    let member = cluster.members().remove(0);
     cluster.api.edit("sandboxes", NS, &member, &long_ago());
     let (verb, kind) = ("create", "pods");
     let answer = FaultAnswer::Refuse(403);
@@ -372,7 +361,7 @@ async fn a_pool_larger_than_its_quota_keeps_its_members_and_says_what_refuses_th
     }
     // There is room again: the very member gets its Pod.
     cluster.settle().await;
-    assert_eq!(members(&cluster), [member]);
+    assert_eq!(cluster.members(), [member]);
     let reasons: Vec<String> = cluster.events().into_iter().map(|said| said.0).collect();
     assert_eq!(reasons, ["WarmPoolNotProgressing", "WarmPoolProgressing"]);
 }
@@ -420,20 +409,20 @@ async fn the_pool_of_a_template_without_a_runtime_is_told_once_what_keeps_memory
 
 #[tokio::test]
 async fn orphans_come_back_or_go() {
-    let cluster = filled(2, json!({})).await;
-    let orphan = members(&cluster).remove(0);
+    let cluster = Cluster::filled(2, json!({})).await;
+    let orphan = cluster.members().remove(0);
     let nobodys = json!({"metadata": {"ownerReferences": null}});
     cluster.api.edit("sandboxes", NS, &orphan, &nobodys);
     cluster.settle().await;
     // It came back, or another was faster and it went: never three.
-    assert_eq!(members(&cluster).len(), 2);
+    assert_eq!(cluster.members().len(), 2);
     assert_eq!(cluster.api.list("sandboxes").len(), 2);
-    assert!(members(&cluster).contains(&orphan));
+    assert!(cluster.members().contains(&orphan));
 }
 
 #[tokio::test]
 async fn a_pool_takes_its_members_along() {
-    let cluster = filled(2, json!({})).await;
+    let cluster = Cluster::filled(2, json!({})).await;
     cluster.api.delete("sandboxwarmpools", NS, "p");
     cluster.settle().await;
     assert!(cluster.api.list("sandboxes").is_empty());

@@ -4,7 +4,8 @@ use rstest::rstest;
 use serde_json::{Value, json};
 
 use crate::{
-    objects::{NS, committed, condition, mode, torpor_sandbox},
+    cluster::is_going,
+    objects::{NS, committed, condition, golden, mode, torpor_sandbox},
     world::World,
 };
 
@@ -83,9 +84,7 @@ async fn the_new_pod_continues_from_the_image_on_its_node_with_the_same_images()
     world.settle().await;
     world.assert_says("Restored", "True", "Restored", "in 230 ms");
     world.assert_says("Ready", "True", "DependenciesReady", "Pod is Ready");
-    let deleted = world.snapshots()[0]["metadata"]
-        .get("deletionTimestamp")
-        .is_some();
+    let deleted = is_going(&world.snapshots()[0]);
     assert!(deleted, "the image is older than the sandbox now");
     assert_eq!(world.events(), ["SnapshotCommitted", "Resumed"]);
     world.image_is_gone(&name);
@@ -124,10 +123,7 @@ async fn an_image_stays_until_the_pod_that_took_it_runs() {
     ]}});
     world.edit_snapshot(&name, &used);
     world.settle().await;
-    let is_deleting = || {
-        let snapshot = &world.snapshots()[0];
-        snapshot["metadata"].get("deletionTimestamp").is_some()
-    };
+    let is_deleting = || is_going(&world.snapshots()[0]);
     assert!(!is_deleting(), "the Pod is still restoring from it");
     world.pod_says(condition("torpor.dev/Restored", "True", "Restored", ""));
     world.settle().await;
@@ -299,10 +295,7 @@ async fn what_cannot_be_restored_stays_down_until_the_user_decides(
     let cold = format!("Started without the saved memory ({reason}): {why}");
     world.assert_says("Restored", "False", "ColdStarted", &cold);
     let snapshot = &world.snapshots()[0];
-    assert!(
-        snapshot["metadata"].get("deletionTimestamp").is_none(),
-        "the image is kept"
-    );
+    assert!(!is_going(snapshot), "the image is kept");
     let consumed = &snapshot["status"]["conditions"][1];
     assert_eq!(
         (&consumed["type"], &consumed["reason"]),
@@ -483,9 +476,8 @@ async fn with_policy_cold_start_a_missing_image_is_left_behind_and_kept() {
         "Started without the saved memory (ImageMissing): The image of SandboxSnapshot {name:?} {MISSING}"
     );
     world.assert_says("Restored", "False", "ColdStarted", &cold);
-    let left = &world.snapshots()[0]["metadata"];
-    let deleted = left.get("deletionTimestamp");
-    assert_eq!(deleted, None, "its bytes are the user's to delete");
+    let deleted = is_going(&world.snapshots()[0]);
+    assert!(!deleted, "its bytes are the user's to delete");
 }
 
 #[tokio::test]
@@ -524,17 +516,9 @@ async fn a_restore_that_fails_on_the_node_keeps_pod_and_image() {
     ));
     world.settle().await;
     world.assert_says("Restored", "False", "ImageCorrupt", "pages.img: digest");
-    assert!(
-        world.pod().unwrap()["metadata"]
-            .get("deletionTimestamp")
-            .is_none()
-    );
+    assert!(!world.pod_is_going());
     assert_eq!(world.snapshot(), name);
-    assert!(
-        world.snapshots()[0]["metadata"]
-            .get("deletionTimestamp")
-            .is_none()
-    );
+    assert!(!is_going(&world.snapshots()[0]));
     // The user allows a cold start: a new Pod tries once more under the new policy.
     world.edit_sandbox(&policy(COLD));
     world.settle().await;
@@ -556,11 +540,7 @@ async fn a_restore_that_fails_on_the_node_keeps_pod_and_image() {
     world.assert_says("Restored", "False", "ColdStarted", "pages.img: digest");
     let consumed = &world.snapshots()[0]["status"]["conditions"][1];
     assert_eq!(consumed["reason"], "Superseded");
-    assert!(
-        world.pod().unwrap()["metadata"]
-            .get("deletionTimestamp")
-            .is_none()
-    );
+    assert!(!world.pod_is_going());
 }
 
 // --- restore-from -----------------------------------------------------------------------------------------------------------------------
@@ -569,18 +549,10 @@ fn from(name: &str) -> Value {
     json!({"metadata": {"annotations": {"torpor.dev/restore-from": name}}})
 }
 
-/// A committed snapshot "golden" of another sandbox.
-fn golden(world: &World) {
-    let mut snapshot = committed("g.1", "n1");
-    snapshot["metadata"] = json!({"name": "golden", "namespace": NS});
-    snapshot["spec"] = json!({"sandboxName": "other", "reason": "Manual"});
-    world.api.create("sandboxsnapshots", snapshot);
-}
-
 #[tokio::test]
 async fn a_copy_starts_from_the_named_image_even_if_it_was_used_and_leaves_it() {
     let world = World::new();
-    golden(&world);
+    world.api.create("sandboxsnapshots", golden());
     let used = json!({"status": {"conditions": [
         condition("Committed", "True", "Committed", ""), condition("Consumed", "True", "Resumed", ""),
     ]}});
@@ -596,17 +568,14 @@ async fn a_copy_starts_from_the_named_image_even_if_it_was_used_and_leaves_it() 
     world.pod_says(condition("torpor.dev/Restored", "True", "Restored", ""));
     world.settle().await;
     world.assert_says("Restored", "True", "Restored", "");
-    assert!(
-        world.api.get("sandboxsnapshots", NS, "golden").unwrap()["metadata"]
-            .get("deletionTimestamp")
-            .is_none()
-    );
+    let golden = world.api.get("sandboxsnapshots", NS, "golden").unwrap();
+    assert!(!is_going(&golden));
 }
 
 #[tokio::test]
 async fn the_own_image_comes_before_the_named_one() {
     let (world, _) = asleep(json!({})).await;
-    golden(&world);
+    world.api.create("sandboxsnapshots", golden());
     world.edit_sandbox(&from("golden"));
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
@@ -623,7 +592,7 @@ async fn an_unknown_snapshot_makes_no_pod_until_it_exists() {
     assert!(world.pod().is_none());
     let unknown = "SandboxSnapshot \"golden\" does not exist in this namespace; `kubectl get sandboxsnapshots` lists what there is";
     world.assert_says("Restored", "False", "SnapshotNotFound", unknown);
-    golden(&world);
+    world.api.create("sandboxsnapshots", golden());
     let saving = json!({"status": {"conditions": [condition("Committed", "False", "Saving", "")]}});
     world.edit_snapshot("golden", &saving);
     world.settle().await;

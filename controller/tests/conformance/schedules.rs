@@ -241,7 +241,7 @@ impl Run {
                 }
             }
             Event::Unname(which) => {
-                let members = self.nodes.controlled_by(&self.nodes.get_pool("p"));
+                let members = self.nodes.members();
                 if let Some(member) = members.get(which) {
                     api.edit("sandboxes", NS, member, &nameless());
                 }
@@ -289,7 +289,7 @@ impl Run {
         for claim in self.nodes.api.list("sandboxclaims") {
             self.check_committed(&claim, &sandboxes);
         }
-        let pool = self.nodes.controlled_by(&self.nodes.get_pool("p")).len();
+        let pool = self.nodes.members().len();
         // Two controllers that see nothing of each other may each fill the gap; each alone never makes more than is missing.
         let most = self.witness.most * self.processes.len();
         assert!(pool <= most, "{pool} members, {most} at most");

@@ -244,7 +244,7 @@ async fn what_upstreams_controller_left_goes_on_as_if_nothing_had_happened() {
     assert_eq!(cluster.writes_with_events(), ["create events"]);
     assert_eq!(cluster.events()[0].0, "RuntimeNotNamed");
     cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
-    assert_eq!(cluster.controlled_by(&cluster.get_pool("p")), MEMBERS);
+    assert_eq!(cluster.members(), MEMBERS);
 }
 
 #[tokio::test]

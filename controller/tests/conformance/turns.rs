@@ -18,17 +18,13 @@ use crate::{
     objects::NS,
 };
 
-fn members(cluster: &Cluster) -> Vec<String> {
-    cluster.controlled_by(&cluster.get_pool("p"))
-}
-
 /// The pool comes to so many members. It may have asked for itself again, as soon or later, and a pass gives way to that too: each comes on
 /// by one at least.
 async fn goes_on_to(cluster: &Cluster, count: usize) {
     for _ in 0..8 {
         cluster.pool_pass("p").await.unwrap();
     }
-    assert_eq!(members(cluster).len(), count);
+    assert_eq!(cluster.members().len(), count);
 }
 
 /// Waits for what this process alone knows.
@@ -58,7 +54,7 @@ async fn a_pass_over_a_large_pool_gives_way_to_others_and_goes_on_later() {
     let queue = &cluster.context.queues.pools;
     queue.add(other.clone());
     let again = cluster.pool_pass("p").await.unwrap().unwrap();
-    assert_eq!(members(&cluster).len(), 1);
+    assert_eq!(cluster.members().len(), 1);
     assert!(again.as_millis() <= 1, "{again:?}");
     // The pool may have asked for itself meanwhile.
     while queue.next().await != other {}
@@ -76,7 +72,7 @@ async fn a_pass_that_only_deletes_gives_way_too() {
     let queue = &cluster.context.queues.pools;
     queue.add(other.clone());
     let again = cluster.pool_pass("p").await.unwrap().unwrap();
-    assert_eq!(members(&cluster).len(), 7);
+    assert_eq!(cluster.members().len(), 7);
     assert!(again.as_millis() <= 1, "{again:?}");
     // The pool may have asked for itself meanwhile.
     while queue.next().await != other {}
@@ -147,13 +143,13 @@ async fn a_member_that_a_busy_apiserver_refuses_is_made_when_it_says_and_others_
         let again = gated.stale_pool_pass("q").await.unwrap();
         assert_eq!(again, Some(plan::PRESSED_RETRY));
         // The first, and the other one that was under way.
-        assert!(members(&cluster).len() <= 2);
+        assert!(cluster.members().len() <= 2);
         refused
     };
     let (pass, refused) = tokio::join!(gated.stale_pool_pass("p"), meanwhile);
     pass.unwrap();
     assert!(refused.elapsed() >= Duration::from_secs(1));
-    assert_eq!(members(&cluster).len(), 7);
+    assert_eq!(cluster.members().len(), 7);
     assert!(cluster.controlled_by(&cluster.get_pool("q")).is_empty());
     let codes: Vec<u16> = cluster.api.take_writes().iter().map(|w| w.code).collect();
     assert_eq!(codes.iter().filter(|code| **code == 429).count(), 1);
@@ -168,10 +164,7 @@ async fn a_pass_ends_when_the_apiserver_asks_somebody_else_for_less(
     #[case] wanted: usize,
     #[case] after: usize,
 ) {
-    let cluster = Cluster::new();
-    cluster.template(json!({}));
-    cluster.pool(before, json!({}));
-    cluster.settle().await;
+    let cluster = Cluster::filled(before, json!({})).await;
     let replicas = json!({"spec": {"replicas": wanted}});
     cluster.edit("sandboxwarmpools", "p", &replicas);
     let gate = Arc::new(Semaphore::new(0));
@@ -197,7 +190,7 @@ async fn a_pass_ends_when_the_apiserver_asks_somebody_else_for_less(
         pass = pass => pass.unwrap(),
     };
     assert_eq!(pass, Some(plan::PRESSED_RETRY));
-    let left = members(&cluster).len();
+    let left = cluster.members().len();
     assert_eq!(left, after, "the one that was under way");
     assert!(gated.context.api.is_pressed(), "for as long as it says");
 }

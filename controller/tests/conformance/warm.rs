@@ -15,24 +15,11 @@ use crate::{
 
 const POOL: &str = "agents.x-k8s.io/warm-pool-sandbox";
 
-/// A pool "p" with this many Ready members.
-async fn warm(replicas: usize) -> Cluster {
-    let cluster = Cluster::new();
-    cluster.template(json!({}));
-    cluster.pool(replicas, json!({}));
-    cluster.settle().await;
-    cluster
-}
-
-fn members(cluster: &Cluster) -> Vec<String> {
-    cluster.controlled_by(&cluster.get_pool("p"))
-}
-
 // --- the way of a claim ------------------------------------------------------------------------------------------------------------------
 
 #[tokio::test]
 async fn a_claim_is_ready_after_two_writes_and_all_is_done_after_five() {
-    let cluster = warm(3).await;
+    let cluster = Cluster::filled(3, json!({})).await;
     cluster.claim("c", json!({}));
     cluster.writes();
     cluster.api.take_reads();
@@ -59,7 +46,7 @@ async fn a_claim_is_ready_after_two_writes_and_all_is_done_after_five() {
 
 #[tokio::test]
 async fn nothing_is_written_twice_because_the_watch_is_late() {
-    let cluster = warm(1).await;
+    let cluster = Cluster::filled(1, json!({})).await;
     cluster.claim("c", json!({}));
     cluster.sync();
     cluster.writes();
@@ -80,8 +67,8 @@ async fn nothing_is_written_twice_because_the_watch_is_late() {
 
 #[tokio::test]
 async fn a_claimed_sandbox_is_the_claims_and_keeps_its_name() {
-    let cluster = warm(2).await;
-    let before = members(&cluster);
+    let cluster = Cluster::filled(2, json!({})).await;
+    let before = cluster.members();
     cluster.claim(
         "c",
         json!({"metadata": {"labels": {"agents.x-k8s.io/created-by": "python-client"}}}),
@@ -131,7 +118,7 @@ async fn a_claimed_sandbox_is_the_claims_and_keeps_its_name() {
     assert!(text.contains(counted), "{text}");
     let held = cluster.held_by("c");
     cluster.settle().await;
-    assert_eq!(members(&cluster).len(), 2, "refilled");
+    assert_eq!(cluster.members().len(), 2, "refilled");
     assert_eq!(cluster.held_by("c"), held);
 }
 
@@ -168,7 +155,7 @@ async fn events_and_annotations_can_be_turned_off() {
 
 #[tokio::test]
 async fn what_the_claim_adds_reaches_the_running_pod() {
-    let cluster = warm(1).await;
+    let cluster = Cluster::filled(1, json!({})).await;
     cluster.claim(
         "c",
         json!({"spec": {"additionalPodMetadata": {
@@ -190,8 +177,8 @@ async fn what_the_claim_adds_reaches_the_running_pod() {
 
 #[tokio::test]
 async fn as_many_claims_as_members_all_get_one_and_the_rest_start_cold() {
-    let cluster = warm(5).await;
-    let before = members(&cluster);
+    let cluster = Cluster::filled(5, json!({})).await;
+    let before = cluster.members();
     for number in 0..8 {
         cluster.claim(&format!("c{number}"), json!({}));
     }
@@ -214,7 +201,7 @@ async fn as_many_claims_as_members_all_get_one_and_the_rest_start_cold() {
 
 #[tokio::test]
 async fn claims_are_spread_over_the_nodes() {
-    let cluster = warm(6).await;
+    let cluster = Cluster::filled(6, json!({})).await;
     for number in 0..3 {
         let claim = format!("c{number}");
         cluster.claim(&claim, json!({}));
@@ -248,8 +235,8 @@ async fn a_claim_waits_a_moment_for_members_that_are_coming_and_then_starts_cold
 
 #[tokio::test]
 async fn an_unready_member_is_taken_when_there_is_no_other_and_ready_follows() {
-    let cluster = warm(1).await;
-    let member = members(&cluster).remove(0);
+    let cluster = Cluster::filled(1, json!({})).await;
+    let member = cluster.members().remove(0);
     let unready = json!({"status": {"conditions": [
         crate::objects::condition("Ready", "False", "", ""),
     ]}});
@@ -277,11 +264,8 @@ async fn stale_members_are_handed_out_only_under_on_replenish(
     #[case] strategy: &str,
     #[case] handed_out: bool,
 ) {
-    let cluster = Cluster::new();
-    cluster.template(json!({}));
-    cluster.pool(2, json!({"spec": {"updateStrategy": {"type": strategy}}}));
-    cluster.settle().await;
-    let before = members(&cluster);
+    let cluster = Cluster::filled(2, json!({"spec": {"updateStrategy": {"type": strategy}}})).await;
+    let before = cluster.members();
     let new =
         json!({"spec": {"podTemplate": {"spec": {"containers": [{"name": "c", "image": "new"}]}}}});
     cluster.edit("sandboxtemplates", "t", &new);
@@ -294,10 +278,10 @@ async fn stale_members_are_handed_out_only_under_on_replenish(
 
 #[tokio::test]
 async fn a_member_that_changed_meanwhile_is_looked_at_again_and_taken() {
-    let cluster = warm(1).await;
+    let cluster = Cluster::filled(1, json!({})).await;
     cluster.claim("c", json!({}));
     cluster.sync();
-    let member = members(&cluster).remove(0);
+    let member = cluster.members().remove(0);
     let note = json!({"metadata": {"annotations": {"note": "x"}}});
     cluster.api.edit("sandboxes", NS, &member, &note);
     cluster.stale_claim_pass("c").await.unwrap();
@@ -307,7 +291,7 @@ async fn a_member_that_changed_meanwhile_is_looked_at_again_and_taken() {
 
 #[tokio::test]
 async fn a_member_that_another_controller_gave_away_is_left_to_it() {
-    let cluster = warm(2).await;
+    let cluster = Cluster::filled(2, json!({})).await;
     let other = cluster.another();
     cluster.claim("c", json!({}));
     cluster.claim("d", json!({}));
@@ -324,13 +308,13 @@ async fn a_member_that_another_controller_gave_away_is_left_to_it() {
 
 #[tokio::test]
 async fn two_controllers_give_one_claim_one_sandbox() {
-    let cluster = warm(4).await;
+    let cluster = Cluster::filled(4, json!({})).await;
     let other = cluster.another();
     cluster.claim("c", json!({}));
     cluster.sync();
     other.sync();
     // The other one prefers another member: the first is not there for it.
-    let first = members(&cluster).remove(0);
+    let first = cluster.members().remove(0);
     let taken = other.context.candidates.take_named(
         cluster.get_pool("p")["metadata"]["uid"].as_str().unwrap(),
         &first,
@@ -353,7 +337,7 @@ async fn two_controllers_give_one_claim_one_sandbox() {
 
 #[tokio::test]
 async fn pools_that_lose_all_their_members_to_others_say_so() {
-    let cluster = warm(4).await;
+    let cluster = Cluster::filled(4, json!({})).await;
     cluster.claim("c", json!({}));
     cluster.sync();
     for _ in 0..12 {
@@ -390,7 +374,7 @@ async fn a_controller_that_dies_halfway_is_followed_by_one_that_goes_on(
     #[case] kind: &'static str,
     #[case] answer: FaultAnswer,
 ) {
-    let cluster = warm(3).await.impatient();
+    let cluster = Cluster::filled(3, json!({})).await.impatient();
     cluster.claim("c", json!({}));
     cluster.api.fail(Fault { verb, kind, answer });
     let _ = cluster.claim_pass("c").await;
@@ -406,13 +390,13 @@ async fn a_controller_that_dies_halfway_is_followed_by_one_that_goes_on(
             "what was assigned stays"
         );
         follower.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
-        assert_eq!(members(&follower).len(), 3);
+        assert_eq!(follower.members().len(), 3);
     }
 }
 
 #[tokio::test]
 async fn an_assignment_without_an_answer_is_asked_about_before_another_is_made() {
-    let cluster = warm(3).await.impatient();
+    let cluster = Cluster::filled(3, json!({})).await.impatient();
     cluster.claim("c", json!({}));
     cluster.sync();
     cluster.api.fail(Fault {
@@ -430,8 +414,8 @@ async fn an_assignment_without_an_answer_is_asked_about_before_another_is_made()
 
 #[tokio::test]
 async fn what_upstreams_controller_left_half_assigned_is_finished() {
-    let cluster = warm(3).await;
-    let noted = members(&cluster).remove(2);
+    let cluster = Cluster::filled(3, json!({})).await;
+    let noted = cluster.members().remove(2);
     cluster.claim(
         "c",
         json!({"metadata": {"annotations": {"agents.x-k8s.io/sandbox-name": noted}}}),
@@ -452,7 +436,7 @@ async fn what_upstreams_controller_left_half_assigned_is_finished() {
 
 #[tokio::test]
 async fn a_surplus_is_deleted_only_once_another_is_committed() {
-    let cluster = warm(2).await;
+    let cluster = Cluster::filled(2, json!({})).await;
     cluster.claim("c", json!({}));
     let claim = cluster.get_claim("c");
     // Two controllers have each assigned one and died.
@@ -474,7 +458,7 @@ async fn a_surplus_is_deleted_only_once_another_is_committed() {
 
 #[tokio::test]
 async fn a_claimed_sandbox_that_somebody_deletes_is_replaced_from_the_pool() {
-    let cluster = warm(2).await;
+    let cluster = Cluster::filled(2, json!({})).await;
     cluster.claim("c", json!({}));
     cluster.settle().await;
     let first = cluster.held_by("c").unwrap();
@@ -496,22 +480,22 @@ async fn a_claimed_sandbox_that_somebody_deletes_is_replaced_from_the_pool() {
 
 #[tokio::test]
 async fn a_deleted_claim_takes_its_sandbox_along_and_the_pool_stays() {
-    let cluster = warm(2).await;
+    let cluster = Cluster::filled(2, json!({})).await;
     cluster.claim("c", json!({}));
     cluster.settle().await;
     let held = cluster.held_by("c").unwrap();
     cluster.api.delete("sandboxclaims", NS, "c");
     cluster.settle().await;
     assert!(cluster.api.get("sandboxes", NS, &held).is_none());
-    assert_eq!(members(&cluster).len(), 2);
+    assert_eq!(cluster.members().len(), 2);
 }
 
 // --- before Ready -------------------------------------------------------------------------------------------------------------------------
 
 #[tokio::test]
 async fn nobody_sees_ready_before_the_name_of_the_pod() {
-    let cluster = warm(1).await;
-    let member = members(&cluster).remove(0);
+    let cluster = Cluster::filled(1, json!({})).await;
+    let member = cluster.members().remove(0);
     cluster.api.edit("sandboxes", NS, &member, &nameless());
     cluster.claim("c", json!({}));
     let gate = Arc::new(Semaphore::new(0));

@@ -12,7 +12,7 @@ use torpor_controller::{
 
 use crate::{
     apiserver::{Apiserver, Fault, FaultAnswer},
-    objects::{NS, committed, condition, mode, ready_pod, sandbox, torpor_sandbox},
+    objects::{NS, committed, condition, golden, mode, ready_pod, sandbox, torpor_sandbox},
     world::World,
 };
 
@@ -173,10 +173,7 @@ async fn a_waiting_copy_starts_when_its_snapshot_and_its_node_are_there() {
     let from = json!({"metadata": {"annotations": {"torpor.dev/restore-from": "golden"}}});
     api.create("sandboxes", torpor_sandbox(from));
     running.says("Restored", "SnapshotNotFound").await;
-    let mut golden = committed("g.1", "n1");
-    golden["metadata"] = json!({"name": "golden", "namespace": NS});
-    golden["spec"] = json!({"sandboxName": "other", "reason": "Manual"});
-    api.create("sandboxsnapshots", golden);
+    api.create("sandboxsnapshots", golden());
     running.says("Restored", "NodeUnavailable").await;
     api.create("sandboxnodes", crate::objects::sandbox_node("n1"));
     running.pod_exists().await;

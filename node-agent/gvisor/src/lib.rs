@@ -32,6 +32,7 @@ pub mod expedite;
 pub mod forward;
 pub mod hush;
 pub mod keeper;
+mod locks;
 pub mod loopback;
 pub mod net;
 pub mod pause;

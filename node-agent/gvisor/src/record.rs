@@ -13,21 +13,24 @@
 //! pods/<sandbox id>/sessions        locked (shared) by every process that exec runs in the sandbox; its time: when one last began or ended
 //! pods/<sandbox id>/forwards        a pipe, open for reading by whoever forwards a connection ([`crate::forward`])
 //! pods/<sandbox id>/not-forwarded   why connections to the pod's loopback are not taken
+//! pods/<sandbox id>/not-watched     why packets do not wake the pod
 //! pods/<sandbox id>/traffic.json    where the times of its packets are ([`crate::traffic`]), or why there are none
 //! pods/<sandbox id>/probes.json     what the kubelet probes, as the agent has read it from the Pod ([`Probes`])
 //! pods/<sandbox id>/probing         locked (shared) by every process that a probe runs in the sandbox
+//! pods/<sandbox id>/probed.json     what exec probes have taken ([`ProbeNote`])
+//! pods/<sandbox id>/probed          locked by whoever adds to that
 //! pods/<sandbox id>/called          when an exec or a signal last woke the sandbox: the time of the file
 //! pods/<sandbox id>/containers/     the names of its containers, an empty file each ([`Records::containers_of`])
 //! reports/<pod UID>.json            how the last restore of this Pod ended ([`RestoreReport`])
+//! reports/<pod UID>.suspends        there while this Pod is being suspended
 //! containers/<id>/container.json    the container, written once
 //! containers/<id>/config.json       its OCI spec as runsc gets it: the directory is runsc's bundle
 //! containers/<id>/keeper.sock       its keeper
 //! ```
 //! Files are replaced by rename: a reader sees the old one or the new one.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 
 use nix::fcntl::{Flock, FlockArg};
@@ -37,6 +40,7 @@ use torpor_core::ids::{ContainerId, ImageId, Namespace, PodUid, SandboxId};
 use torpor_snapshots::Digest;
 
 use crate::config::Config;
+use crate::locks;
 use crate::net::Addresses;
 use crate::pause::PauseMark;
 use crate::process;
@@ -274,11 +278,8 @@ impl Records {
     /// Takes the pod's lock unless somebody holds it.
     pub fn try_lock(&self, sandbox: &SandboxId) -> Result<Option<PodLock>, Error> {
         let (path, file) = self.file_to_lock(sandbox, "lock")?;
-        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-            Ok(lock) => Ok(Some(PodLock(lock))),
-            Err((_, nix::Error::EAGAIN)) => Ok(None),
-            Err((_, source)) => Err(Error::Lock { path, source }),
-        }
+        let lock = locks::try_exclusive(file).map_err(|source| Error::Lock { path, source })?;
+        Ok(lock.map(PodLock))
     }
 
     fn file_to_lock(
@@ -291,12 +292,7 @@ impl Records {
             return Err(Error::Missing(dir));
         }
         let path = dir.join(name);
-        let mut options = OpenOptions::new();
-        options.create(true).truncate(false).write(true).mode(0o600);
-        options.custom_flags(nix::libc::O_NOFOLLOW);
-        let file = options
-            .open(&path)
-            .map_err(|source| write_error(&path, source))?;
+        let file = locks::open(&path).map_err(|source| write_error(&path, source))?;
         Ok((path, file))
     }
 
@@ -400,53 +396,6 @@ impl Records {
         remove_file(&self.pod_dir(sandbox).join("quotas.json"))
     }
 
-    /// Notes why the pod's loopback cannot be forwarded.
-    pub fn note_not_forwarded(&self, sandbox: &SandboxId, why: &str) -> Result<(), Error> {
-        let path = self.pod_dir(sandbox).join("not-forwarded");
-        std::fs::write(&path, why).map_err(|source| write_error(&path, source))
-    }
-
-    /// Notes why packets do not wake the pod.
-    pub fn note_not_watched(&self, sandbox: &SandboxId, why: &str) -> Result<(), Error> {
-        let path = self.not_watched_path(sandbox);
-        std::fs::write(&path, why).map_err(|source| write_error(&path, source))
-    }
-
-    /// What [`Self::note_not_watched`] noted.
-    pub fn not_watched(&self, sandbox: &SandboxId) -> Option<String> {
-        std::fs::read_to_string(self.not_watched_path(sandbox)).ok()
-    }
-
-    /// From now on they do.
-    pub fn forget_not_watched(&self, sandbox: &SandboxId) -> Result<(), Error> {
-        remove_file(&self.not_watched_path(sandbox))
-    }
-
-    fn not_watched_path(&self, sandbox: &SandboxId) -> PathBuf {
-        self.pod_dir(sandbox).join("not-watched")
-    }
-
-    /// Notes that somebody needed the sandbox now.
-    pub fn note_call(&self, sandbox: &SandboxId) -> Result<(), Error> {
-        let path = self.pod_dir(sandbox).join("called");
-        std::fs::write(&path, b"").map_err(|source| write_error(&path, source))
-    }
-
-    /// When somebody last needed the sandbox enough to wake it.
-    pub fn last_call(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
-        modified(&self.pod_dir(sandbox).join("called"))
-    }
-
-    /// Notes how long the last wake took, stage by stage.
-    pub fn write_wake(&self, sandbox: &SandboxId, wake: &WakeNote) -> Result<(), Error> {
-        write_json(&self.wake_path(sandbox), wake)
-    }
-
-    /// When the sandbox last woke in place; none if never.
-    pub fn woke_at(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
-        modified(&self.wake_path(sandbox))
-    }
-
     /// Since when the sandbox sleeps, if it hibernates or stands still.
     pub fn asleep_since(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
         match self.state(sandbox).ok()? {
@@ -455,34 +404,6 @@ impl Records {
             SandboxState::Hibernated { .. } => modified(&self.pod_dir(sandbox).join("state.json")),
             SandboxState::Running => None,
         }
-    }
-
-    /// How it last woke in place.
-    pub fn wake(&self, sandbox: &SandboxId) -> Result<WakeNote, Error> {
-        read_json(&self.wake_path(sandbox))
-    }
-
-    fn wake_path(&self, sandbox: &SandboxId) -> PathBuf {
-        self.pod_dir(sandbox).join("wake.json")
-    }
-
-    /// Notes what the pod's memory was before and after it fell asleep.
-    pub fn write_sleep(&self, sandbox: &SandboxId, sleep: &SleepNote) -> Result<(), Error> {
-        write_json(&self.sleep_path(sandbox), sleep)
-    }
-
-    /// When the sandbox last fell asleep in place; none if never.
-    pub fn slept_at(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
-        modified(&self.sleep_path(sandbox))
-    }
-
-    /// What the pod's memory was when it last fell asleep.
-    pub fn sleep(&self, sandbox: &SandboxId) -> Result<SleepNote, Error> {
-        read_json(&self.sleep_path(sandbox))
-    }
-
-    fn sleep_path(&self, sandbox: &SandboxId) -> PathBuf {
-        self.pod_dir(sandbox).join("sleep.json")
     }
 
     /// When the pod's record was written.

@@ -14,15 +14,15 @@
 //! A turn is for speed and not for safety: nobody waits longer than [`Patience`] says, and then restores without one. Whoever
 //! has a turn waits for nobody who waits for one: it holds its own pod's lock and needs no other.
 
-use std::fs::{DirBuilder, File, OpenOptions};
+use std::fs::File;
 use std::io::ErrorKind;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use nix::fcntl::{Flock, FlockArg};
 use torpor_core::ids::Namespace;
 
+use crate::locks;
 use crate::record::WakeCause;
 
 mod line;
@@ -144,10 +144,7 @@ impl Turns {
         let Some(file) = self.open("called") else {
             return false;
         };
-        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-            Ok(_) => false,
-            Err((_, errno)) => errno == nix::Error::EAGAIN,
-        }
+        matches!(locks::try_exclusive(file), Ok(None))
     }
 
     /// Who looks whether anybody waits has the file for a moment.
@@ -177,10 +174,10 @@ impl Turns {
             let Some(file) = self.open(&format!("wake-{slot}")) else {
                 return Slot::Unneeded;
             };
-            match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-                Ok(lock) if left.len() == ahead => return Slot::Mine(lock),
-                Ok(lock) => left.push(lock),
-                Err((_, nix::Error::EAGAIN)) => {}
+            match locks::try_exclusive(file) {
+                Ok(Some(lock)) if left.len() == ahead => return Slot::Mine(lock),
+                Ok(Some(lock)) => left.push(lock),
+                Ok(None) => {}
                 Err(_) => return Slot::Unneeded,
             }
         }
@@ -188,15 +185,11 @@ impl Turns {
     }
 
     fn open(&self, name: &str) -> Option<File> {
-        let mut options = OpenOptions::new();
-        options.create(true).truncate(false).write(true).mode(0o600);
-        options.custom_flags(nix::libc::O_NOFOLLOW);
         let path = self.dir.join(name);
-        match options.open(&path) {
+        match locks::open(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => {
-                let mut dir = DirBuilder::new();
-                dir.recursive(true).mode(0o700).create(&self.dir).ok()?;
-                options.open(&path).ok()
+                locks::make_dir(&self.dir).ok()?;
+                locks::open(&path).ok()
             }
             other => other.ok(),
         }
@@ -219,7 +212,7 @@ mod tests {
         in_all: Duration::from_secs(60),
     };
 
-    fn namespace(name: &str) -> Namespace {
+    pub(super) fn namespace(name: &str) -> Namespace {
         Namespace::new(name).expect("a name")
     }
 

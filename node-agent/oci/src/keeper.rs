@@ -7,7 +7,6 @@
 //! The pause container's keeper also starts programs: wakes and ends for the agent, one for each connection to the
 //! loopback of the pod's network namespace (port-forward), and a wake when a packet arrives for a sandbox that sleeps.
 
-use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitCode, Stdio};
@@ -15,12 +14,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::socket::{SockFlag, accept4};
 use rustix::termios::Termios;
-use torpor_core::ids::{ContainerId, ImageId};
+use torpor_core::ids::ContainerId;
 use torpor_core::state::NOT_WATCHED;
 use torpor_gvisor::control::{self, Control};
-use torpor_gvisor::keeper::{Answer, Request, Rules, Verb, receive, send};
+use torpor_gvisor::keeper::{Answer, Rules};
 use torpor_gvisor::record::{ContainerRecord, SandboxState, WakeCause};
 use torpor_gvisor::spec::Role;
 use torpor_wake::sensor::Next;
@@ -35,6 +33,7 @@ mod loopback;
 mod mute;
 mod others;
 mod relay;
+mod requests;
 mod text;
 mod typing;
 mod watch;
@@ -43,6 +42,7 @@ use children::{Children, Purpose};
 use loopback::{Arrival, Loopback, MOST_FORWARDS};
 use others::Others;
 use relay::Relay;
+use requests::Handled;
 use typing::Typing;
 use watch::Watch;
 
@@ -50,12 +50,6 @@ use watch::Watch;
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
 /// What the shim is told when the sandbox died under its container: as if it had been killed.
 const KILLED: u8 = 137;
-
-/// Requests that wait for an answer of a program that the keeper started are answered by that program.
-enum Handled {
-    Answered,
-    Exit(u8),
-}
 
 struct Keeper<'a> {
     node: &'a Node,
@@ -430,147 +424,6 @@ impl Keeper<'_> {
         }
     }
 
-    fn serve(&mut self) -> anyhow::Result<Handled> {
-        let peer = match accept4(self.listener.as_raw_fd(), SockFlag::SOCK_CLOEXEC) {
-            Ok(raw) => own(raw),
-            // The one who asked has given up.
-            Err(_) => return Ok(Handled::Answered),
-        };
-        let Ok((bytes, files)) = receive(&peer) else {
-            return Ok(Handled::Answered);
-        };
-        let request = match serde_json::from_slice::<Request>(&bytes) {
-            Ok(request) => request,
-            Err(error) => {
-                answer(
-                    &peer,
-                    &Answer::refused("BadRequest", error.to_string()),
-                    &[],
-                );
-                return Ok(Handled::Answered);
-            }
-        };
-        Ok(self.handle(&request, files.into(), peer))
-    }
-
-    fn handle(
-        &mut self,
-        request: &Request,
-        mut files: VecDeque<OwnedFd>,
-        peer: OwnedFd,
-    ) -> Handled {
-        let done = Answer::ok(serde_json::Value::Null);
-        match request {
-            Request::Stdio => {
-                let (stdin, stdout, stderr) =
-                    (std::io::stdin(), std::io::stdout(), std::io::stderr());
-                answer(
-                    &peer,
-                    &done,
-                    &[stdin.as_fd(), stdout.as_fd(), stderr.as_fd()],
-                );
-            }
-            Request::Console => match files
-                .pop_front()
-                .map(|console| Relay::new(console, self.terminal_mode.take()))
-            {
-                Some(Ok(relay)) => {
-                    self.relay = Some(relay);
-                    answer(&peer, &done, &[]);
-                }
-                Some(Err(error)) => {
-                    answer(
-                        &peer,
-                        &Answer::refused("ConsoleFailed", format!("{error:#}")),
-                        &[],
-                    );
-                }
-                None => answer(
-                    &peer,
-                    &Answer::refused("BadRequest", "no console".into()),
-                    &[],
-                ),
-            },
-            Request::Attach => {
-                if let Some(code) = self.wait_on() {
-                    answer(&peer, &done, &[]);
-                    return Handled::Exit(code);
-                }
-                self.typing.woke();
-                self.release();
-                answer(&peer, &done, &[]);
-            }
-            Request::Hold(rules) => {
-                let answered = self.watch(rules);
-                if let Some(watch) = &mut self.watch {
-                    watch.hold();
-                }
-                answer(&peer, &answered, &[]);
-            }
-            Request::Rules(rules) => {
-                let next = match &mut self.watch {
-                    Some(watch) => watch.set_rules(rules),
-                    None => {
-                        watch::prepare(rules);
-                        Next::Nothing
-                    }
-                };
-                self.follow(next);
-                answer(&peer, &done, &[]);
-            }
-            Request::Watch(rules) => {
-                let answered = self.watch(rules);
-                answer(&peer, &answered, &[]);
-                let next = self.watch.as_mut().map(Watch::standing);
-                self.follow(next.unwrap_or(Next::Nothing));
-            }
-            Request::Freeze(rules) => {
-                let answered = self.watch(rules);
-                let next = self.watch.as_mut().map(Watch::frozen);
-                answer(&peer, &answered, &[]);
-                self.follow(next.unwrap_or(Next::Nothing));
-            }
-            Request::Doze => {
-                self.typing.fell_asleep(relay::borrow_stdin());
-                answer(&peer, &done, &[]);
-            }
-            Request::Mute => {
-                let muted = match &mut self.watch {
-                    Some(watch) => watch.mute(),
-                    None => Err(anyhow::anyhow!("the Pod's packets are not held")),
-                };
-                let answered = muted.map_or_else(
-                    |error| Answer::refused("NotMuted", format!("{error:#}")),
-                    |()| done,
-                );
-                answer(&peer, &answered, &[]);
-            }
-            Request::Release => {
-                self.release();
-                answer(&peer, &done, &[]);
-            }
-            Request::Exit { code } => {
-                answer(&peer, &done, &[]);
-                return Handled::Exit(*code);
-            }
-            Request::Mind { container } => match files.pop_front() {
-                Some(end) => {
-                    self.others.add(container.clone(), end);
-                    answer(&peer, &done, &[]);
-                }
-                None => {
-                    let missing = "no pidfd of the keeper".into();
-                    answer(&peer, &Answer::refused("BadRequest", missing), &[]);
-                }
-            },
-            Request::Run { verb, image, cause } => match files.pop_front() {
-                Some(lock) => self.run(*verb, image.as_ref(), *cause, lock, peer),
-                None => answer(&peer, &Answer::refused("BadRequest", "no lock".into()), &[]),
-            },
-        }
-        Handled::Answered
-    }
-
     /// A program does it, because it may have to wait for the pod's lock. One that cannot be started is not missed: the end of the pod ends the container too.
     fn bereave(&mut self, container: &ContainerId) {
         if let Ok(child) = spawn("torpor-bereave", &["bereave", container.as_str()]) {
@@ -583,37 +436,6 @@ impl Keeper<'_> {
         let mut control = Control::connect(self.node.runsc.root(), sandbox)?;
         control.begin_wait(self.record.id.as_str())?;
         Ok(control)
-    }
-
-    /// The program's standard output is the connection: its answer is the answer.
-    fn run(
-        &mut self,
-        verb: Verb,
-        image: Option<&ImageId>,
-        cause: Option<WakeCause>,
-        lock: OwnedFd,
-        peer: OwnedFd,
-    ) {
-        // The other verbs know of no cause.
-        let cause = cause.filter(|_| verb == Verb::Wake);
-        let cause = cause.map(|cause| format!("--cause={}", cause.as_str()));
-        let Ok(copy) = peer.try_clone() else { return };
-        let spawned = Command::new("/proc/self/exe")
-            .arg(verb.as_str())
-            .arg(self.record.sandbox.as_str())
-            .args(image.map(ToString::to_string))
-            .args(cause)
-            .stdin(lock)
-            .stdout(peer)
-            .stderr(Stdio::null())
-            .spawn();
-        match spawned {
-            Ok(child) => self.children.add(Purpose::Verb, child),
-            Err(error) => {
-                let message = format!("cannot run torpor-oci {}: {error}", verb.as_str());
-                answer(&copy, &Answer::refused("SpawnFailed", message), &[]);
-            }
-        }
     }
 }
 
@@ -639,23 +461,10 @@ struct Ready {
     quiet: bool,
 }
 
-/// Nobody is harmed when the one who asked no longer listens.
-fn answer(peer: &OwnedFd, answer: &Answer, files: &[BorrowedFd<'_>]) {
-    if let Ok(bytes) = serde_json::to_vec(answer) {
-        let _ = send(peer, &bytes, files);
-    }
-}
-
 /// Whether the wait is over.
 fn is_readable(control: &Control) -> bool {
     let mut fds = [PollFd::new(borrow(control), PollFlags::POLLIN)];
     poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
-}
-
-#[allow(unsafe_code)]
-fn own(raw: i32) -> OwnedFd {
-    // SAFETY: accept has just made this descriptor; nobody else owns it.
-    unsafe { OwnedFd::from_raw_fd(raw) }
 }
 
 #[allow(unsafe_code)]

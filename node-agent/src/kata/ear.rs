@@ -10,7 +10,7 @@ use std::fmt;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -84,6 +84,10 @@ impl fmt::Debug for Heard {
     }
 }
 
+fn lock(heard: &Mutex<Heard>) -> MutexGuard<'_, Heard> {
+    heard.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 impl Ear {
     /// Listens at all links of the Pod. Called from the node's own network namespace.
     pub(crate) fn open(runtime: &Handle, place: &Place, now: Timestamp) -> Result<Self, Error> {
@@ -118,25 +122,21 @@ impl Ear {
 
     /// When the last packet came that wanted something; long ago if none did.
     pub(crate) fn last(&self) -> Timestamp {
-        self.lock().last
+        lock(&self.heard).last
     }
 
     pub(crate) fn set_rules(&self, rules: &Rules, probes: &Probes) {
-        let mut heard = self.lock();
+        let mut heard = lock(&self.heard);
         heard.wake_on = rules.wake_on.clone();
         heard.probed = probes.ports.iter().copied().collect();
     }
 
     pub(crate) fn arm(&self, call: Call) {
-        self.lock().call = Some(call);
+        lock(&self.heard).call = Some(call);
     }
 
     pub(crate) fn disarm(&self) {
-        self.lock().call = None;
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, Heard> {
-        self.heard.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.heard).call = None;
     }
 }
 
@@ -215,12 +215,11 @@ impl Listener {
     }
 
     fn hear(&mut self, frame: &[u8]) {
-        let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
-        if !self.hearing.counts(frame, &heard.probed) {
+        let mut heard = lock(&self.heard);
+        let Some(meant) = self.hearing.wish(frame, &heard.probed) else {
             return;
-        }
+        };
         heard.last = Timestamp::now();
-        let meant = meaning(frame, &self.hearing.own);
         let wakes = meant.for_pod_that_wakes_on(&heard.wake_on);
         if matches!(wakes, Meaning::Wakes(_))
             && let Some(call) = heard.call.take()
@@ -246,13 +245,15 @@ impl Hearing {
         }
     }
 
-    fn counts(&mut self, frame: &[u8], probed: &[u16]) -> bool {
+    /// What somebody wants of the sandbox by a frame; none of a probe, and of what wants nothing.
+    fn wish(&mut self, frame: &[u8], probed: &[u16]) -> Option<Meaning> {
         if let Some(segment) = segment(frame, &self.own)
             && self.is_of_probe(&segment, probed)
         {
-            return false;
+            return None;
         }
-        matches!(meaning(frame, &self.own), Meaning::Wakes(_))
+        let meant = meaning(frame, &self.own);
+        matches!(meant, Meaning::Wakes(_)).then_some(meant)
     }
 
     /// A connection of the kubelet to a port that it probes; when the kernel does not say whose it is, it is somebody who wants the sandbox. The guest

@@ -1,14 +1,15 @@
 //! Reading, replacing and removing the files of records.
 
-use std::fs::{DirBuilder, File, OpenOptions};
+use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::Error;
+use crate::locks;
 
 /// No record is larger; the OCI spec of a pod with thousands of mounts is below a megabyte.
 const MAX_RECORD: u64 = 8 << 20;
@@ -25,8 +26,7 @@ pub(super) fn write_error(path: &Path, source: std::io::Error) -> Error {
 }
 
 pub(super) fn make_dir(path: &Path) -> Result<(), Error> {
-    let made = DirBuilder::new().recursive(true).mode(0o700).create(path);
-    made.map_err(|source| write_error(path, source))
+    locks::make_dir(path).map_err(|source| write_error(path, source))
 }
 
 /// Whoever looks at a pod without its lock may make a file (one to lock) while the directory is being emptied.

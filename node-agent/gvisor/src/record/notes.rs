@@ -1,6 +1,7 @@
-//! Notes beside a pod's record: who uses its sandbox, that it dozes, and how it last fell asleep and woke.
+//! Notes beside a pod's record: who uses its sandbox, that it dozes, how it last fell asleep and woke, and what is seen of its packets and probes.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use nix::fcntl::{Flock, FlockArg};
@@ -9,6 +10,7 @@ use torpor_core::ids::{ImageId, SandboxId};
 
 use super::files::{modified, read_if_there, read_json, remove_file, write_error, write_json};
 use super::{Error, PodLock, Records};
+use crate::locks;
 use crate::traffic::Watch;
 
 /// The kubelet's probes of a pod: what they do is nobody's use of the sandbox.
@@ -215,11 +217,8 @@ impl Records {
     /// Whether anybody runs a process of this kind in the sandbox.
     pub fn has_sessions(&self, sandbox: &SandboxId, session: Session) -> Result<bool, Error> {
         let (path, file) = self.file_to_lock(sandbox, session.file())?;
-        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-            Ok(_) => Ok(false),
-            Err((_, nix::Error::EAGAIN)) => Ok(true),
-            Err((_, source)) => Err(Error::Lock { path, source }),
-        }
+        let free = locks::try_exclusive(file).map_err(|source| Error::Lock { path, source })?;
+        Ok(free.is_none())
     }
 
     /// When somebody last began or ended to work in the sandbox, or it was last woken.
@@ -230,6 +229,55 @@ impl Records {
             .into_iter()
             .filter_map(|file| modified(&dir.join(file)));
         times.max()
+    }
+
+    /// Notes that somebody needed the sandbox now.
+    pub fn note_call(&self, sandbox: &SandboxId) -> Result<(), Error> {
+        let path = self.pod_dir(sandbox).join("called");
+        std::fs::write(&path, b"").map_err(|source| write_error(&path, source))
+    }
+
+    /// When somebody last needed the sandbox enough to wake it.
+    pub fn last_call(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
+        modified(&self.pod_dir(sandbox).join("called"))
+    }
+
+    /// Notes how long the last wake took, stage by stage.
+    pub fn write_wake(&self, sandbox: &SandboxId, wake: &WakeNote) -> Result<(), Error> {
+        write_json(&self.wake_path(sandbox), wake)
+    }
+
+    /// When the sandbox last woke in place; none if never.
+    pub fn woke_at(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
+        modified(&self.wake_path(sandbox))
+    }
+
+    /// How it last woke in place.
+    pub fn wake(&self, sandbox: &SandboxId) -> Result<WakeNote, Error> {
+        read_json(&self.wake_path(sandbox))
+    }
+
+    fn wake_path(&self, sandbox: &SandboxId) -> PathBuf {
+        self.pod_dir(sandbox).join("wake.json")
+    }
+
+    /// Notes what the pod's memory was before and after it fell asleep.
+    pub fn write_sleep(&self, sandbox: &SandboxId, sleep: &SleepNote) -> Result<(), Error> {
+        write_json(&self.sleep_path(sandbox), sleep)
+    }
+
+    /// When the sandbox last fell asleep in place; none if never.
+    pub fn slept_at(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
+        modified(&self.sleep_path(sandbox))
+    }
+
+    /// What the pod's memory was when it last fell asleep.
+    pub fn sleep(&self, sandbox: &SandboxId) -> Result<SleepNote, Error> {
+        read_json(&self.sleep_path(sandbox))
+    }
+
+    fn sleep_path(&self, sandbox: &SandboxId) -> PathBuf {
+        self.pod_dir(sandbox).join("sleep.json")
     }
 
     /// Notes how long the restore of the sandbox took, stage by stage.
@@ -273,6 +321,32 @@ impl Records {
         Ok(pause.keeper_lives()
             && !pause.has_lost_its_shim()
             && keepers.all(|one| one.keeper_lives()))
+    }
+
+    /// Notes why the pod's loopback cannot be forwarded.
+    pub fn note_not_forwarded(&self, sandbox: &SandboxId, why: &str) -> Result<(), Error> {
+        let path = self.pod_dir(sandbox).join("not-forwarded");
+        std::fs::write(&path, why).map_err(|source| write_error(&path, source))
+    }
+
+    /// Notes why packets do not wake the pod.
+    pub fn note_not_watched(&self, sandbox: &SandboxId, why: &str) -> Result<(), Error> {
+        let path = self.not_watched_path(sandbox);
+        std::fs::write(&path, why).map_err(|source| write_error(&path, source))
+    }
+
+    /// What [`Self::note_not_watched`] noted.
+    pub fn not_watched(&self, sandbox: &SandboxId) -> Option<String> {
+        std::fs::read_to_string(self.not_watched_path(sandbox)).ok()
+    }
+
+    /// From now on they do.
+    pub fn forget_not_watched(&self, sandbox: &SandboxId) -> Result<(), Error> {
+        remove_file(&self.not_watched_path(sandbox))
+    }
+
+    fn not_watched_path(&self, sandbox: &SandboxId) -> PathBuf {
+        self.pod_dir(sandbox).join("not-watched")
     }
 
     /// Notes where the times of the pod's packets are, or why there are none.
@@ -355,6 +429,23 @@ mod tests {
         records.write_restore(&sandbox, &note).expect("noted");
         assert_eq!(records.restore(&sandbox).expect("noted"), note);
         assert!(records.restored_at(&sandbox).is_some());
+    }
+
+    #[test]
+    fn why_packets_do_not_wake_a_pod_is_noted_as_long_as_it_is_so() {
+        let (_dir, records, sandbox) = one_pod();
+        assert_eq!(records.not_watched(&sandbox), None);
+        records
+            .note_not_watched(&sandbox, "no veth pair")
+            .expect("noted");
+        assert_eq!(
+            records.not_watched(&sandbox).as_deref(),
+            Some("no veth pair")
+        );
+        for _ in 0..2 {
+            records.forget_not_watched(&sandbox).expect("forgotten");
+            assert_eq!(records.not_watched(&sandbox), None);
+        }
     }
 
     #[test]

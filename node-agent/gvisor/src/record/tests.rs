@@ -23,23 +23,6 @@ pub(crate) fn one_pod() -> (tempfile::TempDir, Records, SandboxId) {
 }
 
 #[test]
-fn why_packets_do_not_wake_a_pod_is_noted_as_long_as_it_is_so() {
-    let (_dir, records, sandbox) = one_pod();
-    assert_eq!(records.not_watched(&sandbox), None);
-    records
-        .note_not_watched(&sandbox, "no veth pair")
-        .expect("noted");
-    assert_eq!(
-        records.not_watched(&sandbox).as_deref(),
-        Some("no veth pair")
-    );
-    for _ in 0..2 {
-        records.forget_not_watched(&sandbox).expect("forgotten");
-        assert_eq!(records.not_watched(&sandbox), None);
-    }
-}
-
-#[test]
 fn a_pod_is_held_open_by_its_pause_keeper_as_long_as_that_has_its_shim() {
     let (_dir, records, sandbox) = one_pod();
     let shim = |name: &str| {

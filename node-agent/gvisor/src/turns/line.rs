@@ -4,16 +4,17 @@
 //! that was killed; it is removed by whoever finds it before itself, who holds its lock then. Whoever finds his own file removed, because
 //! somebody came between its making and its locking, comes again.
 
-use std::fs::{DirBuilder, File, OpenOptions};
+use std::fs::{File, OpenOptions};
 use std::io::{Error, ErrorKind};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use nix::errno::Errno;
-use nix::fcntl::{Flock, FlockArg};
+use nix::fcntl::Flock;
 use torpor_core::ids::Namespace;
 use torpor_core::wake_line::Place;
+
+use crate::locks;
 
 /// Others come at the same moment, but not for ever.
 const TRIES: u32 = 1000;
@@ -46,8 +47,7 @@ impl Drop for Waiting {
 impl Line {
     /// Takes the next place; none where no line can be kept.
     pub(super) fn join(&self, namespace: &Namespace, patient: bool) -> Option<Waiting> {
-        let mut dir = DirBuilder::new();
-        dir.recursive(true).mode(0o700).create(&self.dir).ok()?;
+        locks::make_dir(&self.dir).ok()?;
         for _ in 0..TRIES {
             let still = |place: &Place| self.stands_still(place);
             let place = Place::behind(&self.places(), namespace, patient, still);
@@ -68,14 +68,14 @@ impl Line {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => return Ok(None),
             other => other?,
         };
-        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-            Ok(lock) if is_there(&lock) => Ok(Some(Waiting {
+        match locks::try_exclusive(file) {
+            Ok(Some(lock)) if is_there(&lock) => Ok(Some(Waiting {
                 place,
                 path,
                 _lock: lock,
             })),
-            Ok(_) | Err((_, Errno::EAGAIN)) => Ok(None),
-            Err((_, errno)) => {
+            Ok(_) => Ok(None),
+            Err(errno) => {
                 // It would be taken for one that was left, and is.
                 let _ = std::fs::remove_file(&path);
                 Err(errno.into())
@@ -110,15 +110,16 @@ impl Line {
         let Ok(file) = File::open(&path) else {
             return false;
         };
-        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-            Ok(left) => {
+        match locks::try_exclusive(file) {
+            Ok(Some(left)) => {
                 // Of one that is gone the name may be another's by now.
                 if is_there(&left) {
                     let _ = std::fs::remove_file(&path);
                 }
                 false
             }
-            Err((_, errno)) => errno == Errno::EAGAIN,
+            Ok(None) => true,
+            Err(_) => false,
         }
     }
 }
@@ -131,6 +132,7 @@ fn is_there(file: &File) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::turns::tests::namespace;
 
     fn line() -> (tempfile::TempDir, Line) {
         let dir = tempfile::tempdir().expect("a directory");
@@ -138,10 +140,6 @@ mod tests {
             dir: dir.path().join("line"),
         };
         (dir, line)
-    }
-
-    fn namespace(name: &str) -> Namespace {
-        Namespace::new(name).expect("a name")
     }
 
     #[test]

@@ -13,15 +13,14 @@ use torpor_api::{
     annotations::SuspensionStrategy,
     conditions,
     reasons::{hibernated, snapshot as snapshot_reasons},
-    snapshot::suspend_snapshot_name,
 };
 
 use super::{
-    super::{Action, Area, ImageUse, Plan, Shown, delete_pod},
+    super::{Area, ImageUse, Plan, Shown, delete_pod},
     NOT_KEPT, capabilities, fence, is_deleting, is_terminating, kept_in, node_of, phase,
     pod_condition, says, says_earlier_goes, says_missing, says_saving, shown_before,
     snapshot_of_pod,
-    suspend::{make_snapshot, suspend_snapshot},
+    suspend::make_snapshot,
 };
 use crate::sandbox::{dereference::Observed, validate::Desired};
 
@@ -116,13 +115,9 @@ fn keep_going(
     // What dozes the node's agent lets sleep deeper when it sees the eviction.
     let asleep = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED)
         .is_some_and(|draft| draft.status == "True" || draft.reason == hibernated::DOZING);
-    let name = suspend_snapshot_name(&desired.name, &uid);
-    if asleep && !observed.snapshots.contains_key(&name) {
-        let snapshot = suspend_snapshot(desired, pod, node);
-        plan.step(Area::Pod, Action::CreateSnapshot(snapshot));
-        return Some(says_saving(
-            "The Pod is evicted; its image is about to be kept",
-        ));
+    if asleep {
+        let message = "The Pod is evicted; its image is about to be kept";
+        return Some(make_snapshot(plan, desired, observed, pod, node, message));
     }
     let message = format!(
         "The Pod was evicted from node {node:?} while the sandbox was awake; {NOT_KEPT}. \

@@ -254,7 +254,7 @@ fn name_taken(plan: &mut Plan, name: &str) -> Shown {
     says(conditions::HIBERNATED, hibernated::SAVE_FAILED, message)
 }
 
-pub(super) fn suspend_snapshot(desired: &Desired<'_>, pod: &Pod, node: &str) -> Value {
+fn suspend_snapshot(desired: &Desired<'_>, pod: &Pod, node: &str) -> Value {
     let uid = pod.uid().unwrap_or_default();
     json!({
         "apiVersion": "torpor.dev/v1alpha1",

@@ -1,10 +1,10 @@
-//! Pods that their kubelet ends and deletes not: its node shuts down, or is short of memory or disk.
+//! Pods that are taken from a Sandbox that is to run: by an eviction, or by their kubelet, which ends them and deletes them not (its node shuts down, or is short of memory or disk).
 
 use rstest::rstest;
 use serde_json::{Value, json};
 
 use crate::{
-    objects::{committed, condition, mode, torpor_sandbox},
+    objects::{NS, committed, condition, manual_snapshot, mode, torpor_sandbox},
     world::World,
 };
 
@@ -15,6 +15,17 @@ async fn asleep(status: &str, reason: &str) -> World {
     world.pod_says(condition("torpor.dev/Hibernated", status, reason, ""));
     world.settle().await;
     world
+}
+
+fn delete(world: &World) {
+    world.edit_pod(&json!({"metadata": {"deletionTimestamp": "2026-11-21T12:00:00Z"}}));
+}
+
+/// The eviction API marks a Pod and deletes it.
+fn evict(world: &World) {
+    let by_api = "EvictionByEvictionAPI";
+    world.pod_says(condition("DisruptionTarget", "True", by_api, ""));
+    delete(world);
 }
 
 /// The kubelet has ended the Pod.
@@ -38,6 +49,79 @@ fn agent_says(world: &World, memory: bool) {
     };
     world.edit_snapshot(&world.snapshot(), &said);
 }
+
+// --- evicted ----------------------------------------------------------------------------------------------------------------------------
+
+#[rstest]
+#[case::hibernated("True", "Hibernated")]
+#[case::dozing("False", "Dozing")]
+#[tokio::test]
+async fn a_sleeping_pod_that_is_evicted_leaves_its_image_to_the_next_pod(
+    #[case] status: &str,
+    #[case] reason: &str,
+) {
+    let world = asleep(status, reason).await;
+    evict(&world);
+    world.settle().await;
+    let name = world.snapshot();
+    world.assert_says(
+        "Hibernated",
+        "False",
+        "Saving",
+        &format!("The Pod is evicted; its image is being kept in SandboxSnapshot {name:?}"),
+    );
+    agent_says(&world, true);
+    world.settle().await;
+    world.pod_ends();
+    world.settle().await;
+    let image = world.pod_annotation("torpor.dev/restore-image");
+    assert_eq!(image.as_deref(), Some("i.1"));
+    assert_eq!(world.events(), ["SnapshotCommitted"]);
+}
+
+#[tokio::test]
+async fn what_keeps_the_image_of_an_evicted_pod_from_its_name_is_said_and_not_that_it_was_awake() {
+    let world = asleep("True", "Hibernated").await;
+    let name = format!("s-{}", &world.pod_uid()[..8]);
+    let taken = manual_snapshot(&name);
+    world.api.create("sandboxsnapshots", taken);
+    evict(&world);
+    world.settle().await;
+    let message = format!(
+        "SandboxSnapshot {name:?} exists and is not of this Sandbox's Pod; delete it to go on"
+    );
+    world.assert_says("Hibernated", "False", "SaveFailed", &message);
+    assert!(world.pass().await.unwrap().is_some(), "it looks again");
+    world.api.delete("sandboxsnapshots", NS, &name);
+    world.settle().await;
+    let message =
+        format!("The Pod is evicted; its image is being kept in SandboxSnapshot {name:?}");
+    world.assert_says("Hibernated", "False", "Saving", &message);
+}
+
+#[tokio::test]
+async fn that_a_pod_was_evicted_awake_and_its_memory_lost_is_said() {
+    let world = World::new();
+    world.ready(torpor_sandbox(json!({}))).await;
+    evict(&world);
+    world.settle().await;
+    assert!(world.snapshots().is_empty());
+    assert_eq!(world.events(), ["MemoryNotKept"]);
+    world.pod_ends();
+    world.settle().await;
+    assert!(world.pod().is_some());
+    assert_eq!(world.condition("Hibernated"), None);
+}
+
+#[tokio::test]
+async fn a_sleeping_pod_that_somebody_deleted_is_started_anew() {
+    let world = asleep("True", "Hibernated").await;
+    delete(&world);
+    world.settle().await;
+    assert!(world.snapshots().is_empty());
+}
+
+// --- ended by the kubelet ---------------------------------------------------------------------------------------------------------------
 
 #[rstest]
 #[case::the_node_shuts_down("True", "Hibernated", "Terminated", true)]
