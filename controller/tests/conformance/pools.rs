@@ -374,7 +374,7 @@ async fn a_change_of_the_template_is_not_said_to_have_helped_before_it_has() {
     for _ in 0..3 {
         cluster.pool_pass("p").await.unwrap();
     }
-    let others = members(&cluster);
+    let others = cluster.members();
     assert!(others.len() == 1 && !others.contains(&refused));
     let reasons = || -> Vec<String> {
         let said = cluster.events();

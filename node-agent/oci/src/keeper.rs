@@ -7,7 +7,7 @@
 //! The pause container's keeper also starts programs: wakes and ends for the agent, one for each connection to the
 //! loopback of the pod's network namespace (port-forward), and a wake when a packet arrives for a sandbox that sleeps.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
