@@ -22,7 +22,7 @@ use torpor_api::snapshot::SandboxSnapshot;
 use torpor_core::ids::{Namespace, PodUid};
 use torpor_core::pressure::Candidate;
 use torpor_core::queue::Wish;
-use torpor_core::state::{Desired, Failures, Policy};
+use torpor_core::state::{Desired, Failures, Observed, Policy};
 use torpor_core::status::SnapshotState;
 use torpor_core::steps::{Outcome, Plan, Reason, Step};
 use torpor_gvisor::keeper::Rules;
@@ -478,6 +478,12 @@ struct Remembered {
     told: Option<Told>,
     written: Written,
     failed_wakes: FailedWakes,
+}
+
+/// Whether the sandbox' turn to save has come, and what holds it back.
+fn note_turn(observed: &mut Observed, turn: Option<&SaveTurn>) {
+    observed.save_turn = turn.is_some_and(SaveTurn::has_come);
+    observed.held_back = turn.is_some_and(SaveTurn::is_held_back);
 }
 
 /// What was seen and what follows; holds the sandbox' lock for the steps.

@@ -126,6 +126,14 @@ async fn a_sleeping_pod_that_somebody_deleted_is_started_anew() {
 
 // --- ended by the kubelet ---------------------------------------------------------------------------------------------------------------
 
+/// A world whose Pod said that about its sleep when its kubelet ended it.
+async fn ended(status: &str, sleep: &str, reason: &str, disrupts: bool) -> World {
+    let world = asleep(status, sleep).await;
+    end(&world, reason, disrupts);
+    world.settle().await;
+    world
+}
+
 #[rstest]
 #[case::the_node_shuts_down("True", "Hibernated", "Terminated", true)]
 #[case::the_node_is_short_of_memory("True", "Hibernated", "Evicted", true)]
@@ -138,9 +146,7 @@ async fn a_sleeping_pod_that_its_kubelet_ended_leaves_its_image_to_the_next_pod(
     #[case] reason: &str,
     #[case] disrupts: bool,
 ) {
-    let world = asleep(status, sleep).await;
-    end(&world, reason, disrupts);
-    world.settle().await;
+    let world = ended(status, sleep, reason, disrupts).await;
     let name = world.snapshot();
     let message = format!(
         "The kubelet of node \"n1\" ended the Pod; its image is being kept in SandboxSnapshot {name:?}. \
@@ -173,18 +179,14 @@ async fn any_other_pod_that_its_kubelet_ended_has_failed(
     #[case] reason: &str,
     #[case] disrupts: bool,
 ) {
-    let world = asleep(status, sleep).await;
-    end(&world, reason, disrupts);
-    world.settle().await;
+    let world = ended(status, sleep, reason, disrupts).await;
     world.assert_says("Finished", "True", "PodFailed", "Pod failed");
     assert!(world.snapshots().is_empty());
 }
 
 #[tokio::test]
 async fn that_an_ended_pod_left_no_memory_is_said_and_it_has_failed() {
-    let world = asleep("False", "Dozing").await;
-    end(&world, "Evicted", true);
-    world.settle().await;
+    let world = ended("False", "Dozing", "Evicted", true).await;
     assert_eq!(world.condition("Finished"), None);
     agent_says(&world, false);
     world.settle().await;

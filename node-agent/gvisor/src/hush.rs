@@ -224,6 +224,18 @@ mod tests {
     /// A question that is lost while the link changes is asked again after a second.
     const SAID_AGAIN: Duration = Duration::from_secs(5);
 
+    /// Whether somebody answers who asks there from the namespace.
+    fn answers(from: &Namespace, address: &str, limit: Duration) -> bool {
+        let address: std::net::SocketAddr = address.parse().expect("an address");
+        within(&from.path(), || {
+            let error = std::net::TcpStream::connect_timeout(&address, limit);
+            Ok::<_, net::Error>(
+                error.is_err_and(|e| e.kind() == std::io::ErrorKind::ConnectionRefused),
+            )
+        })
+        .expect("asked")
+    }
+
     /// Needs root and iproute2, as the development cluster does.
     #[test]
     fn a_silenced_link_receives_nothing_but_questions_for_its_address() {
@@ -235,18 +247,8 @@ mod tests {
              ip -n {a} addr add 10.202.0.1/24 dev eth0; ip -n {b} addr add 10.202.0.2/24 dev eth0
              ip -n {a} addr add fd02::1/64 dev eth0 nodad; ip -n {b} addr add fd02::2/64 dev eth0 nodad"
         ));
-        let answers = |address: &str, limit| {
-            let address: std::net::SocketAddr = address.parse().expect("an address");
-            within(&near.path(), || {
-                let error = std::net::TcpStream::connect_timeout(&address, limit);
-                Ok::<_, net::Error>(
-                    error.is_err_and(|e| e.kind() == std::io::ErrorKind::ConnectionRefused),
-                )
-            })
-            .expect("asked")
-        };
-        let is_answered = |address: &str| answers(address, SAID_AGAIN);
-        let is_silent = |address: &str| !answers(address, AT_ONCE);
+        let is_answered = |address: &str| answers(&near, address, SAID_AGAIN);
+        let is_silent = |address: &str| !answers(&near, address, AT_ONCE);
         let known = Sender([2, 0, 0, 0x7f, 0x80, 0xff]);
         let hush = Hush::begin(&far.path(), Some(known)).expect("silenced");
         assert!(matches!(
@@ -288,18 +290,8 @@ mod tests {
              ip -n {p} addr add 10.203.0.1/24 dev eth0; ip -n {h} addr add 10.203.0.2/24 dev eth0
              ip -n {p} addr add fd03::1/64 dev eth0 nodad; ip -n {h} addr add fd03::2/64 dev eth0 nodad"
         ));
-        let answers = |address: &str, limit| {
-            let address: std::net::SocketAddr = address.parse().expect("an address");
-            within(&pod.path(), || {
-                let error = std::net::TcpStream::connect_timeout(&address, limit);
-                Ok::<_, net::Error>(
-                    error.is_err_and(|e| e.kind() == std::io::ErrorKind::ConnectionRefused),
-                )
-            })
-            .expect("asked")
-        };
-        let is_answered = |address: &str| answers(address, SAID_AGAIN);
-        let is_silent = |address: &str| !answers(address, AT_ONCE);
+        let is_answered = |address: &str| answers(&pod, address, SAID_AGAIN);
+        let is_silent = |address: &str| !answers(&pod, address, AT_ONCE);
         let known = Sender([2, 0, 0, 0x7f, 0x80, 0xff]);
         let pairs = within(&host.path(), || net::pairs(&pod.path())).expect("pairs");
         let addresses: Vec<_> = pairs.iter().map(|pair| pair.pod_address).collect();

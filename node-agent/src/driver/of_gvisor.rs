@@ -6,7 +6,7 @@ use torpor_core::pressure::candidate;
 use torpor_core::state::{Desired, PodPresence};
 
 use super::told::tell_rules;
-use super::{Kubelet, Look, Remembered, Shared, draft};
+use super::{Kubelet, Look, Remembered, Shared, draft, note_turn};
 use crate::idle::{self, Watched};
 use crate::observe::{observe, words};
 use crate::saves::memory_of;
@@ -50,9 +50,7 @@ pub(super) fn look(
     if let Some(reason) = (observed.ledger.as_ref().ok()).and_then(|read| failed_wakes.look(read)) {
         shared.metrics.wake_failed(reason.to_owned());
     }
-    let turn = remembered.save_turn.as_ref();
-    observed.save_turn = turn.is_some_and(|turn| turn.has_come());
-    observed.held_back = turn.is_some_and(|turn| turn.is_held_back());
+    note_turn(&mut observed, remembered.save_turn.as_deref());
     let idle = match record.as_ref().zip(lock.as_ref()) {
         Some((record, lock)) => {
             if let Some(probes) = &probes

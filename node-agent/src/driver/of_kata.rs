@@ -8,7 +8,7 @@ use torpor_core::pressure::candidate;
 use torpor_core::state::Desired;
 use torpor_gvisor::keeper::Rules;
 
-use super::{Kubelet, Look, Remembered, Shared};
+use super::{Kubelet, Look, Remembered, Shared, note_turn};
 use crate::idle::Watched;
 use crate::kata::{Wish, may_be_ours};
 use crate::wakes;
@@ -36,9 +36,7 @@ pub(super) fn look(
     };
     let looked = kata.look(&wish, &remembered.failures, remembered.idle.clone(), now)?;
     let mut observed = looked.observed;
-    let turn = remembered.save_turn.as_ref();
-    observed.save_turn = turn.is_some_and(|turn| turn.has_come());
-    observed.held_back = turn.is_some_and(|turn| turn.is_held_back());
+    note_turn(&mut observed, remembered.save_turn.as_deref());
     let working_set = || looked.held.as_ref()?.working_set();
     let swap = &shared.node.swap;
     let plan = swap.plan(desired, &mut observed, &shared.policy, now, working_set);

@@ -270,4 +270,4 @@ impl Answer {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -50,6 +50,7 @@ mod tests {
     use std::net::IpAddr;
 
     use super::*;
+    use crate::keepalive::tests::bare;
     use crate::packet::{Ends, segment};
 
     /// Five bytes, which end at 105.
@@ -62,16 +63,9 @@ mod tests {
         };
         Segment {
             ends,
-            sequence: 100,
-            acknowledgment: 500,
-            window: 512,
-            syn: false,
-            fin: false,
-            rst: false,
-            ack: true,
             length: 5,
             timestamps: Some((70, 60)),
-            other_options: false,
+            ..bare(100)
         }
     }
 

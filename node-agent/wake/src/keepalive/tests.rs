@@ -20,7 +20,7 @@ fn ends(remote_port: u16) -> Ends {
 }
 
 /// An acknowledgement of everything before 500, with this number.
-fn bare(sequence: u32) -> Segment {
+pub(crate) fn bare(sequence: u32) -> Segment {
     Segment {
         ends: ends(4000),
         sequence,
