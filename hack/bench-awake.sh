@@ -14,8 +14,7 @@ NAMESPACE=torpor-bench-awake
 CLUSTER=/var/lib/torpor-dev
 k() { timeout 120 "$CLUSTER/bin/kubectl" --kubeconfig "$CLUSTER/admin.kubeconfig" "$@"; }
 
-[ "$(id -u)" = 0 ] || die "must run as root: it looks at the node"
-[ -x /opt/torpor/bin/torpor-oci ] || die "Torpor is not installed on this node: run hack/cluster install-torpor"
+need_torpor "looks at the node"
 command -v tc >/dev/null && command -v curl >/dev/null || die "tc or curl is missing (Debian packages iproute2, curl)"
 command -v wrk >/dev/null || { apt-get update -qq && apt-get install -qq -y wrk >/dev/null; } || die "wrk is missing (Debian package wrk)"
 

@@ -15,8 +15,7 @@ CLUSTER=/var/lib/torpor-dev
 ENDPOINT=unix:///run/torpor-dev/node-0/containerd.sock
 k() { timeout 120 "$CLUSTER/bin/kubectl" --kubeconfig "$CLUSTER/admin.kubeconfig" "$@"; }
 
-[ "$(id -u)" = 0 ] || die "must run as root: it reads the pods' cgroups"
-[ -x /opt/torpor/bin/torpor-oci ] || die "Torpor is not installed on this node: run hack/cluster install-torpor"
+need_torpor "reads the pods' cgroups"
 
 SWAP='' ZRAM=''
 cleanup() {
@@ -83,8 +82,11 @@ for n in $(seq "$LARGE"); do pod "large-$n" 100; done
 k -n "$NAMESPACE" wait --for=condition=Ready --timeout=110s pod --all >/dev/null
 printf '%s rounds, %s, %s processors, swap: %s\n' "$ROUNDS" "$(uname -srm)" "$(nproc)" "${SWAP:-$(awk 'NR == 2 { print $1 }' /proc/swaps)}"
 
-python3 - "$NAMESPACE" "$ROUNDS" "$CLUSTER" "$ENDPOINT" "$SMALL" "$LARGE" <<'P'
-import glob, json, os, socket, subprocess, sys, time
+PYTHONPATH="$REPO_ROOT/hack" PYTHONDONTWRITEBYTECODE=1 python3 - "$NAMESPACE" "$ROUNDS" "$CLUSTER" "$ENDPOINT" "$SMALL" "$LARGE" <<'P'
+import json, os, socket, subprocess, sys, time
+
+import benchpods
+from benchpods import until
 
 namespace, rounds, cluster, endpoint = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
 how_many = {"small": int(sys.argv[5]), "exec": int(sys.argv[5]), "large": int(sys.argv[6])}
@@ -95,29 +97,12 @@ def kubectl(*args):
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=120).stdout
 
 
-def until(words, condition):
-    deadline = time.time() + 90
-    while not condition():
-        assert time.time() < deadline, words
-        time.sleep(0.02)
-
-
-class Pod:
+class Pod(benchpods.Pod):
     def __init__(self, name):
         self.name = name
-        status = json.loads(kubectl("get", "pod", name, "-o", "json"))
-        self.ip, uid = status["status"]["podIP"], status["metadata"]["uid"]
-        found = [path for path in glob.glob("/run/torpor/pods/*/pod.json") if uid in open(path).read()]
-        self.dir = os.path.dirname(found[0])
-        self.cgroup = json.load(open(found[0]))["cgroup"]
-        status = status["status"]["containerStatuses"][0]
-        self.container = status["containerID"].split("//")[1]
-
-    def note(self, name):
-        try:
-            return json.load(open(f"{self.dir}/{name}"))
-        except (FileNotFoundError, ValueError):
-            return {}
+        said = json.loads(kubectl("get", "pod", name, "-o", "json"))
+        super().__init__(said)
+        self.container = said["status"]["containerStatuses"][0]["containerID"].split("//")[1]
 
     def memory(self):
         files = [f"/sys/fs/cgroup/memory/{self.cgroup}/memory.usage_in_bytes", f"/sys/fs/cgroup/{self.cgroup}/memory.current"]
@@ -136,24 +121,14 @@ class Pod:
         return int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.split()[0]) / 1000
 
     def cpu(self):
-        """Seconds of processor time of the sandbox so far."""
-        files = [f"/sys/fs/cgroup/cpuacct/{self.cgroup}/cpuacct.usage", f"/sys/fs/cgroup/cpu,cpuacct/{self.cgroup}/cpuacct.usage"]
-        for path in files:
-            if os.path.exists(path):
-                return int(open(path).read()) / 1e9
-        return int(open(f"/sys/fs/cgroup/{self.cgroup}/cpu.stat").readline().split()[1]) / 1e6
+        """Of the sandbox."""
+        return benchpods.cpu(self.cgroup)
 
     def stages(self):
         """How long each stage of the last wake took, in milliseconds."""
         ends = {"began": 0} | self.note("wake.json")["stagesEndMicros"]
         names = sorted(ends, key=ends.get)
         return {after: (ends[after] - ends[before]) / 1000 for before, after in zip(names, names[1:])}
-
-    def dozes(self):
-        return self.note("doze.json").get("reclaimed", False)
-
-    def hibernates(self):
-        return "Hibernated" in str(self.note("state.json"))
 
 
 def say(words, times, base):

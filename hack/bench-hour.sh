@@ -14,8 +14,7 @@ NAMESPACE=torpor-bench-hour
 IMAGE=torpor.dev/bench-ssh:dev
 k() { timeout 120 "$CLUSTER/bin/kubectl" --kubeconfig "$KUBECONFIG" "$@"; }
 
-[ "$(id -u)" = 0 ] || die "must run as root: it loads an image into the node"
-[ -x /opt/torpor/bin/torpor-oci ] || die "Torpor is not installed on this node: run hack/cluster install-torpor"
+need_torpor "loads an image into the node"
 install_missing ssh=openssh-client python3=python3
 
 TMP=$(mktemp -d)

@@ -12,8 +12,7 @@ NAMESPACE=torpor-bench-many
 CLUSTER=/var/lib/torpor-dev
 k() { timeout 300 "$CLUSTER/bin/kubectl" --kubeconfig "$CLUSTER/admin.kubeconfig" "$@"; }
 
-[ "$(id -u)" = 0 ] || die "must run as root: it reads the pods' processes"
-[ -x /opt/torpor/bin/torpor-oci ] || die "Torpor is not installed on this node: run hack/cluster install-torpor"
+need_torpor "reads the pods' processes"
 
 SWAP=
 cleanup() {
@@ -32,8 +31,10 @@ k delete namespace "$NAMESPACE" --ignore-not-found --timeout=280s >/dev/null
 k create namespace "$NAMESPACE" >/dev/null
 printf '%s, %s processors, %s of memory\n' "$(uname -srm)" "$(nproc)" "$(free -h | awk '$1 == "Mem:" { print $2 }')"
 
-python3 - "$NAMESPACE" "$CLUSTER" "$WOKEN" "$ASLEEP" <<'P'
+PYTHONPATH="$REPO_ROOT/hack" PYTHONDONTWRITEBYTECODE=1 python3 - "$NAMESPACE" "$CLUSTER" "$WOKEN" "$ASLEEP" <<'P'
 import glob, json, os, selectors, socket, subprocess, sys, time
+
+from benchpods import Pod
 
 namespace, cluster, how_many_woken, how_many_asleep = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 # Who holds as much as the argument says, and answers each connection with what it drew at its start.
@@ -74,27 +75,6 @@ def manifest(name, megabytes, annotations):
     }
     spec = {"runtimeClassName": "torpor", "terminationGracePeriodSeconds": 1, "automountServiceAccountToken": False, "containers": [container]}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "annotations": annotations}, "spec": spec}
-
-
-class Pod:
-    def __init__(self, status):
-        self.ip, self.uid = status["status"]["podIP"], status["metadata"]["uid"]
-        found = [path for path in glob.glob("/run/torpor/pods/*/pod.json") if self.uid in open(path).read()]
-        self.dir = os.path.dirname(found[0])
-        self.sandbox = os.path.basename(self.dir)
-        self.cgroup = os.path.dirname(json.load(open(found[0]))["cgroup"])
-
-    def text(self, name):
-        try:
-            return open(f"{self.dir}/{name}").read()
-        except FileNotFoundError:
-            return ""
-
-    def dozes(self):
-        return '"reclaimed":true' in self.text("doze.json").replace(" ", "")
-
-    def hibernates(self):
-        return "Hibernated" in self.text("state.json")
 
 
 def start(how_many, megabytes, annotations):
@@ -152,8 +132,8 @@ def processes(pods):
     found = set()
     roots = ["/sys/fs/cgroup/pids", "/sys/fs/cgroup/memory", "/sys/fs/cgroup"]
     for pod in pods:
-        root = next(root for root in roots if os.path.isdir(f"{root}/{pod.cgroup}"))
-        for path, _, files in os.walk(f"{root}/{pod.cgroup}"):
+        root = next(root for root in roots if os.path.isdir(f"{root}/{pod.pod_cgroup}"))
+        for path, _, files in os.walk(f"{root}/{pod.pod_cgroup}"):
             if "cgroup.procs" in files:
                 found |= {int(pid) for pid in open(f"{path}/cgroup.procs").read().split()}
     sandboxes = {pod.sandbox for pod in pods}

@@ -10,8 +10,7 @@ NAMESPACE=torpor-bench-probes
 CLUSTER=/var/lib/torpor-dev
 k() { timeout 120 "$CLUSTER/bin/kubectl" --kubeconfig "$CLUSTER/admin.kubeconfig" "$@"; }
 
-[ "$(id -u)" = 0 ] || die "must run as root: it reads the pods' cgroups"
-[ -x /opt/torpor/bin/torpor-oci ] || die "Torpor is not installed on this node: run hack/cluster install-torpor"
+need_torpor "reads the pods' cgroups"
 
 SWAP=$(mktemp /var/tmp/torpor-bench-swap-XXXXXX)
 cleanup() {
@@ -62,42 +61,24 @@ pod awake "" "readinessProbe: $EACH_SECOND" "livenessProbe: $EACH_SECOND"
 k -n "$NAMESPACE" wait --for=condition=Ready --timeout=110s pod --all >/dev/null
 printf '%s s each, %s, %s processors\n' "$SECONDS_EACH" "$(uname -srm)" "$(nproc)"
 
-python3 - "$NAMESPACE" "$SECONDS_EACH" "$CLUSTER" <<'P'
-import glob, json, os, socket, subprocess, sys, time
+PYTHONPATH="$REPO_ROOT/hack" PYTHONDONTWRITEBYTECODE=1 python3 - "$NAMESPACE" "$SECONDS_EACH" "$CLUSTER" <<'P'
+import json, os, socket, subprocess, sys, time
+
+import benchpods
+from benchpods import until
 
 namespace, seconds, cluster = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def until(words, condition):
-    deadline = time.time() + 60
-    while not condition():
-        assert time.time() < deadline, words
-        time.sleep(0.02)
-
-
-class Pod:
+class Pod(benchpods.Pod):
     def __init__(self, name):
         command = [f"{cluster}/bin/kubectl", "--kubeconfig", f"{cluster}/admin.kubeconfig", "-n", namespace, "get", "pod", name, "-o", "json"]
-        status = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=60).stdout)
-        self.ip, uid = status["status"]["podIP"], status["metadata"]["uid"]
-        found = [path for path in glob.glob("/run/torpor/pods/*/pod.json") if uid in open(path).read()]
-        self.dir = os.path.dirname(found[0])
-        self.cgroup = json.load(open(found[0]))["cgroup"]
+        super().__init__(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=60).stdout))
 
     def cpu(self):
-        """Seconds of processor time of the sandbox and its keepers so far."""
-        for folder in ["cpuacct", "cpu,cpuacct"]:
-            path = f"/sys/fs/cgroup/{folder}/{os.path.dirname(self.cgroup)}/cpuacct.usage"
-            if os.path.exists(path):
-                return int(open(path).read()) / 1e9
-        return int(open(f"/sys/fs/cgroup/{os.path.dirname(self.cgroup)}/cpu.stat").readline().split()[1]) / 1e6
-
-    def dozes(self):
-        try:
-            return json.load(open(f"{self.dir}/doze.json")).get("reclaimed", False)
-        except (FileNotFoundError, ValueError):
-            return False
+        """Of the sandbox and its keepers."""
+        return benchpods.cpu(self.pod_cgroup)
 
     def get(self):
         with socket.create_connection((self.ip, 8080), timeout=10) as connection:

@@ -126,6 +126,12 @@ need() {
 	[ -z "$problems" ] || die "$problems"
 }
 
+# need_torpor WHY: root, because it WHY, on a node of a development cluster where Torpor is installed.
+need_torpor() {
+	[ "$(id -u)" = 0 ] || die "must run as root: it $1"
+	[ -x /opt/torpor/bin/torpor-oci ] || die "Torpor is not installed on this node: run hack/cluster install-torpor"
+}
+
 # install_missing PROGRAM=PACKAGES…: installs the Debian packages of the programs that are not there.
 install_missing() {
 	local pair packages=()
