@@ -13,7 +13,7 @@
 //! And while it is restored nobody hears what the sandbox says ([`Mute`]): gVisor cannot be restored in a paused state, so its programs
 //! run for a moment before it is recorded that their image is stale.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
 use crate::bpf::{self, Hook};
@@ -44,7 +44,7 @@ impl From<bpf::Error> for Error {
 #[derive(Debug)]
 pub struct Hush {
     /// Each keeps the program attached to one link.
-    _links: Vec<OwnedFd>,
+    links: Vec<OwnedFd>,
 }
 
 impl Hush {
@@ -57,8 +57,13 @@ impl Hush {
                 .into_iter()
                 .map(|link| bpf::attach_to_link(Hook::Received, program.as_fd(), link))
                 .collect::<Result<_, _>>()?;
-            Ok(Self { _links: links })
+            Ok(Self { links })
         })
+    }
+
+    /// What keeps the links silent: so does whoever has copies of them.
+    pub fn links(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.links.iter().map(AsFd::as_fd)
     }
 }
 
@@ -66,7 +71,7 @@ impl Hush {
 #[derive(Debug)]
 pub struct Mute {
     /// Each keeps the program attached to one link.
-    _links: Vec<OwnedFd>,
+    links: Vec<OwnedFd>,
 }
 
 impl Mute {
@@ -83,8 +88,13 @@ impl Mute {
             )?)
         });
         Ok(Self {
-            _links: links.collect::<Result<_, Error>>()?,
+            links: links.collect::<Result<_, Error>>()?,
         })
+    }
+
+    /// What keeps the links mute: so does whoever has copies of them.
+    pub fn links(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.links.iter().map(AsFd::as_fd)
     }
 
     /// Whether a frame (an Ethernet header and what follows) is heard although its link is muted.

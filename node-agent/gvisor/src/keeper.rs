@@ -68,7 +68,8 @@ pub enum Request {
     Doze,
     /// Other rules for what is held and wakes, if anything is.
     Rules(Rules),
-    /// The sandbox is about to be restored: what it says waits until [`Request::Attach`].
+    /// The sandbox is about to be restored: what it says waits until [`Request::Attach`]. Beside the answer comes what keeps the pod from hearing
+    /// and being heard, of which copies serve when the keeper has died. Two for each link; a keeper of an older version sends none.
     Mute,
     /// The sandbox was not put to sleep after all.
     Release,
@@ -228,10 +229,13 @@ pub fn send(peer: &OwnedFd, bytes: &[u8], files: &[BorrowedFd<'_>]) -> nix::Resu
     sendmsg::<()>(peer.as_raw_fd(), &[IoSlice::new(bytes)], cmsgs, flags, None).map(drop)
 }
 
+/// The most files that come beside a message: those for eight links of a pod.
+const MOST_FILES: usize = 16;
+
 /// One message with its files; an empty one when the peer has gone.
 pub fn receive(peer: &OwnedFd) -> nix::Result<(Vec<u8>, Vec<OwnedFd>)> {
     let mut bytes = vec![0; MAX_MESSAGE];
-    let mut space = nix::cmsg_space!([RawFd; 4]);
+    let mut space = nix::cmsg_space!([RawFd; MOST_FILES]);
     let mut buffers = [IoSliceMut::new(&mut bytes)];
     let flags = MsgFlags::MSG_CMSG_CLOEXEC;
     let message = recvmsg::<()>(peer.as_raw_fd(), &mut buffers, Some(&mut space), flags)?;

@@ -4,6 +4,7 @@
 //! A packet socket on the pod's end of the link sees what leaves, before it is dropped at the host's end; what it sends again is let
 //! through there.
 
+use std::os::fd::BorrowedFd;
 use std::path::Path;
 
 use torpor_gvisor::hush::{Mute, Sender};
@@ -16,7 +17,7 @@ use super::watch::{SENDER, sent_by};
 const MOST_FRAMES: usize = 2048;
 
 pub(super) struct Muted {
-    _mute: Mute,
+    mute: Mute,
     taps: Vec<Tap>,
     /// Is heard.
     known: Sender,
@@ -30,10 +31,15 @@ impl Muted {
         let open = || pairs.iter().map(|pair| Tap::open(pair.pod)).collect();
         let taps: Result<Vec<Tap>, _> = net::inside(namespace, open)?;
         Ok(Self {
-            _mute: mute,
+            mute,
             taps: taps?,
             known,
         })
+    }
+
+    /// Whoever has copies of these keeps the pod mute, also when this process has ended.
+    pub(super) fn links(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.mute.links()
     }
 
     /// Nobody will hear what was said so far.
@@ -72,6 +78,7 @@ fn was_heard(ethernet: &[u8], known: Sender) -> bool {
 pub(super) mod tests {
     use super::*;
     use std::net::UdpSocket;
+    use std::os::fd::OwnedFd;
     use std::path::PathBuf;
     use std::process::Command;
     use std::time::Duration;
@@ -163,5 +170,34 @@ pub(super) mod tests {
         say("after");
         let heard: Vec<_> = std::iter::from_fn(|| said(&hears)).collect();
         assert_eq!(heard, ["a", "b", "c", "c", "after"]);
+    }
+
+    /// The keeper may be killed while a sandbox that is about to be ended, and restored once more, runs already.
+    #[test]
+    fn who_restores_keeps_the_pod_mute_when_its_keeper_dies() {
+        let pair = Pair::new("outlived");
+        let pod = Pair::path(&pair.pod);
+        let hears = pair.at_host(|| UdpSocket::bind("10.204.0.2:0").expect("bound"));
+        let limit = Some(Duration::from_millis(300));
+        hears.set_read_timeout(limit).expect("set");
+        let to = hears.local_addr().expect("an address");
+        let says = pair.in_pod(|| UdpSocket::bind("10.204.0.1:0").expect("bound"));
+        let say = |word: &str| says.send_to(word.as_bytes(), to).expect("sent");
+        let pairs = pair.at_host(|| net::pairs(&pod)).expect("pairs");
+        let muted = pair
+            .at_host(|| Muted::begin(&pod, &pairs, Sender::random()))
+            .expect("muted");
+        let copies: Vec<OwnedFd> = muted
+            .links()
+            .map(|link| link.try_clone_to_owned().expect("copied"))
+            .collect();
+        assert_eq!(copies.len(), pairs.len());
+        // All that it had is closed, as at its death.
+        drop(muted);
+        say("from a life that is taken back");
+        assert_eq!(said(&hears), None);
+        drop(copies);
+        say("after");
+        assert_eq!(said(&hears).as_deref(), Some("after"));
     }
 }

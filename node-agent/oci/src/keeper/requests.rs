@@ -129,14 +129,16 @@ impl Keeper<'_> {
             }
             Request::Mute => {
                 let muted = match &mut self.watch {
-                    Some(watch) => watch.mute(),
+                    Some(watch) => watch.mute().map(|()| watch.barriers()),
                     None => Err(anyhow::anyhow!("the Pod's packets are not held")),
                 };
-                let answered = muted.map_or_else(
-                    |error| Answer::refused("NotMuted", format!("{error:#}")),
-                    |()| done,
-                );
-                answer(&peer, &answered, &[]);
+                match muted {
+                    Ok(barriers) => answer(&peer, &done, &barriers),
+                    Err(error) => {
+                        let refused = Answer::refused("NotMuted", format!("{error:#}"));
+                        answer(&peer, &refused, &[]);
+                    }
+                }
             }
             Request::Release => {
                 self.release();

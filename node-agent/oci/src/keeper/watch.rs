@@ -35,7 +35,7 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
 pub(super) struct Watch {
     /// What arrives waits, and the pod hears nothing.
-    _hush: Hush,
+    hush: Hush,
     sensor: Sensor,
     keepalives: Keepalives,
     links: Vec<Link>,
@@ -92,7 +92,7 @@ impl Watch {
             sensor.came_before();
         }
         Ok(Self {
-            _hush: hush,
+            hush,
             sensor,
             keepalives: Keepalives::begin(Instant::now()),
             links: links(namespace, &own, &rules)?,
@@ -321,6 +321,13 @@ impl Watch {
         }
         self.speak_as(Some(self.sender));
         Ok(())
+    }
+
+    /// What keeps the pod from hearing and, while it is muted, from being heard. Whoever has copies of these goes on with that when this process
+    /// has ended.
+    pub(super) fn barriers(&self) -> Vec<BorrowedFd<'_>> {
+        let muted = self.muted.iter().flat_map(Muted::links);
+        muted.chain(self.hush.links()).collect()
     }
 
     fn speak_as(&mut self, sender: Option<Sender>) {

@@ -8,7 +8,7 @@ use anyhow::{Context, bail};
 use nix::errno::Errno;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use torpor_cgroup::swap;
 use torpor_core::ids::SandboxId;
@@ -50,8 +50,10 @@ pub(super) fn restore(
     let _turn = turns.take(cause, &pod.namespace);
     stages.over("turnCame");
     let expedited = node.expedited();
+    // Stand until nothing runs of a sandbox that could not be restored.
+    let mut barriers = Vec::new();
     let result = without_quotas(node, pod, || {
-        attempt(node, pod, image, parts, awake, &mut stages)
+        attempt(node, pod, image, parts, awake, &mut stages, &mut barriers)
     })?;
     drop(expedited);
     if let Err(error) = result {
@@ -110,6 +112,7 @@ fn attempt(
     parts: &[ContainerRecord],
     awake: impl FnOnce() -> anyhow::Result<()>,
     stages: &mut Stages,
+    barriers: &mut Vec<OwnedFd>,
 ) -> anyhow::Result<()> {
     let Some((root, subs)) = parts
         .split_first()
@@ -141,7 +144,7 @@ fn attempt(
         join(verified)??;
         stages.over("verified");
         let hush = hush(pod, image);
-        mute(pod, &root_dir);
+        *barriers = mute(pod, &root_dir);
         if let Some(namespace) = &pod.network_namespace {
             net::put_back(namespace, &pod.addresses)?;
         }
@@ -198,6 +201,8 @@ fn attempt(
     awake()?;
     stages.over("recorded");
     drop(hush);
+    // Before the keeper lets through what it held: what is said after that would be lost.
+    barriers.clear();
     let_be_heard(node, pod, &root_dir);
     stages.over("attached");
     Ok(())
@@ -217,15 +222,19 @@ pub(super) fn hold_packets(pod: &PodRecord, pause: &Path) {
     }
 }
 
-/// And nobody is to hear it: gVisor runs what it restores at once. A keeper that holds nothing has nothing to keep it in.
-fn mute(pod: &PodRecord, pause: &Path) {
+/// And nobody is to hear it: gVisor runs what it restores at once. A keeper that holds nothing has nothing to keep it in. Answers what keeps it so
+/// when the keeper dies: a sandbox that will be restored once more is not to be heard for the moment until it is ended.
+fn mute(pod: &PodRecord, pause: &Path) -> Vec<OwnedFd> {
     if pod.network_namespace.is_none() {
-        return;
+        return Vec::new();
     }
     match keeper::ask(pause, &Request::Mute, &[], CALL_LIMIT) {
-        Ok(_) => {}
+        Ok((_, barriers)) => barriers,
         // The wake is worth more.
-        Err(error) => eprintln!("torpor-oci: {:#}", anyhow::Error::new(error)),
+        Err(error) => {
+            eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
+            Vec::new()
+        }
     }
 }
 
