@@ -229,6 +229,18 @@ patches:
 		helm: []string{"--values", devValues, "--set", "uninstall.nodes={node-0}", "--show-only", uninstallJobs},
 	},
 	{
+		name: "uninstall Job of a node whose name is too long for a Job's",
+		kustomization: `resources: [REPO/deploy/uninstall]
+patches:
+- target: {kind: Job}
+  patch: |
+    - {op: replace, path: /metadata/name, value: torpor-uninstall-ip-192-168-100-100.ap-southeast-1.c-57bcf37831}
+    - {op: add, path: /spec/template/spec/nodeName, value: ip-192-168-100-100.ap-southeast-1.compute.internal}
+  options: {allowNameChange: true}
+`,
+		helm: []string{"--set", "image.tag=dev,uninstall.nodes={ip-192-168-100-100.ap-southeast-1.compute.internal}", "--show-only", uninstallJobs},
+	},
+	{
 		name: "values",
 		kustomization: `resources: [REPO/deploy/base]
 namespace: elsewhere
