@@ -20,6 +20,7 @@ out=${OUT:-$target/bench-claims}
 loads=("$@")
 [ ${#loads[@]} -gt 0 ] || loads=(3 10 20 40 burst gate memory)
 
+mkdir -p "$target"
 executable() { sed -n "s/.*\"name\":\"$1\".*\"executable\":\"\([^\"]*\)\".*/\1/p" | tail -n 1; }
 cargo build --locked --profile cluster -p torpor-controller -p torpor-bench --message-format=json >"$target/bench-claims.build" ||
 	die "cargo build failed (see above)"

@@ -20,7 +20,8 @@ need_torpor "reads the pods' cgroups"
 SWAP='' ZRAM=''
 cleanup() {
 	k delete namespace "$NAMESPACE" --ignore-not-found >/dev/null 2>&1 || true
-	[ -z "$SWAP" ] || swapoff "$SWAP"
+	# It may not be swap yet; while it is, it stays.
+	[ -z "$SWAP" ] || swapoff "$SWAP" || ! grep -q "^$SWAP " /proc/swaps
 	case $SWAP in /var/tmp/*) rm -f "$SWAP" ;; esac
 	[ -z "$ZRAM" ] || echo "$ZRAM" >/sys/class/zram-control/hot_remove
 }

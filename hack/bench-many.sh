@@ -17,7 +17,10 @@ need_torpor "reads the pods' processes"
 SWAP=
 cleanup() {
 	k delete namespace "$NAMESPACE" --ignore-not-found --timeout=280s >/dev/null 2>&1 || true
-	[ -z "$SWAP" ] || { swapoff "$SWAP" && rm -f "$SWAP"; }
+	[ -n "$SWAP" ] || return 0
+	# It may not be swap yet; while it is, it stays.
+	swapoff "$SWAP" || ! grep -q "^$SWAP " /proc/swaps
+	rm -f "$SWAP"
 }
 trap cleanup EXIT
 swap_mb=$(((WOKEN > ASLEEP ? WOKEN : ASLEEP) * 60 + 512))

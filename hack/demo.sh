@@ -7,6 +7,8 @@ set -euo pipefail
 
 NAMESPACE=torpor-demo
 FAILED=0
+# A cluster of our own may be up.
+STARTED=no
 
 if [ -n "${KUBECONFIG:-}" ]; then
 	kubectl() { command kubectl "$@"; }
@@ -104,6 +106,7 @@ prepare() {
 		other_cluster_needs
 	else
 		own_cluster_needs
+		STARTED=yes
 		"$REPO_ROOT/hack/cluster" up
 		"$REPO_ROOT/hack/image" dev
 		"$REPO_ROOT/hack/cluster" install-torpor
@@ -237,6 +240,9 @@ finish() {
 	local status=$?
 	rm -rf "$TMP"
 	[ "$status" = 0 ] || [ -z "$STEP_NOW" ] || say "FAILED in: $STEP_NOW (exit code $status)"
+	if [ "$STARTED" = yes ] && [ "${KEEP:-1}" = 0 ]; then
+		"$REPO_ROOT/hack/cluster" down || status=1
+	fi
 	exit "$status"
 }
 TMP=$(mktemp -d)
@@ -259,6 +265,7 @@ if [ "$own_cluster" = no ]; then
 	left="kubectl delete namespace $NAMESPACE takes away what it made"
 elif [ "${KEEP:-1}" = 0 ]; then
 	step "take everything down" "$REPO_ROOT/hack/cluster" down
+	STARTED=no
 	left="The machine is as it was"
 fi
 if [ "$FAILED" != 0 ]; then

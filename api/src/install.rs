@@ -46,6 +46,24 @@ mod tests {
     }
 
     #[test]
+    fn where_critical_pods_need_a_quota_the_agents_and_the_uninstall_jobs_have_one() {
+        let quota = objects(include_str!("../../deploy/base/quota.yaml"));
+        let scope = &quota[0]["spec"]["scopeSelector"]["matchExpressions"][0];
+        for workload in [
+            include_str!("../../deploy/base/agent.yaml"),
+            include_str!("../../deploy/uninstall/job.yaml"),
+        ] {
+            let workload = &objects(workload)[0];
+            let priority = &workload["spec"]["template"]["spec"]["priorityClassName"];
+            assert_eq!(scope["values"][0], *priority);
+            assert_eq!(
+                quota[0]["metadata"]["namespace"],
+                workload["metadata"]["namespace"]
+            );
+        }
+    }
+
+    #[test]
     fn network_policies_open_metrics_to_some_the_proxy_to_all_and_health_to_nobody() {
         let manifests = objects(concat!(
             include_str!("../../deploy/base/controller.yaml"),

@@ -187,6 +187,24 @@ var chartCases = []struct {
 		helm:          []string{"--set", "image.tag=dev,router.tokenReview=true"},
 	},
 	{
+		name: "router's secrets",
+		kustomization: `resources: [REPO/deploy]
+patches:
+- target: {kind: Deployment, name: sandbox-router}
+  patch: |
+    - {op: add, path: /spec/template/spec/containers/0/args/-, value: --authz-mode=scoped-token}
+    - {op: add, path: /spec/template/spec/containers/0/env, value: [{name: ROUTER_AUTH_TOKEN, valueFrom: {secretKeyRef: {name: s, key: token}}}]}
+    - {op: add, path: /spec/template/spec/containers/0/volumeMounts, value: [{name: s, mountPath: /s, readOnly: true}]}
+    - {op: add, path: /spec/template/spec/volumes, value: [{name: s, secret: {secretName: s}}]}
+`,
+		helm: []string{
+			"--set", "image.tag=dev,router.extraArgs={--authz-mode=scoped-token}",
+			"--set-json", `router.env=[{"name":"ROUTER_AUTH_TOKEN","valueFrom":{"secretKeyRef":{"name":"s","key":"token"}}}]`,
+			"--set-json", `router.volumeMounts=[{"name":"s","mountPath":"/s","readOnly":true}]`,
+			"--set-json", `router.volumes=[{"name":"s","secret":{"secretName":"s"}}]`,
+		},
+	},
+	{
 		name:          "monitoring",
 		kustomization: "resources: [REPO/deploy, REPO/deploy/monitoring]",
 		helm:          []string{"--set", "image.tag=dev,metrics.podMonitor.enabled=true,metrics.prometheusRule.enabled=true,metrics.dashboard.enabled=true"},
@@ -227,6 +245,18 @@ patches:
   patch: '- {op: add, path: /spec/template/spec/nodeName, value: node-0}'
 `,
 		helm: []string{"--values", devValues, "--set", "uninstall.nodes={node-0}", "--show-only", uninstallJobs},
+	},
+	{
+		name: "uninstall Job of a node whose name is too long for a Job's",
+		kustomization: `resources: [REPO/deploy/uninstall]
+patches:
+- target: {kind: Job}
+  patch: |
+    - {op: replace, path: /metadata/name, value: torpor-uninstall-ip-192-168-100-100.ap-southeast-1.c-57bcf37831}
+    - {op: add, path: /spec/template/spec/nodeName, value: ip-192-168-100-100.ap-southeast-1.compute.internal}
+  options: {allowNameChange: true}
+`,
+		helm: []string{"--set", "image.tag=dev,uninstall.nodes={ip-192-168-100-100.ap-southeast-1.compute.internal}", "--show-only", uninstallJobs},
 	},
 	{
 		name: "values",

@@ -80,18 +80,11 @@ pub(crate) struct RunArgs {
     #[arg(long, env = "TORPOR_ENABLE_TRACING")]
     pub(crate) enable_tracing: bool,
     /// Address of /metrics
-    #[arg(
-        long,
-        default_value = "0.0.0.0:9644",
-        env = "TORPOR_METRICS_BIND_ADDRESS"
-    )]
+    // Of both families, as the Pod's may be of IPv6 alone.
+    #[arg(long, default_value = "[::]:9644", env = "TORPOR_METRICS_BIND_ADDRESS")]
     pub(crate) metrics_bind_address: SocketAddr,
     /// Address of /healthz and /readyz
-    #[arg(
-        long,
-        default_value = "0.0.0.0:9645",
-        env = "TORPOR_HEALTH_BIND_ADDRESS"
-    )]
+    #[arg(long, default_value = "[::]:9645", env = "TORPOR_HEALTH_BIND_ADDRESS")]
     pub(crate) health_bind_address: SocketAddr,
     /// Most sandboxes that are saved at once; default: half of the node's processors, at least 1
     #[arg(long, value_parser = at_least_one, env = "TORPOR_SAVES_AT_ONCE")]
@@ -397,6 +390,21 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Args::command().debug_assert();
+    }
+
+    /// The kubelet asks at the Pod's first address, which may be of either family.
+    #[test]
+    fn health_and_metrics_are_served_at_the_addresses_of_both_families() {
+        let args = Args::try_parse_from(["torpor-agent", "run", "--node-name=n"]).expect("parses");
+        let Command::Run(run) = args.command else {
+            panic!("{args:?}")
+        };
+        for address in [run.health_bind_address, run.metrics_bind_address] {
+            assert!(
+                address.is_ipv6() && address.ip().is_unspecified(),
+                "{address}"
+            );
+        }
     }
 
     #[test]

@@ -243,7 +243,7 @@ fn no_doze(node: &str, runtime: &NodeRuntime) -> Option<Finding> {
     Some(Finding::warning(
         subject(node),
         format!("the handler {} cannot doze: {why}", runtime.handler),
-        "give the node swap (its own, or the agent's --doze-swap=zram:50%), or what the reason names; sandboxes of gVisor hibernate all the same",
+        "give the node swap (its own, or the installer's --doze-swap=zram:50%), or what the reason names; sandboxes of gVisor hibernate all the same",
     ))
 }
 

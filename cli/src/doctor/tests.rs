@@ -236,6 +236,9 @@ fn an_older_definition_is_told_by_the_fields_that_it_drops() {
     let found = only(&facts);
     assert_eq!(found.severity, Severity::Warning);
     assert!(found.text.contains("status.sandboxes"), "{}", found.text);
+    // Those of a chart are Helm's fields: without it the apiserver refuses them to kubectl.
+    let remedy = found.remedy;
+    assert!(remedy.contains("--force-conflicts"), "{remedy}");
 }
 
 #[rstest]

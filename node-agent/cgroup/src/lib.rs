@@ -144,6 +144,9 @@ impl Hierarchies {
     /// Makes the cgroup where its parent exists: a hierarchy that the kubelet does not use stays as it is.
     pub fn create(&self, relative: &Path) -> Result<(), Error> {
         for path in self.with_parent(relative) {
+            if let Some(parent) = path.parent() {
+                count_memory_below(parent);
+            }
             match std::fs::create_dir(&path) {
                 Ok(()) => {}
                 Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
@@ -390,6 +393,17 @@ fn processor_limit(group: &Path) -> Option<Duration> {
     Some(Duration::from_micros(in_a_second))
 }
 
+/// On v2 a cgroup has the controllers that the one above it hands down. The kubelet hands down none from a Pod's to its containers': that is left to the
+/// runtime. Before the sandbox has any memory, since pages stay counted where they were taken. Where the kernel refuses it the sandbox runs all the same;
+/// that its memory cannot be pushed out is told by its doze.
+fn count_memory_below(parent: &Path) {
+    let controllers = std::fs::read_to_string(parent.join("cgroup.controllers"));
+    let has_memory = |names: String| names.split_whitespace().any(|name| name == "memory");
+    if controllers.is_ok_and(has_memory) {
+        let _ = write(&parent.join("cgroup.subtree_control"), "+memory");
+    }
+}
+
 /// On v1 a new cpuset is empty, and an empty one takes no process.
 fn inherit_cpuset(path: &Path) -> Result<(), Error> {
     let Some(parent) = path.parent() else {
@@ -481,6 +495,30 @@ mod tests {
         assert!(root.path().join(leaf).is_dir());
         hierarchies.remove(leaf).expect("removed");
         hierarchies.remove(leaf).expect("removed again");
+    }
+
+    #[test]
+    fn on_v2_the_memory_of_what_is_made_in_a_pod_is_counted_apart() {
+        let root = v2_tree();
+        let pod = root.path().join("kubepods/pod1");
+        let handed_down = pod.join("cgroup.subtree_control");
+        std::fs::write(
+            pod.join("cgroup.controllers"),
+            "cpuset cpu io memory pids\n",
+        )
+        .expect("written");
+        std::fs::write(&handed_down, "").expect("written");
+        let hierarchies = Hierarchies::find(root.path()).expect("found");
+        let leaf = Path::new("kubepods/pod1/torpor-x");
+        hierarchies.create(leaf).expect("created");
+        assert_eq!(
+            std::fs::read_to_string(&handed_down).expect("read"),
+            "+memory"
+        );
+        std::fs::remove_file(&handed_down).expect("removed");
+        hierarchies
+            .create(leaf)
+            .expect("a refusal keeps nothing from running");
     }
 
     #[test]

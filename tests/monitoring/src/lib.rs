@@ -233,6 +233,29 @@ mod tests {
         }
     }
 
+    /// Names that are not Torpor's alone: of every controller in the cluster, of the control plane, of every target.
+    const EVERYBODYS: [&str; 3] = ["controller_runtime_", "leader_election_", "up"];
+
+    #[test]
+    fn what_others_have_too_is_asked_of_our_jobs_alone() {
+        for asked in asked() {
+            let used = used(&asked).unwrap_or_else(|error| panic!("{error}"));
+            for used in used {
+                let name = &used.metric;
+                let shared = EVERYBODYS.iter().any(|prefix| name.starts_with(prefix));
+                let ours = used.labels.contains("job");
+                assert!(ours || !shared, "{}: whose {name}?", used.place);
+            }
+        }
+    }
+
+    #[test]
+    fn alerts_name_nodes_and_no_addresses() {
+        let all = rules().to_string();
+        assert!(all.contains("$labels.node"), "{all}");
+        assert!(!all.contains("instance"), "{all}");
+    }
+
     #[test]
     fn both_forms_of_the_alerts_are_the_same() {
         assert_eq!(prometheus_rule()["spec"], rules());
