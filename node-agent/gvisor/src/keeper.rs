@@ -77,6 +77,9 @@ pub enum Request {
     Exit { code: u8 },
     /// To the pause container's keeper, with a pidfd of that container's keeper beside it: when that one is gone, see to what is left.
     Mind { container: ContainerId },
+    /// To a container's keeper, with one end of a pipe beside it: an exec has started this process in the container, and whoever has the other end stands for
+    /// it. He writes a byte once it has ended. If he is gone without, he was killed, and the process is to end as well.
+    Exec { pid: i32 },
     /// Run torpor-oci on the host, as a child of the pod's shim; its answer is the answer. The pod's lock comes beside
     /// the message, and the program holds it to its end, whatever becomes of who asked.
     Run {

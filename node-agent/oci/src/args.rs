@@ -95,6 +95,13 @@ pub(crate) enum Command {
     /// See to a container whose keeper is gone: nobody would learn of its program's end (run by the pause container's keeper)
     #[command(hide = true)]
     Bereave { id: ContainerId },
+    /// End a process that exec started, and whose waiter was killed (run by its container's keeper)
+    #[command(hide = true)]
+    EndExec {
+        id: ContainerId,
+        /// In the sandbox
+        pid: i32,
+    },
     /// Say when the pod's links last carried a packet, as a JSON answer (run by a keeper; standard input holds the pod's lock)
     #[command(hide = true)]
     Traffic { sandbox: SandboxId },

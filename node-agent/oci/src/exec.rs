@@ -3,19 +3,22 @@
 //! The process is started over the sandbox' control socket, which costs less than a tenth of the runsc command. The shim
 //! wants a pid to watch: a waiter, which ends as the process in the sandbox ends.
 
+use std::io::PipeWriter;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use nix::errno::Errno;
-use nix::sys::signal::SigSet;
+use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::{Gid, Uid, fchown};
 use serde_json::Value;
 use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_gvisor::control::{Control, SignalScope};
 use torpor_gvisor::exec::exec_args;
+use torpor_gvisor::keeper::{self, Request};
 use torpor_gvisor::record::{
     ContainerRecord, PodLock, ProbeNote, SandboxState, Session, WakeCause,
 };
@@ -31,6 +34,8 @@ use crate::state::{refuse_frozen, stands_still};
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 /// What the shim is told when the sandbox died under the process: as if it had been killed.
 const KILLED: u8 = 137;
+/// A killed process is gone within a millisecond.
+const END_LIMIT: Duration = Duration::from_secs(3);
 
 pub(crate) fn exec(node: &Node, args: &ExecArgs) -> anyhow::Result<()> {
     ensure!(
@@ -63,9 +68,13 @@ pub(crate) fn exec(node: &Node, args: &ExecArgs) -> anyhow::Result<()> {
         Session::Probe => processor_time(node, &record.sandbox),
         Session::Use => None,
     };
+    let (end, ended) = std::io::pipe().context("cannot make a pipe")?;
     let pid = start(node, &record.sandbox, &request, terminal.as_ref())?;
+    let dir = node.records.container_dir(&args.id);
+    // Without it (a keeper of an older version) the process runs on when its waiter is killed.
+    let _ = keeper::ask(&dir, &Request::Exec { pid }, &[end.as_fd()], CALL_LIMIT);
     node.records.note_session(&record.sandbox, session)?;
-    let mut waiter = waiter(&record.sandbox, &args.id, pid, terminal);
+    let mut waiter = waiter(&record.sandbox, &args.id, pid, terminal, ended);
     if session == Session::Probe {
         waiter.arg("--probe");
     }
@@ -212,12 +221,13 @@ fn start(
 }
 
 /// A waiter for a terminal has it as its controlling terminal, so that the kernel tells it of new window sizes and of keys
-/// that mean signals.
+/// that mean signals. `ended`: where the container's keeper hears that the process has ended.
 fn waiter(
     sandbox: &SandboxId,
     container: &ContainerId,
     pid: i32,
     terminal: Option<OwnedFd>,
+    ended: PipeWriter,
 ) -> Command {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("torpor-exec").arg("exec-waiter");
@@ -225,10 +235,7 @@ fn waiter(
         .arg(sandbox.as_str())
         .arg(container.as_str())
         .arg(pid.to_string());
-    command
-        .current_dir("/")
-        .stdout(Stdio::null())
-        .stderr(Stdio::null());
+    command.current_dir("/").stdout(ended).stderr(Stdio::null());
     match terminal {
         Some(terminal) => command.arg("--terminal").stdin(terminal),
         None => command.stdin(Stdio::null()),
@@ -291,13 +298,38 @@ pub(crate) fn wait(
     let code = control
         .wait_result()
         .map_or(KILLED, |status| status.exit_code());
+    // A keeper that is gone, or of an older version, does not listen.
+    let _ = rustix::io::write(std::io::stdout(), &[0]);
     // The pod may be gone with the process.
     let _ = node.records.note_session(sandbox, session);
     Ok(ExitCode::from(code))
 }
 
+/// Ends a process whose waiter was killed: the shim kills the waiter of what takes too long (a probe), and knows of nobody else. The process would run on, one more
+/// for each probe, and hold the streams for whose end containerd waits before it answers the kubelet.
+pub(crate) fn end(node: &Node, container: &ContainerId, pid: i32) {
+    // One whose container was removed has ended with it.
+    if let Ok(record) = node.container(container) {
+        end_process(node.runsc.root(), &record.sandbox, container, pid);
+    }
+}
+
+/// Waits for its end too: gVisor keeps the status of one that nobody waits for.
+fn end_process(root: &Path, sandbox: &SandboxId, container: &ContainerId, pid: i32) {
+    let container = container.as_str();
+    let connect = || Control::connect(root, sandbox.as_str());
+    // What has ended by itself, or with its sandbox, needs no signal.
+    let Ok(mut waiting) = connect() else { return };
+    let waits = waiting.begin_wait_pid(container, pid).is_ok();
+    let (kill, scope) = (Signal::SIGKILL as i32, SignalScope::Process);
+    let killed =
+        connect().and_then(|mut control| control.signal(container, pid, kill, scope, END_LIMIT));
+    if waits && killed.is_ok() {
+        let _ = waiting.wait_result_within(END_LIMIT);
+    }
+}
+
 fn terminal_signals() -> SigSet {
-    use nix::sys::signal::Signal;
     SigSet::from_iter([
         Signal::SIGWINCH,
         Signal::SIGINT,
@@ -310,9 +342,48 @@ fn terminal_signals() -> SigSet {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixListener;
+
+    use serde_json::json;
     use torpor_core::ids::ImageId;
+    use torpor_gvisor::control::socket_path;
 
     use super::*;
+
+    #[test]
+    fn what_nobody_stands_for_any_more_is_killed_and_waited_for() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let sandbox = SandboxId::new("5".repeat(64)).expect("an id");
+        let container = ContainerId::try_from("c".repeat(64)).expect("an id");
+        let path = socket_path(dir.path(), sandbox.as_str());
+        let listener = UnixListener::bind(path).expect("a socket");
+        let sandbox_answers = std::thread::spawn(move || {
+            // All at once: a request is one message.
+            let hear = || {
+                let (mut peer, _) = listener.accept().expect("a connection");
+                let mut request = [0; 4096];
+                let length = peer.read(&mut request).expect("a request");
+                let request: Value = serde_json::from_slice(&request[..length]).expect("JSON");
+                (peer, request)
+            };
+            let ((mut waits, wait), (mut kills, kill)) = (hear(), hear());
+            for (peer, result) in [(&mut kills, "null"), (&mut waits, "9")] {
+                let answer = format!(r#"{{"success":true,"err":"","result":{result}}}"#);
+                peer.write_all(answer.as_bytes()).expect("answered");
+            }
+            (wait, kill)
+        });
+        end_process(dir.path(), &sandbox, &container, 7);
+        let (wait, kill) = sandbox_answers.join().expect("no panic");
+        assert_eq!(wait["method"], json!("containerManager.WaitPID"));
+        assert_eq!(kill["method"], json!("containerManager.Signal"));
+        let whom = json!({ "CID": container.as_str(), "Signo": 9, "PID": 7, "Mode": 0 });
+        assert_eq!(kill["arg"], whom);
+        drop(dir);
+        let gone = Path::new("/nonexistent");
+        end_process(gone, &sandbox, &container, 7);
+    }
 
     #[test]
     fn a_probe_is_answered_for_who_stands_still_also_while_somebody_is_at_work_on_it() {

@@ -29,6 +29,7 @@ use crate::node::Node;
 use crate::restore;
 
 mod children;
+mod execs;
 mod loopback;
 mod mute;
 mod others;
@@ -39,6 +40,7 @@ mod typing;
 mod watch;
 
 use children::{Children, Purpose};
+use execs::Execs;
 use loopback::{Arrival, Loopback, MOST_FORWARDS};
 use others::Others;
 use relay::Relay;
@@ -64,6 +66,7 @@ struct Keeper<'a> {
     children: Children,
     /// The pause container's keeper minds those of the other containers.
     others: Others,
+    execs: Execs,
     /// The pause container's keeper has it, unless the kernel has no way to it.
     loopback: Option<Loopback>,
     /// While the pod's sandbox is saved, sleeps and wakes.
@@ -88,6 +91,7 @@ pub(crate) fn run(node: &Node, args: &KeeperArgs) -> anyhow::Result<ExitCode> {
         typing: Typing::new(relay::borrow_stdin()),
         children: Children::default(),
         others: Others::default(),
+        execs: Execs::default(),
         loopback,
         watch: None,
         stirred: true,
@@ -123,6 +127,9 @@ impl Keeper<'_> {
         let ended = self.children.reap();
         for container in self.others.gone() {
             self.bereave(&container);
+        }
+        for pid in self.execs.abandoned() {
+            self.end_exec(pid);
         }
         if let Some(watch) = &mut self.watch {
             let next = watch.turn();
@@ -201,6 +208,7 @@ impl Keeper<'_> {
         }
         fds.extend(self.children.interests());
         fds.extend(self.others.interests());
+        fds.extend(self.execs.interests());
         let quiet = match poll(&mut fds, patience) {
             Ok(happened) => happened == 0,
             Err(nix::Error::EINTR) => false,
@@ -427,6 +435,15 @@ impl Keeper<'_> {
     /// A program does it, because it may have to wait for the pod's lock. One that cannot be started is not missed: the end of the pod ends the container too.
     fn bereave(&mut self, container: &ContainerId) {
         if let Ok(child) = spawn("torpor-bereave", &["bereave", container.as_str()]) {
+            self.children.add(Purpose::Verb, child);
+        }
+    }
+
+    /// A program does it, because the sandbox may take its time to answer.
+    fn end_exec(&mut self, pid: i32) {
+        let pid = pid.to_string();
+        let args = ["end-exec", self.record.id.as_str(), pid.as_str()];
+        if let Ok(child) = spawn("torpor-end-exec", &args) {
             self.children.add(Purpose::Verb, child);
         }
     }

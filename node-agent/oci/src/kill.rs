@@ -2,10 +2,10 @@
 
 use std::str::FromStr;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use nix::sys::signal::Signal;
 use torpor_cgroup as cgroup;
-use torpor_core::ids::ContainerId;
+use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_gvisor::control::{self, Control, SignalScope};
 use torpor_gvisor::keeper::{self, Request};
 use torpor_gvisor::pause;
@@ -17,6 +17,29 @@ use crate::restore;
 
 /// The shim knows by these words that there is nothing left to kill.
 const FINISHED: &str = "container not running";
+
+/// By its number: nix knows no real-time signals, by one of which (SIGRTMIN+3) an image that runs systemd wants to be stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Number(i32);
+
+impl Number {
+    /// Linux has signals from 1 to this one.
+    const LAST: i32 = 64;
+    /// The first that means what its sender wants it to mean.
+    const FIRST_REAL_TIME: i32 = 32;
+}
+
+impl From<Signal> for Number {
+    fn from(signal: Signal) -> Self {
+        Self(signal as i32)
+    }
+}
+
+impl PartialEq<Signal> for Number {
+    fn eq(&self, signal: &Signal) -> bool {
+        *self == Self::from(*signal)
+    }
+}
 
 /// How a container gets a signal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,7 +78,7 @@ pub(crate) fn kill(node: &Node, id: &ContainerId, signal: &str, all: bool) -> an
 
 /// A sandbox of which nothing can be found out (it answers no question in time, or its records cannot be read) is ended as a whole when the
 /// kubelet has decided that it must go: otherwise it would stay for as long as it is silent, and its programs have that in their hands.
-fn way(signal: Signal, prepared: anyhow::Result<Way>) -> anyhow::Result<Way> {
+fn way(signal: Number, prepared: anyhow::Result<Way>) -> anyhow::Result<Way> {
     match prepared {
         Err(error) if signal == Signal::SIGKILL => {
             eprintln!("torpor-oci: the sandbox is ended as a whole: {error:#}");
@@ -66,11 +89,13 @@ fn way(signal: Signal, prepared: anyhow::Result<Way>) -> anyhow::Result<Way> {
 }
 
 /// What has to be before the container can get the signal, and how it then does. The caller holds the lock.
-fn prepare(node: &Node, record: &ContainerRecord, signal: Signal) -> anyhow::Result<Way> {
+fn prepare(node: &Node, record: &ContainerRecord, signal: Number) -> anyhow::Result<Way> {
     let sandbox = &record.sandbox;
-    match restore::settled(node, sandbox)? {
+    let state = restore::settled(node, sandbox)?;
+    let is_end = ends(signal) || is_suspended(node, sandbox);
+    match state {
         SandboxState::Running if keeper_is_gone(node, &record.id) => Ok(Way::ToOrphan),
-        SandboxState::Hibernated { .. } | SandboxState::Restoring { .. } if ends(signal) => {
+        SandboxState::Hibernated { .. } | SandboxState::Restoring { .. } if is_end => {
             Ok(Way::ToRemains)
         }
         SandboxState::Hibernated { .. } => {
@@ -78,12 +103,10 @@ fn prepare(node: &Node, record: &ContainerRecord, signal: Signal) -> anyhow::Res
             Ok(Way::ToProgram)
         }
         SandboxState::Restoring { .. } => bail!("the sandbox is being restored: nothing runs yet"),
-        SandboxState::Running if ends(signal) && is_saved_and_paused(node, record)? => {
-            Ok(Way::ToKeeper)
-        }
+        SandboxState::Running if is_end && is_saved_and_paused(node, record)? => Ok(Way::ToKeeper),
         // Nobody may wake it, and nobody brings back what it has lost: who ends it must not wait for that.
         SandboxState::Running
-            if ends(signal)
+            if is_end
                 && !node.records.is_held_open(sandbox)?
                 && restore::sleep_on(node, sandbox)? =>
         {
@@ -97,6 +120,13 @@ fn prepare(node: &Node, record: &ContainerRecord, signal: Signal) -> anyhow::Res
             Ok(Way::ToProgram)
         }
     }
+}
+
+/// Its program goes on in another Pod, from the image, and nothing is told it here: whatever signal the image wants to be stopped by (SIGWINCH, SIGUSR1), it would wake the sandbox, and the
+/// memory would be lost with this Pod.
+fn is_suspended(node: &Node, sandbox: &SandboxId) -> bool {
+    let pod = node.records.pod(sandbox);
+    pod.is_ok_and(|pod| node.records.suspends(&pod.pod_uid))
 }
 
 /// The container's keeper is gone, and with it who tells of its end: containerd takes the container for ended, and waits for its output, which the program still holds.
@@ -129,7 +159,7 @@ fn end_sandbox(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
 fn end_by_force(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
     end_sandbox(node, record)?;
     // One that is gone has seen it.
-    let _ = end_keeper(node, &record.id, Signal::SIGKILL);
+    let _ = end_keeper(node, &record.id, Signal::SIGKILL.into());
     Ok(())
 }
 
@@ -159,8 +189,8 @@ fn keeper_is_gone(node: &Node, id: &ContainerId) -> bool {
 }
 
 /// Ends a container whose program does not run: `delete` removes the rest.
-fn end_keeper(node: &Node, id: &ContainerId, signal: Signal) -> anyhow::Result<()> {
-    let code = 128 + u8::try_from(signal as i32).unwrap_or(0);
+fn end_keeper(node: &Node, id: &ContainerId, signal: Number) -> anyhow::Result<()> {
+    let code = 128 + u8::try_from(signal.0).unwrap_or(0);
     let dir = node.records.container_dir(id);
     match keeper::ask(&dir, &Request::Exit { code }, &[], CALL_LIMIT) {
         Err(keeper::Error::Gone { .. }) => bail!(FINISHED),
@@ -190,7 +220,7 @@ fn run_on(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
 
 /// Sends the signal, and has the keeper wait for the container's end if it does not yet: containerd dies now and then between a container's creation and its start, in which nobody has
 /// told the keeper of a program. For one that has none the wait ends at once.
-fn deliver(node: &Node, record: &ContainerRecord, signal: Signal, all: bool) -> anyhow::Result<()> {
+fn deliver(node: &Node, record: &ContainerRecord, signal: Number, all: bool) -> anyhow::Result<()> {
     let sent = send(node, record, signal, all);
     if ends(signal) {
         let dir = node.records.container_dir(&record.id);
@@ -200,21 +230,19 @@ fn deliver(node: &Node, record: &ContainerRecord, signal: Signal, all: bool) -> 
     sent
 }
 
-fn send(node: &Node, record: &ContainerRecord, signal: Signal, all: bool) -> anyhow::Result<()> {
+fn send(node: &Node, record: &ContainerRecord, signal: Number, all: bool) -> anyhow::Result<()> {
     let scope = if all {
         SignalScope::All
     } else {
         SignalScope::Process
     };
-    let sent =
-        Control::connect(node.runsc.root(), record.sandbox.as_str()).and_then(|mut control| {
-            control.signal(record.id.as_str(), 0, signal as i32, scope, CALL_LIMIT)
-        });
+    let sent = Control::connect(node.runsc.root(), record.sandbox.as_str())
+        .and_then(|mut control| control.signal(record.id.as_str(), 0, signal.0, scope, CALL_LIMIT));
     match sent {
         Ok(()) => Ok(()),
         // Its keeper sees that too, unless the sandbox died before it listened.
         Err(control::Error::NotRunning { .. }) if ends(signal) => {
-            end_keeper(node, &record.id, Signal::SIGKILL)
+            end_keeper(node, &record.id, Signal::SIGKILL.into())
         }
         Err(control::Error::NotRunning { .. }) => bail!(FINISHED),
         Err(control::Error::Refused { message, .. })
@@ -236,17 +264,20 @@ fn send(node: &Node, record: &ContainerRecord, signal: Signal, all: bool) -> any
 }
 
 /// Whether the signal, unhandled, ends a process: the program of a hibernated container cannot handle it any more.
-fn ends(signal: Signal) -> bool {
-    matches!(
-        signal,
-        Signal::SIGTERM | Signal::SIGKILL | Signal::SIGINT | Signal::SIGQUIT | Signal::SIGHUP
-    )
+fn ends(signal: Number) -> bool {
+    let known = matches!(
+        Signal::try_from(signal.0),
+        Ok(Signal::SIGTERM | Signal::SIGKILL | Signal::SIGINT | Signal::SIGQUIT | Signal::SIGHUP)
+    );
+    known || signal.0 >= Number::FIRST_REAL_TIME
 }
 
 /// A number, or a name with or without SIG.
-fn parse(signal: &str) -> anyhow::Result<Signal> {
+fn parse(signal: &str) -> anyhow::Result<Number> {
     if let Ok(number) = signal.parse::<i32>() {
-        return Signal::try_from(number).with_context(|| format!("unknown signal {signal}"));
+        let known = (1..=Number::LAST).contains(&number);
+        ensure!(known, "unknown signal {signal}");
+        return Ok(Number(number));
     }
     let upper = signal.to_ascii_uppercase();
     let name = if upper.starts_with("SIG") {
@@ -254,34 +285,85 @@ fn parse(signal: &str) -> anyhow::Result<Signal> {
     } else {
         format!("SIG{upper}")
     };
-    Signal::from_str(&name).with_context(|| format!("unknown signal {signal}"))
+    let named = Signal::from_str(&name).map(Number::from);
+    named.with_context(|| format!("unknown signal {signal}"))
 }
 
 #[cfg(test)]
 mod tests {
+    use torpor_core::Entry;
+    use torpor_core::ids::ImageId;
+    use torpor_gvisor::spec::Role;
+    use torpor_snapshots::{Digest, Store};
+
     use super::*;
+    use crate::node::tests::one_pod;
 
     #[test]
     fn signals_are_understood_by_number_and_by_name() {
         for text in ["15", "TERM", "SIGTERM", "term"] {
             assert_eq!(parse(text).expect("a signal"), Signal::SIGTERM, "{text}");
         }
-        parse("SIGNONE").unwrap_err();
-        parse("0").unwrap_err();
+        for text in ["SIGNONE", "0", "65", "-1"] {
+            parse(text).expect_err(text);
+        }
+        // What an image of systemd is stopped by.
+        let real_time = parse("37").expect("a signal");
+        assert!(ends(real_time) && real_time == Number(37));
+    }
+
+    #[test]
+    fn a_sandbox_that_is_being_suspended_is_woken_by_no_signal() {
+        let (_dir, node, pod) = one_pod();
+        let image = ImageId::parse("pod-a.1").expect("an id");
+        let store = Store::open(&node.config.store_dir).expect("a store");
+        let ledger = store.ledger(&pod.pod_uid).expect("a ledger");
+        let committed = Entry::Committed {
+            image: image.clone(),
+        };
+        ledger.append(&committed).expect("written");
+        let hibernated = SandboxState::Hibernated { image };
+        let state = node.records.write_state(&pod.sandbox, &hibernated);
+        state.expect("written");
+        let record = ContainerRecord {
+            id: ContainerId::try_from("c".repeat(64)).expect("an id"),
+            sandbox: pod.sandbox.clone(),
+            role: Role::Container,
+            name: "a".to_owned(),
+            terminal: false,
+            cgroup: pod.cgroup.with_file_name("c"),
+            spec_digest: Digest::of(b""),
+            keeper_pid: 0,
+            completed: None,
+        };
+        for (signal, suspends, ends) in [
+            (Number::from(Signal::SIGTERM), false, true),
+            (Signal::SIGWINCH.into(), false, false),
+            (Signal::SIGWINCH.into(), true, true),
+            (Signal::SIGUSR1.into(), true, true),
+            (Number(37), false, true),
+        ] {
+            let noted = node.records.note_suspends(&pod.pod_uid, suspends);
+            noted.expect("noted");
+            // A wake fails here: there is no keeper.
+            let way = prepare(&node, &record, signal);
+            let ended = way.is_ok_and(|way| way == Way::ToRemains);
+            assert_eq!(ended, ends, "{signal:?} {suspends}");
+        }
     }
 
     #[test]
     fn a_sandbox_that_answers_no_question_does_not_keep_the_kubelet_from_ending_it() {
         let silent = || anyhow::anyhow!("the sandbox gave no answer to debug.Stacks");
-        let killed = way(Signal::SIGKILL, Err(silent())).expect("a way");
+        let killed = way(Signal::SIGKILL.into(), Err(silent())).expect("a way");
         assert_eq!(killed, Way::ByForce);
         for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGUSR1] {
-            way(signal, Err(silent())).expect_err("it may answer later");
+            way(signal.into(), Err(silent())).expect_err("it may answer later");
         }
         // Where all is known nothing changes.
         for known in [Way::ToOrphan, Way::ToRemains, Way::ToKeeper, Way::ToProgram] {
             for signal in [Signal::SIGKILL, Signal::SIGTERM] {
-                assert_eq!(way(signal, Ok(known)).expect("a way"), known);
+                assert_eq!(way(signal.into(), Ok(known)).expect("a way"), known);
             }
         }
     }

@@ -64,6 +64,7 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Delete { id, force: false } => delete::delete(&node, id, false)?,
         Command::Remove { id } => delete::delete(&node, id, true)?,
         Command::Bereave { id } => kill::bereave(&node, id)?,
+        Command::EndExec { id, pid } => exec::end(&node, id, *pid),
         Command::Exec(args) => exec::exec(&node, args)?,
         Command::Pause { id } => state::pause(&node, id)?,
         Command::Resume { id } => state::resume(&node, id)?,

@@ -75,3 +75,55 @@ impl Node {
         record.with_context(|| format!("container {} does not exist", id.as_str()))
     }
 }
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::path::PathBuf;
+
+    use torpor_core::ids::{Namespace, PodUid};
+    use torpor_gvisor::net::Addresses;
+    use torpor_gvisor::record::PodRecord;
+
+    use super::*;
+
+    /// A node on files, with one pod.
+    pub(crate) fn one_pod() -> (tempfile::TempDir, Node, PodRecord) {
+        let dir = tempfile::tempdir().expect("a directory");
+        std::fs::write(dir.path().join("cgroup.controllers"), "cpu").expect("written");
+        let config = Config {
+            runsc: PathBuf::new(),
+            runsc_digest: String::new(),
+            state_dir: dir.path().join("state"),
+            store_dir: dir.path().join("store"),
+            kubelet_root: PathBuf::new(),
+            kubelet_port: 10250,
+            platform: String::new(),
+            expedite_wakes: false,
+            wakes_at_once: 0,
+            debug_log_dir: None,
+        };
+        std::fs::create_dir(&config.store_dir).expect("made");
+        let node = Node {
+            runsc: Runsc::new(&config),
+            records: Records::new(&config),
+            cgroups: Hierarchies::find(dir.path()).expect("found"),
+            config,
+        };
+        let pod = PodRecord {
+            sandbox: SandboxId::new("5".repeat(64)).expect("an id"),
+            pod_uid: PodUid::new("pod-a").expect("a uid"),
+            namespace: Namespace::new("default").expect("a name"),
+            name: "a".to_owned(),
+            runsc: PathBuf::new(),
+            runsc_digest: String::new(),
+            network_namespace: None,
+            addresses: Addresses::default(),
+            cgroup: "kubepods/pod1/torpor-555555555555".into(),
+            volumes: Vec::new(),
+            cold_start_on_failure: false,
+        };
+        node.records.create_pod_dir(&pod.sandbox).expect("made");
+        node.records.write_pod(&pod).expect("written");
+        (dir, node, pod)
+    }
+}

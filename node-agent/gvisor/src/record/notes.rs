@@ -201,7 +201,8 @@ impl Records {
     /// Held by a process that somebody runs in the sandbox (exec), for as long as it runs.
     pub fn join_sessions(&self, sandbox: &SandboxId, session: Session) -> Result<PodLock, Error> {
         let (path, file) = self.file_to_lock(sandbox, session.file())?;
-        let locked = Flock::lock(file, FlockArg::LockSharedNonblock);
+        // Who looks whether there is any has it for a moment.
+        let locked = Flock::lock(file, FlockArg::LockShared);
         locked
             .map(PodLock)
             .map_err(|(_, source)| Error::Lock { path, source })
@@ -416,6 +417,25 @@ mod tests {
             let note: WakeNote = serde_json::from_str(&written).expect(word);
             assert_eq!(note.cause, cause);
         }
+    }
+
+    #[test]
+    fn a_session_that_begins_while_somebody_looks_for_some_is_one() {
+        let (_dir, records, sandbox) = one_pod();
+        let (_, file) = records
+            .file_to_lock(&sandbox, Session::Use.file())
+            .expect("a file");
+        let looks = locks::try_exclusive(file).expect("tried");
+        std::thread::scope(|scope| {
+            let joins = scope.spawn(|| records.join_sessions(&sandbox, Session::Use));
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            drop(looks);
+            let session = joins.join().expect("no panic").expect("joined");
+            let has_some = || records.has_sessions(&sandbox, Session::Use);
+            assert!(has_some().expect("looked"));
+            drop(session);
+            assert!(!has_some().expect("looked"));
+        });
     }
 
     #[test]

@@ -158,6 +158,13 @@ impl Keeper<'_> {
                     answer(&peer, &Answer::refused("BadRequest", missing), &[]);
                 }
             },
+            Request::Exec { pid } => match files.pop_front() {
+                Some(end) => {
+                    self.execs.add(*pid, end);
+                    answer(&peer, &done, &[]);
+                }
+                None => answer(&peer, &Answer::refused("BadRequest", "no pipe".into()), &[]),
+            },
             Request::Run { verb, image, cause } => match files.pop_front() {
                 Some(lock) => self.run(*verb, image.as_ref(), *cause, lock, peer),
                 None => answer(&peer, &Answer::refused("BadRequest", "no lock".into()), &[]),

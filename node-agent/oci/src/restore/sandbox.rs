@@ -440,13 +440,9 @@ mod tests {
     use std::path::PathBuf;
 
     use anyhow::ensure;
-    use torpor_cgroup::Hierarchies;
-    use torpor_core::ids::{Namespace, PodUid};
-    use torpor_gvisor::config::Config;
-    use torpor_gvisor::net::Addresses;
-    use torpor_gvisor::record::Records;
 
     use super::*;
+    use crate::node::tests::one_pod;
     use crate::restore::catch_up;
 
     const LIMIT: &str = "20000 100000";
@@ -460,41 +456,8 @@ mod tests {
 
     impl Limited {
         fn new() -> Self {
-            let dir = tempfile::tempdir().expect("a directory");
-            std::fs::write(dir.path().join("cgroup.controllers"), "cpu").expect("written");
-            let config = Config {
-                runsc: PathBuf::new(),
-                runsc_digest: String::new(),
-                state_dir: dir.path().join("state"),
-                store_dir: PathBuf::new(),
-                kubelet_root: PathBuf::new(),
-                kubelet_port: 10250,
-                platform: String::new(),
-                expedite_wakes: false,
-                wakes_at_once: 0,
-                debug_log_dir: None,
-            };
-            let node = Node {
-                runsc: Runsc::new(&config),
-                records: Records::new(&config),
-                cgroups: Hierarchies::find(dir.path()).expect("found"),
-                config,
-            };
-            let pod = PodRecord {
-                sandbox: SandboxId::new("5".repeat(64)).expect("an id"),
-                pod_uid: PodUid::new("pod-a").expect("a uid"),
-                namespace: Namespace::new("default").expect("a name"),
-                name: "a".to_owned(),
-                runsc: PathBuf::new(),
-                runsc_digest: String::new(),
-                network_namespace: None,
-                addresses: Addresses::default(),
-                cgroup: "kubepods/pod1/torpor-555555555555".into(),
-                volumes: Vec::new(),
-                cold_start_on_failure: false,
-            };
+            let (dir, node, pod) = one_pod();
             std::fs::create_dir_all(dir.path().join(&pod.cgroup)).expect("made");
-            node.records.create_pod_dir(&pod.sandbox).expect("made");
             let limited = Self { dir, node, pod };
             std::fs::write(limited.file(), LIMIT).expect("written");
             limited
