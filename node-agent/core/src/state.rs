@@ -356,6 +356,8 @@ pub struct Failures {
     pub save: Option<Failure>,
     /// Wake.
     pub wake: Option<Failure>,
+    /// DiscardPartial, DiscardImage, ReleaseImage, DiscardLedger. What cannot be removed keeps no sandbox standing still.
+    pub removal: Option<Failure>,
     /// Everything else.
     pub upkeep: Option<Failure>,
 }
@@ -376,13 +378,11 @@ impl Failures {
             | StepKind::Reclaim
             | StepKind::End => &mut self.save,
             StepKind::Wake => &mut self.wake,
-            StepKind::Resume
-            | StepKind::Record
-            | StepKind::ForgetSleep
-            | StepKind::DiscardPartial
+            StepKind::DiscardPartial
             | StepKind::DiscardImage
             | StepKind::ReleaseImage
-            | StepKind::DiscardLedger => &mut self.upkeep,
+            | StepKind::DiscardLedger => &mut self.removal,
+            StepKind::Resume | StepKind::Record | StepKind::ForgetSleep => &mut self.upkeep,
         };
         let (reason, message) = match outcome {
             Outcome::Stale => return,
