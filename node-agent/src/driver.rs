@@ -230,6 +230,7 @@ impl Driver {
         };
         remembered.idle = idle;
         remembered.told = look.told.take();
+        remembered.failures = std::mem::take(&mut look.failures);
         remembered.failed_wakes = look.failed_wakes;
         shared.pressure.note(pod_uid, look.candidate.take());
         if look.nothing {
@@ -508,6 +509,8 @@ struct Look {
     decided: Timestamp,
     /// Who wants it, if the plan wakes it.
     cause: WakeCause,
+    /// What of the failures before is not made good yet.
+    failures: Failures,
     failed_wakes: FailedWakes,
     /// The sandbox, if Kata runs it: then there is neither record nor lock.
     kata: Option<Held>,

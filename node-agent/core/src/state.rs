@@ -363,6 +363,13 @@ pub struct Failures {
 }
 
 impl Failures {
+    /// Takes note of how the sandbox is found. One that lives has woken, whoever woke it: what failed before it did is made good.
+    pub fn saw(&mut self, live: Live) {
+        if matches!(live, Live::Running | Live::Paused) {
+            self.wake = None;
+        }
+    }
+
     /// Takes note of what became of a step. Call it for each executed step.
     ///
     /// An unknown outcome counts as a failure here, so that a call that always times out is not repeated without a pause.

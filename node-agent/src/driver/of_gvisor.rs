@@ -41,6 +41,9 @@ pub(super) fn look(
     }
     let failures = &remembered.failures;
     let mut observed = observe(node, &pod_uid, record.as_ref(), failures, busy);
+    if !busy {
+        observed.failures.saw(observed.live);
+    }
     // Nobody runs in one that sleeps.
     observed.added = record
         .as_ref()
@@ -109,6 +112,7 @@ pub(super) fn look(
         told,
         decided: now,
         cause: wakes::cause(pod, observed.asleep_since, now),
+        failures: observed.failures,
         failed_wakes,
         kata: None,
     };

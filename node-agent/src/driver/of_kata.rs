@@ -59,6 +59,7 @@ pub(super) fn look(
         told: None,
         decided: now,
         cause: wakes::cause(Some(pod), observed.asleep_since, now),
+        failures: observed.failures,
         failed_wakes: remembered.failed_wakes,
         kata: looked.held,
     };

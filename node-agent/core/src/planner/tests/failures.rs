@@ -35,3 +35,18 @@ fn what_cannot_be_removed_keeps_no_sandbox_standing_still() {
         &[StepKind::DiscardPartial],
     );
 }
+
+#[test]
+fn a_wake_that_failed_is_not_told_of_the_next_sleep_when_somebody_else_woke_it() {
+    let mut asleep = hibernated();
+    let wake = Action::Wake { image: image(1) };
+    asleep.failures.note(&wake, &failed(), at(999));
+    let restored = |observed: &Observed| planned(&desired(Power::Asleep), observed).status.restored;
+    for live in [Live::None, Live::Unknown] {
+        asleep.failures.saw(live);
+        assert!(restored(&asleep).is_some(), "it has not woken since");
+    }
+    asleep.failures.saw(Live::Running);
+    assert_eq!(restored(&asleep), None);
+    assert_steps(&desired(Power::Awake), &asleep, &[StepKind::Wake]);
+}
