@@ -268,7 +268,9 @@ fn doze(context: &Context<'_>) -> Outcome {
         // The next plan resumes it.
         return unwatched;
     }
-    tell_those_with_pipes(context);
+    if let Some((record, _)) = context.sandbox {
+        tell_those_with_pipes(context.node, &record.sandbox);
+    }
     outcome
 }
 
@@ -477,21 +479,19 @@ fn unwatched(by_itself: bool, refused: Option<&keeper::Error>) -> Option<Outcome
 }
 
 /// The keeper of a terminal carries what is typed, and sees it. What stands in a pipe only gVisor reads, which now stands still.
-fn tell_those_with_pipes(context: &Context<'_>) {
+pub(crate) fn tell_those_with_pipes(node: &Node, sandbox: &SandboxId) {
     let with_pipe = |one: &ContainerRecord| one.role == Role::Container && !one.terminal;
-    if let Some((record, _)) = context.sandbox {
-        tell_keepers(context, &record.sandbox, &Request::Doze, with_pipe);
-    }
+    tell_keepers(node, sandbox, &Request::Doze, with_pipe);
 }
 
 /// One that cannot be reached has ended.
 fn tell_keepers(
-    context: &Context<'_>,
+    node: &Node,
     sandbox: &SandboxId,
     request: &Request,
     wanted: impl Fn(&ContainerRecord) -> bool,
 ) {
-    let records = &context.node.records;
+    let records = &node.records;
     let containers = records.containers_of(sandbox).unwrap_or_default();
     for container in containers.iter().filter(|one| wanted(one)) {
         let dir = records.container_dir(&container.id);
@@ -529,7 +529,7 @@ fn forget_sleep(context: &Context<'_>) -> Outcome {
         return failed("RecordFailed", &error);
     }
     // Whose sandbox has ended finds that out when it is asked.
-    tell_keepers(context, &record.sandbox, &Request::Attach, |_| true);
+    tell_keepers(context.node, &record.sandbox, &Request::Attach, |_| true);
     Outcome::Done
 }
 

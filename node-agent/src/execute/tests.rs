@@ -23,12 +23,12 @@ pub(crate) fn step(ledger_seq: u64, action: Action) -> Step {
     }
 }
 
-/// A node with nothing on it, below this directory.
-fn node_in(dir: &Path) -> Node {
+/// A node with nothing on it, in this directory.
+pub(crate) fn node_in(dir: &Path) -> Node {
     let config = Config {
         runsc: dir.join("runsc"),
         runsc_digest: String::new(),
-        state_dir: dir.join("state"),
+        state_dir: dir.to_owned(),
         store_dir: dir.to_owned(),
         kubelet_root: dir.join("kubelet"),
         kubelet_port: 10250,
