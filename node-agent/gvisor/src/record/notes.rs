@@ -201,7 +201,8 @@ impl Records {
     /// Held by a process that somebody runs in the sandbox (exec), for as long as it runs.
     pub fn join_sessions(&self, sandbox: &SandboxId, session: Session) -> Result<PodLock, Error> {
         let (path, file) = self.file_to_lock(sandbox, session.file())?;
-        let locked = Flock::lock(file, FlockArg::LockSharedNonblock);
+        // Whoever looks whether anybody is there has it for a moment: a session that nobody sees would be cut off by a sleep.
+        let locked = Flock::lock(file, FlockArg::LockShared);
         locked
             .map(PodLock)
             .map_err(|(_, source)| Error::Lock { path, source })
@@ -416,6 +417,23 @@ mod tests {
             let note: WakeNote = serde_json::from_str(&written).expect(word);
             assert_eq!(note.cause, cause);
         }
+    }
+
+    #[test]
+    fn a_session_that_begins_while_somebody_looks_for_one_is_seen_by_the_next() {
+        let (_dir, records, sandbox) = one_pod();
+        let (_, file) = records.file_to_lock(&sandbox, "sessions").expect("made");
+        let looks = locks::try_exclusive(file).expect("tried").expect("free");
+        std::thread::scope(|scope| {
+            let joins = scope.spawn(|| records.join_sessions(&sandbox, Session::Use));
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            drop(looks);
+            let session = joins.join().expect("no panic").expect("joined");
+            let seen = || records.has_sessions(&sandbox, Session::Use).expect("known");
+            assert!(seen());
+            drop(session);
+            assert!(!seen());
+        });
     }
 
     #[test]
