@@ -161,14 +161,10 @@ pub(crate) fn condition<'a>(pod: &'a Pod, kind: &str) -> Option<&'a PodCondition
 fn to_run(pod: &Pod) -> BTreeSet<ContainerName> {
     let spec = pod.spec.as_ref();
     let policy = spec.and_then(|spec| spec.restart_policy.as_deref());
-    let stays_ended = |name: &str| {
-        let status = status_of(pod, name);
+    let stays_ended = |container: &Container| {
+        let status = status_of(pod, &container.name);
         let ended = status.and_then(|status| status.state.as_ref()?.terminated.as_ref());
-        ended.is_some_and(|ended| match policy {
-            Some("Never") => true,
-            Some("OnFailure") => ended.exit_code == 0,
-            _ => false,
-        })
+        ended.is_some_and(|ended| !starts_again(container, policy, ended.exit_code))
     };
     let init = spec.and_then(|spec| spec.init_containers.as_ref());
     let sidecars = init
@@ -176,10 +172,33 @@ fn to_run(pod: &Pod) -> BTreeSet<ContainerName> {
         .flatten()
         .filter(|container| is_sidecar(container));
     let main = spec.iter().flat_map(|spec| &spec.containers);
-    main.filter(|container| !stays_ended(&container.name))
+    main.filter(|container| !stays_ended(container))
         .chain(sidecars)
         .filter_map(|container| ContainerName::new(container.name.clone()).ok())
         .collect()
+}
+
+/// Whether the kubelet starts a container again that has ended with this code: by rules and a policy of the container's own, from Kubernetes 1.34 on, or by the Pod's.
+fn starts_again(container: &Container, of_pod: Option<&str>, exit_code: i32) -> bool {
+    let own = container.restart_policy.as_deref();
+    // All that a rule can ask for is a start.
+    let mut rules = container.restart_policy_rules.iter().flatten();
+    let by_rule = rules.any(|rule| {
+        rule.exit_codes.as_ref().is_some_and(|codes| {
+            let is_listed = codes.values.iter().flatten().any(|code| *code == exit_code);
+            match codes.operator.as_str() {
+                "In" => is_listed,
+                "NotIn" => !is_listed,
+                _ => false,
+            }
+        })
+    });
+    by_rule
+        || match own.or(of_pod) {
+            Some("Never") => false,
+            Some("OnFailure") => exit_code != 0,
+            _ => true,
+        }
 }
 
 /// What the kubelet says of this container.
@@ -330,7 +349,7 @@ pub(crate) mod tests {
                 "initContainers": [
                     { "name": "once" }, { "name": "sidecar", "restartPolicy": "Always" },
                 ],
-                "containers": [{ "name": "runs" }, { "name": "ended" }],
+                "containers": [{ "name": "runs" }, { "name": "ended" }, { "name": "over", "restartPolicy": "Never" }],
             });
             let ended = json!({ "terminated": { "exitCode": 1 } });
             let status = |name, state| json!({ "name": name, "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": state });
@@ -339,7 +358,11 @@ pub(crate) mod tests {
                     status("once", json!({ "terminated": { "exitCode": 0 } })),
                     status("sidecar", json!({ "waiting": { "reason": "CrashLoopBackOff" } })),
                 ],
-                "containerStatuses": [status("runs", json!({ "running": {} })), status("ended", ended)],
+                "containerStatuses": [
+                    status("runs", json!({ "running": {} })),
+                    status("ended", ended.clone()),
+                    status("over", ended),
+                ],
             });
             pod.spec = Some(serde_json::from_value(spec).expect("a spec"));
             pod.status = Some(serde_json::from_value(statuses).expect("a status"));
@@ -351,6 +374,43 @@ pub(crate) mod tests {
         };
         assert_eq!(awaited("Always"), ["ended", "runs", "sidecar"]);
         assert_eq!(awaited("Never"), ["runs", "sidecar"]);
+    }
+
+    #[test]
+    fn whether_a_container_starts_again_is_said_by_itself_before_its_pod() {
+        let starts = |own: serde_json::Value, of_pod: &str, exit_code| {
+            let mut container = json!({ "name": "a" });
+            for (key, value) in own.as_object().into_iter().flatten() {
+                container[key] = value.clone();
+            }
+            let container = serde_json::from_value(container).expect("a container");
+            starts_again(&container, Some(of_pod), exit_code)
+        };
+        let policy = |own: &str| json!({ "restartPolicy": own });
+        for (own, of_pod, code, expected) in [
+            (json!({}), "Always", 1, true),
+            (json!({}), "Never", 1, false),
+            (json!({}), "OnFailure", 0, false),
+            (policy("Never"), "Always", 1, false),
+            (policy("OnFailure"), "Always", 0, false),
+            (policy("OnFailure"), "Never", 1, true),
+            (policy("Always"), "Never", 0, true),
+        ] {
+            assert_eq!(starts(own.clone(), of_pod, code), expected, "{own} {code}");
+        }
+        let ruled = |operator: &str| {
+            let rule = json!({ "action": "Restart", "exitCodes": { "operator": operator, "values": [42] } });
+            json!({ "restartPolicy": "Never", "restartPolicyRules": [rule] })
+        };
+        for (operator, code, expected) in [
+            ("In", 42, true),
+            ("In", 1, false),
+            ("NotIn", 42, false),
+            ("NotIn", 1, true),
+        ] {
+            let found = starts(ruled(operator), "Always", code);
+            assert_eq!(found, expected, "{operator} {code}");
+        }
     }
 
     #[test]

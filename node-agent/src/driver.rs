@@ -19,7 +19,7 @@ use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use torpor_api::snapshot::SandboxSnapshot;
-use torpor_core::ids::{Namespace, PodUid};
+use torpor_core::ids::{Namespace, PodUid, SandboxId};
 use torpor_core::pressure::Candidate;
 use torpor_core::queue::Wish;
 use torpor_core::state::{Desired, Failures, Observed, Policy};
@@ -230,6 +230,8 @@ impl Driver {
         };
         remembered.idle = idle;
         remembered.told = look.told.take();
+        remembered.found = look.found.take();
+        remembered.failures = std::mem::take(&mut look.failures);
         remembered.failed_wakes = look.failed_wakes;
         shared.pressure.note(pod_uid, look.candidate.take());
         if look.nothing {
@@ -476,6 +478,8 @@ struct Remembered {
     /// Its turn to save, or its place in the queue.
     save_turn: Option<Arc<SaveTurn>>,
     told: Option<Told>,
+    /// The sandbox that it has had in hand.
+    found: Option<SandboxId>,
     written: Written,
     failed_wakes: FailedWakes,
 }
@@ -504,10 +508,14 @@ struct Look {
     /// What its keeper goes by, and has been told.
     rules: Rules,
     told: Option<Told>,
+    /// The sandbox that this task has had in hand.
+    found: Option<SandboxId>,
     /// When the plan was made.
     decided: Timestamp,
     /// Who wants it, if the plan wakes it.
     cause: WakeCause,
+    /// What of the failures before is not made good yet.
+    failures: Failures,
     failed_wakes: FailedWakes,
     /// The sandbox, if Kata runs it: then there is neither record nor lock.
     kata: Option<Held>,

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use jiff::Timestamp;
 use torpor_core::Entry;
 use torpor_core::ids::{ContainerId, ImageId, Namespace, PodUid, SandboxId};
-use torpor_core::ledger::Memory;
+use torpor_core::ledger::{LedgerState, Memory};
 use torpor_core::state::{ImageState, NOT_WATCHED};
 use torpor_core::steps::{Action, Outcome, Step};
 use torpor_gvisor::control::Control;
@@ -16,7 +16,9 @@ use torpor_gvisor::record::{
 };
 use torpor_gvisor::spec::Role;
 use torpor_gvisor::{pause, save};
-use torpor_snapshots::{LedgerFile, Listed, ManifestDraft, Partial, Removed, SaveError};
+use torpor_snapshots::{
+    LedgerFile, Listed, ManifestDraft, Partial, Removed, SaveError, ledger_file,
+};
 
 use crate::driver::saved_name;
 use crate::node::{CALL_LIMIT, Node};
@@ -83,7 +85,7 @@ pub(crate) fn run(
 /// Does one step: fence, ledger, act, ledger.
 pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
     let opened = context.node.store.ledger(context.pod).and_then(|ledger| {
-        let state = ledger.read()?;
+        let state = read_for(&ledger, step)?;
         Ok((ledger, state))
     });
     let (ledger, state) = match opened {
@@ -136,6 +138,19 @@ pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
         };
     }
     outcome
+}
+
+/// What the ledger says. One that cannot be trusted says nothing to a step that was planned without it and writes nothing into it: a sandbox that stands
+/// still runs on, and what a Pod that is gone has left is removed, the ledger with it.
+fn read_for(ledger: &LedgerFile, step: &Step) -> Result<LedgerState, ledger_file::Error> {
+    use ledger_file::Error::{Corrupt, TooLarge, Unsafe};
+    let needs_none = step.before.is_none() && step.after.is_none() && step.fence.ledger_seq == 0;
+    match ledger.read() {
+        Err(Corrupt { .. } | TooLarge { .. } | Unsafe(_)) if needs_none => {
+            Ok(LedgerState::default())
+        }
+        read => read,
+    }
 }
 
 fn is_awake(ledger: &LedgerFile) -> bool {
@@ -253,7 +268,9 @@ fn doze(context: &Context<'_>) -> Outcome {
         // The next plan resumes it.
         return unwatched;
     }
-    tell_those_with_pipes(context);
+    if let Some((record, _)) = context.sandbox {
+        tell_those_with_pipes(context.node, &record.sandbox);
+    }
     outcome
 }
 
@@ -462,21 +479,19 @@ fn unwatched(by_itself: bool, refused: Option<&keeper::Error>) -> Option<Outcome
 }
 
 /// The keeper of a terminal carries what is typed, and sees it. What stands in a pipe only gVisor reads, which now stands still.
-fn tell_those_with_pipes(context: &Context<'_>) {
+pub(crate) fn tell_those_with_pipes(node: &Node, sandbox: &SandboxId) {
     let with_pipe = |one: &ContainerRecord| one.role == Role::Container && !one.terminal;
-    if let Some((record, _)) = context.sandbox {
-        tell_keepers(context, &record.sandbox, &Request::Doze, with_pipe);
-    }
+    tell_keepers(node, sandbox, &Request::Doze, with_pipe);
 }
 
 /// One that cannot be reached has ended.
 fn tell_keepers(
-    context: &Context<'_>,
+    node: &Node,
     sandbox: &SandboxId,
     request: &Request,
     wanted: impl Fn(&ContainerRecord) -> bool,
 ) {
-    let records = &context.node.records;
+    let records = &node.records;
     let containers = records.containers_of(sandbox).unwrap_or_default();
     for container in containers.iter().filter(|one| wanted(one)) {
         let dir = records.container_dir(&container.id);
@@ -514,90 +529,9 @@ fn forget_sleep(context: &Context<'_>) -> Outcome {
         return failed("RecordFailed", &error);
     }
     // Whose sandbox has ended finds that out when it is asked.
-    tell_keepers(context, &record.sandbox, &Request::Attach, |_| true);
+    tell_keepers(context.node, &record.sandbox, &Request::Attach, |_| true);
     Outcome::Done
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
-    use torpor_core::steps::{Fence, StepKind};
-
-    use super::*;
-
-    /// A step that was planned when the ledger had come so far.
-    pub(crate) fn step(ledger_seq: u64, action: Action) -> Step {
-        Step {
-            fence: Fence {
-                pod_uid: PodUid::new("pod-a").expect("a uid"),
-                sandbox_id: None,
-                ledger_seq,
-            },
-            before: None,
-            action,
-            after: None,
-        }
-    }
-
-    #[test]
-    fn a_sandbox_is_not_stopped_for_an_image_that_there_is_no_room_for() {
-        let image = ImageId::parse("pod-a.1").expect("an image's name");
-        let steps = [Action::Pause, Action::Checkpoint { image }].map(|action| step(0, action));
-        let full = || Outcome::Failed {
-            reason: "DiskFull".to_owned(),
-            message: "no room".to_owned(),
-        };
-        let refused = vec![(StepKind::Checkpoint, full())];
-        let all = [StepKind::Pause, StepKind::Checkpoint].map(|kind| (kind, Outcome::Done));
-        for (stops_for, refusal, acts, tells) in [
-            (Some(&steps[1]), Some(full()), &[][..], refused),
-            (Some(&steps[1]), None, &steps[..], all.to_vec()),
-            // It stands still already.
-            (None, Some(full()), &steps[..], all.to_vec()),
-        ] {
-            let (mut acted, mut told) = (Vec::new(), Vec::new());
-            let act = |step: &Step| {
-                acted.push(step.clone());
-                Outcome::Done
-            };
-            let tell = |step: &Step, outcome: &Outcome, _took| {
-                told.push((step.action.kind(), outcome.clone()));
-            };
-            run(&steps, stops_for, || refusal, act, tell);
-            assert_eq!((acted.as_slice(), told), (acts, tells));
-        }
-    }
-
-    #[test]
-    fn one_that_no_packet_would_wake_sleeps_only_if_somebody_has_asked_for_that() {
-        let refused = |reason: &str| keeper::Error::Refused {
-            reason: reason.to_owned(),
-            message: "packets will not wake the Pod: no veth pair".to_owned(),
-        };
-        let failure = unwatched(true, Some(&refused(NOT_WATCHED)));
-        let Some(Outcome::Failed { reason, message }) = failure else {
-            panic!("{failure:?}");
-        };
-        assert_eq!(reason, NOT_WATCHED);
-        assert!(message.contains("no veth pair"), "{message}");
-        assert_eq!(unwatched(false, Some(&refused(NOT_WATCHED))), None);
-        assert_eq!(unwatched(true, Some(&refused("NoRecord"))), None);
-        assert_eq!(unwatched(true, None), None);
-    }
-
-    #[test]
-    fn what_comes_after_a_step_that_did_not_succeed_is_left() {
-        let steps = [Action::Pause, Action::Resume, Action::Freeze].map(|action| step(0, action));
-        let mut acted = Vec::new();
-        let act = |step: &Step| {
-            acted.push(step.action.kind());
-            match step.action {
-                Action::Resume => no_sandbox(),
-                _ => Outcome::Already,
-            }
-        };
-        let mut told = 0;
-        run(&steps, None, || None, act, |_, _, _| told += 1);
-        assert_eq!(acted, [StepKind::Pause, StepKind::Resume]);
-        assert_eq!(told, 2);
-    }
-}
+pub(crate) mod tests;

@@ -4,7 +4,7 @@
 //! Before one falls asleep, the keeper is asked for the times of its packets (a process on the host: it takes a right that the agent
 //! does not have), and the sandbox for its busy mark.
 
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use jiff::Timestamp;
 use torpor_core::idle::{HostTime, IdleWatch, Inquiry, Look, ProbeTime};
@@ -31,6 +31,7 @@ const BUSY_LIMIT: Duration = Duration::from_secs(1);
 pub(crate) struct Watched {
     sandbox: SandboxId,
     watch: IdleWatch,
+    began: Instant,
 }
 
 impl Watched {
@@ -41,7 +42,13 @@ impl Watched {
             .unwrap_or_else(|| Self {
                 sandbox: sandbox.clone(),
                 watch: IdleWatch::new(now),
+                began: Instant::now(),
             })
+    }
+
+    /// See [`Look::up`].
+    pub(crate) fn up(&self) -> Duration {
+        self.began.elapsed()
     }
 
     pub(crate) fn look(&mut self, look: &Look) {
@@ -93,7 +100,7 @@ pub(crate) fn watch(
         Live::Running => {
             // Its time begins when it is ready, and nobody debugs it any more.
             let is_needed = observed.added.is_some() || !desired.ready;
-            sandbox.look(&mut watched.watch, after, now, is_needed)
+            sandbox.look(&mut watched, after, now, is_needed)
         }
         // Nothing goes on in it.
         Live::Paused => Ok(()),
@@ -110,12 +117,14 @@ pub(crate) fn watch(
 impl Sandbox<'_> {
     fn look(
         &self,
-        watch: &mut IdleWatch,
+        watched: &mut Watched,
         after: Duration,
         now: Timestamp,
         is_needed: bool,
     ) -> Result<(), String> {
         let (node, id) = (self.node, &self.record.sandbox);
+        let up = watched.up();
+        let watch = &mut watched.watch;
         let mut control = self.connect()?;
         let cpu = control
             .processor_time(id.as_str(), CALL_LIMIT)
@@ -126,6 +135,7 @@ impl Sandbox<'_> {
         let forwards = forward::any_open(records, id).map_err(|error| words(&error))?;
         watch.look(&Look {
             at: now,
+            up,
             cpu,
             host: self.host_time(),
             in_use: works || forwards || is_needed,

@@ -251,8 +251,10 @@ impl Kata {
                 observed.idle_known = Err("its processor time is not counted".to_owned());
                 return Some(watched);
             };
+            let up = watched.up();
             watched.look(&IdleLook {
                 at: now,
+                up,
                 cpu,
                 host: None,
                 // Its time begins when it is ready.

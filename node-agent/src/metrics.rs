@@ -394,7 +394,7 @@ fn resource_label(resource: Resource) -> ResourceLabel {
     }
 }
 
-/// What a step is for, as the planner's waiting times after failures see it.
+/// What a step is for, as the planner's waiting times after failures see it; removals are upkeep here.
 fn work(kind: StepKind) -> &'static str {
     match kind {
         StepKind::Pause

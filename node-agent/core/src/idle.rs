@@ -24,6 +24,8 @@ const TICK: Duration = Duration::from_millis(10);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Look {
     pub at: Timestamp,
+    /// The same moment by a clock that nobody sets, and that stands still while the machine sleeps.
+    pub up: Duration,
     /// Processor time that the programs of the sandbox have used since it started or was woken, as gVisor counts it: a program that
     /// the host lets wait for its processors counts as one that works.
     pub cpu: Duration,
@@ -117,9 +119,11 @@ impl IdleWatch {
     }
 }
 
-/// Work is what both counts show. A clock that was set back, or processor time that went back (another sandbox), counts as work.
+/// Work is what both counts show. A clock that was set back, or processor time that went back (another sandbox), counts as work. What a sandbox did is
+/// measured by the time in which the machine ran: where that slept, or its clock was set forward, nobody has worked less for it.
 fn has_worked(before: &Look, now: &Look) -> bool {
-    let Ok(passed) = Duration::try_from(now.at.duration_since(before.at)) else {
+    let passed = (now.up.checked_sub(before.up)).filter(|_| now.at >= before.at);
+    let Some(passed) = passed else {
         return true;
     };
     let in_gvisor = now.cpu.checked_sub(before.cpu);
@@ -168,6 +172,7 @@ mod tests {
     fn look(second: i64, cpu_ms: u64) -> Look {
         Look {
             at: at(second),
+            up: Duration::from_secs(second.unsigned_abs()),
             cpu: Duration::from_millis(cpu_ms),
             host: None,
             in_use: false,
@@ -291,6 +296,18 @@ mod tests {
         // A larger limit lets nobody do more unseen.
         assert!(worked(61, 500, Some(2_000)) && !worked(60, 500, Some(2_000)));
         assert!(worked(61, 500, Some(u64::MAX)));
+    }
+
+    #[test]
+    fn who_works_around_a_sleep_of_the_machine_or_a_clock_that_is_set_forward_is_not_idle() {
+        // Five seconds, in which an hour has gone by on the clock.
+        let after_it = |cpu_ms| Look {
+            up: Duration::from_secs(15),
+            ..look(3_615, cpu_ms)
+        };
+        let since = |cpu_ms| watched(&[look(10, 0), after_it(cpu_ms)]).since();
+        assert_eq!(since(5_000), at(3_615), "all of one processor");
+        assert_eq!(since(60), at(0), "nothing to speak of");
     }
 
     #[test]

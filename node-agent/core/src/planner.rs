@@ -426,6 +426,11 @@ impl<'a> Planning<'a> {
         self.has_waited(self.view.observed.failures.upkeep.as_ref(), min, max)
     }
 
+    fn may_try_removal(&mut self) -> bool {
+        let (min, max) = (self.policy.upkeep_backoff_min, self.policy.save_backoff_max);
+        self.has_waited(self.view.observed.failures.removal.as_ref(), min, max)
+    }
+
     /// Whether the wait after a failure is over.
     fn has_waited(
         &mut self,
@@ -451,7 +456,14 @@ impl<'a> Planning<'a> {
         self.wake_at = Some(self.wake_at.map_or(at, |sooner| sooner.min(at)));
     }
 
-    /// A step that is neither saving nor waking, unless such a one failed a moment ago.
+    /// A step that removes something, unless such a one failed a moment ago.
+    fn removal(&mut self, action: Action, after: Option<Entry>) {
+        if self.may_try_removal() {
+            self.step(action, None, after);
+        }
+    }
+
+    /// A step that is neither saving nor waking nor a removal, unless such a one failed a moment ago.
     fn upkeep(&mut self, action: Action, before: Option<Entry>, after: Option<Entry>) {
         if self.may_try_upkeep() {
             self.step(action, before, after);

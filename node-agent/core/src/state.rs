@@ -356,11 +356,20 @@ pub struct Failures {
     pub save: Option<Failure>,
     /// Wake.
     pub wake: Option<Failure>,
+    /// DiscardPartial, DiscardImage, ReleaseImage, DiscardLedger. What cannot be removed keeps no sandbox standing still.
+    pub removal: Option<Failure>,
     /// Everything else.
     pub upkeep: Option<Failure>,
 }
 
 impl Failures {
+    /// Takes note of how the sandbox is found. One that lives has woken, whoever woke it: what failed before it did is made good.
+    pub fn saw(&mut self, live: Live) {
+        if matches!(live, Live::Running | Live::Paused) {
+            self.wake = None;
+        }
+    }
+
     /// Takes note of what became of a step. Call it for each executed step.
     ///
     /// An unknown outcome counts as a failure here, so that a call that always times out is not repeated without a pause.
@@ -376,13 +385,11 @@ impl Failures {
             | StepKind::Reclaim
             | StepKind::End => &mut self.save,
             StepKind::Wake => &mut self.wake,
-            StepKind::Resume
-            | StepKind::Record
-            | StepKind::ForgetSleep
-            | StepKind::DiscardPartial
+            StepKind::DiscardPartial
             | StepKind::DiscardImage
             | StepKind::ReleaseImage
-            | StepKind::DiscardLedger => &mut self.upkeep,
+            | StepKind::DiscardLedger => &mut self.removal,
+            StepKind::Resume | StepKind::Record | StepKind::ForgetSleep => &mut self.upkeep,
         };
         let (reason, message) = match outcome {
             Outcome::Stale => return,

@@ -3,9 +3,9 @@
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use torpor_core::pressure::candidate;
-use torpor_core::state::{Desired, PodPresence};
+use torpor_core::state::{Desired, Live, PodPresence};
 
-use super::told::tell_rules;
+use super::told::{is_found_dozing, tell_of_doze, tell_rules};
 use super::{Kubelet, Look, Remembered, Shared, draft, note_turn};
 use crate::idle::{self, Watched};
 use crate::observe::{observe, words};
@@ -41,6 +41,19 @@ pub(super) fn look(
     }
     let failures = &remembered.failures;
     let mut observed = observe(node, &pod_uid, record.as_ref(), failures, busy);
+    if !busy {
+        observed.failures.saw(observed.live);
+    }
+    if let Some((record, rules)) = record.as_ref().zip(rules.as_ref())
+        && is_found_dozing(remembered.found.as_ref(), &observed)
+        && let Err(why) = tell_of_doze(node, record, rules)
+    {
+        observed.can_doze = Err(why);
+    }
+    let found = match busy || observed.live == Live::Unknown {
+        true => remembered.found,
+        false => observed.sandbox.clone(),
+    };
     // Nobody runs in one that sleeps.
     observed.added = record
         .as_ref()
@@ -107,8 +120,10 @@ pub(super) fn look(
         candidate: candidate(desired, &observed),
         rules: rules.unwrap_or_default(),
         told,
+        found,
         decided: now,
         cause: wakes::cause(pod, observed.asleep_since, now),
+        failures: observed.failures,
         failed_wakes,
         kata: None,
     };

@@ -57,8 +57,10 @@ pub(super) fn look(
         candidate: candidate(desired, &observed),
         rules: Rules::default(),
         told: None,
+        found: None,
         decided: now,
         cause: wakes::cause(Some(pod), observed.asleep_since, now),
+        failures: observed.failures,
         failed_wakes: remembered.failed_wakes,
         kata: looked.held,
     };

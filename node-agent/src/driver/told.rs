@@ -3,12 +3,13 @@
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use torpor_core::ids::{PodUid, SandboxId};
-use torpor_core::state::Desired;
+use torpor_core::state::{Desired, Live, NOT_WATCHED, Observed};
 use torpor_gvisor::keeper::{self, Request, Rules};
 use torpor_gvisor::record::{PodRecord, Probes};
 
 use super::{Driver, Shared};
 use crate::desired::snapshots_about;
+use crate::execute::tell_those_with_pipes;
 use crate::kubelet::{may_be_taken_for_probed, probes, rules};
 use crate::node::{CALL_LIMIT, Node};
 
@@ -54,6 +55,29 @@ pub(super) fn tell_rules(
     }
 }
 
+/// Whether a sandbox dozes that this task has not had in hand before (`known`: the one that it has): an agent before it may have died right after the pause,
+/// and have told nobody who is to wake it.
+pub(super) fn is_found_dozing(known: Option<&SandboxId>, observed: &Observed) -> bool {
+    let dozes = observed.live == Live::Paused && observed.doze.is_some();
+    dozes && !observed.busy && observed.sandbox.as_ref() != known
+}
+
+/// Those who wake a sandbox that dozes are told, or told once more. `Err`: no packet wakes it, in words. The caller holds the sandbox' lock.
+pub(super) fn tell_of_doze(node: &Node, pod: &PodRecord, rules: &Rules) -> Result<(), String> {
+    let request = Request::Watch(rules.clone());
+    let asked = keeper::ask(&node.pause_dir(&pod.sandbox), &request, &[], CALL_LIMIT);
+    tell_those_with_pipes(node, &pod.sandbox);
+    match asked {
+        Ok(_) => Ok(()),
+        Err(keeper::Error::Refused { reason, message }) if reason == NOT_WATCHED => Err(message),
+        Err(error) => {
+            let error = crate::observe::words(&error);
+            tracing::warn!(pod_uid = %pod.pod_uid, error, "the Pod dozes, and its keeper is not told");
+            Ok(())
+        }
+    }
+}
+
 /// What the Pod's keeper is to go by, by what the API has said last.
 pub(super) fn rules_now(shared: &Shared, uid: &PodUid, pod: &Pod) -> Rules {
     let all = shared.snapshots.state();
@@ -82,5 +106,117 @@ impl Driver {
                 tell_rules(&shared.node, &record, &rules_now(&shared, &uid, &pod), None);
             }
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(unsafe_code)]
+
+    use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+    use std::path::{Path, PathBuf};
+    use std::thread::JoinHandle;
+
+    use nix::sys::socket::{
+        AddressFamily, Backlog, SockFlag, SockType, UnixAddr, accept4, bind, listen, socket,
+    };
+    use torpor_core::ids::Namespace;
+    use torpor_core::state::Doze;
+    use torpor_gvisor::keeper::Answer;
+    use torpor_gvisor::net::Addresses;
+
+    use super::*;
+    use crate::execute::tests::node_in;
+
+    fn sandbox(id: char) -> SandboxId {
+        SandboxId::try_from(id.to_string().repeat(64)).expect("an id")
+    }
+
+    /// A keeper that gives one answer, and what it was asked.
+    fn keeper_in(dir: &Path, answer: Answer) -> JoinHandle<Request> {
+        let flags = SockFlag::SOCK_CLOEXEC;
+        let listener = socket(AddressFamily::Unix, SockType::SeqPacket, flags, None);
+        let listener = listener.expect("a socket");
+        let address = UnixAddr::new(&dir.join(keeper::SOCKET)).expect("an address");
+        bind(listener.as_raw_fd(), &address).expect("bound");
+        listen(&listener, Backlog::new(1).expect("a number")).expect("listens");
+        std::thread::spawn(move || {
+            let peer = accept4(listener.as_raw_fd(), flags).expect("a connection");
+            // SAFETY: accept has just made this descriptor; nobody else owns it.
+            let peer = unsafe { OwnedFd::from_raw_fd(peer) };
+            let (bytes, _) = keeper::receive(&peer).expect("a request");
+            let said = serde_json::to_vec(&answer).expect("words");
+            keeper::send(&peer, &said, &[]).expect("told");
+            serde_json::from_slice(&bytes).expect("understood")
+        })
+    }
+
+    #[test]
+    fn a_doze_that_is_found_is_told_to_the_keeper_that_may_not_have_heard_of_it() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let node = node_in(dir.path());
+        let pod = PodRecord {
+            sandbox: sandbox('a'),
+            pod_uid: PodUid::new("pod-a").expect("a uid"),
+            namespace: Namespace::new("n").expect("a name"),
+            name: "p".to_owned(),
+            runsc: PathBuf::new(),
+            runsc_digest: String::new(),
+            network_namespace: None,
+            addresses: Addresses::default(),
+            cgroup: PathBuf::new(),
+            volumes: Vec::new(),
+            cold_start_on_failure: false,
+        };
+        let records = &node.records;
+        let pause = pod.sandbox.clone().into();
+        records.create_container_dir(&pause).expect("made");
+        let rules = Rules {
+            probes: vec![80],
+            ..Rules::default()
+        };
+        assert_eq!(tell_of_doze(&node, &pod, &rules), Ok(()), "it is gone");
+        let refused = |reason| Answer::refused(reason, "no veth pair".to_owned());
+        for (answer, told) in [
+            (Answer::ok(serde_json::Value::Null), Ok(())),
+            (refused("NoRecord"), Ok(())),
+            (refused(NOT_WATCHED), Err("no veth pair".to_owned())),
+        ] {
+            let keeper_dir = node.pause_dir(&pod.sandbox);
+            let keeper = keeper_in(&keeper_dir, answer);
+            assert_eq!(tell_of_doze(&node, &pod, &rules), told);
+            let asked = keeper.join().expect("asked");
+            assert_eq!(asked, Request::Watch(rules.clone()));
+            std::fs::remove_file(keeper_dir.join(keeper::SOCKET)).expect("removed");
+        }
+    }
+
+    #[test]
+    fn a_doze_is_found_once_and_by_who_has_the_sandbox_in_hand() {
+        let dozing = Observed {
+            sandbox: Some(sandbox('a')),
+            live: Live::Paused,
+            doze: Some(Doze { reclaimed: false }),
+            ..Observed::nothing()
+        };
+        assert!(is_found_dozing(None, &dozing));
+        assert!(is_found_dozing(Some(&sandbox('b')), &dozing), "made anew");
+        assert!(!is_found_dozing(Some(&sandbox('a')), &dozing));
+        for other in [
+            Observed {
+                busy: true,
+                ..dozing.clone()
+            },
+            Observed {
+                doze: None,
+                ..dozing.clone()
+            },
+            Observed {
+                live: Live::Running,
+                ..dozing
+            },
+        ] {
+            assert!(!is_found_dozing(None, &other), "{other:?}");
+        }
     }
 }

@@ -47,9 +47,9 @@ impl Planning<'_> {
                 self.look_at(later(self.now, self.policy.look_again));
                 return;
             }
-            self.upkeep(Action::ReleaseImage { image }, None, None);
+            self.removal(Action::ReleaseImage { image }, None);
         }
-        self.upkeep(Action::DiscardLedger, None, None);
+        self.removal(Action::DiscardLedger, None);
     }
 
     /// Also an image that nobody wants any more is not taken from under a Pod that is coming back from it.
@@ -68,7 +68,7 @@ impl Planning<'_> {
                 image: image.clone(),
             };
             let planned = self.steps.iter().any(|step| step.action == action);
-            if planned || !self.may_try_upkeep() {
+            if planned || !self.may_try_removal() {
                 continue;
             }
             let after = self.may_forget(&image).then(|| Entry::Discarded {
@@ -85,11 +85,10 @@ impl Planning<'_> {
         let after = self.may_forget(image).then(|| Entry::Discarded {
             image: image.clone(),
         });
-        self.upkeep(
+        self.removal(
             Action::DiscardImage {
                 image: image.clone(),
             },
-            None,
             after,
         );
     }

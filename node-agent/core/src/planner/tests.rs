@@ -14,6 +14,7 @@ use crate::status::{Phase, SnapshotState, Truth};
 use crate::steps::{Outcome, StepKind};
 
 mod capacity;
+mod failures;
 mod sleep;
 mod snapshots;
 mod unsaved;

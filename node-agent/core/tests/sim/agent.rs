@@ -49,6 +49,7 @@ struct Dead;
 impl Agent {
     pub(crate) fn pass(&mut self, world: &mut World, random: &mut Random, faults: Faults) -> Pass {
         let desired = world.desired();
+        self.failures.saw(world.live);
         let observed = world.observe(&self.failures);
         let policy = Policy::default();
         let made = plan(&desired, &observed, &policy, world.time());

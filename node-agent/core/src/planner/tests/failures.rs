@@ -1,0 +1,52 @@
+//! What one failure has to do with other work.
+
+use super::*;
+
+fn failed() -> Outcome {
+    Outcome::Failed {
+        reason: "SaveFailed".into(),
+        message: "read-only file system".into(),
+    }
+}
+
+#[test]
+fn what_cannot_be_removed_keeps_no_sandbox_standing_still() {
+    let mut observed = observed(Live::Paused, &[saving(1)], &[1]);
+    observed.images[0].state = ImageState::Partial;
+    let removals = [
+        Action::DiscardPartial { image: image(1) },
+        Action::DiscardImage { image: image(1) },
+    ];
+    for removal in removals.iter().cycle().take(8) {
+        observed.failures.note(removal, &failed(), at(999));
+    }
+    let checkpoint = Action::Checkpoint { image: image(1) };
+    observed.failures.note(&checkpoint, &failed(), at(999));
+    let plan = planned(&desired(Power::Asleep), &observed);
+    assert_eq!(kinds(&plan), [StepKind::Resume], "why: {:?}", plan.why);
+    // And the other way round: what is left is removed, however long a resume has to wait.
+    observed.failures = Failures::default();
+    for _ in 0..8 {
+        observed.failures.note(&Action::Resume, &failed(), at(999));
+    }
+    assert_steps(
+        &desired(Power::Awake),
+        &observed,
+        &[StepKind::DiscardPartial],
+    );
+}
+
+#[test]
+fn a_wake_that_failed_is_not_told_of_the_next_sleep_when_somebody_else_woke_it() {
+    let mut asleep = hibernated();
+    let wake = Action::Wake { image: image(1) };
+    asleep.failures.note(&wake, &failed(), at(999));
+    let restored = |observed: &Observed| planned(&desired(Power::Asleep), observed).status.restored;
+    for live in [Live::None, Live::Unknown] {
+        asleep.failures.saw(live);
+        assert!(restored(&asleep).is_some(), "it has not woken since");
+    }
+    asleep.failures.saw(Live::Running);
+    assert_eq!(restored(&asleep), None);
+    assert_steps(&desired(Power::Awake), &asleep, &[StepKind::Wake]);
+}
