@@ -1,7 +1,7 @@
-//! Addresses and routes of a pod's network namespace.
+//! Addresses, routes and configured neighbours of a pod's network namespace.
 //!
 //! At start and restore runsc takes the addresses off the pod's interfaces (its own network stack owns them from then
-//! on) and nobody puts them back when the sandbox ends. So they are read once, when the CNI plugin has just set them,
+//! on), the kernel takes what depends on them, and nobody puts them back when the sandbox ends. So they are read once, when the CNI plugin has just set them,
 //! kept in the pod's record as the kernel's own messages, and replayed before each restore.
 
 use std::net::IpAddr;
@@ -17,6 +17,7 @@ use netlink_packet_route::address::{
     AddressAttribute, AddressFlags, AddressHeaderFlags, AddressMessage,
 };
 use netlink_packet_route::link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};
+use netlink_packet_route::neighbour::{NeighbourAttribute, NeighbourMessage, NeighbourState};
 use netlink_packet_route::route::{
     RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
 };
@@ -76,6 +77,9 @@ pub(crate) enum Direction {
 pub struct Addresses {
     pub addresses: Vec<String>,
     pub routes: Vec<String>,
+    /// Neighbours that somebody configured: a gateway that answers no ARP. With a link's last IPv4 address the kernel forgets them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub neighbours: Vec<String>,
 }
 
 impl Addresses {
@@ -213,6 +217,7 @@ pub fn read(path: &Path) -> Result<Addresses, Error> {
                 to_hex(RouteNetlinkMessage::NewRoute(route))
             })
             .collect();
+        found.neighbours = netlink.configured_neighbours()?;
         Ok(found)
     })
 }
@@ -226,6 +231,7 @@ pub fn put_back(path: &Path, addresses: &Addresses) -> Result<(), Error> {
             .iter()
             .map(|hex| ("the pod's address", hex))
             .chain(addresses.routes.iter().map(|hex| ("the pod's route", hex)))
+            .chain((addresses.neighbours.iter()).map(|hex| ("the pod's neighbour", hex)))
         {
             netlink.replace(what, from_hex(message)?)?;
         }
@@ -423,6 +429,24 @@ impl Netlink {
             }
         }
         Ok(())
+    }
+
+    /// Those that runsc gives to gVisor: of what was learnt the next one to have the address learns anew.
+    fn configured_neighbours(&mut self) -> Result<Vec<String>, Error> {
+        let all = RouteNetlinkMessage::GetNeighbour(NeighbourMessage::default());
+        let mut found = Vec::new();
+        for message in self.dump(all)? {
+            if let RouteNetlinkMessage::NewNeighbour(mut neighbour) = message
+                && neighbour.header.state == NeighbourState::Permanent
+            {
+                neighbour.attributes.retain(|a| {
+                    use NeighbourAttribute::{Destination, LinkLayerAddress};
+                    matches!(a, Destination(_) | LinkLayerAddress(_))
+                });
+                found.push(to_hex(RouteNetlinkMessage::NewNeighbour(neighbour)));
+            }
+        }
+        Ok(found)
     }
 
     fn loopback_indexes(&mut self) -> Result<Vec<u32>, Error> {
