@@ -4,7 +4,7 @@
 //! on), the kernel takes what depends on them, and nobody puts them back when the sandbox ends. So they are read once, when the CNI plugin has just set them,
 //! kept in the pod's record as the kernel's own messages, and replayed before each restore.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
@@ -19,7 +19,7 @@ use netlink_packet_route::address::{
 use netlink_packet_route::link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};
 use netlink_packet_route::neighbour::{NeighbourAttribute, NeighbourMessage, NeighbourState};
 use netlink_packet_route::route::{
-    RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
+    RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
 };
 use netlink_packet_route::tc::{
     TcAttribute, TcBpfFlags, TcFilterBpf, TcFilterBpfOption, TcHandle, TcMessage, TcOption,
@@ -188,24 +188,20 @@ pub fn read(path: &Path) -> Result<Addresses, Error> {
         let mut netlink = Netlink::open()?;
         let loopback = netlink.loopback_indexes()?;
         let mut found = Addresses::default();
-        for message in netlink.dump(RouteNetlinkMessage::GetAddress(AddressMessage::default()))? {
+        // Before the routes: an address that is there by now has its own.
+        let addresses = netlink.dump(RouteNetlinkMessage::GetAddress(AddressMessage::default()))?;
+        let mut routes = netlink.routes()?;
+        for message in addresses {
             if let RouteNetlinkMessage::NewAddress(mut address) = message
                 && !loopback.contains(&address.header.index)
             {
-                make_addable(&mut address);
+                make_addable(&mut address, &routes);
                 found
                     .addresses
                     .push(to_hex(RouteNetlinkMessage::NewAddress(address)));
             }
         }
-        let mut routes: Vec<RouteMessage> = Vec::new();
-        for message in netlink.dump(RouteNetlinkMessage::GetRoute(RouteMessage::default()))? {
-            if let RouteNetlinkMessage::NewRoute(route) = message
-                && is_configured(&route)
-            {
-                routes.push(route);
-            }
-        }
+        routes.retain(is_configured);
         // A gateway must be reachable before a route through it is accepted.
         routes.sort_by_key(|route| route.header.scope != RouteScope::Link);
         found.routes = routes
@@ -294,15 +290,59 @@ impl AddressWatch {
 }
 
 /// The kernel rejects the cache information that it reports itself; and an address that was in use needs no duplicate
-/// address detection, which would delay an IPv6 pod's wake by a second.
-fn make_addable(address: &mut AddressMessage) {
+/// address detection, which would delay an IPv6 pod's wake by a second. Nor a route to its network, if somebody has taken
+/// that away: a plugin for point-to-point links, on which all others are behind the gateway.
+fn make_addable(address: &mut AddressMessage, routes: &[RouteMessage]) {
+    let mut wanted = AddressFlags::Nodad | AddressFlags::Permanent;
+    if !has_route(address, routes) {
+        wanted |= AddressFlags::Noprefixroute;
+    }
     address
         .attributes
         .retain(|a| !matches!(a, AddressAttribute::CacheInfo(_)));
     address.header.flags = AddressHeaderFlags::Nodad;
     for attribute in &mut address.attributes {
         if let AddressAttribute::Flags(flags) = attribute {
-            *flags = AddressFlags::Nodad | AddressFlags::Permanent;
+            *flags = wanted;
+        }
+    }
+}
+
+/// Whether the route is there that the kernel derives from the address.
+fn has_route(address: &AddressMessage, routes: &[RouteMessage]) -> bool {
+    let length = address.header.prefix_len;
+    let is_own = |ip: IpAddr| {
+        address.attributes.iter().any(|a| match a {
+            AddressAttribute::Address(own) | AddressAttribute::Local(own) => {
+                network(*own, length) == network(ip, length)
+            }
+            _ => false,
+        })
+    };
+    let link = RouteAttribute::Oif(address.header.index);
+    routes.iter().any(|route| {
+        route.header.protocol == RouteProtocol::Kernel
+            && route.header.kind == RouteType::Unicast
+            && route.header.destination_prefix_length == length
+            && route.attributes.contains(&link)
+            && route.attributes.iter().any(|a| match a {
+                RouteAttribute::Destination(RouteAddress::Inet(ip)) => is_own((*ip).into()),
+                RouteAttribute::Destination(RouteAddress::Inet6(ip)) => is_own((*ip).into()),
+                _ => false,
+            })
+    })
+}
+
+/// The address with nothing but its first `length` bits.
+fn network(ip: IpAddr, length: u8) -> IpAddr {
+    match ip {
+        IpAddr::V4(ip) => {
+            let rest = u32::MAX.checked_shr(length.into()).unwrap_or(0);
+            Ipv4Addr::from_bits(ip.to_bits() & !rest).into()
+        }
+        IpAddr::V6(ip) => {
+            let rest = u128::MAX.checked_shr(length.into()).unwrap_or(0);
+            Ipv6Addr::from_bits(ip.to_bits() & !rest).into()
         }
     }
 }
@@ -429,6 +469,15 @@ impl Netlink {
             }
         }
         Ok(())
+    }
+
+    fn routes(&mut self) -> Result<Vec<RouteMessage>, Error> {
+        let all = self.dump(RouteNetlinkMessage::GetRoute(RouteMessage::default()))?;
+        let routes = all.into_iter().filter_map(|message| match message {
+            RouteNetlinkMessage::NewRoute(route) => Some(route),
+            _ => None,
+        });
+        Ok(routes.collect())
     }
 
     /// Those that runsc gives to gVisor: of what was learnt the next one to have the address learns anew.

@@ -85,6 +85,32 @@ fn what_runsc_takes_away_is_put_back_and_twice_changes_nothing() {
 }
 
 #[test]
+fn a_network_that_was_behind_the_gateway_is_so_again() {
+    let namespace = Namespace::with_addresses();
+    let name = namespace.name();
+    // As the CNI plugin ptp does.
+    sh(&format!(
+        "ip -n {name} route del 10.201.0.0/16 dev eth0; ip -n {name} -6 route del fd00:201::/64 dev eth0
+         ip -n {name} route add 10.201.0.1 dev eth0 scope link src 10.201.3.4
+         ip -n {name} route replace default via 10.201.0.1 dev eth0
+         ip -n {name} route add 10.201.0.0/16 via 10.201.0.1 src 10.201.3.4
+         ip -n {name} -6 route add fd00:201::1 dev eth0
+         ip -n {name} -6 route add fd00:201::/64 via fd00:201::1"
+    ));
+    let routes = || {
+        sh(&format!(
+            "ip -n {name} route show; ip -n {name} -6 route show dev eth0"
+        ))
+    };
+    let before = routes();
+    let kept = read(&namespace.path()).expect("read");
+    sh(&format!("ip -n {name} addr flush dev eth0 scope global"));
+    put_back(&namespace.path(), &kept).expect("put back");
+    assert_eq!(routes(), before);
+    assert_eq!(read(&namespace.path()).expect("read"), kept);
+}
+
+#[test]
 fn an_address_that_is_taken_away_is_told_and_so_is_the_end_of_who_would_do_it() {
     let namespace = Namespace::with_addresses();
     let taken = AddressWatch::begin(&namespace.path()).expect("watched");
