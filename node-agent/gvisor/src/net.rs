@@ -16,7 +16,7 @@ use netlink_packet_route::RouteNetlinkMessage;
 use netlink_packet_route::address::{
     AddressAttribute, AddressFlags, AddressHeaderFlags, AddressMessage,
 };
-use netlink_packet_route::link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};
+use netlink_packet_route::link::{LinkFlags, LinkMessage};
 use netlink_packet_route::neighbour::{NeighbourAttribute, NeighbourMessage, NeighbourState};
 use netlink_packet_route::route::{
     RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
@@ -29,6 +29,10 @@ use netlink_sys::{Socket, SocketAddr};
 use nix::sched::{CloneFlags, setns};
 use rustix::event::{PollFd, PollFlags, poll};
 use serde::{Deserialize, Serialize};
+
+pub use veth::{Pair, pairs};
+
+mod veth;
 
 /// A dump of a pod's namespace is a few kilobytes; one datagram is at most 32 KiB (rtnetlink's own limit).
 const DATAGRAM: usize = 64 << 10;
@@ -109,77 +113,9 @@ impl Addresses {
     }
 }
 
-/// The two ends of a link between a pod and its host, by their indexes in the namespaces where they are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Pair {
-    pub pod: u32,
-    pub host: u32,
-    /// Ethernet address of the pod's end.
-    pub pod_address: [u8; 6],
-}
-
-/// The veth pairs between the namespace at `path` and the calling thread's. Links of other kinds have no other end.
-pub fn pairs(path: &Path) -> Result<Vec<Pair>, Error> {
-    let theirs = within(path, veths)?;
-    let ours = veths()?;
-    // An index alone means nothing in another namespace: both ends must name each other.
-    let named = theirs.into_iter().filter(|theirs| {
-        let other_end = |ours: &Veth| (ours.peer, ours.index) == (theirs.index, theirs.peer);
-        ours.iter().any(other_end)
-    });
-    let pairs = named.map(|theirs| Pair {
-        pod: theirs.index,
-        host: theirs.peer,
-        pod_address: theirs.address,
-    });
-    Ok(pairs.collect())
-}
-
 /// Runs `work` on a thread of its own inside the namespace at `path`.
 pub fn inside<T: Send>(path: &Path, work: impl FnOnce() -> T + Send) -> Result<T, Error> {
     within(path, || Ok(work()))
-}
-
-/// One end of a veth pair.
-struct Veth {
-    index: u32,
-    /// The other end's index, in its own namespace.
-    peer: u32,
-    address: [u8; 6],
-}
-
-/// The veth links of this thread's namespace.
-fn veths() -> Result<Vec<Veth>, Error> {
-    let links = Netlink::open()?.dump(RouteNetlinkMessage::GetLink(LinkMessage::default()))?;
-    let veths = links.into_iter().filter_map(|message| match message {
-        RouteNetlinkMessage::NewLink(link) => veth(&link),
-        _ => None,
-    });
-    Ok(veths.collect())
-}
-
-fn veth(link: &LinkMessage) -> Option<Veth> {
-    let address = link.attributes.iter().find_map(|a| match a {
-        LinkAttribute::Address(address) => address.as_slice().try_into().ok(),
-        _ => None,
-    });
-    Some(Veth {
-        index: link.header.index,
-        peer: veth_peer(link)?,
-        address: address?,
-    })
-}
-
-fn veth_peer(link: &LinkMessage) -> Option<u32> {
-    let kind = |info: &LinkInfo| matches!(info, LinkInfo::Kind(InfoKind::Veth));
-    let is_veth = link
-        .attributes
-        .iter()
-        .any(|a| matches!(a, LinkAttribute::LinkInfo(infos) if infos.iter().any(kind)));
-    link.attributes.iter().find_map(|a| match a {
-        LinkAttribute::Link(peer) if is_veth => Some(*peer),
-        _ => None,
-    })
 }
 
 /// Reads what is set in the namespace at `path`.

@@ -173,6 +173,7 @@ fn the_hosts_end_of_a_pods_link_is_found() {
         pod: index(p, "eth0"),
         host: index(h, "pod0"),
         pod_address: [2, 0, 0, 0x0a, 0x0b, 0x0c],
+        is_bypassed: false,
     };
     assert_eq!(found, [expected]);
     let none: Vec<Pair> = within(&pod.path(), || pairs(&pod.path())).expect("looked");
