@@ -204,9 +204,14 @@ pub fn ask(
     .map_err(talk)?;
     let limit = TimeVal::milliseconds(i64::try_from(timeout.as_millis()).unwrap_or(i64::MAX));
     setsockopt(&peer, sockopt::ReceiveTimeout, &limit).map_err(talk)?;
-    connect(peer.as_raw_fd(), &address).map_err(|source| Error::Gone {
-        path: path.clone(),
-        source,
+    // Also for a place in the queue of one that stands still.
+    setsockopt(&peer, sockopt::SendTimeout, &limit).map_err(talk)?;
+    connect(peer.as_raw_fd(), &address).map_err(|source| match source {
+        nix::Error::EAGAIN => talk(source),
+        source => Error::Gone {
+            path: path.clone(),
+            source,
+        },
     })?;
     let bytes = serde_json::to_vec(request).map_err(|_| Error::BadAnswer { path: path.clone() })?;
     send(&peer, &bytes, files).map_err(talk)?;
@@ -261,7 +266,31 @@ fn own(raw: RawFd) -> OwnedFd {
 
 #[cfg(test)]
 mod tests {
+    use nix::sys::socket::{Backlog, bind, listen};
+
     use super::*;
+
+    #[test]
+    fn a_keeper_that_hears_nobody_is_waited_for_no_longer_than_was_said() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let flags = SockFlag::SOCK_CLOEXEC;
+        let deaf = socket(AddressFamily::Unix, SockType::SeqPacket, flags, None).expect("a socket");
+        let address = UnixAddr::new(&dir.path().join(SOCKET)).expect("an address");
+        bind(deaf.as_raw_fd(), &address).expect("bound");
+        // One has a place in the queue.
+        listen(&deaf, Backlog::new(0).expect("a number")).expect("listens");
+        let (ended, ends) = std::sync::mpsc::channel();
+        let path = dir.path().to_owned();
+        std::thread::spawn(move || {
+            let limit = Duration::from_millis(100);
+            let asked = [(); 3].map(|()| ask(&path, &Request::Stdio, &[], limit));
+            let _ = ended.send(asked);
+        });
+        let asked = ends.recv_timeout(Duration::from_secs(10));
+        for answer in asked.expect("nobody waits for ever") {
+            assert!(matches!(answer, Err(Error::Talk { .. })), "{answer:?}");
+        }
+    }
 
     #[test]
     fn a_keeper_does_what_agents_of_the_last_version_ask_and_is_told_why_by_those_of_this() {

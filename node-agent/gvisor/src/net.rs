@@ -1,10 +1,10 @@
-//! Addresses and routes of a pod's network namespace.
+//! Addresses, routes and configured neighbours of a pod's network namespace.
 //!
 //! At start and restore runsc takes the addresses off the pod's interfaces (its own network stack owns them from then
-//! on) and nobody puts them back when the sandbox ends. So they are read once, when the CNI plugin has just set them,
+//! on), the kernel takes what depends on them, and nobody puts them back when the sandbox ends. So they are read once, when the CNI plugin has just set them,
 //! kept in the pod's record as the kernel's own messages, and replayed before each restore.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
@@ -16,9 +16,10 @@ use netlink_packet_route::RouteNetlinkMessage;
 use netlink_packet_route::address::{
     AddressAttribute, AddressFlags, AddressHeaderFlags, AddressMessage,
 };
-use netlink_packet_route::link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage};
+use netlink_packet_route::link::{LinkFlags, LinkMessage};
+use netlink_packet_route::neighbour::{NeighbourAttribute, NeighbourMessage, NeighbourState};
 use netlink_packet_route::route::{
-    RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
+    RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
 };
 use netlink_packet_route::tc::{
     TcAttribute, TcBpfFlags, TcFilterBpf, TcFilterBpfOption, TcHandle, TcMessage, TcOption,
@@ -28,6 +29,10 @@ use netlink_sys::{Socket, SocketAddr};
 use nix::sched::{CloneFlags, setns};
 use rustix::event::{PollFd, PollFlags, poll};
 use serde::{Deserialize, Serialize};
+
+pub use veth::{Pair, pairs};
+
+mod veth;
 
 /// A dump of a pod's namespace is a few kilobytes; one datagram is at most 32 KiB (rtnetlink's own limit).
 const DATAGRAM: usize = 64 << 10;
@@ -76,6 +81,9 @@ pub(crate) enum Direction {
 pub struct Addresses {
     pub addresses: Vec<String>,
     pub routes: Vec<String>,
+    /// Neighbours that somebody configured: a gateway that answers no ARP. With a link's last IPv4 address the kernel forgets them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub neighbours: Vec<String>,
 }
 
 impl Addresses {
@@ -105,77 +113,9 @@ impl Addresses {
     }
 }
 
-/// The two ends of a link between a pod and its host, by their indexes in the namespaces where they are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Pair {
-    pub pod: u32,
-    pub host: u32,
-    /// Ethernet address of the pod's end.
-    pub pod_address: [u8; 6],
-}
-
-/// The veth pairs between the namespace at `path` and the calling thread's. Links of other kinds have no other end.
-pub fn pairs(path: &Path) -> Result<Vec<Pair>, Error> {
-    let theirs = within(path, veths)?;
-    let ours = veths()?;
-    // An index alone means nothing in another namespace: both ends must name each other.
-    let named = theirs.into_iter().filter(|theirs| {
-        let other_end = |ours: &Veth| (ours.peer, ours.index) == (theirs.index, theirs.peer);
-        ours.iter().any(other_end)
-    });
-    let pairs = named.map(|theirs| Pair {
-        pod: theirs.index,
-        host: theirs.peer,
-        pod_address: theirs.address,
-    });
-    Ok(pairs.collect())
-}
-
 /// Runs `work` on a thread of its own inside the namespace at `path`.
 pub fn inside<T: Send>(path: &Path, work: impl FnOnce() -> T + Send) -> Result<T, Error> {
     within(path, || Ok(work()))
-}
-
-/// One end of a veth pair.
-struct Veth {
-    index: u32,
-    /// The other end's index, in its own namespace.
-    peer: u32,
-    address: [u8; 6],
-}
-
-/// The veth links of this thread's namespace.
-fn veths() -> Result<Vec<Veth>, Error> {
-    let links = Netlink::open()?.dump(RouteNetlinkMessage::GetLink(LinkMessage::default()))?;
-    let veths = links.into_iter().filter_map(|message| match message {
-        RouteNetlinkMessage::NewLink(link) => veth(&link),
-        _ => None,
-    });
-    Ok(veths.collect())
-}
-
-fn veth(link: &LinkMessage) -> Option<Veth> {
-    let address = link.attributes.iter().find_map(|a| match a {
-        LinkAttribute::Address(address) => address.as_slice().try_into().ok(),
-        _ => None,
-    });
-    Some(Veth {
-        index: link.header.index,
-        peer: veth_peer(link)?,
-        address: address?,
-    })
-}
-
-fn veth_peer(link: &LinkMessage) -> Option<u32> {
-    let kind = |info: &LinkInfo| matches!(info, LinkInfo::Kind(InfoKind::Veth));
-    let is_veth = link
-        .attributes
-        .iter()
-        .any(|a| matches!(a, LinkAttribute::LinkInfo(infos) if infos.iter().any(kind)));
-    link.attributes.iter().find_map(|a| match a {
-        LinkAttribute::Link(peer) if is_veth => Some(*peer),
-        _ => None,
-    })
 }
 
 /// Reads what is set in the namespace at `path`.
@@ -184,24 +124,20 @@ pub fn read(path: &Path) -> Result<Addresses, Error> {
         let mut netlink = Netlink::open()?;
         let loopback = netlink.loopback_indexes()?;
         let mut found = Addresses::default();
-        for message in netlink.dump(RouteNetlinkMessage::GetAddress(AddressMessage::default()))? {
+        // Before the routes: an address that is there by now has its own.
+        let addresses = netlink.dump(RouteNetlinkMessage::GetAddress(AddressMessage::default()))?;
+        let mut routes = netlink.routes()?;
+        for message in addresses {
             if let RouteNetlinkMessage::NewAddress(mut address) = message
                 && !loopback.contains(&address.header.index)
             {
-                make_addable(&mut address);
+                make_addable(&mut address, &routes);
                 found
                     .addresses
                     .push(to_hex(RouteNetlinkMessage::NewAddress(address)));
             }
         }
-        let mut routes: Vec<RouteMessage> = Vec::new();
-        for message in netlink.dump(RouteNetlinkMessage::GetRoute(RouteMessage::default()))? {
-            if let RouteNetlinkMessage::NewRoute(route) = message
-                && is_configured(&route)
-            {
-                routes.push(route);
-            }
-        }
+        routes.retain(is_configured);
         // A gateway must be reachable before a route through it is accepted.
         routes.sort_by_key(|route| route.header.scope != RouteScope::Link);
         found.routes = routes
@@ -213,6 +149,7 @@ pub fn read(path: &Path) -> Result<Addresses, Error> {
                 to_hex(RouteNetlinkMessage::NewRoute(route))
             })
             .collect();
+        found.neighbours = netlink.configured_neighbours()?;
         Ok(found)
     })
 }
@@ -226,6 +163,7 @@ pub fn put_back(path: &Path, addresses: &Addresses) -> Result<(), Error> {
             .iter()
             .map(|hex| ("the pod's address", hex))
             .chain(addresses.routes.iter().map(|hex| ("the pod's route", hex)))
+            .chain((addresses.neighbours.iter()).map(|hex| ("the pod's neighbour", hex)))
         {
             netlink.replace(what, from_hex(message)?)?;
         }
@@ -288,15 +226,59 @@ impl AddressWatch {
 }
 
 /// The kernel rejects the cache information that it reports itself; and an address that was in use needs no duplicate
-/// address detection, which would delay an IPv6 pod's wake by a second.
-fn make_addable(address: &mut AddressMessage) {
+/// address detection, which would delay an IPv6 pod's wake by a second. Nor a route to its network, if somebody has taken
+/// that away: a plugin for point-to-point links, on which all others are behind the gateway.
+fn make_addable(address: &mut AddressMessage, routes: &[RouteMessage]) {
+    let mut wanted = AddressFlags::Nodad | AddressFlags::Permanent;
+    if !has_route(address, routes) {
+        wanted |= AddressFlags::Noprefixroute;
+    }
     address
         .attributes
         .retain(|a| !matches!(a, AddressAttribute::CacheInfo(_)));
     address.header.flags = AddressHeaderFlags::Nodad;
     for attribute in &mut address.attributes {
         if let AddressAttribute::Flags(flags) = attribute {
-            *flags = AddressFlags::Nodad | AddressFlags::Permanent;
+            *flags = wanted;
+        }
+    }
+}
+
+/// Whether the route is there that the kernel derives from the address.
+fn has_route(address: &AddressMessage, routes: &[RouteMessage]) -> bool {
+    let length = address.header.prefix_len;
+    let is_own = |ip: IpAddr| {
+        address.attributes.iter().any(|a| match a {
+            AddressAttribute::Address(own) | AddressAttribute::Local(own) => {
+                network(*own, length) == network(ip, length)
+            }
+            _ => false,
+        })
+    };
+    let link = RouteAttribute::Oif(address.header.index);
+    routes.iter().any(|route| {
+        route.header.protocol == RouteProtocol::Kernel
+            && route.header.kind == RouteType::Unicast
+            && route.header.destination_prefix_length == length
+            && route.attributes.contains(&link)
+            && route.attributes.iter().any(|a| match a {
+                RouteAttribute::Destination(RouteAddress::Inet(ip)) => is_own((*ip).into()),
+                RouteAttribute::Destination(RouteAddress::Inet6(ip)) => is_own((*ip).into()),
+                _ => false,
+            })
+    })
+}
+
+/// The address with nothing but its first `length` bits.
+fn network(ip: IpAddr, length: u8) -> IpAddr {
+    match ip {
+        IpAddr::V4(ip) => {
+            let rest = u32::MAX.checked_shr(length.into()).unwrap_or(0);
+            Ipv4Addr::from_bits(ip.to_bits() & !rest).into()
+        }
+        IpAddr::V6(ip) => {
+            let rest = u128::MAX.checked_shr(length.into()).unwrap_or(0);
+            Ipv6Addr::from_bits(ip.to_bits() & !rest).into()
         }
     }
 }
@@ -423,6 +405,33 @@ impl Netlink {
             }
         }
         Ok(())
+    }
+
+    fn routes(&mut self) -> Result<Vec<RouteMessage>, Error> {
+        let all = self.dump(RouteNetlinkMessage::GetRoute(RouteMessage::default()))?;
+        let routes = all.into_iter().filter_map(|message| match message {
+            RouteNetlinkMessage::NewRoute(route) => Some(route),
+            _ => None,
+        });
+        Ok(routes.collect())
+    }
+
+    /// Those that runsc gives to gVisor: of what was learnt the next one to have the address learns anew.
+    fn configured_neighbours(&mut self) -> Result<Vec<String>, Error> {
+        let all = RouteNetlinkMessage::GetNeighbour(NeighbourMessage::default());
+        let mut found = Vec::new();
+        for message in self.dump(all)? {
+            if let RouteNetlinkMessage::NewNeighbour(mut neighbour) = message
+                && neighbour.header.state == NeighbourState::Permanent
+            {
+                neighbour.attributes.retain(|a| {
+                    use NeighbourAttribute::{Destination, LinkLayerAddress};
+                    matches!(a, Destination(_) | LinkLayerAddress(_))
+                });
+                found.push(to_hex(RouteNetlinkMessage::NewNeighbour(neighbour)));
+            }
+        }
+        Ok(found)
     }
 
     fn loopback_indexes(&mut self) -> Result<Vec<u32>, Error> {

@@ -53,16 +53,21 @@ pub fn is_of_this_machine(address: IpAddr) -> bool {
 #[derive(Debug)]
 pub struct Kubelet {
     port: u16,
-    process: Option<u32>,
+    found: Option<Listener>,
+}
+
+/// Who listens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Listener {
+    process: u32,
+    /// The number of the socket.
+    socket: u32,
 }
 
 impl Kubelet {
     /// The one that serves logs and exec on this port (KubeletConfiguration's `port`).
     pub fn at(port: u16) -> Self {
-        Self {
-            port,
-            process: None,
-        }
+        Self { port, found: None }
     }
 
     /// Whether the connection is the kubelet's.
@@ -86,16 +91,24 @@ impl Kubelet {
     }
 
     fn has(&mut self, socket: u32) -> Result<bool, Error> {
-        if let Some(process) = self.process
-            && has_open(process, socket)
+        if let Some(Listener {
+            process,
+            socket: at,
+        }) = self.found
         {
-            return Ok(true);
+            if has_open(process, socket) {
+                return Ok(true);
+            }
+            // To look through all processes takes longer than to wake a sandbox, and many may connect at once.
+            if has_open(process, at) {
+                return Ok(false);
+            }
         }
         // The kubelet may have been started anew.
-        self.process = listener(self.port)?;
+        self.found = listener(self.port)?;
         Ok(self
-            .process
-            .is_some_and(|process| has_open(process, socket)))
+            .found
+            .is_some_and(|found| has_open(found.process, socket)))
     }
 }
 
@@ -122,7 +135,7 @@ fn socket_of(connection: &Ends) -> Result<Option<u32>, Error> {
 }
 
 /// The process that listens on the port.
-fn listener(port: u16) -> Result<Option<u32>, Error> {
+fn listener(port: u16) -> Result<Option<Listener>, Error> {
     for family in [AF_INET6, AF_INET] {
         let mut any = SocketId::new_v4();
         if family == AF_INET6 {
@@ -130,10 +143,10 @@ fn listener(port: u16) -> Result<Option<u32>, Error> {
             any.destination_address = IpAddr::V6(Ipv6Addr::UNSPECIFIED);
         }
         let listening = ask(family, StateFlags::LISTEN, any, true)?;
-        for (_, inode) in listening.iter().filter(|(at, _)| *at == port) {
+        for (_, socket) in listening.into_iter().filter(|(at, _)| *at == port) {
             let mut processes = processes().map_err(Error::Processes)?;
-            if let Some(process) = processes.find(|process| has_open(*process, *inode)) {
-                return Ok(Some(process));
+            if let Some(process) = processes.find(|process| has_open(*process, socket)) {
+                return Ok(Some(Listener { process, socket }));
             }
         }
     }
@@ -241,11 +254,8 @@ mod tests {
             let (port, _server, stream) = connected(address);
             let inode = socket_of(&ends(&stream)).expect("asked").expect("is here");
             assert!(has_open(std::process::id(), inode), "{address}");
-            assert_eq!(
-                listener(port).expect("asked"),
-                Some(std::process::id()),
-                "{address}"
-            );
+            let found = listener(port).expect("asked").map(|found| found.process);
+            assert_eq!(found, Some(std::process::id()), "{address}");
         }
     }
 
@@ -267,8 +277,26 @@ mod tests {
         let ends = ends(&stream);
         // As after a restart of the kubelet, what was found before is not trusted.
         let mut kubelet = Kubelet::at(port);
-        kubelet.process = Some(1);
+        kubelet.found = Some(Listener {
+            process: 1,
+            socket: 0,
+        });
         assert!(kubelet.owns(&ends).expect("asked"));
+    }
+
+    #[test]
+    fn while_the_kubelet_listens_it_is_not_looked_for_again() {
+        let (port, server, stream) = connected("127.0.0.1:0");
+        let mut kubelet = Kubelet::at(port);
+        assert!(kubelet.owns(&ends(&stream)).expect("asked"));
+        let found = kubelet.found;
+        // Who looks there finds nobody.
+        kubelet.port = 0;
+        assert!(!kubelet.has(0).expect("asked"), "no socket has this number");
+        assert_eq!(kubelet.found, found);
+        drop(server);
+        assert!(!kubelet.has(0).expect("asked"));
+        assert_eq!(kubelet.found, None);
     }
 
     #[test]

@@ -12,7 +12,7 @@ pub(crate) fn sh(script: &str) -> String {
     String::from_utf8(output.stdout).expect("text")
 }
 
-/// A namespace with a veth that has addresses and routes as a CNI bridge plugin sets them.
+/// A namespace with a veth that has addresses and routes as a CNI bridge plugin sets them, and a gateway that answers no ARP, as that of Amazon's.
 pub(crate) struct Namespace(String);
 
 impl Namespace {
@@ -37,7 +37,9 @@ impl Namespace {
              ip -n {name} addr add 10.201.3.4/16 brd 10.201.255.255 dev eth0
              ip -n {name} -6 addr add fd00:201::4/64 dev eth0 nodad
              ip -n {name} route add default via 10.201.0.1 dev eth0
-             ip -n {name} -6 route add default via fd00:201::1 dev eth0"
+             ip -n {name} -6 route add default via fd00:201::1 dev eth0
+             ip -n {name} neigh add 10.201.0.1 lladdr 02:00:00:00:00:01 dev eth0 nud permanent
+             ip -n {name} neigh add fd00:201::1 lladdr 02:00:00:00:00:01 dev eth0 nud permanent"
         ));
         namespace
     }
@@ -50,7 +52,8 @@ impl Namespace {
         let name = &self.0;
         sh(&format!(
             "ip -n {name} -o addr show dev eth0 scope global | awk '{{print $3, $4}}' | sort
-             ip -n {name} route show; ip -n {name} -6 route show default | sed 's/ pref.*//'"
+             ip -n {name} route show; ip -n {name} -6 route show default | sed 's/ pref.*//'
+             ip -n {name} neigh show nud permanent"
         ))
     }
 }
@@ -67,7 +70,7 @@ fn what_runsc_takes_away_is_put_back_and_twice_changes_nothing() {
     let namespace = Namespace::with_addresses();
     let before = namespace.show();
     let kept = read(&namespace.path()).expect("read");
-    // As runsc does: the addresses go, and with them the routes.
+    // As runsc does: the addresses go, and with them the routes and the neighbours.
     sh(&format!(
         "ip -n {} addr flush dev eth0 scope global",
         namespace.0
@@ -78,6 +81,32 @@ fn what_runsc_takes_away_is_put_back_and_twice_changes_nothing() {
     assert_eq!(namespace.show(), before);
     put_back(&namespace.path(), &kept).expect("put back again");
     assert_eq!(namespace.show(), before);
+    assert_eq!(read(&namespace.path()).expect("read"), kept);
+}
+
+#[test]
+fn a_network_that_was_behind_the_gateway_is_so_again() {
+    let namespace = Namespace::with_addresses();
+    let name = namespace.name();
+    // As the CNI plugin ptp does.
+    sh(&format!(
+        "ip -n {name} route del 10.201.0.0/16 dev eth0; ip -n {name} -6 route del fd00:201::/64 dev eth0
+         ip -n {name} route add 10.201.0.1 dev eth0 scope link src 10.201.3.4
+         ip -n {name} route replace default via 10.201.0.1 dev eth0
+         ip -n {name} route add 10.201.0.0/16 via 10.201.0.1 src 10.201.3.4
+         ip -n {name} -6 route add fd00:201::1 dev eth0
+         ip -n {name} -6 route add fd00:201::/64 via fd00:201::1"
+    ));
+    let routes = || {
+        sh(&format!(
+            "ip -n {name} route show; ip -n {name} -6 route show dev eth0"
+        ))
+    };
+    let before = routes();
+    let kept = read(&namespace.path()).expect("read");
+    sh(&format!("ip -n {name} addr flush dev eth0 scope global"));
+    put_back(&namespace.path(), &kept).expect("put back");
+    assert_eq!(routes(), before);
     assert_eq!(read(&namespace.path()).expect("read"), kept);
 }
 
@@ -105,7 +134,7 @@ fn an_address_that_is_taken_away_is_told_and_so_is_the_end_of_who_would_do_it() 
 fn a_damaged_record_is_refused() {
     let damaged = Addresses {
         addresses: vec!["zz".to_owned()],
-        routes: Vec::new(),
+        ..Addresses::default()
     };
     let error = put_back(Path::new("/proc/self/ns/net"), &damaged).expect_err("refused");
     assert!(matches!(error, Error::BadRecord(_)));
@@ -144,6 +173,7 @@ fn the_hosts_end_of_a_pods_link_is_found() {
         pod: index(p, "eth0"),
         host: index(h, "pod0"),
         pod_address: [2, 0, 0, 0x0a, 0x0b, 0x0c],
+        is_bypassed: false,
     };
     assert_eq!(found, [expected]);
     let none: Vec<Pair> = within(&pod.path(), || pairs(&pod.path())).expect("looked");

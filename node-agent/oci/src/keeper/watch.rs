@@ -470,6 +470,11 @@ fn links(namespace: &Path, own: &[IpAddr], rules: &Rules) -> anyhow::Result<Vec<
         !pairs.is_empty(),
         "the pod's link has no end on the host (only veth pairs have one)"
     );
+    ensure!(
+        !pairs.iter().any(|pair| pair.is_bypassed),
+        "packets reach the pod without passing the host's end of its link, where they are watched: let them pass it \
+         (Cilium: bpf.hostLegacyRouting=true; Calico: bpfRedirectToPeer: Disabled), and make the pod anew"
+    );
     let links = pairs.into_iter().map(|pair| {
         let mut probes = Responder::new(own, Instant::now());
         probes.answer_hooks(rules.suspends);

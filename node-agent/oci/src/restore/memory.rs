@@ -3,10 +3,11 @@
 use anyhow::ensure;
 use torpor_core::Entry;
 use torpor_core::ids::{ImageId, SandboxId};
+use torpor_core::ledger::Memory;
 use torpor_gvisor::control::Control;
 use torpor_gvisor::pause;
 use torpor_gvisor::record::NOT_HELD_OPEN;
-use torpor_snapshots::LedgerFile;
+use torpor_snapshots::{ImageError, LedgerFile};
 
 use super::{end, store};
 use crate::node::{CALL_LIMIT, Node};
@@ -60,16 +61,32 @@ pub(super) fn ensure_held_open(node: &Node, sandbox: &SandboxId) -> anyhow::Resu
 
 /// Before a paused sandbox is resumed: from now on no image is its memory.
 pub(crate) fn about_to_run(node: &Node, sandbox: &SandboxId) -> anyhow::Result<AboutToRun> {
-    let Some(image) = memory_image(node, sandbox)? else {
+    let pod = node.records.pod(sandbox)?;
+    let store = store(node)?;
+    let ledger = store.ledger(&pod.pod_uid)?;
+    let found = |image: &ImageId| store.image(&pod.namespace, image);
+    let is_away = |image: &ImageId| matches!(found(image), Err(ImageError::Missing { .. }));
+    let known = ledger.read()?;
+    let Some(image) = outlived(&known.memory, is_away) else {
         return Ok(AboutToRun { left: None });
     };
-    ensure_held_open(node, sandbox)?;
-    let pod = node.records.pod(sandbox)?;
-    let ledger = store(node)?.ledger(&pod.pod_uid)?;
+    // Where there is no image nobody brings the sandbox back, and who ends it must not wait for that.
+    if found(image).is_ok() {
+        ensure_held_open(node, sandbox)?;
+    }
     let seq = ledger.append(&Entry::Awake)?.seq;
     Ok(AboutToRun {
-        left: Some((ledger, seq, image)),
+        left: Some((ledger, seq, image.clone())),
     })
+}
+
+/// The image that the sandbox leaves behind when it runs on. One that was committed is left also where it cannot be found or read now: it may be there
+/// again later, and would be taken for the sandbox' memory. Of one that was only being made nothing may have become.
+fn outlived(memory: &Memory, is_away: impl Fn(&ImageId) -> bool) -> Option<&ImageId> {
+    match memory {
+        Memory::Saving { image } if is_away(image) => None,
+        memory => memory.image(),
+    }
 }
 
 /// The ledger says of a sandbox that it runs.
@@ -98,6 +115,26 @@ mod tests {
     use torpor_snapshots::Store;
 
     use super::*;
+
+    #[test]
+    fn an_image_that_was_committed_is_left_behind_also_while_it_cannot_be_found() {
+        let image = ImageId::parse("pod-a.1").expect("an id");
+        let saving = Memory::Saving {
+            image: image.clone(),
+        };
+        let committed = Memory::Committed {
+            image: image.clone(),
+        };
+        for (memory, is_away, left) in [
+            (&Memory::Live, true, None),
+            (&saving, true, None),
+            (&saving, false, Some(&image)),
+            (&committed, true, Some(&image)),
+            (&committed, false, Some(&image)),
+        ] {
+            assert_eq!(outlived(memory, |_| is_away), left, "{memory:?} {is_away}");
+        }
+    }
 
     #[test]
     fn only_a_sandbox_that_heard_nothing_keeps_its_image() {
