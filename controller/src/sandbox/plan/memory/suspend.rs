@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use serde_json::{Value, json};
@@ -27,6 +28,8 @@ use crate::sandbox::{
 
 /// How often to look whether a name that somebody else took is free.
 const NAME_TAKEN: Duration = Duration::from_secs(30);
+/// How long a Pod that is to continue from an image may take before its node's agent says a word of that.
+const RESTORE_BEGINS: Duration = Duration::from_secs(60);
 
 /// The user wants the Sandbox suspended, and its Pod is there.
 pub(in crate::sandbox::plan) fn suspend(
@@ -34,14 +37,15 @@ pub(in crate::sandbox::plan) fn suspend(
     desired: &Desired<'_>,
     observed: &Observed,
     pod: &Pod,
+    now: Timestamp,
 ) {
     let shown = match desired.settings.strategy() {
         SuspensionStrategy::Stop => {
             stop(plan, pod);
             Shown::Remove
         }
-        SuspensionStrategy::Freeze => freeze_pod(plan, observed, pod),
-        SuspensionStrategy::Hibernate => hibernate(plan, desired, observed, pod),
+        SuspensionStrategy::Freeze => freeze_pod(plan, observed, pod, now),
+        SuspensionStrategy::Hibernate => hibernate(plan, desired, observed, pod, now),
     };
     show_hibernated(plan, desired, observed, shown);
     // It describes this Pod for as long as there is one.
@@ -55,11 +59,37 @@ fn stop(plan: &mut Plan, pod: &Pod) {
     }
 }
 
-fn freeze_pod(plan: &mut Plan, observed: &Observed, pod: &Pod) -> Shown {
+/// Whether the sandbox may have gone on from its image though the kubelet has yet to say that its Pod runs: then its memory is in this Pod and nowhere else. Where the restore has failed
+/// it is in the image still. What a copy starts from is there as before.
+fn may_have_resumed(plan: &mut Plan, pod: &Pod, now: Timestamp) -> bool {
+    let carries = |key| pod.annotations().contains_key(key);
+    let resumes = carries(annotations::RESTORE_IMAGE) && !carries(annotations::RESTORE_COPY);
+    if !resumes || has_ended(pod) {
+        return false;
+    }
+    if let Some(restored) = pod_condition(pod, conditions::POD_RESTORED, conditions::RESTORED) {
+        return restored.status == "True";
+    }
+    let said = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED);
+    if said.is_some_and(|said| said.reason == hibernated::WAKING) {
+        return true;
+    }
+    let made = pod.metadata.creation_timestamp.as_ref();
+    // A clock that is behind the apiserver's makes it new.
+    let age = made.and_then(|made| Duration::try_from(now.duration_since(made.0)).ok());
+    let left = RESTORE_BEGINS.saturating_sub(age.unwrap_or_default());
+    if left.is_zero() {
+        return false;
+    }
+    plan.look_again(left);
+    true
+}
+
+fn freeze_pod(plan: &mut Plan, observed: &Observed, pod: &Pod, now: Timestamp) -> Shown {
     if is_terminating(pod) {
         return Shown::Keep;
     }
-    if phase(pod) != "Running" {
+    if phase(pod) != "Running" && !may_have_resumed(plan, pod, now) {
         stop(plan, pod);
         return Shown::Remove;
     }
@@ -105,10 +135,16 @@ fn not_capable(verb: &str, runtime: &str, pod: &Pod) -> String {
     format!("{runtime} on node {node:?} cannot {verb}; {NOT_KEPT}")
 }
 
-fn hibernate(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, pod: &Pod) -> Shown {
+fn hibernate(
+    plan: &mut Plan,
+    desired: &Desired<'_>,
+    observed: &Observed,
+    pod: &Pod,
+    now: Timestamp,
+) -> Shown {
     let uid = pod.uid().unwrap_or_default();
     let Some(snapshot) = snapshot_of_pod(desired, observed, &uid) else {
-        return begin_hibernate(plan, desired, observed, pod);
+        return begin_hibernate(plan, desired, observed, pod, now);
     };
     if is_deleting(snapshot) {
         return match is_terminating(pod) {
@@ -143,7 +179,7 @@ fn hibernate(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, pod: &
             snapshot.name_any()
         ));
     }
-    not_committed(plan, snapshot, pod)
+    not_committed(plan, snapshot, pod, now)
 }
 
 fn has_ended(pod: &Pod) -> bool {
@@ -151,7 +187,7 @@ fn has_ended(pod: &Pod) -> bool {
 }
 
 /// The snapshot of this Pod is under way, or failed.
-fn not_committed(plan: &mut Plan, snapshot: &SandboxSnapshot, pod: &Pod) -> Shown {
+fn not_committed(plan: &mut Plan, snapshot: &SandboxSnapshot, pod: &Pod, now: Timestamp) -> Shown {
     let name = snapshot.name_any();
     let committed = conditions::find(snapshot.conditions(), conditions::COMMITTED);
     let message = committed
@@ -165,6 +201,11 @@ fn not_committed(plan: &mut Plan, snapshot: &SandboxSnapshot, pod: &Pod) -> Show
             hibernated::SAVE_FAILED,
             format!("The Pod ended before its memory was saved; {NOT_KEPT}"),
         );
+    }
+    if !has_memory(plan, pod, now) {
+        // It was to continue from an image, and has not: that is its memory still.
+        stop(plan, pod);
+        return Shown::Remove;
     }
     match committed.map(|condition| condition.reason.as_str()) {
         Some(snapshot_reasons::RUNTIME_NOT_CAPABLE) => {
@@ -189,18 +230,24 @@ fn not_committed(plan: &mut Plan, snapshot: &SandboxSnapshot, pod: &Pod) -> Show
     }
 }
 
+/// Whether the Pod has, or may have, memory worth keeping.
+fn has_memory(plan: &mut Plan, pod: &Pod, now: Timestamp) -> bool {
+    phase(pod) == "Running" || evicted::ended_asleep(pod) || may_have_resumed(plan, pod, now)
+}
+
 /// No snapshot of this Pod yet.
 fn begin_hibernate(
     plan: &mut Plan,
     desired: &Desired<'_>,
     observed: &Observed,
     pod: &Pod,
+    now: Timestamp,
 ) -> Shown {
     if is_terminating(pod) {
         return Shown::Keep;
     }
-    let has_memory = phase(pod) == "Running" || evicted::ended_asleep(pod);
-    let Some(node) = node_of(pod).filter(|_| has_memory) else {
+    let node = node_of(pod);
+    let Some(node) = node.filter(|_| has_memory(plan, pod, now)) else {
         // It has no memory worth keeping.
         stop(plan, pod);
         return Shown::Remove;
