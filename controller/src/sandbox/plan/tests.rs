@@ -493,3 +493,36 @@ fn a_sandbox_that_is_frozen_as_it_comes_back_is_not_stopped() {
     assert_eq!(actions(&of(coming_back(10, json!({})))), ["PatchPod"]);
     assert_eq!(actions(&of(coming_back(60, json!({})))), ["delete pod"]);
 }
+
+/// What sleeps or stands still could do so: what its node says of itself may be missing, or nothing, at the moment.
+#[rstest]
+#[case::frozen("Freeze", "False", "Frozen", &["PatchPod"])]
+#[case::asleep("Hibernate", "True", "Hibernated", &["CreateSnapshot"])]
+#[case::on_its_way_out_of_that("Hibernate", "False", "Waking", &["CreateSnapshot"])]
+#[case::awake_and_to_be_frozen("Freeze", "False", "Awake", &["delete pod"])]
+#[case::awake("Hibernate", "False", "Awake", &["delete pod"])]
+fn a_node_that_can_do_nothing_for_a_moment_costs_no_memory_that_is_kept_already(
+    #[case] how: &str,
+    #[case] status: &str,
+    #[case] reason: &str,
+    #[case] expected: &[&str],
+) {
+    let pod = pod(said("torpor.dev/Hibernated", status, reason));
+    let mut seen = observed(suspended(strategy(how)), Some(pod), None);
+    seen.nodes.clear();
+    assert_eq!(actions(&plan(&seen, now())), expected);
+}
+
+#[test]
+fn an_eviction_costs_no_memory_that_is_kept_already_though_the_node_can_do_nothing_for_a_moment() {
+    let evicted = pod(json!({
+        "metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"},
+        "status": {"conditions": [
+            {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"},
+            {"type": "torpor.dev/Hibernated", "status": "True", "reason": "Hibernated"},
+        ]},
+    }));
+    let mut seen = observed(running(), Some(evicted), None);
+    seen.nodes.clear();
+    assert_eq!(actions(&plan(&seen, now())), ["CreateSnapshot"]);
+}

@@ -18,7 +18,7 @@ use super::{
     super::{Action, Area, ImageUse, Plan, Shown, SnapshotFence, delete_pod, pods::patch_pod},
     NOT_KEPT, capabilities, delete_snapshot, evicted, fence, is_deleting, is_terminating, kept_in,
     node_of, phase, pod_condition, says, says_earlier_goes, says_missing, says_saving,
-    show_hibernated, snapshot_of_pod,
+    show_hibernated, sleeps_in_place, snapshot_of_pod,
 };
 use crate::sandbox::{
     dereference::Observed,
@@ -93,8 +93,13 @@ fn freeze_pod(plan: &mut Plan, observed: &Observed, pod: &Pod, now: Timestamp) -
         stop(plan, pod);
         return Shown::Remove;
     }
+    let reported = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED);
+    let frozen = reported
+        .as_ref()
+        .is_some_and(|draft| draft.reason == hibernated::FROZEN);
     let (can, runtime) = capabilities(observed, pod);
-    if !can.freeze {
+    // What stands still has been frozen: its node may have no word for that at the moment, and its memory is nowhere else.
+    if !can.freeze && !frozen {
         stop(plan, pod);
         return says(
             conditions::HIBERNATED,
@@ -106,10 +111,6 @@ fn freeze_pod(plan: &mut Plan, observed: &Observed, pod: &Pod, now: Timestamp) -
     if let Some(patch) = metadata::torpor_patch_for(pod, &wish) {
         patch_pod(plan, pod, patch);
     }
-    let reported = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED);
-    let frozen = reported
-        .as_ref()
-        .is_some_and(|draft| draft.reason == hibernated::FROZEN);
     plan.memory.suspended = Some(if frozen {
         let message = "Pod is frozen. Sandbox is suspended";
         Draft::new(
@@ -253,7 +254,7 @@ fn begin_hibernate(
         return Shown::Remove;
     };
     let (can, runtime) = capabilities(observed, pod);
-    if !can.hibernate {
+    if !can.hibernate && !sleeps_in_place(pod) {
         stop(plan, pod);
         let named_a_runtime = pod
             .spec
