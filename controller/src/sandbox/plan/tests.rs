@@ -526,3 +526,29 @@ fn an_eviction_costs_no_memory_that_is_kept_already_though_the_node_can_do_nothi
     seen.nodes.clear();
     assert_eq!(actions(&plan(&seen, now())), ["CreateSnapshot"]);
 }
+
+/// The policy is about Pods that are made. This one has its memory in an image of its own, and the agent wakes it again.
+#[rstest]
+#[case::it_could_not("True", "Hibernated", "RestoreFailed")]
+#[case::it_is_tried_again("False", "Waking", "RestoreFailed")]
+#[case::who_has_used_the_image_cannot_be_read("True", "Hibernated", "ImageStale")]
+fn a_wake_in_place_that_failed_costs_no_memory_whatever_the_policy(
+    #[case] status: &str,
+    #[case] sleep: &str,
+    #[case] why: &str,
+    #[values(None, Some("u-o.1"))] resumed_from: Option<&str>,
+) {
+    let pod = pod(json!({
+        "metadata": {"annotations": {"torpor.dev/restore-image": resumed_from}},
+        "status": {"conditions": [
+            {"type": "torpor.dev/Hibernated", "status": status, "reason": sleep},
+            {"type": "torpor.dev/Restored", "status": "False", "reason": why},
+        ]},
+    }));
+    let cold = sandbox(json!({"metadata": {"annotations": {
+        RECORDED: "s", "torpor.dev/on-restore-failure": "ColdStart",
+    }}}));
+    let plan = plan(&observed(cold, Some(pod), None), now());
+    let deletes = |step: &Step| matches!(step.action, Action::DeletePod { .. });
+    assert!(!plan.steps.iter().any(deletes), "{plan:?}");
+}
