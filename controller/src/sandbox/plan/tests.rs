@@ -459,8 +459,12 @@ fn restored(status: &str, reason: &str) -> Value {
     coming_back(60, json!({})), Some(snapshot("False", json!({}))), &["delete pod"], None
 )]
 #[case::it_takes_long(
+    coming_back(540, said("torpor.dev/Hibernated", "False", "Waking")), None,
+    &["CreateSnapshot"], Some(60)
+)]
+#[case::it_takes_too_long(
     coming_back(600, said("torpor.dev/Hibernated", "False", "Waking")), None,
-    &["CreateSnapshot"], None
+    &["delete pod"], None
 )]
 #[case::it_is_back(
     coming_back(600, restored("True", "Restored")), None, &["CreateSnapshot"], None

@@ -30,6 +30,8 @@ use crate::sandbox::{
 const NAME_TAKEN: Duration = Duration::from_secs(30);
 /// How long a Pod that is to continue from an image may take before its node's agent says a word of that.
 const RESTORE_BEGINS: Duration = Duration::from_secs(60);
+/// How long it may take in all, as long as the agent says that it is being restored.
+const RESTORE_ENDS: Duration = Duration::from_secs(600);
 
 /// The user wants the Sandbox suspended, and its Pod is there.
 pub(in crate::sandbox::plan) fn suspend(
@@ -71,13 +73,14 @@ fn may_have_resumed(plan: &mut Plan, pod: &Pod, now: Timestamp) -> bool {
         return restored.status == "True";
     }
     let said = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED);
-    if said.is_some_and(|said| said.reason == hibernated::WAKING) {
-        return true;
-    }
+    let limit = match said.is_some_and(|said| said.reason == hibernated::WAKING) {
+        true => RESTORE_ENDS,
+        false => RESTORE_BEGINS,
+    };
     let made = pod.metadata.creation_timestamp.as_ref();
     // A clock that is behind the apiserver's makes it new.
     let age = made.and_then(|made| Duration::try_from(now.duration_since(made.0)).ok());
-    let left = RESTORE_BEGINS.saturating_sub(age.unwrap_or_default());
+    let left = limit.saturating_sub(age.unwrap_or_default());
     if left.is_zero() {
         return false;
     }
