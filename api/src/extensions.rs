@@ -88,7 +88,11 @@ pub struct ClaimLifecycle {
     #[schemars(schema_with = "claim_shutdown_policy_schema")]
     pub shutdown_policy: Option<ClaimShutdownPolicy>,
     /// When the claim expires.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(
+        default,
+        deserialize_with = "crate::times::or_last",
+        skip_serializing_if = "Option::is_none"
+    )]
     pub shutdown_time: Option<Time>,
     /// How many seconds a finished claim is kept.
     #[serde(default, skip_serializing_if = "Option::is_none")]

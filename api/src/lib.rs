@@ -22,6 +22,7 @@ pub mod sandbox;
 pub mod snapshot;
 
 mod list_types;
+mod times;
 
 pub use extensions::{SandboxClaim, SandboxTemplate, SandboxWarmPool};
 pub use hash::name_hash;

@@ -59,7 +59,11 @@ pub struct SandboxSpec {
     #[schemars(schema_with = "shutdown_policy_schema")]
     pub shutdown_policy: Option<ShutdownPolicy>,
     /// When the Sandbox expires. Unset: never.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(
+        default,
+        deserialize_with = "crate::times::or_last",
+        skip_serializing_if = "Option::is_none"
+    )]
     pub shutdown_time: Option<Time>,
     /// One PersistentVolumeClaim is made of each entry and mounted under the entry's name. Immutable.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

@@ -17,7 +17,7 @@ use kube::{
         DeleteParams, DynamicObject, Patch, PatchParams, PostParams, Preconditions,
         PropagationPolicy,
     },
-    core::{ApiResource, NamespaceResourceScope},
+    core::{ApiResource, NamespaceResourceScope, Status},
 };
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -65,10 +65,17 @@ impl Error {
                 kube::Error::Api(status) if status.is_already_exists() => Answer::AlreadyExists,
                 kube::Error::Api(status) if status.is_conflict() => Answer::Conflict,
                 kube::Error::Api(status) if status.code < 500 => Answer::Refused,
+                kube::Error::Api(status) if is_kept_out(status) => Answer::Refused,
                 _ => Answer::Unknown,
             },
         }
     }
+}
+
+/// Whether an admission webhook could not be asked, which is an internal error to the apiserver. Admission comes before the write, so that it is certain that nothing took effect; and it may
+/// last until somebody sees it and mends it.
+fn is_kept_out(status: &Status) -> bool {
+    status.code == 500 && status.message.contains("failed calling webhook")
 }
 
 /// The apiserver's own words where it answered, which is what Go clients show.
@@ -302,5 +309,37 @@ impl Apiserver {
         let api: Api<Event> = Api::namespaced(self.client(), &namespace);
         let params = PostParams::default();
         self.limited(|| api.create(&params, event)).await.map(drop)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case::a_quota(403, "pods \"a\" is forbidden: exceeded quota: q", Answer::Refused)]
+    #[case::a_webhook_that_says_no(
+        400,
+        "admission webhook \"w\" denied the request",
+        Answer::Refused
+    )]
+    #[case::a_webhook_that_is_away(
+        500,
+        "Internal error occurred: failed calling webhook \"w\": failed to call webhook: Post \"https://w.ns.svc:443/\": connection refused",
+        Answer::Refused
+    )]
+    #[case::a_store_that_is_away(500, "etcdserver: request timed out", Answer::Unknown)]
+    #[case::a_call_that_took_too_long(504, "Timeout: request did not complete", Answer::Unknown)]
+    fn it_is_known_whether_a_call_took_effect_where_that_is_certain(
+        #[case] code: u16,
+        #[case] message: &str,
+        #[case] answer: Answer,
+    ) {
+        let status = Status::failure(message, "X").with_code(code);
+        let error = Error::from(kube::Error::Api(status.boxed()));
+        assert_eq!(error.answer(), answer);
+        assert_eq!(error.to_string(), message);
     }
 }

@@ -16,6 +16,9 @@ use tokio::{
 
 use crate::cache::Key;
 
+/// Who failed is left in peace for no longer than this: what somebody does about it counts soon.
+const LONGEST_PEACE: Duration = Duration::from_secs(1);
+
 /// Whether somebody waits for an object. What comes first is taken first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Lane {
@@ -57,6 +60,8 @@ struct Content {
     again: HashMap<Key, Lane>,
     timed: BTreeSet<(Instant, Key)>,
     due: HashMap<Key, Instant>,
+    /// Until when those whose pass has failed are left in peace.
+    in_peace: HashMap<Key, Instant>,
 }
 
 /// Names of one lane.
@@ -85,15 +90,16 @@ impl Queue {
     /// Asks for a pass after a while. Of two times the earlier one counts.
     pub fn add_after(&self, key: Key, delay: Duration) {
         let at = Instant::now() + delay;
-        let mut content = self.lock();
-        if content.known.contains_key(&key) || content.due.get(&key).is_some_and(|due| *due <= at) {
-            return;
+        if self.lock().set_time(at, key) {
+            self.changed.notify_one();
         }
-        content.forget_time(&key);
-        content.timed.insert((at, key.clone()));
-        content.due.insert(key, at);
-        drop(content);
-        self.changed.notify_one();
+    }
+
+    /// The pass that is under way has failed, and the next try is after a while: whatever asks for one before waits for as long, or a second at most. What a pass writes of its failure asks for
+    /// one, too, and may be put in other words each time.
+    pub fn leave_in_peace(&self, key: &Key, delay: Duration) {
+        let until = Instant::now() + delay.min(LONGEST_PEACE);
+        self.lock().in_peace.insert(key.clone(), until);
     }
 
     /// The next name; it is being worked on until [`Queue::done`].
@@ -168,6 +174,11 @@ impl Content {
             *again = lane.min(*again);
             return;
         }
+        if let Some(until) = self.in_peace.remove(&key).filter(|at| *at > Instant::now()) {
+            self.in_peace.insert(key.clone(), until);
+            self.set_time(until, key);
+            return;
+        }
         if let Some(before) = self.known.get(&key).copied() {
             // Waited for by now: it goes over to the other lane.
             if lane >= before {
@@ -209,6 +220,17 @@ impl Content {
             self.forget_time(&key);
             self.push(Lane::Awaited, key);
         }
+    }
+
+    /// Of two times the earlier one counts. Whether it is this one.
+    fn set_time(&mut self, at: Instant, key: Key) -> bool {
+        if self.known.contains_key(&key) || self.due.get(&key).is_some_and(|due| *due <= at) {
+            return false;
+        }
+        self.forget_time(&key);
+        self.timed.insert((at, key.clone()));
+        self.due.insert(key, at);
+        true
     }
 
     fn forget_time(&mut self, key: &Key) {
@@ -318,6 +340,37 @@ mod tests {
         queue.add(key("ns", "a"));
         assert_eq!(names(&queue, 1).await, ["ns/a"]);
         assert!(queue.lock().timed.is_empty());
+    }
+
+    #[tokio::test]
+    async fn who_failed_is_left_in_peace_whoever_asks_but_not_for_long() {
+        let queue = Queue::default();
+        let (failed, other) = (key("ns", "failed"), key("ns", "other"));
+        let (first, later) = (Duration::from_millis(50), Duration::from_secs(60));
+        for (delay, peace) in [(first, first), (later, LONGEST_PEACE)] {
+            queue.add(failed.clone());
+            assert_eq!(queue.next().await, failed);
+            let begin = Instant::now();
+            // What it writes is seen before it ends, and after.
+            queue.add(failed.clone());
+            queue.leave_in_peace(&failed, delay);
+            queue.add_after(failed.clone(), delay);
+            queue.done(&failed);
+            queue.add(failed.clone());
+            queue.add(other.clone());
+            assert_eq!(queue.next().await, other);
+            assert_eq!(queue.next().await, failed);
+            let waited = begin.elapsed();
+            assert!(waited >= peace && waited < later, "{waited:?}");
+            queue.done(&failed);
+            queue.done(&other);
+            // It came through, and is looked at whenever somebody asks.
+            queue.add(failed.clone());
+            assert_eq!(queue.lock().pop(), Some(failed.clone()));
+            queue.done(&failed);
+            let content = queue.lock();
+            assert!(content.in_peace.is_empty() && content.timed.is_empty());
+        }
     }
 
     #[tokio::test]

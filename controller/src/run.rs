@@ -299,6 +299,7 @@ where
         }
         Err(error) => {
             let delay = context.failures.count(&failing);
+            (kind.queue)(context).leave_in_peace(key, delay);
             trace::failed(&span, &Chain(&error));
             tracing::warn!(
                 controller = name,

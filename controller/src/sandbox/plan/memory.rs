@@ -141,6 +141,13 @@ fn pod_condition(pod: &Pod, pod_type: &str, shown_as: &'static str) -> Option<Dr
     })
 }
 
+/// Whether the sandbox' memory is in an image that its Pod holds, be it on its way out of that. Its node has been able to save it, whatever that can say of itself at the moment: an agent
+/// whose SandboxNode was deleted, or that could not ask the runtime when it began, says that it can do nothing.
+fn sleeps_in_place(pod: &Pod) -> bool {
+    let said = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED);
+    said.is_some_and(|said| said.status == "True" || said.reason == hibernated::WAKING)
+}
+
 fn shown_before<'a>(sandbox: &'a Sandbox, type_: &str) -> Option<&'a Condition> {
     conditions::find(&sandbox.status.as_ref()?.conditions, type_)
 }

@@ -35,17 +35,17 @@ pub(super) fn plan(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, 
         plan.step(Area::Pod, Action::ForgetPodName);
     }
     if desired.suspended {
-        suspended(plan, desired, observed);
+        suspended(plan, desired, observed, now);
     } else {
         running(plan, desired, observed, now);
     }
 }
 
-fn suspended(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
+fn suspended(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, now: Timestamp) {
     match &desired.pod {
         PodState::Ours(pod) => {
             plan.pod = Some(Arc::clone(pod));
-            memory::suspend(plan, desired, observed, pod);
+            memory::suspend(plan, desired, observed, pod, now);
         }
         PodState::Unowned(pod) | PodState::Foreign(pod, _) => {
             plan.pod = Some(Arc::clone(pod));

@@ -424,3 +424,135 @@ fn without_an_image_of_the_runtime_no_pod_is_made() {
     assert_eq!(*area, Area::Pod);
     assert!(why.contains("--runtime-image"), "{why}");
 }
+
+/// A Pod that is to continue from an image, made so many seconds ago, of which the kubelet has not said yet that it runs.
+fn coming_back(seconds: i64, change: Value) -> Arc<Pod> {
+    let made = now().as_second() - seconds;
+    let mut all = json!({
+        "metadata": {
+            "creationTimestamp": Timestamp::from_second(made).unwrap().to_string(),
+            "annotations": {"torpor.dev/restore-image": "u-o.1"},
+        },
+        "status": {"phase": "Pending"},
+    });
+    merge_patch::apply(&mut all, &change);
+    pod(all)
+}
+
+fn said(type_: &str, status: &str, reason: &str) -> Value {
+    json!({"status": {"conditions": [{"type": type_, "status": status, "reason": reason}]}})
+}
+
+fn restored(status: &str, reason: &str) -> Value {
+    said("torpor.dev/Restored", status, reason)
+}
+
+/// Its memory may be in this Pod alone: who suspends it a moment after it was resumed does not lose that.
+#[rstest]
+#[case::a_moment_ago(coming_back(10, json!({})), None, &["CreateSnapshot"], Some(50))]
+#[case::being_saved(
+    coming_back(10, json!({})), Some(snapshot("False", json!({}))), &[], Some(50)
+)]
+#[case::by_a_clock_that_is_behind(coming_back(-5, json!({})), None, &["CreateSnapshot"], Some(60))]
+#[case::long_ago(coming_back(60, json!({})), None, &["delete pod"], None)]
+#[case::waited_for_in_vain(
+    coming_back(60, json!({})), Some(snapshot("False", json!({}))), &["delete pod"], None
+)]
+#[case::it_takes_long(
+    coming_back(540, said("torpor.dev/Hibernated", "False", "Waking")), None,
+    &["CreateSnapshot"], Some(60)
+)]
+#[case::it_takes_too_long(
+    coming_back(600, said("torpor.dev/Hibernated", "False", "Waking")), None,
+    &["delete pod"], None
+)]
+#[case::it_is_back(
+    coming_back(600, restored("True", "Restored")), None, &["CreateSnapshot"], None
+)]
+#[case::it_could_not_be_restored(
+    coming_back(10, restored("False", "RestoreFailed")), None, &["delete pod"], None
+)]
+#[case::a_copy(
+    coming_back(10, json!({"metadata": {"annotations": {"torpor.dev/restore-copy": "true"}}})),
+    None, &["delete pod"], None
+)]
+#[case::it_has_no_node_yet(
+    coming_back(10, json!({"spec": {"nodeName": null}})), None, &["delete pod"], None
+)]
+fn a_sandbox_that_is_suspended_as_it_comes_back_is_saved(
+    #[case] pod: Arc<Pod>,
+    #[case] snapshot: Option<Arc<SandboxSnapshot>>,
+    #[case] expected: &[&str],
+    #[case] again: Option<u64>,
+) {
+    let plan = plan(&observed(suspended(json!({})), Some(pod), snapshot), now());
+    assert_eq!(actions(&plan), expected);
+    assert_eq!(plan.requeue, again.map(Duration::from_secs));
+}
+
+#[test]
+fn a_sandbox_that_is_frozen_as_it_comes_back_is_not_stopped() {
+    let freezes = || suspended(strategy("Freeze"));
+    let of = |pod| plan(&observed(freezes(), Some(pod), None), now());
+    assert_eq!(actions(&of(coming_back(10, json!({})))), ["PatchPod"]);
+    assert_eq!(actions(&of(coming_back(60, json!({})))), ["delete pod"]);
+}
+
+/// What sleeps or stands still could do so: what its node says of itself may be missing, or nothing, at the moment.
+#[rstest]
+#[case::frozen("Freeze", "False", "Frozen", &["PatchPod"])]
+#[case::asleep("Hibernate", "True", "Hibernated", &["CreateSnapshot"])]
+#[case::on_its_way_out_of_that("Hibernate", "False", "Waking", &["CreateSnapshot"])]
+#[case::awake_and_to_be_frozen("Freeze", "False", "Awake", &["delete pod"])]
+#[case::awake("Hibernate", "False", "Awake", &["delete pod"])]
+fn a_node_that_can_do_nothing_for_a_moment_costs_no_memory_that_is_kept_already(
+    #[case] how: &str,
+    #[case] status: &str,
+    #[case] reason: &str,
+    #[case] expected: &[&str],
+) {
+    let pod = pod(said("torpor.dev/Hibernated", status, reason));
+    let mut seen = observed(suspended(strategy(how)), Some(pod), None);
+    seen.nodes.clear();
+    assert_eq!(actions(&plan(&seen, now())), expected);
+}
+
+#[test]
+fn an_eviction_costs_no_memory_that_is_kept_already_though_the_node_can_do_nothing_for_a_moment() {
+    let evicted = pod(json!({
+        "metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"},
+        "status": {"conditions": [
+            {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"},
+            {"type": "torpor.dev/Hibernated", "status": "True", "reason": "Hibernated"},
+        ]},
+    }));
+    let mut seen = observed(running(), Some(evicted), None);
+    seen.nodes.clear();
+    assert_eq!(actions(&plan(&seen, now())), ["CreateSnapshot"]);
+}
+
+/// The policy is about Pods that are made. This one has its memory in an image of its own, and the agent wakes it again.
+#[rstest]
+#[case::it_could_not("True", "Hibernated", "RestoreFailed")]
+#[case::it_is_tried_again("False", "Waking", "RestoreFailed")]
+#[case::who_has_used_the_image_cannot_be_read("True", "Hibernated", "ImageStale")]
+fn a_wake_in_place_that_failed_costs_no_memory_whatever_the_policy(
+    #[case] status: &str,
+    #[case] sleep: &str,
+    #[case] why: &str,
+    #[values(None, Some("u-o.1"))] resumed_from: Option<&str>,
+) {
+    let pod = pod(json!({
+        "metadata": {"annotations": {"torpor.dev/restore-image": resumed_from}},
+        "status": {"conditions": [
+            {"type": "torpor.dev/Hibernated", "status": status, "reason": sleep},
+            {"type": "torpor.dev/Restored", "status": "False", "reason": why},
+        ]},
+    }));
+    let cold = sandbox(json!({"metadata": {"annotations": {
+        RECORDED: "s", "torpor.dev/on-restore-failure": "ColdStart",
+    }}}));
+    let plan = plan(&observed(cold, Some(pod), None), now());
+    let deletes = |step: &Step| matches!(step.action, Action::DeletePod { .. });
+    assert!(!plan.steps.iter().any(deletes), "{plan:?}");
+}

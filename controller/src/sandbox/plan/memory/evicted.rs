@@ -19,7 +19,7 @@ use super::{
     super::{Area, ImageUse, Plan, Shown, delete_pod},
     NOT_KEPT, capabilities, fence, is_deleting, is_terminating, kept_in, node_of, phase,
     pod_condition, says, says_earlier_goes, says_missing, says_saving, shown_before,
-    snapshot_of_pod,
+    sleeps_in_place, snapshot_of_pod,
     suspend::make_snapshot,
 };
 use crate::sandbox::{dereference::Observed, validate::Desired};
@@ -102,7 +102,7 @@ fn keep_going(
     node: &str,
 ) -> Option<Shown> {
     let (can, _) = capabilities(observed, pod);
-    if !can.hibernate {
+    if !can.hibernate && !sleeps_in_place(pod) {
         return None;
     }
     let uid = pod.uid().unwrap_or_default();

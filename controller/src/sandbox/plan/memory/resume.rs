@@ -17,7 +17,7 @@ use super::{
     super::{Action, Area, ImageUse, Plan, Shown, SnapshotFence, delete_pod},
     capabilities, delete_snapshot, evicted, fence, image_missing, is_deleting, is_half_made,
     is_resumable, is_terminating, newest_resumable, node_of, own_snapshots, phase, pod_condition,
-    says, show_hibernated, shown_before, snapshot_of_pod,
+    says, show_hibernated, shown_before, sleeps_in_place, snapshot_of_pod,
     whereabouts::{LOOK_FOR_NODE, Lost, await_node, cold_start, lost, may_be_back, out_of_reach},
 };
 use crate::sandbox::{
@@ -458,6 +458,8 @@ fn settle_restore(
         }
     } else if draft.reason == restored::COLD_STARTED {
         supersede(plan);
+    } else if sleeps_in_place(pod) {
+        // A wake in place that failed is the agent's to try again: the image goes with this Pod.
     } else if draft.reason == restored::IMAGE_STALE
         && !pod.annotations().contains_key(annotations::RESTORE_COPY)
     {

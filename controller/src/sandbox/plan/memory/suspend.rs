@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use serde_json::{Value, json};
@@ -17,7 +18,7 @@ use super::{
     super::{Action, Area, ImageUse, Plan, Shown, SnapshotFence, delete_pod, pods::patch_pod},
     NOT_KEPT, capabilities, delete_snapshot, evicted, fence, is_deleting, is_terminating, kept_in,
     node_of, phase, pod_condition, says, says_earlier_goes, says_missing, says_saving,
-    show_hibernated, snapshot_of_pod,
+    show_hibernated, sleeps_in_place, snapshot_of_pod,
 };
 use crate::sandbox::{
     dereference::Observed,
@@ -27,6 +28,10 @@ use crate::sandbox::{
 
 /// How often to look whether a name that somebody else took is free.
 const NAME_TAKEN: Duration = Duration::from_secs(30);
+/// How long a Pod that is to continue from an image may take before its node's agent says a word of that.
+const RESTORE_BEGINS: Duration = Duration::from_secs(60);
+/// How long it may take in all, as long as the agent says that it is being restored.
+const RESTORE_ENDS: Duration = Duration::from_secs(600);
 
 /// The user wants the Sandbox suspended, and its Pod is there.
 pub(in crate::sandbox::plan) fn suspend(
@@ -34,14 +39,15 @@ pub(in crate::sandbox::plan) fn suspend(
     desired: &Desired<'_>,
     observed: &Observed,
     pod: &Pod,
+    now: Timestamp,
 ) {
     let shown = match desired.settings.strategy() {
         SuspensionStrategy::Stop => {
             stop(plan, pod);
             Shown::Remove
         }
-        SuspensionStrategy::Freeze => freeze_pod(plan, observed, pod),
-        SuspensionStrategy::Hibernate => hibernate(plan, desired, observed, pod),
+        SuspensionStrategy::Freeze => freeze_pod(plan, observed, pod, now),
+        SuspensionStrategy::Hibernate => hibernate(plan, desired, observed, pod, now),
     };
     show_hibernated(plan, desired, observed, shown);
     // It describes this Pod for as long as there is one.
@@ -55,16 +61,48 @@ fn stop(plan: &mut Plan, pod: &Pod) {
     }
 }
 
-fn freeze_pod(plan: &mut Plan, observed: &Observed, pod: &Pod) -> Shown {
+/// Whether the sandbox may have gone on from its image though the kubelet has yet to say that its Pod runs: then its memory is in this Pod and nowhere else. Where the restore has failed
+/// it is in the image still. What a copy starts from is there as before.
+fn may_have_resumed(plan: &mut Plan, pod: &Pod, now: Timestamp) -> bool {
+    let carries = |key| pod.annotations().contains_key(key);
+    let resumes = carries(annotations::RESTORE_IMAGE) && !carries(annotations::RESTORE_COPY);
+    if !resumes || has_ended(pod) {
+        return false;
+    }
+    if let Some(restored) = pod_condition(pod, conditions::POD_RESTORED, conditions::RESTORED) {
+        return restored.status == "True";
+    }
+    let said = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED);
+    let limit = match said.is_some_and(|said| said.reason == hibernated::WAKING) {
+        true => RESTORE_ENDS,
+        false => RESTORE_BEGINS,
+    };
+    let made = pod.metadata.creation_timestamp.as_ref();
+    // A clock that is behind the apiserver's makes it new.
+    let age = made.and_then(|made| Duration::try_from(now.duration_since(made.0)).ok());
+    let left = limit.saturating_sub(age.unwrap_or_default());
+    if left.is_zero() {
+        return false;
+    }
+    plan.look_again(left);
+    true
+}
+
+fn freeze_pod(plan: &mut Plan, observed: &Observed, pod: &Pod, now: Timestamp) -> Shown {
     if is_terminating(pod) {
         return Shown::Keep;
     }
-    if phase(pod) != "Running" {
+    if phase(pod) != "Running" && !may_have_resumed(plan, pod, now) {
         stop(plan, pod);
         return Shown::Remove;
     }
+    let reported = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED);
+    let frozen = reported
+        .as_ref()
+        .is_some_and(|draft| draft.reason == hibernated::FROZEN);
     let (can, runtime) = capabilities(observed, pod);
-    if !can.freeze {
+    // What stands still has been frozen: its node may have no word for that at the moment, and its memory is nowhere else.
+    if !can.freeze && !frozen {
         stop(plan, pod);
         return says(
             conditions::HIBERNATED,
@@ -76,10 +114,6 @@ fn freeze_pod(plan: &mut Plan, observed: &Observed, pod: &Pod) -> Shown {
     if let Some(patch) = metadata::torpor_patch_for(pod, &wish) {
         patch_pod(plan, pod, patch);
     }
-    let reported = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED);
-    let frozen = reported
-        .as_ref()
-        .is_some_and(|draft| draft.reason == hibernated::FROZEN);
     plan.memory.suspended = Some(if frozen {
         let message = "Pod is frozen. Sandbox is suspended";
         Draft::new(
@@ -105,10 +139,16 @@ fn not_capable(verb: &str, runtime: &str, pod: &Pod) -> String {
     format!("{runtime} on node {node:?} cannot {verb}; {NOT_KEPT}")
 }
 
-fn hibernate(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, pod: &Pod) -> Shown {
+fn hibernate(
+    plan: &mut Plan,
+    desired: &Desired<'_>,
+    observed: &Observed,
+    pod: &Pod,
+    now: Timestamp,
+) -> Shown {
     let uid = pod.uid().unwrap_or_default();
     let Some(snapshot) = snapshot_of_pod(desired, observed, &uid) else {
-        return begin_hibernate(plan, desired, observed, pod);
+        return begin_hibernate(plan, desired, observed, pod, now);
     };
     if is_deleting(snapshot) {
         return match is_terminating(pod) {
@@ -143,7 +183,7 @@ fn hibernate(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, pod: &
             snapshot.name_any()
         ));
     }
-    not_committed(plan, snapshot, pod)
+    not_committed(plan, snapshot, pod, now)
 }
 
 fn has_ended(pod: &Pod) -> bool {
@@ -151,7 +191,7 @@ fn has_ended(pod: &Pod) -> bool {
 }
 
 /// The snapshot of this Pod is under way, or failed.
-fn not_committed(plan: &mut Plan, snapshot: &SandboxSnapshot, pod: &Pod) -> Shown {
+fn not_committed(plan: &mut Plan, snapshot: &SandboxSnapshot, pod: &Pod, now: Timestamp) -> Shown {
     let name = snapshot.name_any();
     let committed = conditions::find(snapshot.conditions(), conditions::COMMITTED);
     let message = committed
@@ -165,6 +205,11 @@ fn not_committed(plan: &mut Plan, snapshot: &SandboxSnapshot, pod: &Pod) -> Show
             hibernated::SAVE_FAILED,
             format!("The Pod ended before its memory was saved; {NOT_KEPT}"),
         );
+    }
+    if !has_memory(plan, pod, now) {
+        // It was to continue from an image, and has not: that is its memory still.
+        stop(plan, pod);
+        return Shown::Remove;
     }
     match committed.map(|condition| condition.reason.as_str()) {
         Some(snapshot_reasons::RUNTIME_NOT_CAPABLE) => {
@@ -189,24 +234,30 @@ fn not_committed(plan: &mut Plan, snapshot: &SandboxSnapshot, pod: &Pod) -> Show
     }
 }
 
+/// Whether the Pod has, or may have, memory worth keeping.
+fn has_memory(plan: &mut Plan, pod: &Pod, now: Timestamp) -> bool {
+    phase(pod) == "Running" || evicted::ended_asleep(pod) || may_have_resumed(plan, pod, now)
+}
+
 /// No snapshot of this Pod yet.
 fn begin_hibernate(
     plan: &mut Plan,
     desired: &Desired<'_>,
     observed: &Observed,
     pod: &Pod,
+    now: Timestamp,
 ) -> Shown {
     if is_terminating(pod) {
         return Shown::Keep;
     }
-    let has_memory = phase(pod) == "Running" || evicted::ended_asleep(pod);
-    let Some(node) = node_of(pod).filter(|_| has_memory) else {
+    let node = node_of(pod);
+    let Some(node) = node.filter(|_| has_memory(plan, pod, now)) else {
         // It has no memory worth keeping.
         stop(plan, pod);
         return Shown::Remove;
     };
     let (can, runtime) = capabilities(observed, pod);
-    if !can.hibernate {
+    if !can.hibernate && !sleeps_in_place(pod) {
         stop(plan, pod);
         let named_a_runtime = pod
             .spec
