@@ -13,7 +13,10 @@ use std::{
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
-use tokio::time::{Sleep, sleep_until};
+use tokio::{
+    sync::Notify,
+    time::{Sleep, sleep_until},
+};
 
 use crate::{
     calls::InUse,
@@ -60,6 +63,7 @@ impl Error {
 pub struct Seen {
     bytes: AtomicU64,
     too_large: AtomicBool,
+    sent: Notify,
 }
 
 impl Seen {
@@ -71,6 +75,11 @@ impl Seen {
     /// How many so far.
     pub fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Until nothing more of it is to be sent. For one who waits, once.
+    pub async fn sent(&self) {
+        self.sent.notified().await;
     }
 
     /// Whether the body was cut off at the limit.
@@ -91,16 +100,23 @@ pub struct RequestBody {
 impl RequestBody {
     /// Lets at most `limit` bytes through; 0 sets no limit.
     pub fn new(inner: Incoming, limit: u64) -> Self {
-        Self {
-            inner,
-            limit,
-            seen: Arc::default(),
+        let seen = Arc::<Seen>::default();
+        if inner.is_end_stream() {
+            seen.sent.notify_one();
         }
+        Self { inner, limit, seen }
     }
 
     /// What is seen of it, also once it is on its way.
     pub fn seen(&self) -> Arc<Seen> {
         Arc::clone(&self.seen)
+    }
+}
+
+impl Drop for RequestBody {
+    fn drop(&mut self) {
+        // hyper lets go of it with its last byte.
+        self.seen.sent.notify_one();
     }
 }
 

@@ -44,7 +44,7 @@ pub struct Settings {
     pub proxy_timeout: Duration,
     /// For a whole gRPC call, beside the client's own; 0: any.
     pub grpc_proxy_timeout: Duration,
-    /// From sending a request to the head of its answer.
+    /// From the end of a request to the head of its answer; also without more of the request.
     pub response_header_timeout: Duration,
     /// Largest request body in bytes; 0: any.
     pub max_request_body: u64,
@@ -367,17 +367,11 @@ impl Proxy {
         let seen = request.body().seen();
         *request.uri_mut() = upstream::pool_uri(to, path(request.uri()))?;
         *request.version_mut() = Version::HTTP_11;
-        let limit = Instant::now() + self.settings.response_header_timeout;
-        let limit = deadline.map_or(limit, |deadline| deadline.min(limit));
-        let answer = pool.request(request);
-        let response = match patience {
-            Some(patience) => {
-                let answer = silence::answered(patience, &seen, answer);
-                let in_time = within(Some(limit), answer).await?;
-                in_time.map_err(|silence::Silent| Failure::Timeout)??
-            }
-            None => within(Some(limit), answer).await??,
-        };
+        let longest = self.settings.response_header_timeout;
+        let allowed = patience.map_or(longest, |patience| patience.min(longest));
+        let answer = silence::answered(allowed, &seen, pool.request(request));
+        let answer = within(deadline, answer).await?;
+        let response = answer.map_err(|silence::Silent| Failure::Timeout)??;
         Ok((response, None))
     }
 
