@@ -19,6 +19,7 @@ use tokio::{
 };
 
 use crate::{
+    ahead::Ahead,
     calls::InUse,
     connection::InFlight,
     grpc,
@@ -91,6 +92,8 @@ impl Seen {
 /// A request's body.
 #[derive(Debug)]
 pub struct RequestBody {
+    /// What comes before the rest.
+    ahead: Ahead,
     inner: Incoming,
     /// 0: none.
     limit: u64,
@@ -99,12 +102,17 @@ pub struct RequestBody {
 
 impl RequestBody {
     /// Lets at most `limit` bytes through; 0 sets no limit.
-    pub fn new(inner: Incoming, limit: u64) -> Self {
-        let seen = Arc::<Seen>::default();
-        if inner.is_end_stream() {
-            seen.sent.notify_one();
+    pub fn new(ahead: Ahead, inner: Incoming, limit: u64) -> Self {
+        let body = Self {
+            ahead,
+            inner,
+            limit,
+            seen: Arc::default(),
+        };
+        if body.is_end_stream() {
+            body.seen.sent.notify_one();
         }
-        Self { inner, limit, seen }
+        body
     }
 
     /// What is seen of it, also once it is on its way.
@@ -128,7 +136,11 @@ impl Body for RequestBody {
         mut self: Pin<&mut Self>,
         task: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
-        let frame = ready!(Pin::new(&mut self.inner).poll_frame(task));
+        let frame = match self.ahead.take_frame() {
+            Some(frame) => Some(Ok(frame)),
+            None if self.ahead.ended() => None,
+            None => ready!(Pin::new(&mut self.inner).poll_frame(task)),
+        };
         if let Some(Ok(frame)) = &frame {
             let size = frame.data_ref().map_or(0, |data| data.len() as u64);
             let total = self.seen.bytes.fetch_add(size, Ordering::Relaxed) + size;
@@ -141,11 +153,11 @@ impl Body for RequestBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.inner.is_end_stream()
+        self.ahead.is_end_stream(&self.inner)
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.inner.size_hint()
+        self.ahead.size_hint(&self.inner)
     }
 }
 

@@ -15,6 +15,7 @@ use hyper::{body::Incoming, upgrade};
 use hyper_util::client::legacy;
 
 use crate::{
+    ahead::Ahead,
     authz::{self, Authorizer},
     body::{Exchange, RequestBody, ResponseBody, Seen},
     browser::{Browsers, Shown},
@@ -214,8 +215,16 @@ impl Proxy {
             .patience
             .and_then(|p| exchange.begin.checked_add(p));
         let limits = [exchange.deadline, given_up];
-        let destination = self.admit(&target, limits.into_iter().flatten().min());
-        let destination = destination.await?;
+        let admitted = self.admit(&target, limits.into_iter().flatten().min());
+        let mut ahead = Ahead::default();
+        let destination = if request.version() == Version::HTTP_2 {
+            admitted.await?
+        } else {
+            let admitted = ahead.while_waiting(request.body_mut(), admitted).await;
+            // Its client has gone, or sends what is no body.
+            admitted.map_err(|_| Refusal::Unreachable(target.id.clone()))??
+        };
+        let request = (request, ahead);
         self.forward(peer, request, (&target, by_host), destination, exchange)
             .await
     }
@@ -302,7 +311,7 @@ impl Proxy {
     async fn forward(
         &self,
         peer: &Peer,
-        mut request: Request<Incoming>,
+        (mut request, ahead): (Request<Incoming>, Ahead),
         (target, by_host): (&Target, bool),
         destination: Destination,
         exchange: &mut Exchange,
@@ -325,7 +334,7 @@ impl Proxy {
             by_host,
         };
         let (mut parts, body) = request.into_parts();
-        let body = RequestBody::new(body, self.settings.max_request_body);
+        let body = RequestBody::new(ahead, body, self.settings.max_request_body);
         let seen = body.seen();
         if !http_body::Body::is_end_stream(&body) {
             exchange.received = Some(Arc::clone(&seen));
