@@ -1,6 +1,7 @@
 //! The client, by the kubeconfig and kubectl's flags.
 
 use std::future::Future;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
@@ -47,12 +48,7 @@ pub async fn connect(connection: &Connection) -> Result<Cluster, Error> {
             let kubeconfig = Kubeconfig::read_from(file).map_err(failed)?;
             Config::from_custom_kubeconfig(kubeconfig, &options).await
         }
-        None => match Config::from_kubeconfig(&options).await {
-            Err(error) if options.context.is_none() && is_absent(&error) => {
-                Config::incluster().map_err(|_| error)
-            }
-            read => read,
-        },
+        None => by_default(&options).await,
     };
     let config = config.map_err(failed)?;
     let namespace = connection.namespace.clone();
@@ -60,6 +56,40 @@ pub async fn connect(connection: &Connection) -> Result<Cluster, Error> {
         namespace: namespace.unwrap_or_else(|| config.default_namespace.clone()),
         client: Client::try_from(config).map_err(|error| Error::Client(Box::new(error)))?,
     })
+}
+
+async fn by_default(options: &KubeConfigOptions) -> Result<Config, KubeconfigError> {
+    let named = std::env::var_os("KUBECONFIG").unwrap_or_default();
+    let files = std::env::split_paths(&named);
+    if let Some(kubeconfig) = merged(files, |file| Kubeconfig::read_from(file))? {
+        return Config::from_custom_kubeconfig(kubeconfig, options).await;
+    }
+    match Config::from_kubeconfig(options).await {
+        Err(error) if options.context.is_none() && is_absent(&error) => {
+            Config::incluster().map_err(|_| error)
+        }
+        read => read,
+    }
+}
+
+/// Several files as one. As with kubectl, and not with kube, those that are not there are left out, and an empty current context is none. `None`: no file is there.
+fn merged(
+    files: impl Iterator<Item = PathBuf>,
+    read: impl Fn(&Path) -> Result<Kubeconfig, KubeconfigError>,
+) -> Result<Option<Kubeconfig>, KubeconfigError> {
+    let mut merged: Option<Kubeconfig> = None;
+    for file in files {
+        let mut next = match read(&file) {
+            Err(error) if is_absent(&error) => continue,
+            read => read?,
+        };
+        next.current_context = next.current_context.filter(|name| !name.is_empty());
+        merged = Some(match merged {
+            Some(first) => first.merge(next)?,
+            None => next,
+        });
+    }
+    Ok(merged)
 }
 
 /// Whether there is no kubeconfig, as against one that is wrong.
@@ -91,6 +121,36 @@ mod tests {
     use std::io;
 
     use super::*;
+
+    #[test]
+    fn of_several_files_those_count_that_are_there() {
+        let config = |context: &str| Kubeconfig {
+            current_context: Some(context.to_owned()),
+            ..Kubeconfig::default()
+        };
+        let read = |file: &Path| match file.to_str() {
+            Some("none") => Ok(config("")),
+            Some("a" | "b") => Ok(config(&file.display().to_string())),
+            Some("secret") => {
+                let denied = io::ErrorKind::PermissionDenied.into();
+                Err(KubeconfigError::ReadConfig(denied, file.into()))
+            }
+            _ => {
+                let missing = io::ErrorKind::NotFound.into();
+                Err(KubeconfigError::ReadConfig(missing, file.into()))
+            }
+        };
+        let all = |names: &[&str]| merged(names.iter().map(PathBuf::from), read);
+        let current = |names: &[&str]| {
+            all(names)
+                .unwrap()
+                .and_then(|config| config.current_context)
+        };
+        assert_eq!(current(&["gone", "none", "b", "a"]).as_deref(), Some("b"));
+        assert_eq!(current(&["none"]), None);
+        assert!(all(&["", "gone"]).unwrap().is_none());
+        all(&["a", "secret"]).unwrap_err();
+    }
 
     #[test]
     fn only_where_there_is_no_kubeconfig_a_pod_asks_its_own_cluster() {

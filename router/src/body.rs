@@ -13,9 +13,13 @@ use std::{
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
-use tokio::time::{Sleep, sleep_until};
+use tokio::{
+    sync::Notify,
+    time::{Sleep, sleep_until},
+};
 
 use crate::{
+    ahead::Ahead,
     calls::InUse,
     connection::InFlight,
     grpc,
@@ -60,6 +64,7 @@ impl Error {
 pub struct Seen {
     bytes: AtomicU64,
     too_large: AtomicBool,
+    sent: Notify,
 }
 
 impl Seen {
@@ -73,6 +78,11 @@ impl Seen {
         self.bytes.load(Ordering::Relaxed)
     }
 
+    /// Until nothing more of it is to be sent. For one who waits, once.
+    pub async fn sent(&self) {
+        self.sent.notified().await;
+    }
+
     /// Whether the body was cut off at the limit.
     pub fn too_large(&self) -> bool {
         self.too_large.load(Ordering::Relaxed)
@@ -82,6 +92,8 @@ impl Seen {
 /// A request's body.
 #[derive(Debug)]
 pub struct RequestBody {
+    /// What comes before the rest.
+    ahead: Ahead,
     inner: Incoming,
     /// 0: none.
     limit: u64,
@@ -90,17 +102,29 @@ pub struct RequestBody {
 
 impl RequestBody {
     /// Lets at most `limit` bytes through; 0 sets no limit.
-    pub fn new(inner: Incoming, limit: u64) -> Self {
-        Self {
+    pub fn new(ahead: Ahead, inner: Incoming, limit: u64) -> Self {
+        let body = Self {
+            ahead,
             inner,
             limit,
             seen: Arc::default(),
+        };
+        if body.is_end_stream() {
+            body.seen.sent.notify_one();
         }
+        body
     }
 
     /// What is seen of it, also once it is on its way.
     pub fn seen(&self) -> Arc<Seen> {
         Arc::clone(&self.seen)
+    }
+}
+
+impl Drop for RequestBody {
+    fn drop(&mut self) {
+        // hyper lets go of it with its last byte.
+        self.seen.sent.notify_one();
     }
 }
 
@@ -112,7 +136,11 @@ impl Body for RequestBody {
         mut self: Pin<&mut Self>,
         task: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
-        let frame = ready!(Pin::new(&mut self.inner).poll_frame(task));
+        let frame = match self.ahead.take_frame() {
+            Some(frame) => Some(Ok(frame)),
+            None if self.ahead.ended() => None,
+            None => ready!(Pin::new(&mut self.inner).poll_frame(task)),
+        };
         if let Some(Ok(frame)) = &frame {
             let size = frame.data_ref().map_or(0, |data| data.len() as u64);
             let total = self.seen.bytes.fetch_add(size, Ordering::Relaxed) + size;
@@ -125,11 +153,11 @@ impl Body for RequestBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.inner.is_end_stream()
+        self.ahead.is_end_stream(&self.inner)
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.inner.size_hint()
+        self.ahead.size_hint(&self.inner)
     }
 }
 

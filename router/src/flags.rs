@@ -105,7 +105,7 @@ pub struct Flags {
     /// Longest time of a request; PROXY_TIMEOUT_SECONDS is read too
     #[arg(long, default_value = "180s", value_parser = positive)]
     pub proxy_timeout: Duration,
-    /// Longest time until the head of an answer
+    /// Longest time from the end of a request to the head of its answer
     #[arg(long, default_value = "180s", value_parser = positive)]
     pub response_header_timeout: Duration,
     /// Longest time of a gRPC call beside the client's own; 0: any

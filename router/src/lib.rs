@@ -15,6 +15,7 @@
 //! No request causes a read from the apiserver: what the [`directory`] does not know does not exist.
 
 pub mod address;
+pub mod ahead;
 pub mod authz;
 pub mod body;
 pub mod browser;

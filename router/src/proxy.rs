@@ -15,6 +15,7 @@ use hyper::{body::Incoming, upgrade};
 use hyper_util::client::legacy;
 
 use crate::{
+    ahead::Ahead,
     authz::{self, Authorizer},
     body::{Exchange, RequestBody, ResponseBody, Seen},
     browser::{Browsers, Shown},
@@ -44,7 +45,7 @@ pub struct Settings {
     pub proxy_timeout: Duration,
     /// For a whole gRPC call, beside the client's own; 0: any.
     pub grpc_proxy_timeout: Duration,
-    /// From sending a request to the head of its answer.
+    /// From the end of a request to the head of its answer; also without more of the request.
     pub response_header_timeout: Duration,
     /// Largest request body in bytes; 0: any.
     pub max_request_body: u64,
@@ -214,8 +215,16 @@ impl Proxy {
             .patience
             .and_then(|p| exchange.begin.checked_add(p));
         let limits = [exchange.deadline, given_up];
-        let destination = self.admit(&target, limits.into_iter().flatten().min());
-        let destination = destination.await?;
+        let admitted = self.admit(&target, limits.into_iter().flatten().min());
+        let mut ahead = Ahead::default();
+        let destination = if request.version() == Version::HTTP_2 {
+            admitted.await?
+        } else {
+            let admitted = ahead.while_waiting(request.body_mut(), admitted).await;
+            // Its client has gone, or sends what is no body.
+            admitted.map_err(|_| Refusal::Unreachable(target.id.clone()))??
+        };
+        let request = (request, ahead);
         self.forward(peer, request, (&target, by_host), destination, exchange)
             .await
     }
@@ -302,7 +311,7 @@ impl Proxy {
     async fn forward(
         &self,
         peer: &Peer,
-        mut request: Request<Incoming>,
+        (mut request, ahead): (Request<Incoming>, Ahead),
         (target, by_host): (&Target, bool),
         destination: Destination,
         exchange: &mut Exchange,
@@ -325,7 +334,7 @@ impl Proxy {
             by_host,
         };
         let (mut parts, body) = request.into_parts();
-        let body = RequestBody::new(body, self.settings.max_request_body);
+        let body = RequestBody::new(ahead, body, self.settings.max_request_body);
         let seen = body.seen();
         if !http_body::Body::is_end_stream(&body) {
             exchange.received = Some(Arc::clone(&seen));
@@ -367,17 +376,11 @@ impl Proxy {
         let seen = request.body().seen();
         *request.uri_mut() = upstream::pool_uri(to, path(request.uri()))?;
         *request.version_mut() = Version::HTTP_11;
-        let limit = Instant::now() + self.settings.response_header_timeout;
-        let limit = deadline.map_or(limit, |deadline| deadline.min(limit));
-        let answer = pool.request(request);
-        let response = match patience {
-            Some(patience) => {
-                let answer = silence::answered(patience, &seen, answer);
-                let in_time = within(Some(limit), answer).await?;
-                in_time.map_err(|silence::Silent| Failure::Timeout)??
-            }
-            None => within(Some(limit), answer).await??,
-        };
+        let longest = self.settings.response_header_timeout;
+        let allowed = patience.map_or(longest, |patience| patience.min(longest));
+        let answer = silence::answered(allowed, &seen, pool.request(request));
+        let answer = within(deadline, answer).await?;
+        let response = answer.map_err(|silence::Silent| Failure::Timeout)??;
         Ok((response, None))
     }
 

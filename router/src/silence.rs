@@ -19,8 +19,8 @@ pub fn allowed(headers: &HeaderMap) -> Option<Duration> {
 #[derive(Debug, PartialEq, Eq)]
 pub struct Silent;
 
-/// Waits for an answer. A client that is still sending its request does not wait for it yet: the time begins anew when it has run out and more of the request's body has come
-/// meanwhile.
+/// Waits for an answer. A client that is still sending its request does not wait for it yet: until then the time begins anew when it has run out and more of the request's body has
+/// come meanwhile, and once more when all of it is on its way.
 pub async fn answered<T>(
     allowed: Duration,
     seen: &Seen,
@@ -29,12 +29,18 @@ pub async fn answered<T>(
     let mut answer = pin!(answer);
     loop {
         let before = seen.bytes();
-        match tokio::time::timeout(allowed, &mut answer).await {
-            Ok(answer) => return Ok(answer),
-            Err(_) if seen.bytes() == before => return Err(Silent),
-            Err(_) => {}
+        tokio::select! {
+            answer = &mut answer => return Ok(answer),
+            () = seen.sent() => break,
+            () = tokio::time::sleep(allowed) => {
+                if seen.bytes() == before {
+                    return Err(Silent);
+                }
+            }
         }
     }
+    let answered = tokio::time::timeout(allowed, answer).await;
+    answered.map_err(|_| Silent)
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use std::{
 };
 
 use aws_lc_rs::digest;
-use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec};
+use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, TokenReviewStatus};
 use kube::{Api, Client, api::PostParams};
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, SemaphorePermit, watch},
@@ -143,10 +143,13 @@ async fn verdict_on(client: Client, spec: TokenReviewSpec) -> Verdict {
     let api: Api<TokenReview> = Api::all(client);
     let params = PostParams::default();
     match timeout(TIMEOUT, api.create(&params, &review)).await {
-        Ok(Ok(answer)) => match answer.status.and_then(|status| status.authenticated) {
-            Some(true) => Verdict::Authenticated,
-            _ => Verdict::Unauthenticated,
-        },
+        Ok(Ok(answer)) => {
+            let audiences = review.spec.audiences.as_deref().unwrap_or_default();
+            match answer.status {
+                Some(status) if is_good(&status, audiences) => Verdict::Authenticated,
+                _ => Verdict::Unauthenticated,
+            }
+        }
         Ok(Err(error)) => {
             tracing::warn!(%error, "token not reviewed");
             Verdict::Unknown
@@ -156,6 +159,14 @@ async fn verdict_on(client: Client, spec: TokenReviewSpec) -> Verdict {
             Verdict::Unknown
         }
     }
+}
+
+/// Whether the token is somebody's and names one of `audiences`; none: any. Who is asked and knows nothing of audiences names none, and speaks of the apiserver's own: so the API
+/// leaves it to its clients to look.
+fn is_good(status: &TokenReviewStatus, audiences: &[String]) -> bool {
+    let named = status.audiences.as_deref().unwrap_or_default();
+    let meant = audiences.is_empty() || audiences.iter().any(|one| named.contains(one));
+    meant && status.authenticated == Some(true)
 }
 
 /// Tokens that are asked about, and those that wait for it.
@@ -207,6 +218,7 @@ mod tests {
     use std::pin::pin;
 
     use futures::poll;
+    use rstest::rstest;
     use torpor_test_apiserver::{Apiserver, Fault, FaultAnswer};
 
     use super::*;
@@ -231,16 +243,19 @@ mod tests {
         }
     }
 
-    fn reviewer(api: &Apiserver, ttl: Duration, waiting: usize) -> Reviewer {
-        let options = ReviewOptions {
+    fn options(ttl: Duration, waiting: usize) -> ReviewOptions {
+        ReviewOptions {
             ttl,
             size: 64,
             require_token: true,
             audiences: vec![],
             at_once: 1,
             waiting,
-        };
-        Reviewer::new(api.client(), options)
+        }
+    }
+
+    fn reviewer(api: &Apiserver, ttl: Duration, waiting: usize) -> Reviewer {
+        Reviewer::new(api.client(), options(ttl, waiting))
     }
 
     const HOUR: Duration = Duration::from_secs(3600);
@@ -290,6 +305,41 @@ mod tests {
         asked(&api).await;
         assert_eq!(reviewer.review("b").await, Verdict::Crowded);
         assert_eq!(reviewer.review("good").await, Verdict::Authenticated);
+    }
+
+    #[rstest]
+    #[case::any(&[], &[], true)]
+    #[case::any_and_some_are_named(&["a"], &[], true)]
+    #[case::one_of_them(&["a", "b"], &["b", "c"], true)]
+    #[case::another(&["a"], &["b"], false)]
+    #[case::not_looked_at(&[], &["b"], false)]
+    fn a_token_is_good_for_the_audiences_that_are_named(
+        #[case] named: &[&str],
+        #[case] asked: &[&str],
+        #[case] good: bool,
+    ) {
+        let texts = |all: &[&str]| all.iter().map(|text| (*text).to_owned()).collect();
+        let (named, asked): (Vec<_>, Vec<_>) = (texts(named), texts(asked));
+        for known in [true, false] {
+            let status = TokenReviewStatus {
+                authenticated: Some(known),
+                audiences: Some(named.clone()),
+                ..TokenReviewStatus::default()
+            };
+            assert_eq!(is_good(&status, &asked), known && good);
+        }
+    }
+
+    #[tokio::test]
+    async fn who_is_asked_about_audiences_and_says_nothing_of_them_lets_nobody_in() {
+        let api = Apiserver::new();
+        api.accept_token("good");
+        let options = ReviewOptions {
+            audiences: vec!["router".to_owned()],
+            ..options(HOUR, 0)
+        };
+        let reviewer = Reviewer::new(api.client(), options);
+        assert_eq!(reviewer.review("good").await, Verdict::Unauthenticated);
     }
 
     #[tokio::test]

@@ -2,13 +2,17 @@
 
 use std::{sync::Arc, time::Duration};
 
+use http::{HeaderMap, HeaderName, HeaderValue};
+use http_body::Frame;
+use rstest::rstest;
 use serde_json::{Value, json};
+use tokio::sync::mpsc;
 use torpor_router::gate::Limits;
 use torpor_test_apiserver::{Fault, FaultAnswer};
 
 use crate::{
-    backend::Backend,
-    client::{Raw, get, nothing, request, send},
+    backend::{Backend, data, frames, full},
+    client::{Raw, get, nothing, read, request, send, start},
     world::{NS, Setup, World, soon, until},
 };
 
@@ -108,15 +112,24 @@ async fn a_websocket_wakes_its_sandbox_too() {
     );
 }
 
+const GET: &str = "GET / HTTP/1.1\r\nHost: r\r\nX-Sandbox-ID: s\r\nX-Sandbox-Namespace: ns\r\n";
+const POST: &str = "POST / HTTP/1.1\r\nHost: r\r\nX-Sandbox-ID: s\r\nX-Sandbox-Namespace: ns\r\n";
+
+#[rstest]
+#[case::without_a_body(GET, "\r\n")]
+#[case::with_a_body(POST, "Content-Length: 4\r\n\r\nbody")]
+#[case::in_chunks(POST, "Transfer-Encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n")]
+#[case::in_the_middle_of_its_body(POST, "Content-Length: 9\r\n\r\nbody")]
 #[tokio::test]
-async fn a_client_that_goes_away_gives_its_place_back_and_takes_nothing_from_others() {
+async fn a_client_that_goes_away_gives_its_place_back_and_takes_nothing_from_others(
+    #[case] head: &str,
+    #[case] rest: &str,
+) {
     let world = World::new().await;
     let backend = Backend::named("awake").await;
     let uid = world.sandbox("s", resumable()).await;
     let mut client = Raw::open(&world).await;
-    client
-        .write("GET / HTTP/1.1\r\nHost: r\r\nX-Sandbox-ID: s\r\nX-Sandbox-Namespace: ns\r\n\r\n")
-        .await;
+    client.write(format!("{head}{rest}")).await;
     until("it waits", || world.proxy.gate.held() == 1).await;
     drop(client);
     until("its place is free", || world.proxy.gate.held() == 0).await;
@@ -124,6 +137,49 @@ async fn a_client_that_goes_away_gives_its_place_back_and_takes_nothing_from_oth
     world.pod("s", &uid, "127.0.0.1").await;
     assert_eq!(get(&world, "s", backend.port).await.line(), "200 awake");
     assert_eq!(world.patches(), [200]);
+}
+
+/// What was read while it waited goes before the rest.
+#[rstest]
+#[case::of_a_known_length(false, 5)]
+#[case::in_chunks(true, 5)]
+#[case::more_than_is_read_meanwhile(false, 100_000)]
+#[case::more_of_it_in_chunks(true, 100_000)]
+#[tokio::test]
+async fn a_request_that_waited_arrives_whole(#[case] chunked: bool, #[case] length: usize) {
+    let world = World::new().await;
+    let backend = Backend::echo().await;
+    let uid = world.sandbox("s", resumable()).await;
+    let (sender, pieces) = mpsc::unbounded_channel();
+    let content = "x".repeat(length);
+    let asked = || request("s", backend.port).method("POST");
+    let answer = if chunked {
+        for piece in content.as_bytes().chunks(1000) {
+            sender.send(data(str::from_utf8(piece).unwrap())).unwrap();
+        }
+        let trailers = HeaderMap::from_iter([(
+            HeaderName::from_static("x-sum"),
+            HeaderValue::from_static("1"),
+        )]);
+        sender.send(Frame::trailers(trailers)).unwrap();
+        drop(sender);
+        let asked = asked().header("trailer", "x-sum").body(frames(pieces));
+        tokio::spawn(start(world.address, asked.unwrap()))
+    } else {
+        let asked = asked().body(full(content.clone())).unwrap();
+        tokio::spawn(start(world.address, asked))
+    };
+    until("it waits", || world.proxy.gate.held() == 1).await;
+    resumed(&world).await;
+    world.pod("s", &uid, "127.0.0.1").await;
+    let answer = read(soon("the answer", answer).await.unwrap()).await;
+    assert_eq!(answer.status, 200);
+    assert!(answer.body.ends_with(&format!("\n{content}")));
+    let said = match chunked {
+        true => "transfer-encoding: chunked\n".to_owned(),
+        false => format!("content-length: {length}\n"),
+    };
+    assert!(answer.body.contains(&said));
 }
 
 #[tokio::test]

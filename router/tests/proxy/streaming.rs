@@ -1,6 +1,9 @@
 //! Nothing is collected on the way, and each end hears of the other's.
 
-use std::sync::{Arc, Mutex};
+use std::{
+    sync::{Arc, Mutex},
+    time::Duration,
+};
 
 use http::Response;
 use http_body_util::BodyExt;
@@ -17,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     backend::{Backend, data, frames, full},
     client::{Raw, nothing, read, request, send, start},
-    world::{World, soon, until},
+    world::{Setup, World, soon, until},
 };
 
 async fn next(body: &mut Incoming) -> Option<String> {
@@ -83,6 +86,26 @@ async fn a_request_goes_piece_by_piece() {
         read(soon("the answer", answer).await.unwrap()).await.line(),
         "200 all"
     );
+}
+
+#[tokio::test]
+async fn a_request_that_is_long_in_coming_has_all_the_time_for_its_answer_after_it() {
+    let mut setup = Setup::default();
+    setup.settings.response_header_timeout = Duration::from_millis(600);
+    let world = World::with(setup).await;
+    let backend = Backend::echo().await;
+    world.running("s", "127.0.0.1").await;
+    let (sender, pieces) = mpsc::unbounded_channel();
+    let request = request("s", backend.port).method("POST");
+    let request = request.body(frames(pieces)).unwrap();
+    let answer = tokio::spawn(start(world.address, request));
+    for _ in 0..10 {
+        sender.send(data("x")).unwrap();
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    drop(sender);
+    let answer = read(soon("the answer", answer).await.unwrap()).await;
+    assert!(answer.body.ends_with("xxxxxxxxxx"), "{answer:?}");
 }
 
 /// Tells when it is dropped.

@@ -6,6 +6,8 @@ use http::{HeaderMap, header};
 
 /// Most ranges of a request; with more, the whole file is sent.
 const MAX_RANGES: usize = 64;
+/// The year 10000, since 1970: a date in a header has four digits for its year.
+const END_OF_DATES: Duration = Duration::from_secs(253_402_300_800);
 
 /// Bytes of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,6 +83,12 @@ pub fn choose(headers: &HeaderMap, modified: SystemTime, size: u64) -> Content {
             }
         }
     }
+}
+
+/// When a file was last changed, as a header; none for a time before 1970 or after 9999, which files may have and `httpdate` panics at.
+pub fn last_modified(modified: SystemTime) -> Option<String> {
+    let since = modified.duration_since(UNIX_EPOCH).ok()?;
+    (since < END_OF_DATES).then(|| httpdate::fmt_http_date(modified))
 }
 
 /// Headers have no fractions of seconds.
@@ -197,6 +205,20 @@ mod tests {
     #[case(&[("if-range", "\"a\""), ("range", "bytes=1-1")], Content::Whole)]
     fn conditions_are_gos(#[case] headers: &[(&'static str, &str)], #[case] expected: Content) {
         assert_eq!(asked(headers, 10), expected);
+    }
+
+    #[test]
+    fn a_time_that_no_header_can_tell_is_not_told() {
+        let at = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
+        let told = last_modified;
+        assert_eq!(told(at(784_111_777)).as_deref(), Some(THEN));
+        let first = "Thu, 01 Jan 1970 00:00:00 GMT";
+        assert_eq!(told(UNIX_EPOCH).as_deref(), Some(first));
+        let last = "Fri, 31 Dec 9999 23:59:59 GMT";
+        assert_eq!(told(at(253_402_300_799)).as_deref(), Some(last));
+        for modified in [at(253_402_300_800), UNIX_EPOCH - Duration::from_nanos(1)] {
+            assert_eq!(told(modified), None);
+        }
     }
 
     proptest::proptest! {

@@ -5,13 +5,18 @@
 use std::{io, pin::Pin, process::ExitStatus, sync::Arc, time::Duration};
 
 use bytes::Bytes;
+use futures::FutureExt as _;
 use tokio::{
     io::{AsyncRead, AsyncReadExt as _},
+    task::coop::unconstrained,
     time::Instant,
 };
 use tokio_util::sync::CancellationToken;
 
 use crate::{group::Group, sandboxd::terminal::Terminal};
+
+/// What a command may have left in one of its outputs, in bytes: as much as a pipe holds.
+const HELD: usize = 64 * 1024;
 
 /// What a command did.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,6 +50,11 @@ pub struct Output {
 enum Exited {
     Not(Pin<Box<dyn Future<Output = io::Result<()>> + Send>>),
     At(Instant),
+    /// So long ago that no more output is waited for. What is there is read yet, as its reader may have been slow; but of each output no more than this, as what was left
+    /// in the background may write for ever.
+    Before {
+        left: [usize; 2],
+    },
 }
 
 impl Output {
@@ -67,10 +77,20 @@ impl Output {
     pub async fn next(&mut self) -> io::Result<Option<Event>> {
         while !self.over {
             let silent = self.stdout.is_none() && self.stderr.is_none();
-            if silent && matches!(self.exited, Exited::At(_)) {
+            if silent && !matches!(self.exited, Exited::Not(_)) {
                 let status = self.group.wait().await?;
                 self.over = true;
                 return Ok(Some(Event::Exit(exit_code(status))));
+            }
+            if let Exited::Before { left: [out, err] } = &mut self.exited {
+                if let Some(piece) = at_hand(&mut self.stdout, self.chunk, out)? {
+                    return Ok(Some(Event::Stdout(piece)));
+                }
+                if let Some(piece) = at_hand(&mut self.stderr, self.chunk, err)? {
+                    return Ok(Some(Event::Stderr(piece)));
+                }
+                (self.stdout, self.stderr) = (None, None);
+                continue;
             }
             tokio::select! {
                 piece = read(&mut self.stdout, self.chunk), if self.stdout.is_some() => match piece? {
@@ -83,7 +103,7 @@ impl Output {
                 },
                 result = step(&mut self.exited, self.grace) => match result? {
                     Step::Exited => self.exited = Exited::At(Instant::now()),
-                    Step::GraceOver => (self.stdout, self.stderr) = (None, None),
+                    Step::GraceOver => self.exited = Exited::Before { left: [HELD; 2] },
                 },
             }
         }
@@ -103,7 +123,21 @@ async fn step(exited: &mut Exited, grace: Duration) -> io::Result<Step> {
             tokio::time::sleep_until(*end + grace).await;
             Ok(Step::GraceOver)
         }
+        Exited::Before { .. } => Ok(Step::GraceOver),
     }
+}
+
+/// A piece of what is there already, and of what is left to be read.
+fn at_hand(
+    source: &mut Option<Source>,
+    chunk: usize,
+    left: &mut usize,
+) -> io::Result<Option<Bytes>> {
+    // tokio lets a task that has done much find nothing for a while.
+    let reading = unconstrained(read(source, chunk.min(*left)));
+    let piece = reading.now_or_never().transpose()?.flatten();
+    *left -= piece.as_ref().map_or(0, Bytes::len);
+    Ok(piece)
 }
 
 async fn read(source: &mut Option<Source>, chunk: usize) -> io::Result<Option<Bytes>> {
@@ -139,5 +173,56 @@ impl std::fmt::Debug for Source {
             Self::Pipe(_) => "Pipe",
             Self::Terminal(..) => "Terminal",
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Stdio;
+
+    use tokio::{process::Command, time::sleep};
+
+    use super::*;
+
+    const GRACE: Duration = Duration::from_millis(5);
+
+    fn started(script: &str, chunk: usize) -> Output {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]).stdin(Stdio::null());
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut group = Group::start(&mut command, &Arc::default()).unwrap();
+        let (stdout, stderr) = group.pipes().unwrap();
+        let sources = [
+            Some(Source::Pipe(Box::pin(stdout))),
+            Some(Source::Pipe(Box::pin(stderr))),
+        ];
+        Output::new(group, sources, chunk, GRACE)
+    }
+
+    /// Reads to the end, with a rest after each piece: how many bytes of both outputs there were, and the exit code.
+    async fn read_all(mut output: Output, rest: Duration) -> (usize, Option<i32>) {
+        let (mut bytes, mut code) = (0, None);
+        while let Some(event) = output.next().await.unwrap() {
+            match event {
+                Event::Stdout(piece) | Event::Stderr(piece) => bytes += piece.len(),
+                Event::Exit(exit) => code = Some(exit),
+            }
+            sleep(rest).await;
+        }
+        (bytes, code)
+    }
+
+    #[tokio::test]
+    async fn a_reader_that_is_slower_than_the_grace_gets_all_that_an_ended_command_said() {
+        let script = "head -c 15000 /dev/zero; head -c 15000 /dev/zero >&2; exit 3";
+        let output = started(script, 1000);
+        assert_eq!(read_all(output, 2 * GRACE).await, (30_000, Some(3)));
+    }
+
+    #[tokio::test]
+    async fn what_writes_on_in_the_background_does_not_hold_the_end_up() {
+        let reading = read_all(started("yes & exit 0", 1000), Duration::ZERO);
+        let ended = tokio::time::timeout(Duration::from_secs(30), reading).await;
+        assert_eq!(ended.unwrap().1, Some(0));
     }
 }

@@ -355,11 +355,9 @@ fn content(
             }
         },
     };
-    set(
-        &mut response,
-        header::LAST_MODIFIED,
-        &httpdate::fmt_http_date(modified),
-    );
+    if let Some(modified) = content::last_modified(modified) {
+        set(&mut response, header::LAST_MODIFIED, &modified);
+    }
     response
 }
 

@@ -4,6 +4,7 @@ use std::{
     fs,
     io::{Read as _, Write as _},
     os::unix::fs::{PermissionsExt as _, symlink},
+    time::{Duration, SystemTime},
 };
 
 use rstest::rstest;
@@ -101,6 +102,19 @@ fn a_file_is_put_seen_listed_and_removed() {
         refused(&runtime, "DELETE /v1/files/dir", b""),
         (404, "NOT_FOUND".into())
     );
+}
+
+#[test]
+fn a_file_whose_time_no_header_can_tell_is_sent_without_it() {
+    let runtime = Runtime::start(&[]);
+    let file = fs::File::create(runtime.file("old")).unwrap();
+    // What `touch -t 197001010000` makes east of Greenwich.
+    let before = SystemTime::UNIX_EPOCH - Duration::from_secs(3600);
+    file.set_modified(before).unwrap();
+    let got = plain(&runtime, "GET /v1/files/old");
+    assert_eq!(got.status, 200);
+    assert!(!got.head.contains("last-modified"), "{}", got.head);
+    assert_eq!(plain(&runtime, "GET /v1/health").status, 200);
 }
 
 /// The status line and headers; a body would be counted.
