@@ -48,7 +48,7 @@ async fn log_has_no_gap(case: &Case, container: &str) -> anyhow::Result<u64> {
 
 /// The number that the counting shell holds.
 async fn counted(case: &Case, container: &str) -> anyhow::Result<u64> {
-    Ok(case.kubectl.sh("p", container, "cat /n").await?.parse()?)
+    Ok(case.written("p", container, "/n").await?.parse()?)
 }
 
 fn address(pod: &Pod) -> Option<&str> {
@@ -84,7 +84,7 @@ async fn a_hibernated_pod_is_an_image_and_goes_on_where_it_was() -> anyhow::Resu
             (0, uid)
         );
         assert_eq!(
-            case.kubectl.sh("p", "count", "cat /disk/init").await?,
+            case.sh("p", "count", "cat /disk/init").await?,
             "once",
             "init ran once"
         );
@@ -107,7 +107,7 @@ async fn an_exec_wakes_a_hibernated_pod_and_finds_its_memory() -> anyhow::Result
         case.start(shell_pod("p", COUNT)).await?;
         let before = counted(case, "a").await?;
         case.hibernate("p").await?;
-        let after = counted(case, "a").await?;
+        let after: u64 = case.kubectl.sh("p", "a", "cat /n").await?.parse()?;
         assert!(after >= before, "{before} → {after}");
         let pod = case.pods().get("p").await?;
         assert_eq!(restarts(&pod), 0);
@@ -166,9 +166,15 @@ async fn a_note_of_a_pause_does_not_outlive_the_sandbox_that_was_paused() -> any
             let paused = PauseMark::Paused;
             case.node.records.note_pause(&sandbox, paused, None)?;
             assert_eq!(restarts(&case.wake("p").await?), 0);
-            let now = case.counted("p").await?;
-            assert!(now > before, "{before} → {now}");
-            before = now;
+            before = wait::until("it counts on", START_LIMIT, async || {
+                let now = case.counted("p").await?;
+                Ok(if now > before {
+                    Ok(now)
+                } else {
+                    Err(format!("{before} → {now}"))
+                })
+            })
+            .await?;
         }
         Ok(())
     })
@@ -231,7 +237,7 @@ async fn survives(
             "{counted_before} → {counted_after}"
         );
         assert_eq!(
-            case.kubectl.sh("p", "count", "cat /disk/init").await?,
+            case.sh("p", "count", "cat /disk/init").await?,
             "once",
             "init ran once"
         );

@@ -173,7 +173,9 @@ async fn a_liveness_probe_by_exec_restarts_a_container_that_fails_it() -> anyhow
             json!({ "containers": [with(shell("a", line), probe)] }),
         ))
         .await?;
-        case.kubectl.sh("p", "a", "rm /healthy").await?;
+        // A container is Ready before its program has done anything.
+        let line = "until [ -e /healthy ]; do sleep 0.1; done; rm /healthy";
+        case.sh("p", "a", line).await?;
         case.pod_until("p", "the probe restarted it", START_LIMIT, |pod| {
             let status = status_of(pod, "a");
             status.restart_count == 1 && status.ready
@@ -206,7 +208,7 @@ async fn a_handler_of_sigterm_runs_before_the_end() -> anyhow::Result<()> {
         // Another Pod looks at what the handler wrote.
         let reader = with(container, json!({ "command": ["sh", "-c", "exec sleep 1000000"] }));
         case.start(pod("reader", spec(reader))).await?;
-        assert_eq!(case.kubectl.sh("reader", "a", "cat /kept/end").await?, "handled");
+        assert_eq!(case.sh("reader", "a", "cat /kept/end").await?, "handled");
         Ok(())
     })
     .await

@@ -206,7 +206,7 @@ async fn a_node_that_is_short_of_memory_puts_idle_sandboxes_to_sleep_that_may_an
         .await?;
         // There is enough again: who sleeps sleeps on, until somebody needs it.
         let pod = case.asleep("p0").await?;
-        assert_eq!(case.kubectl.sh("p0", "a", "echo here").await?, "here");
+        assert_eq!(case.sh("p0", "a", "echo here").await?, "here");
         assert_eq!(restarts(&pod), 0);
         Ok(())
     })
@@ -281,7 +281,7 @@ async fn a_node_that_is_short_of_swap_hibernates_who_dozes_the_longest_idle_firs
             Ok(())
         })
         .await?;
-        assert_eq!(case.kubectl.sh("d0", "a", "ls /ready").await?, "/ready");
+        assert_eq!(case.sh("d0", "a", "ls /ready").await?, "/ready");
         Ok(())
     })
     .await
