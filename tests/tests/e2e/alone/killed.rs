@@ -29,9 +29,9 @@ async fn a_killed_agent_comes_back_and_harms_no_pod() -> anyhow::Result<()> {
     case_alone("killagent", async |case| {
         let pod = case.start(two_containers()).await?;
         let footprint = Footprint::take(&case.node, &case.namespace, &uid(&pod))?;
-        Agent::find()?.kill_and_replace(&case.kubectl).await?;
+        Agent::find()?.kill_and_replace(case.client()).await?;
         case.hibernate("p").await?;
-        let agent = Agent::find()?.kill_and_replace(&case.kubectl).await?;
+        let agent = Agent::find()?.kill_and_replace(case.client()).await?;
         let pod = case.wake("p").await?;
         assert_eq!(restarts(&pod), 0);
         assert!(agent.process.lives(), "the agent that woke it runs on");
