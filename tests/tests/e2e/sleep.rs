@@ -12,7 +12,7 @@ use torpor_gvisor::record::SandboxState;
 use torpor_tests::attached::{self, Attached};
 use torpor_tests::case::{Case, START_LIMIT, case, condition, uid};
 use torpor_tests::node::PAUSE;
-use torpor_tests::pods::{COUNT, mounts, pod, python, shell, with};
+use torpor_tests::pods::{WORK, mounts, pod, python, shell, with};
 use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
 use torpor_tests::swap::Swap;
 use torpor_tests::terminal::Terminal;
@@ -82,7 +82,7 @@ async fn an_idle_pod_falls_asleep_by_itself_again_and_again_and_an_exec_wakes_it
 #[tokio::test]
 async fn work_in_progress_is_never_cut_off() -> anyhow::Result<()> {
     case("busy", async |case| {
-        let spec = json!({ "containers": [shell("a", COUNT)] });
+        let spec = json!({ "containers": [shell("a", WORK)] });
         case.start(sleepy(HIBERNATE_AFTER, spec)).await?;
         stays_awake(case, WATCHED).await
     })
