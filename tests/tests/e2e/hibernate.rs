@@ -32,6 +32,11 @@ fn rich_pod() -> Value {
     )
 }
 
+/// For tests of its connections alone.
+fn witness_pod() -> Value {
+    pod("p", json!({ "containers": [witness::container(5, &[])] }))
+}
+
 /// The counting shell's log has each number once, in order, from 1 on.
 async fn log_has_no_gap(case: &Case, container: &str) -> anyhow::Result<u64> {
     let log = case.log("p", container).await?;
@@ -312,7 +317,7 @@ async fn a_terminal_survives_hibernation() -> anyhow::Result<()> {
 #[tokio::test]
 async fn an_established_connection_survives_hibernation() -> anyhow::Result<()> {
     case("tcp", async |case| {
-        let pod = case.start(rich_pod()).await?;
+        let pod = case.start(witness_pod()).await?;
         witness::ask(&pod).await?;
         let mut connection = Connection::open(&pod).await?;
         let before = connection.ask().await?;
@@ -326,7 +331,7 @@ async fn an_established_connection_survives_hibernation() -> anyhow::Result<()> 
 #[tokio::test]
 async fn a_connection_on_which_data_is_sent_while_the_pod_wakes_survives() -> anyhow::Result<()> {
     case("tcpwake", async |case| {
-        let pod = case.start(rich_pod()).await?;
+        let pod = case.start(witness_pod()).await?;
         witness::ask(&pod).await?;
         for _ in 0..3 {
             let mut connection = Connection::open(&pod).await?;
