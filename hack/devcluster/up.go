@@ -69,7 +69,7 @@ func bringUp(tools toolset) error {
 	if err := writeControlPlane(); err != nil {
 		return err
 	}
-	if err := startGroup(controlPlaneGroup()); err != nil {
+	if err := startGroup(controlPlaneGroup().collectingRarely(machineMemory())); err != nil {
 		return err
 	}
 	images, err := systemImages(tools)
@@ -80,7 +80,7 @@ func bringUp(tools toolset) error {
 		if err := n.write(); err != nil {
 			return err
 		}
-		if err := startGroup(n.group()); err != nil {
+		if err := startGroup(n.group().collectingRarely(machineMemory())); err != nil {
 			return err
 		}
 	}

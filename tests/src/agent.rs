@@ -6,7 +6,10 @@ use std::time::Duration;
 
 use anyhow::Context;
 use k8s_openapi::api::apps::v1::DaemonSet;
+use k8s_openapi::api::core::v1::Pod;
+use kube::api::{DeleteParams, ListParams, Patch, PatchParams};
 use kube::{Api, Client};
+use serde_json::{Value, json};
 
 use crate::case::Case;
 use crate::kubectl::Kubectl;
@@ -50,11 +53,11 @@ impl Agent {
     /// Kills it with SIGKILL and sees that another one is there: the DaemonSet's next Pod (the kubelet would wait longer
     /// and longer before it started the same Pod's container again), or, where a developer runs it by hand, the same
     /// command.
-    pub async fn kill_and_replace(self, kubectl: &Kubectl) -> anyhow::Result<Self> {
+    pub async fn kill_and_replace(self, client: Client) -> anyhow::Result<Self> {
         let pod = self.pod();
         if pod.is_some() {
             self.process.kill()?;
-            delete_pods(kubectl).await?;
+            delete_pods(client).await?;
         } else {
             let again = Again::read(&self.process)?;
             self.process.kill()?;
@@ -78,9 +81,9 @@ impl Agent {
     }
 
     /// After the agent of the DaemonSet was killed: sees that its next Pod's is there.
-    pub async fn replace(kubectl: &Kubectl) -> anyhow::Result<()> {
+    pub async fn replace(client: Client) -> anyhow::Result<()> {
         let old = Self::find().ok().and_then(|agent| agent.pod());
-        delete_pods(kubectl).await?;
+        delete_pods(client).await?;
         wait::until("another agent", COMEBACK_LIMIT, async || {
             let found = Self::find().ok().and_then(|agent| agent.pod());
             wait::holds(found.is_some() && found != old, || format!("{found:?}"))
@@ -90,7 +93,8 @@ impl Agent {
 
     /// Replaces the agent as an upgrade does, and waits until the new one is ready.
     pub async fn roll(case: &Case) -> anyhow::Result<()> {
-        daemon_set(&case.kubectl, &["rollout", "restart"], &[]).await?;
+        let sets: Api<DaemonSet> = Api::namespaced(case.client(), NAMESPACE);
+        sets.restart(DAEMON_SET).await?;
         rolled_out(case.client()).await
     }
 
@@ -110,20 +114,18 @@ impl Agent {
         variables: &[(&str, &str)],
         body: impl AsyncFnOnce() -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
-        let set: Vec<String> = variables
+        let set = variables
             .iter()
-            .map(|(name, value)| format!("{name}={value}"))
-            .collect();
-        let unset: Vec<String> = variables
+            .map(|(name, value)| json!({ "name": name, "value": value }));
+        let unset = variables
             .iter()
-            .map(|(name, _)| format!("{name}-"))
-            .collect();
-        daemon_set(&case.kubectl, &["set", "env", "-c", "agent"], &set).await?;
+            .map(|(name, _)| json!({ "name": name, "$patch": "delete" }));
+        change_environment(case.client(), set.collect()).await?;
         let done = match rolled_out(case.client()).await {
             Ok(()) => body().await,
             Err(error) => Err(error),
         };
-        daemon_set(&case.kubectl, &["set", "env", "-c", "agent"], &unset).await?;
+        change_environment(case.client(), unset.collect()).await?;
         done
     }
 
@@ -156,17 +158,25 @@ impl Agent {
 }
 
 /// The DaemonSet makes others.
-async fn delete_pods(kubectl: &Kubectl) -> anyhow::Result<()> {
-    let kubectl = Kubectl {
-        namespace: NAMESPACE.to_owned(),
-        ..kubectl.clone()
+async fn delete_pods(client: Client) -> anyhow::Result<()> {
+    let pods: Api<Pod> = Api::namespaced(client, NAMESPACE);
+    let at_once = DeleteParams {
+        grace_period_seconds: Some(0),
+        ..DeleteParams::background()
     };
-    let delete = ["delete", "pod", "-l", "app.kubernetes.io/name=torpor-agent"];
-    let at_once = ["--force", "--grace-period=0", "--wait=false"];
-    kubectl
-        .ok(&[&delete[..], &at_once].concat())
-        .await
-        .map(drop)
+    let agents = ListParams::default().labels("app.kubernetes.io/name=torpor-agent");
+    pods.delete_collection(&at_once, &agents).await?;
+    Ok(())
+}
+
+/// Merges variables into those of the agent's container, by their names.
+async fn change_environment(client: Client, variables: Vec<Value>) -> anyhow::Result<()> {
+    let sets: Api<DaemonSet> = Api::namespaced(client, NAMESPACE);
+    let agent = json!({ "name": "agent", "env": variables });
+    let change = json!({ "spec": { "template": { "spec": { "containers": [agent] } } } });
+    let (parameters, patch) = (PatchParams::default(), Patch::Strategic(change));
+    sets.patch(DAEMON_SET, &parameters, &patch).await?;
+    Ok(())
 }
 
 /// One kubectl command on the DaemonSet.

@@ -110,7 +110,7 @@ pub async fn run(case: &Case, plan: &Plan, tell: impl Fn(&str)) -> anyhow::Resul
     }
     // The last one that was killed may still be missing.
     let _ = common.agent_killed.notified().now_or_never();
-    Agent::replace(&case.kubectl).await?;
+    Agent::replace(case.client()).await?;
     Ok(tally.into_inner())
 }
 
@@ -119,7 +119,7 @@ pub async fn run(case: &Case, plan: &Plan, tell: impl Fn(&str)) -> anyhow::Resul
 async fn keep_agent(case: &Case, killed: &Notify) -> anyhow::Result<()> {
     loop {
         killed.notified().await;
-        Agent::replace(&case.kubectl).await?;
+        Agent::replace(case.client()).await?;
     }
 }
 

@@ -85,7 +85,7 @@ impl Kubectl {
             .with_context(|| format!("cannot run {}", self.program.display()))
     }
 
-    /// `kubectl exec` in a container, whatever the exit code.
+    /// `kubectl exec` in a container, whatever the exit code. Where it is only a means: [`crate::case::Case::exec`].
     pub async fn exec(&self, pod: &str, container: &str, command: &[&str]) -> anyhow::Result<Ran> {
         let mut args = vec!["exec", pod, "-c", container, "--"];
         args.extend(command);
@@ -97,12 +97,6 @@ impl Kubectl {
         let ran = self.exec(pod, container, &["sh", "-c", line]).await?;
         ran.ok()
             .with_context(|| format!("in {pod}/{container}: {line}"))
-    }
-
-    /// What a container's program writes into the file, once it has: a container is Ready before that.
-    pub async fn written(&self, pod: &str, container: &str, file: &str) -> anyhow::Result<String> {
-        let line = format!("until [ -s {file} ]; do sleep 0.1; done; cat {file}");
-        self.sh(pod, container, &line).await
     }
 }
 

@@ -10,6 +10,7 @@ pub mod case;
 pub mod chaos;
 pub mod cluster;
 pub mod counted;
+pub mod exec;
 pub mod explain;
 pub mod forward;
 pub mod fullness;

@@ -1,6 +1,7 @@
 //! What Torpor keeps of its pods on this node, and the processes that stand for them.
 
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use anyhow::Context;
 use torpor_core::ids::{PodUid, SandboxId};
@@ -198,4 +199,46 @@ pub fn containerd() -> anyhow::Result<Process> {
         program.is_some_and(|program| program.ends_with("/containerd"))
     });
     found.context("containerd does not run on this machine")
+}
+
+/// The socket of the containerd that serves the kubelet, as each of its shims' command lines names it.
+pub fn containerd_socket() -> anyhow::Result<PathBuf> {
+    static SOCKET: OnceLock<PathBuf> = OnceLock::new();
+    if let Some(known) = SOCKET.get() {
+        return Ok(known.clone());
+    }
+    let processes = machine::processes();
+    let mut found = processes.iter().filter_map(|one| address_in(&one.command));
+    let found = found
+        .next()
+        .context("no shim of the kubelet's containerd runs on this machine")?;
+    Ok(SOCKET.get_or_init(|| found).clone())
+}
+
+/// containerd's address, if this is the command line of a shim of one of the kubelet's Pods.
+fn address_in(command: &str) -> Option<PathBuf> {
+    let mut words = command.split(' ');
+    let is_shim = words.next()?.contains("containerd-shim");
+    let is_the_kubelets = command.contains("-namespace k8s.io");
+    let address = words.skip_while(|word| *word != "-address").nth(1)?;
+    (is_shim && is_the_kubelets).then(|| address.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn containerds_socket_is_that_of_the_kubelets_shims() {
+        let shim = "/bin/containerd-shim-runc-v2 -namespace k8s.io -id 0a -address /run/c.sock";
+        assert_eq!(address_in(shim), Some("/run/c.sock".into()));
+        for other in [
+            "/bin/containerd-shim-runc-v2 -namespace moby -id 0a -address /run/docker.sock",
+            "/bin/ctr -namespace k8s.io -address /run/c.sock",
+            "/bin/containerd-shim-runc-v2 -namespace k8s.io -address",
+            "",
+        ] {
+            assert_eq!(address_in(other), None, "{other}");
+        }
+    }
 }

@@ -1,16 +1,20 @@
 //! The kubectl plugin as a user runs it: by kubectl, which finds it in PATH.
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::process::Stdio;
 
 use anyhow::Context;
 use serde_json::Value;
+use tokio::process::Command;
 
 use crate::case::Case;
 use crate::kubectl::{Ran, command, to_the_end};
 
 /// Environment: the folder that `hack/plugin` put the plugin into; without it kubectl looks in PATH alone.
 const TORPOR_PLUGIN: &str = "TORPOR_PLUGIN";
+/// The program that kubectl finds.
+const PROGRAM: &str = "kubectl-torpor";
 
 impl Case {
     /// Runs `kubectl torpor …` in the test's namespace to the end, whatever the exit code.
@@ -24,16 +28,9 @@ impl Case {
 
     /// Runs kubectl with the plugin in its PATH and these arguments alone.
     pub async fn run_plugin(&self, line: &[&str]) -> anyhow::Result<Ran> {
-        let child = command(&self.kubectl.program)
-            .args(line)
-            .env("PATH", path())
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .kill_on_drop(true)
-            .spawn()
-            .context("cannot run kubectl")?;
-        let ran = to_the_end(child, line, None).await?;
+        let mut kubectl = command(&self.kubectl.program);
+        kubectl.args(line).env("PATH", path());
+        let ran = run(kubectl, line).await?;
         anyhow::ensure!(
             !ran.err.contains("unknown command \"torpor\""),
             "kubectl does not find the plugin: hack/plugin FOLDER, then {TORPOR_PLUGIN}=FOLDER"
@@ -48,14 +45,36 @@ impl Case {
             .with_context(|| format!("kubectl torpor {}", args.join(" ")))
     }
 
-    /// One Sandbox as `get -o json` has it.
+    /// One Sandbox as `get -o json` has it. Who waits asks again and again: the plugin itself, because to be found by kubectl takes longer than
+    /// the answer.
     pub async fn torpor_view(&self, sandbox: &str) -> anyhow::Result<Value> {
-        let text = self.torpor_says(&["get", sandbox, "-o", "json"]).await?;
+        let line = ["get", sandbox, "-o", "json", "--namespace", &self.namespace];
+        let mut plugin = Command::new(program());
+        plugin.args(line);
+        let said = run(plugin, &line).await?.ok();
+        let text = said.with_context(|| format!("{PROGRAM} {}", line.join(" ")))?;
         let listing: Value = serde_json::from_str(&text)?;
         let items = listing["items"].as_array().map_or(&[][..], Vec::as_slice);
         anyhow::ensure!(items.len() == 1, "not one Sandbox: {text}");
         Ok(items[0].clone())
     }
+}
+
+async fn run(mut program: Command, line: &[&str]) -> anyhow::Result<Ran> {
+    let child = program
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()
+        .with_context(|| format!("cannot run {program:?}"))?;
+    to_the_end(child, line, None).await
+}
+
+/// Where the plugin is; in PATH unless somebody says where.
+fn program() -> PathBuf {
+    let folder = std::env::var_os(TORPOR_PLUGIN).unwrap_or_default();
+    PathBuf::from(folder).join(PROGRAM)
 }
 
 fn path() -> OsString {

@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::Context;
 
-use crate::machine;
+use crate::node::containerd_socket;
 
 /// A name for an image that a test moves about; it is removed when this is dropped. Uses containerd's own `ctr`, which lies
 /// beside the cluster's kubectl.
@@ -21,7 +21,7 @@ impl Tag {
     pub fn new(kubectl: &Path, name: String, of: &str) -> anyhow::Result<Self> {
         let tag = Self {
             ctr: kubectl.with_file_name("ctr"),
-            address: address()?,
+            address: containerd_socket()?,
             name,
         };
         tag.point_to(of)?;
@@ -57,19 +57,4 @@ impl Drop for Tag {
         // A name that stays is in nobody's way.
         let _ = self.images(&["rm", &self.name]);
     }
-}
-
-/// containerd's socket, as every shim's command line names it.
-fn address() -> anyhow::Result<PathBuf> {
-    let shims = machine::processes_naming(&["containerd-shim".to_owned()]);
-    let mut addresses = shims.iter().filter_map(|shim| {
-        let mut words = shim
-            .command
-            .split(' ')
-            .skip_while(|word| *word != "-address");
-        words.nth(1).map(PathBuf::from)
-    });
-    addresses
-        .next()
-        .context("no shim of containerd runs on this machine")
 }

@@ -31,7 +31,7 @@ impl Case {
     pub async fn counted(&self, pod: &str) -> anyhow::Result<u64> {
         // An agent that dies while it wakes leaves the lock to its program: the exec waits for that one or tries again.
         wait::until("the Pod answers", SLEEP_LIMIT, async || {
-            let ran = self.kubectl.exec(pod, "a", &["cat", "/n"]).await?;
+            let ran = self.exec(pod, "a", &["cat", "/n"]).await?;
             Ok(if ran.code == 0 {
                 // It is empty for the moment between its being opened and written.
                 let text = ran.ok()?;

@@ -13,6 +13,7 @@ use torpor_api::reasons::hibernated::SAVE_FAILED;
 use torpor_api::snapshot::suspend_snapshot_name;
 use torpor_tests::case::{Case, case, condition, uid};
 use torpor_tests::fullness::FullDisk;
+use torpor_tests::kubectl::Ran;
 use torpor_tests::pods::{COUNT, annotated, mounts, pod, shell, shell_pod, with};
 use torpor_tests::sandboxes::{LIMIT, sandbox};
 use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
@@ -21,7 +22,7 @@ use torpor_tests::{wait, witness};
 /// A counting Pod that sleeps, the number that it had reached, and its image.
 async fn sleeper(case: &Case) -> anyhow::Result<(Pod, u64, PathBuf)> {
     let pod = case.start(shell_pod("p", COUNT)).await?;
-    let counted = case.kubectl.sh("p", "a", "cat /n").await?.parse()?;
+    let counted = case.written("p", "a", "/n").await?.parse()?;
     case.hibernate("p").await?;
     let image = case.node.image_of(&case.namespace, &uid(&pod))?;
     Ok((pod, counted, image))
@@ -29,7 +30,11 @@ async fn sleeper(case: &Case) -> anyhow::Result<(Pod, u64, PathBuf)> {
 
 /// An exec is refused with all of `words`, and the image is still there.
 async fn exec_is_refused(case: &Case, image: &Path, words: &[&str]) -> anyhow::Result<()> {
-    let ran = case.kubectl.exec("p", "a", &["cat", "/n"]).await?;
+    let ran = case.exec("p", "a", &["cat", "/n"]).await?;
+    is_refusal(&ran, image, words)
+}
+
+fn is_refusal(ran: &Ran, image: &Path, words: &[&str]) -> anyhow::Result<()> {
     anyhow::ensure!(ran.code != 0, "the exec was not refused: {ran:?}");
     for word in words {
         anyhow::ensure!(ran.err.contains(word), "{word:?} is not in: {}", ran.err);
@@ -45,7 +50,7 @@ async fn exec_is_refused(case: &Case, image: &Path, words: &[&str]) -> anyhow::R
 /// Wakes the mended Pod: it is the one that went to sleep.
 async fn wakes_as_it_was(case: &Case, counted: u64) -> anyhow::Result<()> {
     let awake = case.wake("p").await?;
-    let now: u64 = case.kubectl.sh("p", "a", "cat /n").await?.parse()?;
+    let now: u64 = case.written("p", "a", "/n").await?.parse()?;
     anyhow::ensure!(
         now >= counted && restarts(&awake) == 0,
         "{counted} → {now}, restarted"
@@ -109,7 +114,7 @@ async fn a_sandbox_that_gvisor_refuses_to_save_runs_on_says_why_and_is_not_asked
         let images = case.node.images_of(&case.namespace, &uid(&now));
         assert_eq!(images, Vec::<PathBuf>::new());
         // It runs, the same program as before.
-        assert_eq!(case.kubectl.sh("p", "a", "cat /mem").await?, "kept");
+        assert_eq!(case.sh("p", "a", "cat /mem").await?, "kept");
         assert_eq!(restarts(&case.pods().get("p").await?), 0);
         Ok(())
     })
@@ -249,7 +254,7 @@ async fn a_restore_that_fails_uses_nothing_up_and_the_next_pod_has_the_memory() 
         case.suspend("s").await?;
         let other = on_claim(shell("a", "exec sleep 1000000"));
         case.start(pod("other", other)).await?;
-        let moves = async |line: &str| case.kubectl.sh("other", "a", line).await;
+        let moves = async |line: &str| case.sh("other", "a", line).await;
         moves("mv /data/file /data/aside").await?;
 
         case.set_mode("s", "Running").await?;
@@ -325,7 +330,9 @@ async fn a_ledger_that_cannot_be_trusted_stops_saves_and_wakes_and_is_named() ->
         let mut damaged = whole.clone();
         damaged[whole.len() / 4] ^= 1;
         fs::write(&ledger, &damaged)?;
-        exec_is_refused(case, &image, &[&ledger.display().to_string()]).await?;
+        // What a user is told.
+        let ran = case.kubectl.exec("p", "a", &["cat", "/n"]).await?;
+        is_refusal(&ran, &image, &[&ledger.display().to_string()])?;
         let told = |pod: &Pod| condition(pod, POD_HIBERNATED).2.contains("ledger");
         case.pod_until("p", "its condition names the ledger", SLEEP_LIMIT, told)
             .await?;
@@ -358,9 +365,9 @@ async fn a_full_disk_fails_the_save_and_the_sandbox_runs_on() -> anyhow::Result<
             told,
         )
         .await?;
-        let first: u64 = case.kubectl.sh("p", "a", "cat /n").await?.parse()?;
+        let first: u64 = case.written("p", "a", "/n").await?.parse()?;
         let runs_on = async || {
-            let now: u64 = case.kubectl.sh("p", "a", "cat /n").await?.parse()?;
+            let now: u64 = case.written("p", "a", "/n").await?.parse()?;
             torpor_tests::wait::holds(now > first, || format!("{first} → {now}"))
         };
         torpor_tests::wait::until("the sandbox runs on", Duration::from_secs(20), runs_on).await?;

@@ -75,14 +75,14 @@ async fn a_claim_takes_a_running_sandbox_of_the_pool_and_its_memory_survives_a_s
         assert!(members.contains(&name), "{name} of {members:?}");
         let pod = case.ready(&name).await?;
         // It had been running before it was claimed, and the pool makes another.
-        let before: u64 = case.kubectl.sh(&name, "a", "cat /n").await?.parse()?;
+        let before: u64 = case.written(&name, "a", "/n").await?.parse()?;
         pool_is_ready(case, 2).await?;
 
         case.suspend(&name).await?;
         let resumed = case.resume(&name).await?;
         assert_ne!(uid(&resumed), uid(&pod));
         assert_eq!(restarts(&resumed), 0);
-        let after: u64 = case.kubectl.sh(&name, "a", "cat /n").await?.parse()?;
+        let after: u64 = case.written(&name, "a", "/n").await?.parse()?;
         assert!(after >= before, "{before} → {after}");
 
         let claims = case.api::<SandboxClaim>();

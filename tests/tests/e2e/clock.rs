@@ -24,7 +24,7 @@ fn ahead() -> anyhow::Result<Timestamp> {
 }
 
 async fn memory(case: &Case, pod: &str) -> anyhow::Result<String> {
-    case.kubectl.written(pod, "a", "/mem").await
+    case.written(pod, "a", "/mem").await
 }
 
 #[tokio::test]

@@ -28,11 +28,8 @@ async fn debug(case: &Case, kept: &str) -> anyhow::Result<()> {
     case.kubectl.ok(&[&args[..], &command].concat()).await?;
     case.pod_until("p", "the debugger runs", START_LIMIT, debugger_runs)
         .await?;
-    assert_eq!(
-        case.kubectl.written("p", "debugger", "/said").await?,
-        "debugs"
-    );
-    assert_eq!(case.kubectl.sh("p", "a", "cat /mem").await?, kept);
+    assert_eq!(case.written("p", "debugger", "/said").await?, "debugs");
+    assert_eq!(case.sh("p", "a", "cat /mem").await?, kept);
     Ok(())
 }
 
@@ -49,7 +46,7 @@ async fn kubectl_debug_wakes_a_hibernated_pod_which_does_not_sleep_while_the_deb
     case("debughib", async |case| {
         case.start(pod("p", json!({ "containers": [shell("a", KEEPS)] })))
             .await?;
-        let kept = case.kubectl.written("p", "a", "/mem").await?;
+        let kept = case.written("p", "a", "/mem").await?;
         case.hibernate("p").await?;
         debug(case, &kept).await?;
         // The wish for sleep is still there: it is told why it has to wait, and comes true when the debugger has ended.
@@ -59,10 +56,10 @@ async fn kubectl_debug_wakes_a_hibernated_pod_which_does_not_sleep_while_the_deb
         };
         case.pod_until("p", "it says why it does not sleep", SLEEP_LIMIT, refused)
             .await?;
-        case.kubectl.sh("p", "debugger", "touch /end").await?;
+        case.sh("p", "debugger", "touch /end").await?;
         case.asleep("p").await?;
         case.annotate("p", HIBERNATE, None).await?;
-        assert_eq!(case.kubectl.sh("p", "a", "cat /mem").await?, kept);
+        assert_eq!(case.sh("p", "a", "cat /mem").await?, kept);
         assert_eq!(restarts(&case.ready("p").await?), 0);
         Ok(())
     })
@@ -79,12 +76,12 @@ async fn kubectl_debug_wakes_a_dozing_pod() -> anyhow::Result<()> {
             "1s",
         );
         case.start(sleepy).await?;
-        let kept = case.kubectl.written("p", "a", "/mem").await?;
+        let kept = case.written("p", "a", "/mem").await?;
         case.dozes("p").await?;
         debug(case, &kept).await?;
-        case.kubectl.sh("p", "debugger", "touch /end").await?;
+        case.sh("p", "debugger", "touch /end").await?;
         case.dozes("p").await?;
-        assert_eq!(case.kubectl.sh("p", "a", "cat /mem").await?, kept);
+        assert_eq!(case.sh("p", "a", "cat /mem").await?, kept);
         assert_eq!(restarts(&case.ready("p").await?), 0);
         Ok(())
     })

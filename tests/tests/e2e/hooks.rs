@@ -124,7 +124,7 @@ async fn the_hooks_of_a_sandbox_that_is_suspended_are_not_run_because_it_goes_on
             let get = format!("http://{}:8080/stop", torpor_tests::witness::address(&pod)?);
             let ask = format!("import urllib.request; urllib.request.urlopen('{get}')");
             let command = ["python3", "-c", &ask];
-            let asked = case.kubectl.exec("s", "a", &command);
+            let asked = case.exec("s", "a", &command);
             let (told, asked) = tokio::join!(told(&listener), asked);
             asked?.ok()?;
             anyhow::ensure!(told? == first_line(&before), "another life");

@@ -52,12 +52,16 @@ async fn the_program_has_its_signals_and_its_exit_code_and_leaves_no_zombies() -
         let spec = json!({ "restartPolicy": "Never", "containers": [container] });
         case.create(injected(spec)).await?;
         case.sandbox_ready("s").await?;
-        let sh = async |line: &str| case.kubectl.sh("s", "a", line).await;
+        let sh = async |line: &str| case.sh("s", "a", line).await;
         assert_eq!(
             sh("tr '\\0' ' ' </proc/1/cmdline | cut -d ' ' -f 1-4").await?,
             "/.torpor/sandbox-runtime --legacy-bind-address=0 run --"
         );
-        assert_eq!(case.log("s", "a").await?, "up");
+        wait::until("the program's own word", LIMIT, async || {
+            let log = case.log("s", "a").await?;
+            wait::holds(log == "up", || log.clone())
+        })
+        .await?;
         // An orphan of an exec ends, and the first process waits for it.
         sh("(sleep 0.1 &); sleep 0.5").await?;
         // Each child of the program is one too for the moment until its shell has waited for it.
@@ -67,9 +71,7 @@ async fn the_program_has_its_signals_and_its_exit_code_and_leaves_no_zombies() -
         })
         .await?;
         // Nobody in the container can change the runtime, root included.
-        let change =
-            case.kubectl
-                .exec("s", "a", &["sh", "-c", "echo x >>/.torpor/sandbox-runtime"]);
+        let change = case.exec("s", "a", &["sh", "-c", "echo x >>/.torpor/sandbox-runtime"]);
         assert_ne!(change.await?.code, 0);
         sh("kill -TERM 1").await?;
         let pod = case
@@ -172,7 +174,7 @@ async fn a_call_to_be_busy_keeps_an_idle_sandbox_awake_until_its_time_is_over() 
             tokio::time::sleep(Duration::from_millis(500)).await;
         }
         case.asleep("s").await?;
-        assert_eq!(case.kubectl.sh("s", "a", "ls /run/torpor").await?, "");
+        assert_eq!(case.sh("s", "a", "ls /run/torpor").await?, "");
         Ok(())
     })
     .await

@@ -1,7 +1,7 @@
 //! The driver of Kata: against the real containerd, with the containers of runc, which it pauses as it pauses Kata's; and against Kata, where a
 //! node has it.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
@@ -16,7 +16,7 @@ use torpor_core::steps::{Action, Outcome};
 use torpor_kata::containerd::Containerd;
 use torpor_kata::driver::{Driver, Seen};
 use torpor_tests::case::{Case, case, uid};
-use torpor_tests::machine::processes;
+use torpor_tests::node::containerd_socket;
 use torpor_tests::pods::{COUNT, pod, shell, shell_pod, with};
 use torpor_tests::sleep::restarts;
 use torpor_tests::swap::Swap;
@@ -25,17 +25,6 @@ const LIMIT: Duration = Duration::from_secs(20);
 /// As much as the test's program holds.
 const HELD: u64 = 32 << 20;
 
-/// containerd's socket, as each shim's command line names it.
-fn socket() -> anyhow::Result<PathBuf> {
-    let shims = processes();
-    let socket = shims.iter().find_map(|process| {
-        let mut words = process.command.split(' ');
-        words.find(|word| *word == "-address")?;
-        words.next().map(PathBuf::from)
-    });
-    socket.ok_or_else(|| anyhow::anyhow!("no shim of containerd runs here"))
-}
-
 struct Subject {
     driver: Driver,
     pod: PodUid,
@@ -43,7 +32,11 @@ struct Subject {
 
 impl Subject {
     async fn of(pod: &Pod) -> anyhow::Result<Self> {
-        let containerd = Containerd::at(&socket()?, tokio::runtime::Handle::current(), LIMIT);
+        let containerd = Containerd::at(
+            &containerd_socket()?,
+            tokio::runtime::Handle::current(),
+            LIMIT,
+        );
         let runtimes = vec!["io.containerd.runc.v2".to_owned()];
         Ok(Self {
             driver: Driver::new(containerd, runtimes, Path::new("/sys/fs/cgroup"))?,
@@ -76,7 +69,7 @@ impl Subject {
 }
 
 async fn counted(case: &Case) -> anyhow::Result<u64> {
-    let text = case.kubectl.sh("p", "b", "cat /n").await?;
+    let text = case.written("p", "b", "/n").await?;
     Ok(text.trim().parse()?)
 }
 
@@ -95,8 +88,7 @@ async fn containerd_pauses_and_resumes_a_pod_as_the_driver_expects_and_its_memor
         );
         manifest["spec"]["runtimeClassName"] = serde_json::Value::Null;
         let pod = case.start(manifest).await?;
-        case.kubectl
-            .sh("p", "b", "until [ -e /n ]; do sleep 0.1; done")
+        case.sh("p", "b", "until [ -e /n ]; do sleep 0.1; done")
             .await?;
         torpor_tests::wait::until("the memory to be held", LIMIT, async || {
             let log = case.log("p", "a").await?;

@@ -91,7 +91,7 @@ async fn killed(
         let back = |pod: &Pod| restarts(pod) > 0 && is_ready(pod);
         case.pod_until("p", "the kubelet brought it back", RECOVERY_LIMIT, back)
             .await?;
-        case.kubectl.sh("p", "a", "cat /n").await?;
+        case.written("p", "a", "/n").await?;
         footprint.add(&case.node)?;
         nothing_is_left(case, &footprint).await
     })
@@ -159,10 +159,10 @@ async fn a_container_whose_state_a_killed_runsc_left_half_written_is_brought_bac
             .await?;
         assert!(!state.exists(), "gone with its container");
         // Nor is it in the way of a save or a restore.
-        let before = case.kubectl.sh("p", "b", "cat /n").await?;
+        let before = case.written("p", "b", "/n").await?;
         case.hibernate("p").await?;
         let pod = case.wake("p").await?;
-        let after = case.kubectl.sh("p", "b", "cat /n").await?;
+        let after = case.written("p", "b", "/n").await?;
         anyhow::ensure!(
             after.parse::<u64>()? >= before.parse()?,
             "b went on: {before} → {after}"

@@ -59,7 +59,7 @@ async fn a_container_that_containerd_has_lost_goes_when_another_of_its_name_is_m
             .start(pod("p", json!({ "containers": [shell("a", line)] })))
             .await?;
         let lost = lose_a_container(case, &uid(&pod))?;
-        case.kubectl.sh("p", "a", "touch /end").await?;
+        case.sh("p", "a", "touch /end").await?;
         let again = |pod: &Pod| restarts(pod) == 1 && is_ready(pod);
         case.pod_until("p", "a runs again", RECOVERY_LIMIT, again)
             .await?;

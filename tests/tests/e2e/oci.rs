@@ -2,9 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use k8s_openapi::api::core::v1::{ContainerState, ContainerStatus, Pod};
+use k8s_openapi::api::core::v1::{ContainerState, ContainerStatus, Event, Pod};
+use kube::api::ListParams;
+use kube::{Api, ResourceExt};
 use serde_json::json;
-use torpor_tests::case::{START_LIMIT, case};
+use torpor_tests::case::{Case, START_LIMIT, case};
 use torpor_tests::pods::{COUNT, pod, shell, shell_pod, with};
 use torpor_tests::wait;
 
@@ -33,6 +35,15 @@ fn end_of(pod: &Pod, container: &str) -> Option<(i32, String)> {
     let ContainerState { terminated, .. } = status_of(pod, container).state?;
     let terminated = terminated?;
     Some((terminated.exit_code, terminated.reason.unwrap_or_default()))
+}
+
+/// Waits until these words are a container's log: it is Ready before its program has said anything.
+async fn says(case: &Case, container: &str, words: &str) -> anyhow::Result<()> {
+    wait::until("the container's words", START_LIMIT, async || {
+        let log = case.log("p", container).await?;
+        wait::holds(log == words, || log.clone())
+    })
+    .await
 }
 
 #[tokio::test]
@@ -66,7 +77,7 @@ async fn init_containers_run_first_and_sidecars_beside_and_each_has_its_log() ->
             ("a", "hello from a"),
             ("b", "hello from b"),
         ] {
-            assert_eq!(case.kubectl.ok(&["logs", "p", "-c", container]).await?, log);
+            says(case, container, log).await?;
         }
         // One sandbox for all of them: they see one hostname and can reach one another on localhost.
         let uid = torpor_tests::case::uid(&pod);
@@ -98,7 +109,7 @@ async fn a_pod_of_which_every_container_ends_well_succeeds() -> anyhow::Result<(
             .await?;
         assert_eq!(phase(&pod), "Succeeded");
         assert_eq!(end_of(&pod, "a"), Some((0, "Completed".to_owned())));
-        assert_eq!(case.kubectl.ok(&["logs", "p", "-c", "b"]).await?, "done");
+        assert_eq!(case.log("p", "b").await?, "done");
         Ok(())
     })
     .await
@@ -117,7 +128,7 @@ async fn a_container_that_exits_with_3_fails_its_pod_with_that_code() -> anyhow:
             .pod_until("p", "it ends", START_LIMIT, |p| phase(p) == "Failed")
             .await?;
         assert_eq!(end_of(&pod, "a"), Some((3, "Error".to_owned())));
-        assert_eq!(case.kubectl.ok(&["logs", "p"]).await?, "last words");
+        assert_eq!(case.log("p", "a").await?, "last words");
         Ok(())
     })
     .await
@@ -149,7 +160,7 @@ async fn one_container_is_restarted_while_the_other_runs_on() -> anyhow::Result<
             .last_state
             .and_then(|state| state.terminated);
         assert_eq!(last.map(|end| end.exit_code), Some(1));
-        let log = case.kubectl.ok(&["logs", "p", "-c", "steady"]).await?;
+        let log = case.log("p", "steady").await?;
         assert_eq!(
             log.lines().filter(|line| *line == "count 1").count(),
             1,
@@ -173,7 +184,9 @@ async fn a_liveness_probe_by_exec_restarts_a_container_that_fails_it() -> anyhow
             json!({ "containers": [with(shell("a", line), probe)] }),
         ))
         .await?;
-        case.kubectl.sh("p", "a", "rm /healthy").await?;
+        // A container is Ready before its program has done anything.
+        let line = "until [ -e /healthy ]; do sleep 0.1; done; rm /healthy";
+        case.sh("p", "a", line).await?;
         case.pod_until("p", "the probe restarted it", START_LIMIT, |pod| {
             let status = status_of(pod, "a");
             status.restart_count == 1 && status.ready
@@ -206,7 +219,7 @@ async fn a_handler_of_sigterm_runs_before_the_end() -> anyhow::Result<()> {
         // Another Pod looks at what the handler wrote.
         let reader = with(container, json!({ "command": ["sh", "-c", "exec sleep 1000000"] }));
         case.start(pod("reader", spec(reader))).await?;
-        assert_eq!(case.kubectl.sh("reader", "a", "cat /kept/end").await?, "handled");
+        assert_eq!(case.sh("reader", "a", "cat /kept/end").await?, "handled");
         Ok(())
     })
     .await
@@ -229,13 +242,20 @@ async fn a_program_that_ignores_sigterm_is_killed_after_its_grace_period() -> an
     .await
 }
 
-/// Waits for words in what `kubectl describe pod` says.
-async fn described(case: &torpor_tests::case::Case, words: &[&str]) -> anyhow::Result<()> {
+/// Waits for words in what `kubectl describe pod` says. It is asked when there is another Event to describe.
+async fn described(case: &Case, words: &[&str]) -> anyhow::Result<()> {
+    let events: Api<Event> = case.api();
+    let (mut seen, mut text) = (Vec::new(), String::new());
     wait::until(
         &format!("{words:?} in kubectl describe pod"),
         START_LIMIT,
         async || {
-            let text = case.kubectl.ok(&["describe", "pod", "p"]).await?;
+            let listed = events.list(&ListParams::default()).await?.items;
+            let now: Vec<_> = listed.iter().map(ResourceExt::resource_version).collect();
+            if now != seen {
+                seen = now;
+                text = case.kubectl.ok(&["describe", "pod", "p"]).await?;
+            }
             wait::holds(words.iter().all(|word| text.contains(word)), || {
                 text.clone()
             })

@@ -15,10 +15,10 @@ const BEGINNING: &str = "cat /proc/sys/kernel/random/uuid >/begun; sleep 1000000
 
 /// Sleeps once, wakes, does something, and dies.
 async fn crash_awake(case: &Case, pod: &str) -> anyhow::Result<String> {
-    let begun = case.kubectl.written(pod, "a", "/begun").await?;
+    let begun = case.written(pod, "a", "/begun").await?;
     case.hibernate(pod).await?;
     let awake = case.wake(pod).await?;
-    case.kubectl.sh(pod, "a", "touch /later").await?;
+    case.sh(pod, "a", "touch /later").await?;
     case.node.sentry(&uid(&awake))?.kill()?;
     Ok(begun)
 }
@@ -30,10 +30,7 @@ async fn found_after(
     is_right: impl Fn(&str) -> bool,
 ) -> anyhow::Result<()> {
     wait::until("another sandbox", START_LIMIT, async || {
-        let found = case
-            .kubectl
-            .sh(pod, "a", "cat /begun; ls /later || true")
-            .await;
+        let found = case.sh(pod, "a", "cat /begun; ls /later || true").await;
         wait::holds(found.as_ref().is_ok_and(|found| is_right(found)), || {
             format!("{found:?}")
         })

@@ -163,7 +163,7 @@ async fn the_plugin_tells_of_a_doze_and_what_ends_it() -> anyhow::Result<()> {
         );
         let why = case.torpor_says(&["why", "s"]).await?;
         assert!(why.contains("to doze after 3s without use"), "{why}");
-        assert_eq!(case.kubectl.sh("s", "a", "cat /mem").await?, "kept");
+        assert_eq!(case.sh("s", "a", "cat /mem").await?, "kept");
         let woken = told(case, "what ended it", |view| view["lastWake"].is_object()).await?;
         assert_eq!(woken["lastWake"]["cause"], "Exec", "{woken}");
         assert_eq!(woken["lastWake"]["from"], "Dozing", "{woken}");

@@ -24,7 +24,7 @@ fn counting() -> Value {
 }
 
 async fn counted(case: &Case) -> anyhow::Result<u64> {
-    Ok(case.kubectl.sh("s", "a", "cat /n").await?.parse()?)
+    Ok(case.written("s", "a", "/n").await?.parse()?)
 }
 
 async fn snapshots_are_gone(case: &Case) -> anyhow::Result<()> {
@@ -239,10 +239,10 @@ async fn a_resumed_pod_has_its_volume_its_name_and_todays_configuration() -> any
         case.create(manifest).await?;
         let before = witness::ask(&case.sandbox_ready("s").await?).await?;
         assert_eq!(before.hostname, "s");
-        let read = async |path: &str| case.kubectl.sh("s", "witness", &format!("cat {path}")).await;
+        let read = async |path: &str| case.sh("s", "witness", &format!("cat {path}")).await;
         assert_eq!(read("/config/key /secret/word").await?, "oldold");
         let token = read("/about/token").await?;
-        case.kubectl.sh("s", "witness", "echo kept >/dev/shm/word").await?;
+        case.sh("s", "witness", "echo kept >/dev/shm/word").await?;
         case.suspend("s").await?;
         let change = kube::api::Patch::Merge(config("new"));
         let maps: kube::Api<k8s_openapi::api::core::v1::ConfigMap> = case.api();
@@ -399,10 +399,7 @@ async fn a_tag_that_was_moved_does_not_change_what_a_sandbox_resumes_with() -> a
         let pod = case.resume("s").await?;
         let after = counted(case).await?;
         assert!(after >= before, "{before} → {after}");
-        let python = case
-            .kubectl
-            .exec("s", "a", &["ls", "/usr/bin/python3"])
-            .await?;
+        let python = case.exec("s", "a", &["ls", "/usr/bin/python3"]).await?;
         assert_ne!(python.code, 0, "it has the files of the old image");
         let image = pod
             .spec

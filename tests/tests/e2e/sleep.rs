@@ -12,7 +12,7 @@ use torpor_gvisor::record::SandboxState;
 use torpor_tests::attached::{self, Attached};
 use torpor_tests::case::{Case, START_LIMIT, case, condition, uid};
 use torpor_tests::node::PAUSE;
-use torpor_tests::pods::{COUNT, mounts, pod, python, shell, with};
+use torpor_tests::pods::{WORK, mounts, pod, python, shell, with};
 use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
 use torpor_tests::swap::Swap;
 use torpor_tests::terminal::Terminal;
@@ -62,7 +62,7 @@ async fn an_idle_pod_falls_asleep_by_itself_again_and_again_and_an_exec_wakes_it
             let asleep = case.asleep("p").await?;
             let uid = uid(&asleep);
             assert_eq!(case.node.sandbox_processes(&uid)?, []);
-            assert_eq!(case.kubectl.sh("p", "a", "cat /mem").await?, "kept");
+            assert_eq!(case.sh("p", "a", "cat /mem").await?, "kept");
             let awake = case
                 .pod_until("p", "it is awake", SLEEP_LIMIT, is_awake)
                 .await?;
@@ -73,7 +73,7 @@ async fn an_idle_pod_falls_asleep_by_itself_again_and_again_and_an_exec_wakes_it
         case.annotate("p", HIBERNATE_AFTER, None).await?;
         case.pod_until("p", "it is awake", SLEEP_LIMIT, is_awake)
             .await?;
-        assert_eq!(case.kubectl.sh("p", "a", "cat /mem").await?, "kept");
+        assert_eq!(case.sh("p", "a", "cat /mem").await?, "kept");
         Ok(())
     })
     .await
@@ -82,7 +82,7 @@ async fn an_idle_pod_falls_asleep_by_itself_again_and_again_and_an_exec_wakes_it
 #[tokio::test]
 async fn work_in_progress_is_never_cut_off() -> anyhow::Result<()> {
     case("busy", async |case| {
-        let spec = json!({ "containers": [shell("a", COUNT)] });
+        let spec = json!({ "containers": [shell("a", WORK)] });
         case.start(sleepy(HIBERNATE_AFTER, spec)).await?;
         stays_awake(case, WATCHED).await
     })
@@ -118,7 +118,7 @@ async fn a_program_that_marks_itself_busy_stays_awake_until_it_takes_the_mark_aw
         });
         case.start(sleepy(HIBERNATE_AFTER, spec)).await?;
         stays_awake(case, WATCHED).await?;
-        case.kubectl.sh("p", "a", "rm /run/torpor/busy").await?;
+        case.sh("p", "a", "rm /run/torpor/busy").await?;
         case.asleep("p").await.map(drop)
     })
     .await
@@ -281,12 +281,12 @@ async fn a_pod_that_dies_while_it_dozes_comes_back_with_its_memory_and_one_that_
         // Only the first start makes the file; PID 1 of a restored sandbox is past that.
         let spec = json!({ "containers": [shell("a", "date +%s >/mem; sleep 1000000")] });
         case.start(sleepy(DOZE_AFTER, spec)).await?;
-        let kept = case.kubectl.written("p", "a", "/mem").await?;
+        let kept = case.written("p", "a", "/mem").await?;
         let pod = dozes(case, 12 * MIB).await?;
         let uid = uid(&pod);
         case.node.sentry(&uid)?.kill()?;
         wait::until("another sandbox has its memory", START_LIMIT, async || {
-            let found = case.kubectl.sh("p", "a", "cat /mem").await;
+            let found = case.sh("p", "a", "cat /mem").await;
             wait::holds(found.as_ref().is_ok_and(|found| *found == kept), || {
                 format!("{found:?}, not {kept}")
             })
@@ -295,7 +295,7 @@ async fn a_pod_that_dies_while_it_dozes_comes_back_with_its_memory_and_one_that_
         // Awake by that exec: its image is stale.
         case.node.sentry(&uid)?.kill()?;
         wait::until("it starts cold", START_LIMIT, async || {
-            let found = case.kubectl.sh("p", "a", "cat /mem").await;
+            let found = case.sh("p", "a", "cat /mem").await;
             wait::holds(found.as_ref().is_ok_and(|found| *found != kept), || {
                 format!("{found:?}")
             })
@@ -308,7 +308,7 @@ async fn a_pod_that_dies_while_it_dozes_comes_back_with_its_memory_and_one_that_
 /// Whoever answers has the memory that the first start made: never another one's.
 async fn goes_on_with(case: &Case, kept: &str) -> anyhow::Result<()> {
     wait::until("it goes on with its memory", START_LIMIT, async || {
-        let found = case.kubectl.sh("p", "a", "cat /mem").await;
+        let found = case.sh("p", "a", "cat /mem").await;
         anyhow::ensure!(
             found.as_ref().map_or(true, |found| found == kept),
             "{found:?}, not {kept}"
@@ -324,7 +324,7 @@ async fn memory_survives_the_death_of_a_keeper_of_a_dozing_pod() -> anyhow::Resu
     case("dozekeeper", async |case| {
         let spec = json!({ "containers": [shell("a", "cat /proc/sys/kernel/random/uuid >/mem; sleep 1000000")] });
         case.start(sleepy(DOZE_AFTER, spec)).await?;
-        let kept = case.kubectl.written("p", "a", "/mem").await?;
+        let kept = case.written("p", "a", "/mem").await?;
         let uid = uid(&dozes(case, 12 * MIB).await?);
         case.node.keeper(&uid, "a")?.kill()?;
         let restarted = |pod: &Pod| restarts(pod) > 0;
@@ -344,7 +344,7 @@ async fn a_wake_right_after_a_keepers_death_does_not_let_a_dozing_pod_run_withou
     case("dozelost", async |case| {
         let spec = json!({ "containers": [shell("a", "cat /proc/sys/kernel/random/uuid >/mem; sleep 1000000")] });
         case.start(sleepy(DOZE_AFTER, spec)).await?;
-        let kept = case.kubectl.written("p", "a", "/mem").await?;
+        let kept = case.written("p", "a", "/mem").await?;
         let uid = uid(&dozes(case, 12 * MIB).await?);
         let entries = case.node.ledger_seq(&uid)?;
         let (shim, pause) = (case.node.shim(&uid)?, case.node.keeper(&uid, PAUSE)?);
@@ -378,7 +378,7 @@ async fn memory_survives_the_death_of_a_gofer_of_a_dozing_pod() -> anyhow::Resul
             let spec = json!({ "containers": [shell("a", "cat /proc/sys/kernel/random/uuid >/mem; sleep 1000000")] });
             let named = json!({ "metadata": { "name": name } });
             let pod = case.start(with(sleepy(DOZE_AFTER, spec), named)).await?;
-            let kept = case.kubectl.written(name, "a", "/mem").await?;
+            let kept = case.written(name, "a", "/mem").await?;
             let uid = uid(&pod);
             wait::until("it dozes, its memory reclaimed", START_LIMIT, async || {
                 let sandbox = case.node.sandbox_of(&uid)?.sandbox;
@@ -397,7 +397,7 @@ async fn memory_survives_the_death_of_a_gofer_of_a_dozing_pod() -> anyhow::Resul
                 })
                 .await?;
             }
-            assert_eq!(case.kubectl.sh(name, "a", "cat /mem").await?, kept, "{name}");
+            assert_eq!(case.sh(name, "a", "cat /mem").await?, kept, "{name}");
             assert_eq!(restarts(&case.ready(name).await?), 0, "{name}");
         }
         Ok(())
@@ -419,7 +419,7 @@ async fn a_doze_becomes_hibernation_when_it_lasts() -> anyhow::Result<()> {
         assert_ne!(case.node.sandbox_processes(&uid)?, []);
         case.asleep("p").await?;
         assert_eq!(case.node.sandbox_processes(&uid)?, []);
-        assert_eq!(case.kubectl.sh("p", "a", "cat /mem").await?, "kept");
+        assert_eq!(case.sh("p", "a", "cat /mem").await?, "kept");
         Ok(())
     })
     .await

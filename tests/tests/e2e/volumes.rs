@@ -24,11 +24,11 @@ async fn containers_share_empty_dirs_on_disk_and_in_memory() -> anyhow::Result<(
         }));
         case.start(pod).await?;
         for dir in ["/disk", "/memory"] {
-            case.kubectl.sh("p", "a", &format!("echo from a >{dir}/a; mkdir {dir}/sub; ln -s a {dir}/link")).await?;
-            let seen = case.kubectl.sh("p", "b", &format!("cat {dir}/init {dir}/link; ls -d {dir}/sub")).await?;
+            case.sh("p", "a", &format!("echo from a >{dir}/a; mkdir {dir}/sub; ln -s a {dir}/link")).await?;
+            let seen = case.sh("p", "b", &format!("cat {dir}/init {dir}/link; ls -d {dir}/sub")).await?;
             assert_eq!(seen, format!("init\nfrom a\n{dir}/sub"));
-            case.kubectl.sh("p", "b", &format!("rm {dir}/a; echo from b >{dir}/b")).await?;
-            assert_eq!(case.kubectl.sh("p", "a", &format!("cat {dir}/b; ls {dir}")).await?, "from b\nb\ninit\nlink\nsub");
+            case.sh("p", "b", &format!("rm {dir}/a; echo from b >{dir}/b")).await?;
+            assert_eq!(case.sh("p", "a", &format!("cat {dir}/b; ls {dir}")).await?, "from b\nb\ninit\nlink\nsub");
         }
         Ok(())
     })
@@ -63,11 +63,11 @@ async fn config_maps_secrets_and_projected_volumes_are_mounted_and_updated() -> 
             ],
         }));
         case.start(pod).await?;
-        let seen = case.kubectl.sh("p", "a", "cat /config/key /secret/word /all/key /all/name; test -s /all/token").await?;
+        let seen = case.sh("p", "a", "cat /config/key /secret/word /all/key /all/name; test -s /all/token").await?;
         assert_eq!(seen, "onehushonep");
-        let mode = case.kubectl.sh("p", "a", "stat -Lc %a /secret/word").await?;
+        let mode = case.sh("p", "a", "stat -Lc %a /secret/word").await?;
         assert_eq!(mode, "400");
-        let read_only = case.kubectl.exec("p", "a", &["sh", "-c", "echo x >/config/new"]).await?;
+        let read_only = case.exec("p", "a", &["sh", "-c", "echo x >/config/new"]).await?;
         assert_ne!(read_only.code, 0, "a ConfigMap is read-only");
 
         let maps: Api<ConfigMap> = case.api();
@@ -75,7 +75,7 @@ async fn config_maps_secrets_and_projected_volumes_are_mounted_and_updated() -> 
         // The kubelet looks at a Pod's volumes once a minute, and when the Pod is changed.
         case.annotate("p", "changed", Some("now")).await?;
         wait::until("the new value is there", START_LIMIT, async || {
-            let seen = case.kubectl.sh("p", "a", "cat /config/key /all/key").await?;
+            let seen = case.sh("p", "a", "cat /config/key /all/key").await?;
             wait::holds(seen == "twotwo", || seen.clone())
         })
         .await
@@ -96,10 +96,10 @@ async fn a_persistent_volume_outlives_its_pod() -> anyhow::Result<()> {
             "volumes": [{ "name": "data", "persistentVolumeClaim": { "claimName": "data" } }],
         });
         case.start(pod("first", spec.clone())).await?;
-        case.kubectl.sh("first", "a", "echo kept >/data/file; sync").await?;
+        case.sh("first", "a", "echo kept >/data/file; sync").await?;
         case.delete_pod("first", std::time::Duration::from_secs(20)).await?;
         case.start(pod("second", spec)).await?;
-        assert_eq!(case.kubectl.sh("second", "a", "cat /data/file").await?, "kept");
+        assert_eq!(case.sh("second", "a", "cat /data/file").await?, "kept");
         Ok(())
     })
     .await

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::ensure;
+use anyhow::{Context, ensure};
 use futures::future::try_join_all;
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
@@ -23,9 +23,9 @@ use torpor_tests::witness::{self, Connection};
 /// For falling asleep and waking once.
 const LIMIT: Duration = Duration::from_secs(90);
 
-fn witness_pod(name: &str) -> serde_json::Value {
+fn witness_pod() -> serde_json::Value {
     let container = witness::container(5, &[]);
-    pod(name, json!({ "containers": [container] }))
+    pod("p", json!({ "containers": [container] }))
 }
 
 /// What wakes a Pod.
@@ -41,12 +41,7 @@ enum Packet {
     Echo,
 }
 
-const PACKETS: [(&str, Packet); 4] = [
-    ("first", Packet::First),
-    ("data", Packet::Data),
-    ("datagram", Packet::Datagram),
-    ("echo", Packet::Echo),
-];
+const PACKETS: [Packet; 4] = [Packet::First, Packet::Data, Packet::Datagram, Packet::Echo];
 
 /// A sleeping Pod is spoken to, and answers as the same program.
 async fn answers_from_sleep(
@@ -77,19 +72,20 @@ async fn answers_from_sleep(
     Ok(())
 }
 
-/// A hibernated Pod for each packet; `over` says by which of its addresses it is spoken to, if it has one.
+/// A Pod that hibernates again and again, woken by another packet each time; `over` says by which of its addresses it is spoken to, if it has one.
 async fn any_packet_wakes(case: &Case, over: fn(&Pod) -> Option<Pod>) -> anyhow::Result<()> {
-    let woken = PACKETS.map(async |(name, packet)| {
-        let pod = case.start(witness_pod(name)).await?;
-        let Some(pod) = over(&pod) else {
-            // hack/cluster gives Pods IPv6 addresses where the machine has IPv6.
-            eprintln!("not tested: Pods of this cluster have no such address");
-            return Ok(());
-        };
-        let sleeps = async || case.hibernate(name).await.map(drop);
-        answers_from_sleep(case, &pod, packet, sleeps).await
-    });
-    try_join_all(woken).await.map(drop)
+    let pod = case.start(witness_pod()).await?;
+    let Some(pod) = over(&pod) else {
+        // hack/cluster gives Pods IPv6 addresses where the machine has IPv6.
+        eprintln!("not tested: Pods of this cluster have no such address");
+        return Ok(());
+    };
+    for packet in PACKETS {
+        let sleeps = async || case.hibernate("p").await.map(drop);
+        let answered = answers_from_sleep(case, &pod, packet, sleeps).await;
+        answered.with_context(|| format!("{packet:?}"))?;
+    }
+    Ok(())
 }
 
 #[tokio::test]
@@ -108,36 +104,37 @@ async fn any_packet_over_ipv6_wakes_a_hibernated_pod_and_is_answered() -> anyhow
     .await
 }
 
-/// As [`any_packet_wakes`], a dozing Pod for each.
-async fn packets_wake_dozing_pods(
+/// A Pod that dozes again before each of the packets.
+async fn packets_wake_a_dozing_pod(
     case: &Case,
-    packets: &[(&'static str, Packet)],
+    packets: &[Packet],
     over: fn(&Pod) -> Option<Pod>,
 ) -> anyhow::Result<()> {
-    let woken = packets.iter().map(async |(name, packet)| {
-        let idle = json!({ "metadata": { "annotations": { DOZE_AFTER: "3s" } } });
-        let pod = case.start(with(witness_pod(name), idle)).await?;
-        let Some(pod) = over(&pod) else {
-            eprintln!("not tested: Pods of this cluster have no such address");
-            return Ok(());
-        };
-        let uid = uid(&pod);
+    let idle = json!({ "metadata": { "annotations": { DOZE_AFTER: "3s" } } });
+    let pod = case.start(with(witness_pod(), idle)).await?;
+    let uid = uid(&pod);
+    let Some(pod) = over(&pod) else {
+        eprintln!("not tested: Pods of this cluster have no such address");
+        return Ok(());
+    };
+    for packet in packets {
         let sleeps = async || {
             wait::until("it dozes", LIMIT, async || {
                 wait::holds(case.node.dozes(&uid)?, || "awake".to_owned())
             })
             .await
         };
-        answers_from_sleep(case, &pod, *packet, sleeps).await
-    });
-    try_join_all(woken).await.map(drop)
+        let answered = answers_from_sleep(case, &pod, *packet, sleeps).await;
+        answered.with_context(|| format!("{packet:?}"))?;
+    }
+    Ok(())
 }
 
 #[tokio::test]
 async fn any_packet_wakes_a_dozing_pod_and_is_answered() -> anyhow::Result<()> {
     let _swap = Swap::on()?;
     case("packetdoze", async |case| {
-        packets_wake_dozing_pods(case, &PACKETS, |pod| Some(pod.clone())).await
+        packets_wake_a_dozing_pod(case, &PACKETS, |pod| Some(pod.clone())).await
     })
     .await
 }
@@ -146,9 +143,8 @@ async fn any_packet_wakes_a_dozing_pod_and_is_answered() -> anyhow::Result<()> {
 #[tokio::test]
 async fn a_packet_over_ipv6_wakes_a_dozing_pod_and_is_answered() -> anyhow::Result<()> {
     let _swap = Swap::on()?;
-    let packets = [("data6", Packet::Data), ("datagram6", Packet::Datagram)];
     case("packetdoze6", async |case| {
-        packets_wake_dozing_pods(case, &packets, witness::over_ipv6).await
+        packets_wake_a_dozing_pod(case, &[Packet::Data, Packet::Datagram], witness::over_ipv6).await
     })
     .await
 }
@@ -211,7 +207,7 @@ const SENT_AGAIN: Duration = Duration::from_millis(900);
 async fn connections_that_find_no_room_among_what_waits_are_answered_all_the_same()
 -> anyhow::Result<()> {
     case("noroom", async |case| {
-        let pod = case.start(witness_pod("p")).await?;
+        let pod = case.start(witness_pod()).await?;
         let before = witness::ask(&pod).await?;
         let uid = uid(&case.hibernate("p").await?);
         let asleep = case.node.ledger_seq(&uid)?;
@@ -249,7 +245,7 @@ async fn sleeps_again(case: &Case, uid: &str, entries: u64) -> anyhow::Result<Po
 #[tokio::test]
 async fn a_port_scan_wakes_a_pod_once_and_who_gives_up_leaves_it_whole() -> anyhow::Result<()> {
     case("scan", async |case| {
-        let pod = case.start(witness_pod("p")).await?;
+        let pod = case.start(witness_pod()).await?;
         let before = witness::ask(&pod).await?;
         let uid = uid(&case.hibernate("p").await?);
         let asleep = case.node.ledger_seq(&uid)?;
@@ -286,7 +282,7 @@ async fn a_port_scan_wakes_a_pod_once_and_who_gives_up_leaves_it_whole() -> anyh
 #[tokio::test]
 async fn connections_are_answered_in_every_moment_of_falling_asleep() -> anyhow::Result<()> {
     case("moments", async |case| {
-        let pod = case.start(witness_pod("p")).await?;
+        let pod = case.start(witness_pod()).await?;
         let before = witness::ask(&pod).await?;
         let sandbox = case.node.sandbox_of(&uid(&pod))?.sandbox;
         case.annotate("p", HIBERNATE, Some("true")).await?;
@@ -323,7 +319,7 @@ async fn a_pod_is_woken_by_the_packets_that_were_named_and_silent_to_all_others(
 -> anyhow::Result<()> {
     case("wakeon", async |case| {
         let only = json!({ "metadata": { "annotations": { WAKE_ON: "tcp,ports=8080" } } });
-        let pod = case.start(with(witness_pod("p"), only)).await?;
+        let pod = case.start(with(witness_pod(), only)).await?;
         let before = witness::ask(&pod).await?;
         let uid = uid(&case.hibernate("p").await?);
         let asleep = case.node.ledger_seq(&uid)?;
@@ -577,7 +573,7 @@ async fn grpc_probes_neither_wake_a_dozing_pod_nor_fail() -> anyhow::Result<()> 
 #[tokio::test]
 async fn a_connection_is_answered_when_it_is_its_sandbox_turn_to_wake() -> anyhow::Result<()> {
     case("turn", async |case| {
-        let pod = case.start(witness_pod("p")).await?;
+        let pod = case.start(witness_pod()).await?;
         let before = witness::ask(&pod).await?;
         let uid = uid(&case.hibernate("p").await?);
         let limit = case.node.config.wakes_at_once;

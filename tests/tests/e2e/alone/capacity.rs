@@ -16,7 +16,7 @@ use torpor_gvisor::record::WakeCause;
 use torpor_gvisor::turns::Turns;
 use torpor_tests::agent::Agent;
 use torpor_tests::case::{Case, case_alone, condition, uid};
-use torpor_tests::pods::{COUNT, annotated, pod, python, shell_pod, with};
+use torpor_tests::pods::{COUNT, WORK, annotated, pod, python, shell_pod, with};
 use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
 use torpor_tests::swap::Swap;
 use torpor_tests::wait;
@@ -150,7 +150,7 @@ async fn a_node_that_is_short_of_memory_puts_idle_sandboxes_to_sleep_that_may_an
 -> anyhow::Result<()> {
     case_alone("pressure", async |case| {
         let patient = |name| annotated(shell_pod(name, IDLE), HIBERNATE_AFTER, "10h");
-        let works = annotated(shell_pod("works", COUNT), HIBERNATE_AFTER, "10h");
+        let works = annotated(shell_pod("works", WORK), HIBERNATE_AFTER, "10h");
         let off = annotated(shell_pod("off", IDLE), HIBERNATE_AFTER, "off");
         for pod in [
             patient("p0"),
@@ -206,7 +206,7 @@ async fn a_node_that_is_short_of_memory_puts_idle_sandboxes_to_sleep_that_may_an
         .await?;
         // There is enough again: who sleeps sleeps on, until somebody needs it.
         let pod = case.asleep("p0").await?;
-        assert_eq!(case.kubectl.sh("p0", "a", "echo here").await?, "here");
+        assert_eq!(case.sh("p0", "a", "echo here").await?, "here");
         assert_eq!(restarts(&pod), 0);
         Ok(())
     })
@@ -281,7 +281,7 @@ async fn a_node_that_is_short_of_swap_hibernates_who_dozes_the_longest_idle_firs
             Ok(())
         })
         .await?;
-        assert_eq!(case.kubectl.sh("d0", "a", "ls /ready").await?, "/ready");
+        assert_eq!(case.sh("d0", "a", "ls /ready").await?, "/ready");
         Ok(())
     })
     .await

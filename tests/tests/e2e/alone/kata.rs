@@ -147,7 +147,7 @@ async fn goes_through(case: &Case) -> anyhow::Result<()> {
     let agent = Agent::find()?;
     agent.process.kill()?;
     another.write_all(b"?\n").await?;
-    Agent::replace(&case.kubectl).await?;
+    Agent::replace(case.client()).await?;
     let mut answer = [0; 8];
     let length = tokio::time::timeout(SLEEP_LIMIT, another.read(&mut answer)).await??;
     assert_eq!(answer.get(..length), Some(&b"4\n"[..]));

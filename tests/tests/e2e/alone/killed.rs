@@ -15,7 +15,7 @@ use torpor_tests::wait;
 
 use crate::leftovers::{RECOVERY_LIMIT, nothing_is_left, two_containers};
 
-/// An exec goes through again.
+/// An exec goes through again, by way of the kubelet.
 async fn containerd_answers(case: &Case, container: &str) -> anyhow::Result<()> {
     wait::until("containerd answers again", RECOVERY_LIMIT, async || {
         let asked = case.kubectl.exec("p", container, &["cat", "/n"]).await?;
@@ -29,9 +29,9 @@ async fn a_killed_agent_comes_back_and_harms_no_pod() -> anyhow::Result<()> {
     case_alone("killagent", async |case| {
         let pod = case.start(two_containers()).await?;
         let footprint = Footprint::take(&case.node, &case.namespace, &uid(&pod))?;
-        Agent::find()?.kill_and_replace(&case.kubectl).await?;
+        Agent::find()?.kill_and_replace(case.client()).await?;
         case.hibernate("p").await?;
-        let agent = Agent::find()?.kill_and_replace(&case.kubectl).await?;
+        let agent = Agent::find()?.kill_and_replace(case.client()).await?;
         let pod = case.wake("p").await?;
         assert_eq!(restarts(&pod), 0);
         assert!(agent.process.lives(), "the agent that woke it runs on");
@@ -52,10 +52,10 @@ async fn a_killed_containerd_comes_back_to_running_and_sleeping_pods() -> anyhow
         case.hibernate("sleeper").await?;
         let footprint = Footprint::take(&case.node, &case.namespace, &uid(&awake))?;
         let of_sleeper = Footprint::take(&case.node, &case.namespace, &uid(&sleeper))?;
-        let before: u64 = case.kubectl.sh("p", "a", "cat /n").await?.parse()?;
+        let before: u64 = case.written("p", "a", "/n").await?.parse()?;
         containerd()?.kill()?;
         containerd_answers(case, "a").await?;
-        let now: u64 = case.kubectl.sh("p", "a", "cat /n").await?.parse()?;
+        let now: u64 = case.written("p", "a", "/n").await?.parse()?;
         assert!(now >= before, "{before} → {now}");
         assert_eq!(restarts(&case.wake("sleeper").await?), 0);
         assert_eq!(restarts(&case.ready("p").await?), 0);

@@ -58,7 +58,7 @@ async fn spans_of_a_save_a_wake_and_a_resume_come_to_the_collector_as_parts_of_t
             case.patch("s", wish(json!("true"))).await?;
             case.sandbox_says("s", HIBERNATED, "True", hibernated::HIBERNATED)
                 .await?;
-            assert_eq!(case.kubectl.sh("s", "a", "echo awake").await?, "awake");
+            assert_eq!(case.sh("s", "a", "echo awake").await?, "awake");
             case.patch("s", wish(json!(null))).await?;
             let wake = span_of("WakeSandbox", &pod).await?;
             let ids = (hex(&wake.trace_id), hex(&wake.parent_span_id));
