@@ -417,6 +417,26 @@ fn one_pod_gets_an_image_and_keeps_it() {
 }
 
 #[test]
+fn a_marker_that_is_there_is_not_written_again() {
+    let (dir, store) = store();
+    save(&store, 1).unwrap();
+    let found = store.image(&namespace(), &image(1)).unwrap();
+    found.mark_consumed(&pod("pod-b")).unwrap();
+    // As a crash leaves it: the marker is in its place, and under its first name too.
+    let at = |name: &str| image_dir(dir.path(), 1).join(name);
+    fs::hard_link(at("consumed"), at(".consumed-pod-b")).unwrap();
+    let written = std::time::UNIX_EPOCH;
+    let marker = fs::File::open(at("consumed")).unwrap();
+    marker.set_modified(written).unwrap();
+    assert_eq!(
+        found.mark_consumed(&pod("pod-b")).unwrap(),
+        Consumption::Already
+    );
+    assert_eq!(marker.metadata().unwrap().modified().unwrap(), written);
+    assert!(!at(".consumed-pod-b").exists());
+}
+
+#[test]
 fn an_image_is_given_back_by_who_has_it_alone() {
     let (_dir, store) = store();
     save(&store, 1).unwrap();

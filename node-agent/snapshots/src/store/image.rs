@@ -242,6 +242,15 @@ impl Image {
     pub fn mark_consumed(&self, pod: &PodUid) -> Result<Consumption, ImageError> {
         let marker = format!(".{CONSUMED}-{pod}");
         let path = self.path.join(&marker);
+        if self.consumed_by()?.as_ref() == Some(pod) {
+            // Of a crash, this may be the marker itself under its first name. Written again it would be empty for a moment, and on a full disk for good.
+            match rustix::fs::unlinkat(&self.dir, &marker, AtFlags::empty()) {
+                Ok(()) | Err(Errno::NOENT) => {}
+                Err(errno) => return Err(PathError::new("remove", &path, errno).into()),
+            }
+            dirs::sync_dir(self.dir.as_fd(), &self.path)?;
+            return Ok(Consumption::Already);
+        }
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC;
         let file = dirs::open_checked(self.dir.as_fd(), &marker, &path, flags)?;
         let mut file = File::from(file);
