@@ -14,10 +14,10 @@ use k8s_openapi::api::events::v1::Event;
 use kube::{
     Api, Client, Resource, ResourceExt,
     api::{
-        DeleteParams, DynamicObject, Patch, PatchParams, PostParams, Preconditions,
+        DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams, Preconditions,
         PropagationPolicy,
     },
-    core::{ApiResource, NamespaceResourceScope, Status},
+    core::{ApiResource, DeserializeGuard, NamespaceResourceScope, Status},
 };
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -211,6 +211,18 @@ impl Apiserver {
     ) -> Result<Option<K>, Error> {
         let api: Api<K> = Api::namespaced(self.client(), namespace);
         self.limited(|| api.get_opt(name)).await
+    }
+
+    /// Reads all of a namespace from the apiserver itself, but for what cannot be read.
+    pub async fn list<K: Namespaced>(&self, namespace: &str) -> Result<Vec<K>, Error> {
+        let api: Api<DeserializeGuard<K>> = Api::namespaced(self.client(), namespace);
+        let params = ListParams::default();
+        let listed = self.limited(|| api.list(&params)).await?;
+        Ok(listed
+            .items
+            .into_iter()
+            .filter_map(|object| object.0.ok())
+            .collect())
     }
 
     /// Whether a cluster-scoped object exists.
