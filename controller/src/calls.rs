@@ -14,10 +14,10 @@ use k8s_openapi::api::events::v1::Event;
 use kube::{
     Api, Client, Resource, ResourceExt,
     api::{
-        DeleteParams, DynamicObject, Patch, PatchParams, PostParams, Preconditions,
+        DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams, Preconditions,
         PropagationPolicy,
     },
-    core::{ApiResource, NamespaceResourceScope, Status},
+    core::{ApiResource, DeserializeGuard, NamespaceResourceScope, Status},
 };
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -64,12 +64,18 @@ impl Error {
                 kube::Error::Api(status) if status.is_not_found() => Answer::NotFound,
                 kube::Error::Api(status) if status.is_already_exists() => Answer::AlreadyExists,
                 kube::Error::Api(status) if status.is_conflict() => Answer::Conflict,
+                kube::Error::Api(status) if is_of_another(status) => Answer::Conflict,
                 kube::Error::Api(status) if status.code < 500 => Answer::Refused,
                 kube::Error::Api(status) if is_kept_out(status) => Answer::Refused,
                 _ => Answer::Unknown,
             },
         }
     }
+}
+
+/// Whether a patch names the uid of another object than has the name by now. To the apiserver that is an attempt to change a field that cannot be changed, and no conflict.
+fn is_of_another(status: &Status) -> bool {
+    status.is_invalid() && status.message.contains("metadata.uid: ")
 }
 
 /// Whether an admission webhook could not be asked, which is an internal error to the apiserver. Admission comes before the write, so that it is certain that nothing took effect; and it may
@@ -207,6 +213,18 @@ impl Apiserver {
         self.limited(|| api.get_opt(name)).await
     }
 
+    /// Reads all of a namespace from the apiserver itself, but for what cannot be read.
+    pub async fn list<K: Namespaced>(&self, namespace: &str) -> Result<Vec<K>, Error> {
+        let api: Api<DeserializeGuard<K>> = Api::namespaced(self.client(), namespace);
+        let params = ListParams::default();
+        let listed = self.limited(|| api.list(&params)).await?;
+        Ok(listed
+            .items
+            .into_iter()
+            .filter_map(|object| object.0.ok())
+            .collect())
+    }
+
     /// Whether a cluster-scoped object exists.
     pub async fn exists<K>(&self, name: &str) -> Result<bool, Error>
     where
@@ -328,6 +346,16 @@ mod tests {
     #[case::a_webhook_that_is_away(
         500,
         "Internal error occurred: failed calling webhook \"w\": failed to call webhook: Post \"https://w.ns.svc:443/\": connection refused",
+        Answer::Refused
+    )]
+    #[case::another_of_that_name(
+        422,
+        "Pod \"s\" is invalid: metadata.uid: Invalid value: \"u-1\": field is immutable",
+        Answer::Conflict
+    )]
+    #[case::another_field(
+        422,
+        "Pod \"s\" is invalid: metadata.ownerReferences.uid: Invalid value: \"\": must not be empty",
         Answer::Refused
     )]
     #[case::a_store_that_is_away(500, "etcdserver: request timed out", Answer::Unknown)]

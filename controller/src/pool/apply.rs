@@ -1,6 +1,9 @@
 //! Takes the steps of a plan and makes members, many at once where order does not matter. Without choosing: what goes wrong ends the pass.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::atomic::{AtomicBool, Ordering},
+    time::{Duration, Instant},
+};
 
 use futures::{StreamExt, stream::FuturesUnordered};
 use kube::ResourceExt;
@@ -18,6 +21,8 @@ use crate::{
 
 /// Calls of one pool that are under way at once.
 const MOST_AT_ONCE: usize = 32;
+/// When a pool is looked at again whose member was not as it was seen. What has changed need not be anything that wakes the pool.
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
 
 /// Takes the steps, then makes the members. Each call waits for its turn ([`crate::pace`]). Says when to go on, if the apiserver has too much to do or other pools wait for their passes.
 pub(super) async fn apply(
@@ -31,17 +36,21 @@ pub(super) async fn apply(
         begin: Instant::now(),
         worked: false,
     };
-    let steps = pass.each(&plan.steps, |step| execute(step, observed, context));
+    let changed = AtomicBool::new(false);
+    let steps = pass.each(&plan.steps, |step| {
+        execute(step, observed, context, &changed)
+    });
     if let Some(wait) = steps.await? {
         return Ok(Some(wait));
     }
+    let again = changed.into_inner().then_some(LOOK_AGAIN);
     let Some(template) = &observed.template else {
-        return Ok(None);
+        return Ok(again);
     };
-    pass.each(&plan.create, |name| {
+    let made = pass.each(&plan.create, |name| {
         create(name, template, observed, context)
-    })
-    .await
+    });
+    Ok(made.await?.or(again))
 }
 
 /// A pass that makes its calls.
@@ -98,7 +107,13 @@ impl Pass<'_> {
     }
 }
 
-async fn execute(step: &Action, observed: &Observed, context: &Context) -> Result<(), Error> {
+/// Notes in `changed` that the member is another by now than the one that was seen.
+async fn execute(
+    step: &Action,
+    observed: &Observed,
+    context: &Context,
+    changed: &AtomicBool,
+) -> Result<(), Error> {
     let pool = &observed.pool;
     let namespace = &pool.namespace().unwrap_or_default();
     match step {
@@ -106,7 +121,7 @@ async fn execute(step: &Action, observed: &Observed, context: &Context) -> Resul
             let api = context.api.in_advance(observed.advance);
             match api.patch::<Sandbox>(namespace, name, patch).await {
                 Ok(sandbox) => watches::sandbox_written(context, sandbox),
-                Err(error) => newer_or(error)?,
+                Err(error) => newer_or(error, changed)?,
             }
             Ok(())
         }
@@ -123,17 +138,22 @@ async fn execute(step: &Action, observed: &Observed, context: &Context) -> Resul
                 .await;
             match deleted {
                 Ok(()) => context.pools.deleting(&pool.uid().unwrap_or_default(), uid),
-                Err(error) => newer_or(error)?,
+                Err(error) => newer_or(error, changed)?,
             }
             Ok(())
         }
     }
 }
 
-/// Somebody else was faster: an event tells what became of it.
-fn newer_or(error: calls::Error) -> Result<(), Error> {
+/// Somebody else was faster.
+fn newer_or(error: calls::Error, changed: &AtomicBool) -> Result<(), Error> {
     match error.answer() {
-        Answer::NotFound | Answer::Conflict => Ok(()),
+        // Its end is an event.
+        Answer::NotFound => Ok(()),
+        Answer::Conflict => {
+            changed.store(true, Ordering::Relaxed);
+            Ok(())
+        }
         Answer::Unknown => Err(Error::Unknown(error)),
         _ => Err(Error::Refused(error)),
     }

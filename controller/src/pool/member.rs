@@ -19,6 +19,8 @@ pub fn name(pool: &str, salt: u64, number: usize) -> String {
     while stem.len() > LONGEST - SUFFIX - 1 {
         stem = &stem[..stem.len() - 1];
     }
+    // A cut behind a dot would leave a part that begins with the dash.
+    let stem = stem.trim_end_matches(['-', '.']);
     let mut name = format!("{stem}-");
     for _ in 0..SUFFIX {
         // splitmix64: neighbouring numbers give unrelated letters.
@@ -105,5 +107,14 @@ mod tests {
         assert_eq!(name("py", 7, 1), name("py", 7, 1));
         assert_ne!(name("py", 7, 1), name("py", 8, 1));
         assert_eq!(name(&"p".repeat(253), 7, 1).len(), LONGEST);
+    }
+
+    #[test]
+    fn the_name_of_a_long_pool_is_cut_to_a_name() {
+        for length in 50..60 {
+            let pool = format!("{}.{}", "p".repeat(length), "q".repeat(20));
+            let name = name(&pool, 7, 1);
+            assert!(annotations::is_dns_subdomain(&name), "{name}");
+        }
     }
 }

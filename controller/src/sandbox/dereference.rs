@@ -31,6 +31,8 @@ pub struct Observed {
     pub service: Option<Arc<Service>>,
     /// Snapshots that name the Sandbox, and the one that it is to be a copy of, by name.
     pub snapshots: BTreeMap<String, Arc<SandboxSnapshot>>,
+    /// The apiserver was asked for the snapshots itself.
+    pub snapshots_are_certain: bool,
     /// What the nodes of the Pods and snapshots report, by name.
     pub nodes: BTreeMap<String, Arc<SandboxNode>>,
     /// Those of snapshots that the cluster has no more, as far as it was asked.
@@ -88,7 +90,8 @@ pub fn claim_name(template: &str, sandbox: &str) -> String {
     format!("{template}-{sandbox}")
 }
 
-/// Reads the caches. Asks the apiserver only for the Pod when the caches show none and that absence would be acted upon, and for the node of an image when no agent reports from it.
+/// Reads the caches. Asks the apiserver only for the Pod, or the image of one that slept, when the caches show none and that absence would be acted upon, and for the node of an image when no
+/// agent reports from it.
 pub async fn dereference(
     sandbox: Arc<Sandbox>,
     caches: &Caches,
@@ -134,12 +137,28 @@ pub async fn gather_memory(
     caches: &Caches,
     api: &Apiserver,
 ) -> Result<(), calls::Error> {
+    if super::plan::asks_for_snapshots(observed) {
+        ask_for_snapshots(observed, api).await?;
+    }
     gather_cached(observed, caches);
     for node in super::plan::asks_for_nodes(observed, Timestamp::now()) {
         if !api.exists::<Node>(&node).await? {
             observed.gone_nodes.insert(node);
         }
     }
+    Ok(())
+}
+
+/// The watch of snapshots may be behind the others.
+async fn ask_for_snapshots(observed: &mut Observed, api: &Apiserver) -> Result<(), calls::Error> {
+    let sandbox = Arc::clone(&observed.sandbox);
+    let namespace = sandbox.namespace().unwrap_or_default();
+    for snapshot in api.list::<SandboxSnapshot>(&namespace).await? {
+        if snapshot.spec.sandbox_name == sandbox.name_any() {
+            observed.learn(Fact::Snapshot(Arc::new(snapshot)));
+        }
+    }
+    observed.snapshots_are_certain = true;
     Ok(())
 }
 

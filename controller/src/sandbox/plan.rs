@@ -17,6 +17,7 @@ use torpor_api::{
 
 use super::{
     dereference::{Observed, pod_name},
+    pod_spec::runtime_class_name,
     validate::{Desired, Ownership, ownership, validate},
 };
 
@@ -340,6 +341,22 @@ fn has_pod(observed: &Observed) -> bool {
         .pods
         .values()
         .any(|pod| owner(pod) == Ownership::Ours)
+}
+
+/// Whether it has to be made certain by asking that there is no image to go on from, where there may have been one: a Pod that is made without it costs the memory that is in it.
+pub fn asks_for_snapshots(observed: &Observed) -> bool {
+    let sandbox = &*observed.sandbox;
+    let status = sandbox.status.as_ref();
+    let said = |type_| conditions::find(&status?.conditions, type_);
+    let may_have_slept = said(conditions::SUSPENDED).is_some_and(|said| said.status == "True")
+        || said(conditions::HIBERNATED).is_some();
+    may_have_slept
+        && !observed.snapshots_are_certain
+        && sandbox.metadata.deletion_timestamp.is_none()
+        && sandbox.spec.operating_mode == torpor_api::OperatingMode::Running
+        && runtime_class_name(&sandbox.spec.pod_template.spec).is_some()
+        && !has_pod(observed)
+        && !memory::has_image(&validate(observed), observed)
 }
 
 /// Nodes of images of which nothing was heard for long, or ever: whether the cluster still has them is only found by asking. Their SandboxNodes stay when they go. Nobody asks for

@@ -1,5 +1,6 @@
 //! Memory over a suspension: strategies, what is waited for, what is never done.
 
+use kube::runtime::watcher::Event;
 use rstest::rstest;
 use serde_json::{Value, json};
 
@@ -357,6 +358,23 @@ async fn a_pod_that_does_not_run_yet_has_no_memory_to_keep() {
     assert!(world.pod_is_going());
     assert!(world.snapshots().is_empty());
     assert_eq!(world.condition("Hibernated"), None);
+}
+
+#[tokio::test]
+async fn who_is_resumed_while_the_watch_of_snapshots_is_behind_has_its_memory() {
+    let (world, name) = saving().await;
+    world.edit_snapshot(&name, &committed("i.1", "n1"));
+    world.settle().await;
+    world.pod_ends();
+    world.settle().await;
+    world.edit_sandbox(&mode("Running"));
+    world.sync();
+    for event in [Event::Init, Event::InitDone] {
+        world.context.caches.snapshots.apply(event);
+    }
+    world.stale_pass().await.unwrap();
+    let image = world.pod_annotation("torpor.dev/restore-image");
+    assert_eq!(image.as_deref(), Some("i.1"));
 }
 
 // --- freeze -----------------------------------------------------------------------------------------------------------------------------

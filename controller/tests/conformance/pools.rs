@@ -156,6 +156,22 @@ async fn a_create_that_fails_or_has_no_answer_neither_overshoots_nor_leaves_a_ga
     assert_eq!(cluster.members().len(), 4);
 }
 
+/// What has changed is nothing that wakes the pool: it would keep what it has too much of.
+#[tokio::test]
+async fn a_surplus_that_was_not_as_it_was_seen_is_looked_at_again() {
+    let cluster = Cluster::filled(1, json!({})).await;
+    let none = json!({"spec": {"replicas": 0}});
+    cluster.edit("sandboxwarmpools", "p", &none);
+    cluster.sync();
+    let note = json!({"metadata": {"annotations": {"note": "x"}}});
+    cluster.edit("sandboxes", &cluster.members()[0], &note);
+    let again = cluster.stale_pool_pass("p").await.unwrap();
+    assert_eq!(cluster.members().len(), 1);
+    assert_eq!(again, Some(Duration::from_secs(1)));
+    cluster.pool_pass("p").await.unwrap();
+    assert!(cluster.members().is_empty());
+}
+
 #[tokio::test]
 async fn a_restarted_controller_does_not_overshoot() {
     let cluster = Cluster::new();

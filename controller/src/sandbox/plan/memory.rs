@@ -89,6 +89,11 @@ fn newest_resumable<'a>(
         })
 }
 
+/// Whether an image is seen that the sandbox may go on from.
+pub(super) fn has_image(desired: &Desired<'_>, observed: &Observed) -> bool {
+    newest_resumable(desired, observed).is_some()
+}
+
 fn phase(pod: &Pod) -> &str {
     pod.status
         .as_ref()

@@ -556,3 +556,32 @@ fn a_wake_in_place_that_failed_costs_no_memory_whatever_the_policy(
     let deletes = |step: &Step| matches!(step.action, Action::DeletePod { .. });
     assert!(!plan.steps.iter().any(deletes), "{plan:?}");
 }
+
+#[rstest]
+#[case::it_was_suspended("Suspended", "True", json!({}), true)]
+#[case::it_has_slept_in_place("Hibernated", "False", json!({}), true)]
+#[case::it_was_never_suspended("Suspended", "False", json!({}), false)]
+#[case::it_is_suspended("Suspended", "True", json!({"spec": {"operatingMode": "Suspended"}}), false)]
+#[case::its_runtime_keeps_nothing(
+    "Suspended", "True", json!({"spec": {"podTemplate": {"spec": {"runtimeClassName": null}}}}), false
+)]
+fn that_there_is_no_image_is_made_certain_before_one_that_slept_starts_without(
+    #[case] type_: &str,
+    #[case] status: &str,
+    #[case] change: Value,
+    #[case] asks: bool,
+) {
+    let mut all = json!({"status": {"conditions": [{
+        "type": type_, "status": status, "reason": "R", "message": "",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }]}});
+    merge_patch::apply(&mut all, &change);
+    let seen = |pod, snapshot| observed(sandbox(all.clone()), pod, snapshot);
+    assert_eq!(asks_for_snapshots(&seen(None, None)), asks);
+    let mut asked = seen(None, None);
+    asked.snapshots_are_certain = true;
+    let image = seen(None, Some(snapshot("True", json!({}))));
+    for enough in [asked, image, seen(Some(pod(json!({}))), None)] {
+        assert!(!asks_for_snapshots(&enough));
+    }
+}
