@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures what idle detection costs a sandbox that is awake: throughput and latency of an HTTP server in it, with idle detection on and off
-# in turns on the same sandbox, and the ratio pair by pair. Off means without both of its parts: the programs on the Pod's link that note
-# the time of packets, which every Pod has, and the agent's looks, which one has that may fall asleep by itself.
+# in turns on the same sandbox, and the ratio pair by pair. Off means without both of its parts: the programs on the Pod's link (those that
+# note what nobody has acknowledged among them), which every Pod has, and the agent's looks, which one has that may fall asleep by itself.
 # usage: hack/bench-awake.sh [PAIRS [SECONDS [CONNECTIONS]]]
 # (default 8 pairs of 6 s with 16 connections; needs a running development cluster with Torpor, and tc; installs wrk from Debian if it is missing)
 set -euo pipefail
@@ -63,24 +63,26 @@ in_pod() { nsenter --net="$NETNS" "$@"; }
 mkdir "$TMP/bpf"
 mount -t bpf bpf "$TMP/bpf"
 for side in ingress egress; do
-	program=$(in_pod tc filter show dev eth0 "$side" | grep -o ' id [0-9]*' | head -n 1 | cut -d ' ' -f 3)
-	[ -n "$program" ] || die "no program of idle detection is on the Pod's $side"
-	python3 - "$program" "$TMP/bpf/$side" <<-'P'
-		import ctypes, os, struct, sys
+	ids=$(in_pod tc filter show dev eth0 "$side" | grep -o ' id [0-9]*' | cut -d ' ' -f 3) || true
+	[ -n "$ids" ] || die "no program of idle detection is on the Pod's $side"
+	for program in $ids; do
+		python3 - "$program" "$TMP/bpf/$side-$program" <<-'P'
+			import ctypes, os, struct, sys
 
-		def bpf(command, attributes):
-		  held = ctypes.create_string_buffer(attributes, 128)
-		  answer = libc.syscall(321, command, held, len(held))
-		  if answer < 0: raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-		  return answer
+			def bpf(command, attributes):
+			  held = ctypes.create_string_buffer(attributes, 128)
+			  answer = libc.syscall(321, command, held, len(held))
+			  if answer < 0: raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+			  return answer
 
-		assert os.uname().machine == "x86_64", "the number of bpf(2) is that of x86_64"
-		libc = ctypes.CDLL(None, use_errno=True)
-		BPF_OBJ_PIN, BPF_PROG_GET_FD_BY_ID = 6, 13
-		program = bpf(BPF_PROG_GET_FD_BY_ID, struct.pack("III", int(sys.argv[1]), 0, 0))
-		path = ctypes.create_string_buffer(sys.argv[2].encode())
-		bpf(BPF_OBJ_PIN, struct.pack("QII", ctypes.addressof(path), program, 0))
-	P
+			assert os.uname().machine == "x86_64", "the number of bpf(2) is that of x86_64"
+			libc = ctypes.CDLL(None, use_errno=True)
+			BPF_OBJ_PIN, BPF_PROG_GET_FD_BY_ID = 6, 13
+			program = bpf(BPF_PROG_GET_FD_BY_ID, struct.pack("III", int(sys.argv[1]), 0, 0))
+			path = ctypes.create_string_buffer(sys.argv[2].encode())
+			bpf(BPF_OBJ_PIN, struct.pack("QII", ctypes.addressof(path), program, 0))
+		P
+	done
 done
 programs() { in_pod tc filter show dev eth0 ingress | grep -c ' id ' || true; }
 
@@ -98,7 +100,9 @@ OTHERS=$(watched)
 
 on() {
 	[ "$(programs)" != 0 ] || for side in ingress egress; do
-		in_pod tc filter add dev eth0 "$side" pref 7 protocol all bpf da object-pinned "$TMP/bpf/$side"
+		for program in "$TMP/bpf/$side"-*; do
+			in_pod tc filter add dev eth0 "$side" pref 7 protocol all bpf da object-pinned "$program"
+		done
 	done
 	k -n "$NAMESPACE" annotate --overwrite pod web torpor.dev/doze-after=30s torpor.dev/hibernate-after=10m >/dev/null
 	until_watched "watch the sandbox" -gt "$OTHERS"

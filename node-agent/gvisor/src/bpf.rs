@@ -1,9 +1,10 @@
-//! As much of bpf(2) as a few small programs need: instructions, a map with one socket or with times, loading, attaching.
+//! As much of bpf(2) as a few small programs need: instructions, maps with one socket, with times or with connections, loading, attaching.
 //!
 //! Numbers and layouts are the kernel's ABI (include/uapi/linux/bpf.h).
 
 #![allow(unsafe_code)]
 
+use std::cell::Cell;
 use std::mem::size_of;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::time::Duration;
@@ -13,6 +14,7 @@ use nix::libc;
 pub(crate) use instruction::*;
 
 mod instruction;
+pub(crate) mod packet;
 
 /// Shown to whoever lists programs and maps; at most 15 bytes.
 const NAME: [u8; 16] = *b"torpor\0\0\0\0\0\0\0\0\0\0";
@@ -22,6 +24,7 @@ const LICENCE: &std::ffi::CStr = c"Apache-2.0";
 const MAX_LOG: usize = 64 << 10;
 
 const MAP_TYPE_HASH: u32 = 1;
+const MAP_TYPE_LRU_HASH: u32 = 9;
 const MAP_TYPE_SOCKMAP: u32 = 15;
 
 /// What a program decides about.
@@ -93,6 +96,7 @@ enum Call {
     ProgLoad = 5,
     MapGetFdById = 14,
     ObjGetInfoByFd = 15,
+    MapLookupBatch = 24,
     LinkCreate = 28,
 }
 
@@ -115,6 +119,22 @@ struct MapUpdate {
     padding: u32,
     key: u64,
     value: u64,
+    flags: u64,
+}
+
+/// Many keys and values at once.
+#[repr(C)]
+struct MapBatch {
+    /// Where to go on; none: at the beginning.
+    begin: u64,
+    /// Where the kernel writes (four bytes) where it would go on.
+    end: u64,
+    keys: u64,
+    values: u64,
+    /// How many there is room for; the kernel writes how many there are.
+    count: Cell<u32>,
+    map_fd: u32,
+    element_flags: u64,
     flags: u64,
 }
 
@@ -162,10 +182,13 @@ struct GetInfo {
 struct MapInfo {
     map_type: u32,
     id: u32,
+    key_size: u32,
+    value_size: u32,
+    max_entries: u32,
 }
 
 impl MapInfo {
-    const LENGTH: u32 = 8;
+    const LENGTH: u32 = 20;
 }
 
 const _: () = {
@@ -174,6 +197,7 @@ const _: () = {
     assert!(size_of::<MapInfo>() == MapInfo::LENGTH as usize);
     assert!(size_of::<MapCreate>() == 44);
     assert!(size_of::<MapUpdate>() == 32);
+    assert!(size_of::<MapBatch>() == 56);
     assert!(size_of::<ProgLoad>() == 72);
     assert!(size_of::<LinkCreate>() == 16);
     assert!(size_of::<Instruction>() == 8);
@@ -216,11 +240,13 @@ fn number(fd: RawFd) -> u32 {
     fd.cast_unsigned()
 }
 
-/// A map whose keys have four bytes.
-fn map(map_type: u32, value_size: u32, max_entries: u32) -> Result<OwnedFd, Error> {
+/// Keys that are a number.
+const NUMBER: u32 = 4;
+
+fn map(map_type: u32, key_size: u32, value_size: u32, max_entries: u32) -> Result<OwnedFd, Error> {
     let attributes = MapCreate {
         map_type,
-        key_size: 4,
+        key_size,
         value_size,
         max_entries,
         map_flags: 0,
@@ -254,7 +280,7 @@ unsafe fn element<T>(
 
 /// A map from the index 0 to the socket.
 pub(crate) fn socket_map(socket: BorrowedFd<'_>) -> Result<OwnedFd, Error> {
-    let map = map(MAP_TYPE_SOCKMAP, 4, 1)?;
+    let map = map(MAP_TYPE_SOCKMAP, NUMBER, 4, 1)?;
     let mut value = number(socket.as_raw_fd());
     // SAFETY: this map was made with values of four bytes.
     unsafe { element(Call::MapUpdateElem, map.as_fd(), 0, &mut value) }.map_err(Error::Insert)?;
@@ -264,7 +290,7 @@ pub(crate) fn socket_map(socket: BorrowedFd<'_>) -> Result<OwnedFd, Error> {
 /// A map from numbers to times: nanoseconds of [`now`]'s clock.
 pub(crate) fn time_map(max_entries: u32) -> Result<OwnedFd, Error> {
     const TIME: u32 = 8; // bytes of nanoseconds
-    map(MAP_TYPE_HASH, TIME, max_entries)
+    map(MAP_TYPE_HASH, NUMBER, TIME, max_entries)
 }
 
 /// Puts a time into a [`time_map`].
@@ -312,8 +338,56 @@ fn keys(map: BorrowedFd<'_>) -> Result<Vec<u32>, Error> {
     }
 }
 
+/// A map that forgets what was not looked at for longest, in about, when it is full. Sizes are of bytes.
+pub(crate) fn forgetful_map(
+    key_size: u32,
+    value_size: u32,
+    max_entries: u32,
+) -> Result<OwnedFd, Error> {
+    map(MAP_TYPE_LRU_HASH, key_size, value_size, max_entries)
+}
+
+/// All keys and values of a [`forgetful_map`] of these sizes.
+pub(crate) fn entries<const KEY: usize, const VALUE: usize>(
+    map: BorrowedFd<'_>,
+) -> Result<Vec<([u8; KEY], [u8; VALUE])>, Error> {
+    let info = map_info(map)?;
+    let sizes = [info.key_size, info.value_size].map(usize::try_from);
+    if sizes != [Ok(KEY), Ok(VALUE)] {
+        return Err(Error::Read(std::io::ErrorKind::InvalidData.into()));
+    }
+    let room = usize::try_from(info.max_entries).unwrap_or(0);
+    let mut keys = vec![[0; KEY]; room];
+    let mut values = vec![[0; VALUE]; room];
+    let mut end = 0_u32;
+    let attributes = MapBatch {
+        begin: 0,
+        end: std::ptr::from_mut(&mut end).addr() as u64,
+        keys: keys.as_mut_ptr().addr() as u64,
+        values: values.as_mut_ptr().addr() as u64,
+        count: Cell::new(info.max_entries),
+        map_fd: number(map.as_raw_fd()),
+        element_flags: 0,
+        flags: 0,
+    };
+    // SAFETY: the structure of this call; `keys` and `values` have room for as many as `count` says, of the sizes of the map; the kernel
+    // writes four bytes at `end`. All of them live on.
+    match unsafe { bpf(Call::MapLookupBatch, &attributes) } {
+        Ok(_) => {}
+        // There are no more.
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+        Err(error) => return Err(Error::Read(error)),
+    }
+    let found = usize::try_from(attributes.count.get()).unwrap_or(0);
+    Ok(keys.into_iter().zip(values).take(found).collect())
+}
+
 /// The number by which [`map_by_id`] finds the map as long as anybody uses it.
 pub(crate) fn map_id(map: BorrowedFd<'_>) -> Result<u32, Error> {
+    Ok(map_info(map)?.id)
+}
+
+fn map_info(map: BorrowedFd<'_>) -> Result<MapInfo, Error> {
     let mut info = MapInfo::default();
     let attributes = GetInfo {
         fd: number(map.as_raw_fd()),
@@ -322,7 +396,7 @@ pub(crate) fn map_id(map: BorrowedFd<'_>) -> Result<u32, Error> {
     };
     // SAFETY: the structure of this call; the kernel writes at most as many bytes as `info` has, which lives on.
     unsafe { bpf(Call::ObjGetInfoByFd, &attributes) }.map_err(Error::Read)?;
-    Ok(info.id)
+    Ok(info)
 }
 
 /// The map of this number.

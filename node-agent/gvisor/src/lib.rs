@@ -23,6 +23,7 @@
 //! | [`traffic`] | when a pod last sent or received a packet |
 //! | [`save`] | reading a sandbox' memory into an image |
 //! | [`turns`] | how many sandboxes are restored at once |
+//! | [`unacknowledged`] | what a pod has said over TCP and nobody has acknowledged |
 
 mod bpf;
 pub mod config;
@@ -44,3 +45,4 @@ pub mod save;
 pub mod spec;
 pub mod traffic;
 pub mod turns;
+pub mod unacknowledged;

@@ -15,6 +15,7 @@
 //! pods/<sandbox id>/not-forwarded   why connections to the pod's loopback are not taken
 //! pods/<sandbox id>/not-watched     why packets do not wake the pod
 //! pods/<sandbox id>/traffic.json    where the times of its packets are ([`crate::traffic`]), or why there are none
+//! pods/<sandbox id>/unacknowledged.json  where its connections with something on its way are ([`crate::unacknowledged`]); may be missing
 //! pods/<sandbox id>/probes.json     what the kubelet probes, as the agent has read it from the Pod ([`Probes`])
 //! pods/<sandbox id>/probing         locked (shared) by every process that a probe runs in the sandbox
 //! pods/<sandbox id>/probed.json     what exec probes have taken ([`ProbeNote`])

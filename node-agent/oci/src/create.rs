@@ -21,7 +21,7 @@ use torpor_gvisor::spec::{
     CRI_SANDBOX_NAME, CRI_SANDBOX_NAMESPACE, CRI_SANDBOX_UID, Role, SandboxVolume, Spec, digest,
     rewrite, sandbox_volumes,
 };
-use torpor_gvisor::{net, traffic};
+use torpor_gvisor::{net, traffic, unacknowledged};
 
 use crate::args::CreateArgs;
 use crate::console::{Terminal, create_with_console, hand_over};
@@ -32,8 +32,8 @@ use crate::restore;
 
 const ON_RESTORE_FAILURE: &str = "torpor.dev/on-restore-failure";
 
-/// Answers what the container has to do without, if anything.
-pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Option<anyhow::Error>> {
+/// Answers what the container has to do without.
+pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Vec<anyhow::Error>> {
     let spec = Spec(read_oci_json(&args.bundle.join("config.json"), "spec")?);
     let sandbox = SandboxId::try_from(spec.sandbox_id()?.to_owned())?;
     let role = spec.role()?;
@@ -82,8 +82,10 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Option<an
         Role::Sandbox => take_loopback(node, &pod),
         Role::Container => (None, None),
     };
+    let mut warnings = Vec::from_iter(warning);
     if role == Role::Sandbox {
         watch_traffic(node, &pod)?;
+        warnings.extend(note_unacknowledged(node, &pod)?);
     }
     let console_socket = args.console_socket.as_deref();
     record.keeper_pid = start_keeper(node, &record, &dir, console_socket, loopback)?;
@@ -98,7 +100,7 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Option<an
         std::fs::write(path, record.keeper_pid.to_string())
             .with_context(|| format!("cannot write {}", path.display()))?;
     }
-    Ok(warning)
+    Ok(warnings)
 }
 
 /// A container that the Pod has not had before (`kubectl debug` adds such) is somebody who needs the sandbox, and wakes it as an exec does. One
@@ -172,6 +174,23 @@ fn watch_traffic(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
         .and_then(|ips| Ok(traffic::begin(namespace, &ips)?))
         .map_err(|error| format!("{error:#}"));
     Ok(node.records.write_traffic(&pod.sandbox, &begun)?)
+}
+
+/// A pod of which nobody notes what is on its way starts all the same. Answers why.
+fn note_unacknowledged(node: &Node, pod: &PodRecord) -> anyhow::Result<Option<anyhow::Error>> {
+    let Some(namespace) = &pod.network_namespace else {
+        return Ok(None);
+    };
+    let noted = match unacknowledged::begin(namespace) {
+        Ok(noted) => noted,
+        Err(error) => {
+            let lost = "what is lost on its way as the sandbox falls asleep may not be said again";
+            return Ok(Some(anyhow::Error::new(error).context(lost)));
+        }
+    };
+    let records = &node.records;
+    records.write_unacknowledged(&pod.sandbox, noted)?;
+    Ok(None)
 }
 
 /// What must be known of the pod before runsc takes the addresses off its interfaces.

@@ -33,6 +33,7 @@ mod execs;
 mod loopback;
 mod mute;
 mod others;
+mod questions;
 mod relay;
 mod requests;
 mod text;
@@ -337,7 +338,8 @@ impl Keeper<'_> {
             .traffic(&self.record.sandbox)
             .ok()
             .and_then(Result::ok);
-        match Watch::begin(&pod, rules, self.node.config.kubelet_port, seen) {
+        let noted = records.unacknowledged(&self.record.sandbox).ok().flatten();
+        match Watch::begin(&pod, rules, self.node.config.kubelet_port, seen, noted) {
             Ok(watch) => {
                 self.watch = Some(watch);
                 // One that stays does no more than to tell what was once so.

@@ -53,7 +53,7 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     let node = Node::here()?;
     match &cli.command {
         Command::Create(args) => {
-            if let Some(warning) = create::create(&node, args)? {
+            for warning in create::create(&node, args)? {
                 report(cli, "warning", &warning);
             }
         }

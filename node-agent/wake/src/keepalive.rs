@@ -40,7 +40,7 @@ const PROTEST: Duration = Duration::from_millis(500);
 /// nothing: who has something to say must say it, so that the sandbox wakes.
 const WINDOW: u16 = 4096;
 /// Numbers further on than this are earlier ones (RFC 9293, 3.4).
-const HALF: u32 = (1 << 31) - 1;
+pub(crate) const HALF: u32 = (1 << 31) - 1;
 
 /// After so long a sleep nobody acknowledges what was said before it any more: half a second is the most that a receiver may
 /// wait (RFC 9293, 3.8.6.3).

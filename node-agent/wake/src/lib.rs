@@ -9,6 +9,7 @@
 //! | [`keepalive`] | answering the keepalives of peers whose connections sleep (pure) |
 //! | [`owner`] | whose socket it is that connects: the kubelet's, or somebody else's |
 //! | [`probes`] | answering the kubelet's probes meanwhile |
+//! | [`question`] | what peers are asked for a sandbox that was restored (pure) |
 //! | [`reminder`] | what a sandbox that was restored is told of its peers (pure) |
 //! | [`sensor`] | when to wake, when not to try again yet, what to give back (pure) |
 //! | [`tap`] | seeing and sending frames at the host's end of the pod's link |
@@ -22,6 +23,7 @@ pub mod keepalive;
 pub mod owner;
 pub mod packet;
 pub mod probes;
+pub mod question;
 pub mod reminder;
 pub mod sensor;
 pub mod tap;

@@ -118,9 +118,10 @@ impl Tap {
 pub struct Mouth(OwnedFd);
 
 impl Mouth {
-    /// On the link with this index in the calling thread's network namespace.
-    pub fn open(index: u32) -> Result<Self, Error> {
+    /// On the link with this index in the calling thread's network namespace. What it sends bears the mark (SO_MARK).
+    pub fn open(index: u32, mark: u32) -> Result<Self, Error> {
         let socket = open()?;
+        set(&socket, "SO_MARK", libc::SOL_SOCKET, libc::SO_MARK, &mark)?;
         bind(&socket, index, 0)?;
         Ok(Self(socket))
     }
@@ -234,25 +235,37 @@ fn set<T>(
 
 /// Takes what goes out of the link only, that is into the pod, and all of it.
 fn filter() -> libc::sock_fprog {
-    const LOAD_WORD_AT: u16 = 0x20;
-    const JUMP_IF_EQUAL: u16 = 0x15;
-    const RETURN: u16 = 0x06;
     // SKF_AD_OFF + SKF_AD_PKTTYPE: not of the frame, but whose it is.
     const KIND_OF_PACKET: u32 = (-0x1000_i32).cast_unsigned() + 4;
     const OUTGOING: u32 = libc::PACKET_OUTGOING as u32;
+    static CODE: Code = those_with(KIND_OF_PACKET, OUTGOING);
+    program(&CODE)
+}
+
+/// A filter's instructions.
+type Code = [libc::sock_filter; 4];
+
+/// All of the frames with this value there.
+const fn those_with(place: u32, value: u32) -> Code {
+    const LOAD_WORD_AT: u16 = 0x20;
+    const JUMP_IF_EQUAL: u16 = 0x15;
+    const RETURN: u16 = 0x06;
     const fn op(code: u16, jt: u8, jf: u8, k: u32) -> libc::sock_filter {
         libc::sock_filter { code, jt, jf, k }
     }
-    static CODE: [libc::sock_filter; 4] = [
-        op(LOAD_WORD_AT, 0, 0, KIND_OF_PACKET),
-        op(JUMP_IF_EQUAL, 0, 1, OUTGOING),
+    [
+        op(LOAD_WORD_AT, 0, 0, place),
+        op(JUMP_IF_EQUAL, 0, 1, value),
         op(RETURN, 0, 0, u32::MAX),
         op(RETURN, 0, 0, 0),
-    ];
+    ]
+}
+
+fn program(code: &'static Code) -> libc::sock_fprog {
     libc::sock_fprog {
         len: 4,
         // The kernel only reads it.
-        filter: CODE.as_ptr().cast_mut(),
+        filter: code.as_ptr().cast_mut(),
     }
 }
 
@@ -273,5 +286,38 @@ mod tests {
         // The kernel doubles it, for what it needs itself. It takes no memory before there is something to keep.
         let room = getsockopt(&socket, sockopt::RcvBuf).expect("told");
         assert_eq!(Some(room), usize::try_from(2 * MUCH).ok());
+    }
+
+    #[test]
+    fn what_is_said_bears_its_mark() {
+        const MARK: u32 = 0x7001;
+        // The first link of every namespace.
+        const LOOPBACK: u32 = 1;
+        // SKF_AD_OFF + SKF_AD_MARK: not of the frame.
+        static MARKED: Code = those_with((-0x1000_i32).cast_unsigned() + 20, MARK);
+        let mut tap = Tap::open(LOOPBACK).expect("a tap");
+        set(
+            &tap.socket,
+            "SO_ATTACH_FILTER",
+            libc::SOL_SOCKET,
+            libc::SO_ATTACH_FILTER,
+            &program(&MARKED),
+        )
+        .expect("set");
+        // What was there before the filter.
+        while tap.receive().expect("read").is_some() {}
+        // Of a kind that is nobody's: IEEE 802's first for experiments.
+        let said = |word: &[u8]| [&[0; 12][..], &[0x88, 0xb5], word].concat();
+        for (word, mark) in [(b"a", MARK + 1), (b"b", MARK)] {
+            let mouth = Mouth::open(LOOPBACK, mark).expect("a mouth");
+            mouth.send(&said(word)).expect("sent");
+        }
+        let mut heard = || {
+            let frame = tap.receive().expect("read")?;
+            Some(ethernet(frame).to_vec())
+        };
+        // It is seen as it leaves and as it arrives.
+        assert_eq!(heard(), Some(said(b"b")));
+        assert!(heard().is_none_or(|frame| frame == said(b"b")));
     }
 }

@@ -15,6 +15,8 @@ use torpor_tests::pods::{pod, python};
 use torpor_tests::wait;
 use torpor_tests::witness;
 
+use crate::windows::timer;
+
 /// For what is said again after a time that doubles.
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -198,6 +200,45 @@ async fn the_end_that_a_sandbox_sent_and_lost_as_it_fell_asleep_is_sent_again_af
 -> anyhow::Result<()> {
     case("lostend", async |case| {
         is_answered_who_repeats_himself(case, Word::Ends).await
+    })
+    .await
+}
+
+/// Linux' timers of a socket of which nothing is on its way (proc_net_tcp.rst in its documentation).
+const NO_TIMER: &str = "00";
+
+/// The client knows that it was heard, and waits.
+async fn is_answered_who_waits(case: &Case, word: Word) -> anyhow::Result<()> {
+    let (pod, mut stream) = in_conversation(case).await?;
+    let loss = Loss::of_words(case, &pod)?;
+    stream.write_all(word.said()).await?;
+    loss.loses_another_word().await?;
+    wait::until("the client's word is acknowledged", LIMIT, async || {
+        let timer = timer(&stream)?;
+        wait::holds(timer == NO_TIMER, || format!("timer {timer:?}"))
+    })
+    .await?;
+    case.hibernate("p").await?;
+    drop(loss);
+    let nothing = ["python3", "-c", ""];
+    case.kubectl.exec("p", "a", &nothing).await?.ok()?;
+    case.annotate("p", HIBERNATE, None).await?;
+    hears(&mut stream, word.heard()).await
+}
+
+#[tokio::test]
+async fn what_a_sandbox_sent_and_lost_is_sent_again_to_a_peer_that_waits() -> anyhow::Result<()> {
+    case("lostwaits", async |case| {
+        is_answered_who_waits(case, Word::Echoed).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn the_end_that_a_sandbox_sent_and_lost_is_sent_again_to_a_peer_that_waits()
+-> anyhow::Result<()> {
+    case("lostendwaits", async |case| {
+        is_answered_who_waits(case, Word::Ends).await
     })
     .await
 }

@@ -103,7 +103,7 @@ async fn answer(pod: &Pod, to: u8) -> anyhow::Result<String> {
 const ASKS_FOR_ROOM: &str = "04";
 
 /// Which timer this machine's kernel has set for its end of a connection; empty if it was not found.
-fn timer(stream: &TcpStream) -> anyhow::Result<String> {
+pub(crate) fn timer(stream: &TcpStream) -> anyhow::Result<String> {
     let (own, peer) = (stream.local_addr()?, stream.peer_addr()?);
     let table = if own.is_ipv4() { "tcp" } else { "tcp6" };
     let table = std::fs::read_to_string(format!("/proc/self/net/{table}"))?;

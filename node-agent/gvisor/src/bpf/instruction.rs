@@ -32,6 +32,7 @@ pub(crate) enum Register {
 pub(crate) enum Helper {
     MapLookupElem = 1,
     MapUpdateElem = 2,
+    MapDeleteElem = 3,
     KtimeGetNs = 5,
     SkbLoadBytesRelative = 68,
     SkRelease = 86,
@@ -101,6 +102,20 @@ pub(crate) fn subtract(from: Register, value: Register) -> Instruction {
     instruction(0x1f, from, value, 0, 0)
 }
 
+pub(crate) fn add_register(to: Register, value: Register) -> Instruction {
+    instruction(0x0f, to, value, 0, 0)
+}
+
+/// Of the lower halves, and modulo 2^32; the upper half becomes zero.
+pub(crate) fn add_register32(to: Register, value: Register) -> Instruction {
+    instruction(0x0c, to, value, 0, 0)
+}
+
+/// Likewise.
+pub(crate) fn subtract32(from: Register, value: Register) -> Instruction {
+    instruction(0x1c, from, value, 0, 0)
+}
+
 pub(crate) fn load8(to: Register, base: Register, offset: i16) -> Instruction {
     instruction(0x71, to, base, offset, 0)
 }
@@ -113,12 +128,20 @@ pub(crate) fn load32(to: Register, base: Register, offset: i16) -> Instruction {
     instruction(0x61, to, base, offset, 0)
 }
 
+pub(crate) fn load64(to: Register, base: Register, offset: i16) -> Instruction {
+    instruction(0x79, to, base, offset, 0)
+}
+
 pub(crate) fn store16(base: Register, offset: i16, value: i32) -> Instruction {
     instruction(0x6a, base, R0, offset, value)
 }
 
 pub(crate) fn store32(base: Register, offset: i16, value: i32) -> Instruction {
     instruction(0x62, base, R0, offset, value)
+}
+
+pub(crate) fn store_register16(base: Register, offset: i16, value: Register) -> Instruction {
+    instruction(0x6b, base, value, offset, 0)
 }
 
 pub(crate) fn store_register32(base: Register, offset: i16, value: Register) -> Instruction {

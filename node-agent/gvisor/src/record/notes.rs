@@ -12,6 +12,7 @@ use super::files::{modified, read_if_there, read_json, remove_file, write_error,
 use super::{Error, PodLock, Records};
 use crate::locks;
 use crate::traffic::Watch;
+use crate::unacknowledged::Noted;
 
 /// The kubelet's probes of a pod: what they do is nobody's use of the sandbox.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -362,6 +363,16 @@ impl Records {
     /// What [`Self::write_traffic`] wrote.
     pub fn traffic(&self, sandbox: &SandboxId) -> Result<Result<Watch, String>, Error> {
         read_json(&self.pod_dir(sandbox).join("traffic.json"))
+    }
+
+    /// Notes where the pod's connections with something on its way are.
+    pub fn write_unacknowledged(&self, sandbox: &SandboxId, noted: Noted) -> Result<(), Error> {
+        write_json(&self.pod_dir(sandbox).join("unacknowledged.json"), &noted)
+    }
+
+    /// What [`Self::write_unacknowledged`] wrote; none: nobody knows of them.
+    pub fn unacknowledged(&self, sandbox: &SandboxId) -> Result<Option<Noted>, Error> {
+        read_if_there(&self.pod_dir(sandbox).join("unacknowledged.json"))
     }
 
     /// Notes what the kubelet probes, unless that is noted already.

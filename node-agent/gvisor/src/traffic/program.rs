@@ -3,28 +3,21 @@
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use super::{MAY_WANT_ANSWER, NodeAddresses, OTHERS};
-use crate::bpf::Register::{self, R0, R1, R2, R3, R4, R5, R6, R7, R8, R9, R10};
+use crate::bpf::Register::{R0, R1, R2, R3, R4, R6, R7, R8, R9, R10};
+use crate::bpf::packet::{
+    ETH_P_IP, ETH_P_IPV6, IPPROTO_TCP, Offset, PACKET_HOST, SKB_PKT_TYPE, SKB_PROTOCOL,
+    TC_ACT_UNSPEC, copy_header,
+};
 use crate::bpf::{self, Code, Helper, Instruction};
 use crate::net::Direction;
 
-// Offsets in the kernel's `struct __sk_buff`.
-const SKB_PKT_TYPE: i16 = 4;
-const SKB_PROTOCOL: i16 = 16;
-/// Of linux/if_packet.h: to this link's own address.
-const PACKET_HOST: i32 = 0;
-const ETH_P_IP: i32 = 0x0800;
-const ETH_P_IPV6: i32 = 0x86dd;
 const IPPROTO_IGMP: i32 = 2;
-const IPPROTO_TCP: i32 = 6;
 const IPPROTO_ICMPV6: i32 = 58;
 /// FIN, SYN, RST.
 const BEGINS_OR_ENDS: i32 = 0x07;
 const SYN: i32 = 0x02;
 /// SYN and ACK.
 const ACCEPTS: i32 = 0x12;
-/// Go on with whatever else is attached.
-const TC_ACT_UNSPEC: i32 = -1;
-const BPF_HDR_START_NET: i32 = 1;
 
 // Places on the stack.
 const IP: i16 = -64;
@@ -52,21 +45,6 @@ enum Label {
     Done,
 }
 
-/// Copies `length` bytes of the packet, from `offset` in its network header, to the stack.
-fn copy_header(code: &mut Code<Label>, offset: Offset, to: i16, length: i32, if_short: Label) {
-    code.push(bpf::copy(R1, R6));
-    code.push(match offset {
-        Offset::Fixed(offset) => bpf::set(R2, offset),
-        Offset::In(register) => bpf::copy(R2, register),
-    });
-    code.push(bpf::copy(R3, R10));
-    code.push(bpf::add(R3, to.into()));
-    code.push(bpf::set(R4, length));
-    code.push(bpf::set(R5, BPF_HDR_START_NET));
-    code.push(bpf::call(Helper::SkbLoadBytesRelative));
-    code.jump(bpf::jump_if_not(R0, 0), if_short);
-}
-
 /// Stores the time at the key, if the map has it.
 fn note_at_key(code: &mut Code<Label>, map: i32, if_missing: Label) {
     key_in_map(code, map);
@@ -81,11 +59,6 @@ fn key_in_map(code: &mut Code<Label>, map: i32) {
     code.push(bpf::copy(R2, R10));
     code.push(bpf::add(R2, KEY.into()));
     code.extend(bpf::set_map(R1, map));
-}
-
-enum Offset {
-    Fixed(i32),
-    In(Register),
 }
 
 /// R6 the packet, R7 the length of the IP header, R8 what is left of the packet's length, R9 whether the node is the other end.

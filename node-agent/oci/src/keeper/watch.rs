@@ -11,6 +11,7 @@ use torpor_gvisor::keeper::Rules;
 use torpor_gvisor::net::{self, Pair};
 use torpor_gvisor::record::PodRecord;
 use torpor_gvisor::traffic;
+use torpor_gvisor::unacknowledged::{NOT_OF_SANDBOX, Noted};
 use torpor_wake::doubt::{Doubts, Settled};
 use torpor_wake::keepalive::{self, Keepalives};
 use torpor_wake::owner::Kubelet;
@@ -20,6 +21,7 @@ use torpor_wake::sensor::{Next, Sensor};
 use torpor_wake::tap::{HEADER, Mouth, Tap, ethernet};
 
 use super::mute::Muted;
+use super::questions;
 
 /// Between two looks at the requests; a flood does not keep the keeper from answering.
 const FRAMES_A_TURN: usize = 256;
@@ -53,6 +55,8 @@ pub(super) struct Watch {
     /// While it is restored.
     muted: Option<Muted>,
     namespace: PathBuf,
+    /// Where the connections are on which something of the sandbox is on its way.
+    noted: Option<Noted>,
 }
 
 /// One of the pod's links.
@@ -73,12 +77,13 @@ struct Voice {
 
 impl Watch {
     /// From now on the pod hears nothing, what arrives for it waits, and the kubelet's probes are answered.
-    /// `seen`: where the times of the pod's packets are.
+    /// `seen`: where the times of the pod's packets are; `noted`: and what nobody has acknowledged.
     pub(super) fn begin(
         pod: &PodRecord,
         rules: &Rules,
         kubelet_port: u16,
         seen: Option<traffic::Watch>,
+        noted: Option<Noted>,
     ) -> anyhow::Result<Self> {
         let namespace = pod.network_namespace.as_deref();
         let namespace = namespace.context("the pod has no network namespace of its own")?;
@@ -105,6 +110,7 @@ impl Watch {
             sender,
             muted: None,
             namespace: namespace.to_owned(),
+            noted,
         })
     }
 
@@ -364,6 +370,7 @@ impl Watch {
         }
         if restored {
             self.remind();
+            self.ask();
         }
     }
 
@@ -378,6 +385,18 @@ impl Watch {
             let frame = [&[0_u8; HEADER][..], frame.as_slice()].concat();
             // One that is lost leaves it as it was.
             let _ = link.tap.send(&frame);
+        }
+    }
+
+    /// Those who may not have all that the sandbox has said, and wait: see [`torpor_wake::question`].
+    fn ask(self) {
+        // Their answers are for the sandbox.
+        drop(self.hush);
+        let Some((link, noted)) = self.links.first().zip(self.noted) else {
+            return;
+        };
+        for frame in questions::frames(noted, &self.own, link.pair.pod_address) {
+            link.voice.say(frame);
         }
     }
 }
@@ -483,7 +502,7 @@ fn links(namespace: &Path, own: &[IpAddr], rules: &Rules) -> anyhow::Result<Vec<
             tap: Tap::open(pair.host)?,
             voice: Voice {
                 muted: None,
-                mouth: net::inside(namespace, || Mouth::open(pair.pod))??,
+                mouth: net::inside(namespace, || Mouth::open(pair.pod, NOT_OF_SANDBOX))??,
                 probes,
                 doubts: Doubts::default(),
             },
@@ -493,119 +512,4 @@ fn links(namespace: &Path, own: &[IpAddr], rules: &Rules) -> anyhow::Result<Vec<
 }
 
 #[cfg(test)]
-mod tests {
-    use std::io::Write;
-    use std::net::{TcpListener, TcpStream, UdpSocket};
-
-    use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, socket};
-    use torpor_core::ids::{Namespace, PodUid, SandboxId};
-    use torpor_core::wake_on::WakeOn;
-
-    use super::*;
-    use crate::keeper::mute::tests::{Pair, said};
-
-    fn pod_in(network: &Path) -> PodRecord {
-        PodRecord {
-            sandbox: SandboxId::new("5".repeat(64)).expect("an id"),
-            pod_uid: PodUid::new("pod-a").expect("a uid"),
-            namespace: Namespace::new("default").expect("a name"),
-            name: "a".to_owned(),
-            runsc: PathBuf::new(),
-            runsc_digest: String::new(),
-            network_namespace: Some(network.to_owned()),
-            addresses: net::read(network).expect("addresses"),
-            cgroup: PathBuf::new(),
-            volumes: Vec::new(),
-            cold_start_on_failure: false,
-        }
-    }
-
-    #[test]
-    fn what_is_frozen_is_reached_by_others_until_its_memory_is_written() {
-        let pair = Pair::new("frozen");
-        let network = Pair::path(&pair.pod);
-        let hears = pair.in_pod(|| UdpSocket::bind("10.204.0.1:7").expect("bound"));
-        let limit = Some(Duration::from_millis(300));
-        hears.set_read_timeout(limit).expect("set");
-        let says = pair.at_host(|| UdpSocket::bind("10.204.0.2:0").expect("bound"));
-        let say = |word: &str| says.send_to(word.as_bytes(), "10.204.0.1:7").expect("sent");
-        say("before");
-        assert_eq!(said(&hears).as_deref(), Some("before"));
-
-        let pod = pod_in(&network);
-        let rules = Rules {
-            wake_on: WakeOn::NOTHING,
-            ..Rules::default()
-        };
-        pair.at_host(|| {
-            let mut watch = Watch::begin(&pod, &rules, 10250, None).expect("watched");
-            say("held");
-            assert_eq!(watch.turn(), Next::Nothing);
-            assert_eq!(said(&hears), None);
-            assert_eq!(watch.frozen(), Next::Nothing);
-            assert!(watch.is_asleep(), "nobody has to look");
-            say("frozen");
-            assert_eq!(watch.turn(), Next::Nothing);
-            assert_eq!(said(&hears).as_deref(), Some("frozen"));
-            watch.hold();
-            say("saved");
-            assert_eq!(watch.turn(), Next::Nothing);
-            assert_eq!(said(&hears), None, "no image knows of it");
-            watch.release();
-        });
-        say("after");
-        let heard: Vec<_> = std::iter::from_fn(|| said(&hears)).collect();
-        // While it sleeps, what does not wake it is as if it had been lost on its way.
-        assert_eq!(heard, ["held", "after"]);
-    }
-
-    /// The TCP segments that have reached the pod's kernel, once nothing more has come for a while.
-    fn segments(heard: &UdpSocket) -> Vec<Segment> {
-        const ETHERNET_OF_IPV4: [u8; 14] = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 8, 0];
-        let own = [IpAddr::from([10, 204, 0, 1])];
-        let next = || {
-            let mut packet = [0; 2048];
-            let length = heard.recv(&mut packet).ok()?;
-            segment(&[&ETHERNET_OF_IPV4[..], &packet[..length]].concat(), &own)
-        };
-        std::iter::from_fn(next).collect()
-    }
-
-    #[test]
-    fn who_was_restored_gets_what_has_waited_and_is_told_what_comes_next() {
-        let pair = Pair::new("remind");
-        let pod = pod_in(&Pair::path(&pair.pod));
-        let listener = pair
-            .in_pod(|| TcpListener::bind("10.204.0.1:7"))
-            .expect("bound");
-        let connected = pair.at_host(|| TcpStream::connect("10.204.0.1:7"));
-        let mut peer = connected.expect("connected");
-        let program = listener.accept().expect("accepted");
-        let raw = pair.in_pod(|| {
-            let close = SockFlag::SOCK_CLOEXEC;
-            socket(AddressFamily::Inet, SockType::Raw, close, SockProtocol::Tcp)
-        });
-        // The same calls read it.
-        let heard = UdpSocket::from(raw.expect("a raw socket"));
-        let limit = Some(Duration::from_millis(300));
-        heard.set_read_timeout(limit).expect("set");
-        pair.at_host(|| {
-            let rules = Rules::default();
-            let mut watch = Watch::begin(&pod, &rules, 10250, None).expect("watched");
-            peer.write_all(b"held").expect("said");
-            assert_eq!(watch.turn(), Next::Nothing);
-            assert!(matches!(watch.asleep(&pod), Next::Wake(_)));
-            watch.release();
-        });
-        let heard = segments(&heard);
-        let held = heard.iter().find(|segment| segment.length == 4);
-        let held = held.expect("what has waited");
-        let next = held.sequence.wrapping_add(4);
-        let reminded = |segment: &Segment| {
-            let same = segment.acknowledgment == held.acknowledgment;
-            segment.says_nothing() && segment.sequence == next && same
-        };
-        assert!(heard.iter().any(reminded), "{heard:?}");
-        drop(program);
-    }
-}
+mod tests;

@@ -1,0 +1,171 @@
+use std::io::Write;
+use std::net::{TcpListener, TcpStream, UdpSocket};
+use std::process::Command;
+
+use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, socket};
+use torpor_core::ids::{Namespace, PodUid, SandboxId};
+use torpor_core::wake_on::WakeOn;
+use torpor_gvisor::unacknowledged;
+
+use super::*;
+use crate::keeper::mute::tests::{Pair, said};
+
+fn pod_in(network: &Path) -> PodRecord {
+    PodRecord {
+        sandbox: SandboxId::new("5".repeat(64)).expect("an id"),
+        pod_uid: PodUid::new("pod-a").expect("a uid"),
+        namespace: Namespace::new("default").expect("a name"),
+        name: "a".to_owned(),
+        runsc: PathBuf::new(),
+        runsc_digest: String::new(),
+        network_namespace: Some(network.to_owned()),
+        addresses: net::read(network).expect("addresses"),
+        cgroup: PathBuf::new(),
+        volumes: Vec::new(),
+        cold_start_on_failure: false,
+    }
+}
+
+#[test]
+fn what_is_frozen_is_reached_by_others_until_its_memory_is_written() {
+    let pair = Pair::new("frozen");
+    let network = Pair::path(&pair.pod);
+    let hears = pair.in_pod(|| UdpSocket::bind("10.204.0.1:7").expect("bound"));
+    let limit = Some(Duration::from_millis(300));
+    hears.set_read_timeout(limit).expect("set");
+    let says = pair.at_host(|| UdpSocket::bind("10.204.0.2:0").expect("bound"));
+    let say = |word: &str| says.send_to(word.as_bytes(), "10.204.0.1:7").expect("sent");
+    say("before");
+    assert_eq!(said(&hears).as_deref(), Some("before"));
+
+    let pod = pod_in(&network);
+    let rules = Rules {
+        wake_on: WakeOn::NOTHING,
+        ..Rules::default()
+    };
+    pair.at_host(|| {
+        let mut watch = Watch::begin(&pod, &rules, 10250, None, None).expect("watched");
+        say("held");
+        assert_eq!(watch.turn(), Next::Nothing);
+        assert_eq!(said(&hears), None);
+        assert_eq!(watch.frozen(), Next::Nothing);
+        assert!(watch.is_asleep(), "nobody has to look");
+        say("frozen");
+        assert_eq!(watch.turn(), Next::Nothing);
+        assert_eq!(said(&hears).as_deref(), Some("frozen"));
+        watch.hold();
+        say("saved");
+        assert_eq!(watch.turn(), Next::Nothing);
+        assert_eq!(said(&hears), None, "no image knows of it");
+        watch.release();
+    });
+    say("after");
+    let heard: Vec<_> = std::iter::from_fn(|| said(&hears)).collect();
+    // While it sleeps, what does not wake it is as if it had been lost on its way.
+    assert_eq!(heard, ["held", "after"]);
+}
+
+/// The segments to the peer that have left the pod since this was last asked.
+fn left(tap: &mut Tap) -> Vec<Segment> {
+    let peer = [IpAddr::from([10, 204, 0, 2])];
+    let mut left = Vec::new();
+    while let Ok(Some(frame)) = tap.receive() {
+        left.extend(segment(ethernet(frame), &peer));
+    }
+    left
+}
+
+#[test]
+fn who_has_not_acknowledged_what_was_said_is_asked_after_a_restore_alone() {
+    let pair = Pair::new("asked");
+    let network = Pair::path(&pair.pod);
+    let pod = pod_in(&network);
+    let noted = unacknowledged::begin(&network).expect("noted");
+    let pairs = pair.at_host(|| net::pairs(&network)).expect("pairs");
+    let tap = pair.in_pod(|| Tap::open(pairs[0].pod));
+    let mut tap = tap.expect("a tap");
+    let listener = pair
+        .in_pod(|| TcpListener::bind("10.204.0.1:7"))
+        .expect("bound");
+    let connected = pair.at_host(|| TcpStream::connect("10.204.0.1:7"));
+    let _peer = connected.expect("connected");
+    let (mut program, _) = listener.accept().expect("accepted");
+    // From now on it hears nothing.
+    let ip = |args: &[&str]| pair.at_host(|| Command::new("ip").args(args).status());
+    let flushed = ip(&["addr", "flush", "dev", "eth0"]).expect("ip runs");
+    assert!(flushed.success());
+    program.write_all(b"lost").expect("said");
+    let said = left(&mut tap);
+    let lost = said.iter().find(|segment| segment.length == 4);
+    let lost = lost.expect("what is lost");
+    let asks = |segment: &Segment| {
+        let number = segment.sequence == lost.sequence.wrapping_sub(1);
+        let same = segment.acknowledgment == lost.acknowledgment;
+        number && same && segment.says_nothing()
+    };
+    for restored in [false, true] {
+        pair.at_host(|| {
+            let rules = Rules::default();
+            let noted = Some(noted);
+            let watch = Watch::begin(&pod, &rules, 10250, None, noted);
+            let mut watch = watch.expect("watched");
+            if restored {
+                assert_eq!(watch.asleep(&pod), Next::Nothing);
+            }
+            watch.release();
+        });
+        let said = left(&mut tap);
+        let asked = said.iter().filter(|segment| asks(segment)).count();
+        assert_eq!(asked, usize::from(restored), "{said:?}");
+    }
+}
+
+/// The TCP segments that have reached the pod's kernel, once nothing more has come for a while.
+fn segments(heard: &UdpSocket) -> Vec<Segment> {
+    const ETHERNET_OF_IPV4: [u8; 14] = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 8, 0];
+    let own = [IpAddr::from([10, 204, 0, 1])];
+    let next = || {
+        let mut packet = [0; 2048];
+        let length = heard.recv(&mut packet).ok()?;
+        segment(&[&ETHERNET_OF_IPV4[..], &packet[..length]].concat(), &own)
+    };
+    std::iter::from_fn(next).collect()
+}
+
+#[test]
+fn who_was_restored_gets_what_has_waited_and_is_told_what_comes_next() {
+    let pair = Pair::new("remind");
+    let pod = pod_in(&Pair::path(&pair.pod));
+    let listener = pair
+        .in_pod(|| TcpListener::bind("10.204.0.1:7"))
+        .expect("bound");
+    let connected = pair.at_host(|| TcpStream::connect("10.204.0.1:7"));
+    let mut peer = connected.expect("connected");
+    let program = listener.accept().expect("accepted");
+    let raw = pair.in_pod(|| {
+        let close = SockFlag::SOCK_CLOEXEC;
+        socket(AddressFamily::Inet, SockType::Raw, close, SockProtocol::Tcp)
+    });
+    // The same calls read it.
+    let heard = UdpSocket::from(raw.expect("a raw socket"));
+    let limit = Some(Duration::from_millis(300));
+    heard.set_read_timeout(limit).expect("set");
+    pair.at_host(|| {
+        let rules = Rules::default();
+        let mut watch = Watch::begin(&pod, &rules, 10250, None, None).expect("watched");
+        peer.write_all(b"held").expect("said");
+        assert_eq!(watch.turn(), Next::Nothing);
+        assert!(matches!(watch.asleep(&pod), Next::Wake(_)));
+        watch.release();
+    });
+    let heard = segments(&heard);
+    let held = heard.iter().find(|segment| segment.length == 4);
+    let held = held.expect("what has waited");
+    let next = held.sequence.wrapping_add(4);
+    let reminded = |segment: &Segment| {
+        let same = segment.acknowledgment == held.acknowledgment;
+        segment.says_nothing() && segment.sequence == next && same
+    };
+    assert!(heard.iter().any(reminded), "{heard:?}");
+    drop(program);
+}
