@@ -225,6 +225,23 @@ impl Case {
         .await
     }
 
+    /// The predicate holds for the Pod for so long.
+    pub async fn pod_stays(
+        &self,
+        pod: &str,
+        words: &str,
+        time: Duration,
+        predicate: impl Fn(&Pod) -> bool,
+    ) -> anyhow::Result<()> {
+        let words = format!("Pod {pod} stays {words}");
+        wait::stays(self.pods(), pod, &words, time, |found| match found {
+            Some(pod) if predicate(&pod) => Ok(()),
+            Some(pod) => Err(summary(&pod)),
+            None => Err("there is no such Pod".to_owned()),
+        })
+        .await
+    }
+
     /// What a container has written to its log, without the white space around it.
     pub async fn log(&self, pod: &str, container: &str) -> anyhow::Result<String> {
         let words = || format!("the log of {pod}/{container}");

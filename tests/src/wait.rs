@@ -72,6 +72,38 @@ where
     seen.ok_or_else(|| anyhow::anyhow!("not seen within {limit:?}: {words} (last: {last})"))
 }
 
+/// Follows one object for so long: `look` finds fault with none of its states.
+pub async fn stays<K>(
+    api: Api<K>,
+    name: &str,
+    words: &str,
+    time: Duration,
+    mut look: impl FnMut(Option<K>) -> Result<(), String>,
+) -> anyhow::Result<()>
+where
+    K: Resource<DynamicType: Default> + Clone + DeserializeOwned + Debug + Send + 'static,
+{
+    let mut heard = false;
+    let fault = async {
+        let mut changes = pin!(watcher::watch_object(api, name).default_backoff());
+        while let Some(change) = changes.next().await {
+            // After an error the watch is begun again, with what is there by then.
+            if let Ok(found) = change {
+                heard = true;
+                look(found)?;
+            }
+        }
+        Ok::<(), String>(())
+    };
+    let began = Instant::now();
+    let fault = tokio::time::timeout(time, Box::pin(fault)).await;
+    if let Ok(Err(why)) = fault {
+        anyhow::bail!("{words}: not after {:?}: {why}", began.elapsed());
+    }
+    anyhow::ensure!(heard, "{words}: nothing was heard of it within {time:?}");
+    Ok(())
+}
+
 /// Waits until there is no object of the kind any more.
 pub async fn none<K>(api: &Api<K>, words: &str, limit: Duration) -> anyhow::Result<()>
 where

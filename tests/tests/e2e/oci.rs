@@ -218,7 +218,8 @@ async fn a_handler_of_sigterm_runs_before_the_end() -> anyhow::Result<()> {
         assert!(began.elapsed() < Duration::from_secs(25), "it ended before its grace period");
         // Another Pod looks at what the handler wrote.
         let reader = with(container, json!({ "command": ["sh", "-c", "exec sleep 1000000"] }));
-        case.start(pod("reader", spec(reader))).await?;
+        let soon = json!({ "spec": { "terminationGracePeriodSeconds": 1 } });
+        case.start(with(pod("reader", spec(reader)), soon)).await?;
         assert_eq!(case.sh("reader", "a", "cat /kept/end").await?, "handled");
         Ok(())
     })

@@ -1,6 +1,6 @@
 //! Sandboxes that fall asleep by themselves: when they may, when they must not, and what wakes them.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
@@ -34,18 +34,8 @@ fn sleepy(key: &str, spec: Value) -> Value {
 
 /// Fails as soon as the Pod says that it sleeps.
 async fn stays_awake(case: &Case, limit: Duration) -> anyhow::Result<()> {
-    let began = Instant::now();
-    while began.elapsed() < limit {
-        let pod = case.pods().get("p").await?;
-        let told = condition(&pod, POD_HIBERNATED);
-        anyhow::ensure!(
-            told.0 != "True",
-            "asleep after {:?}: {told:?}",
-            began.elapsed()
-        );
-        tokio::time::sleep(Duration::from_millis(500)).await;
-    }
-    Ok(())
+    let awake = |pod: &Pod| condition(pod, POD_HIBERNATED).0 != "True";
+    case.pod_stays("p", "awake", limit, awake).await
 }
 
 fn is_awake(pod: &Pod) -> bool {
@@ -171,18 +161,8 @@ async fn packets_keep_a_pod_awake_but_probes_do_not() -> anyhow::Result<()> {
 
 /// Fails as soon as the Pod says anything but that it sleeps.
 async fn stays_asleep(case: &Case, limit: Duration) -> anyhow::Result<()> {
-    let began = Instant::now();
-    while began.elapsed() < limit {
-        let pod = case.pods().get("p").await?;
-        let told = condition(&pod, POD_HIBERNATED);
-        anyhow::ensure!(
-            told.0 == "True",
-            "awake after {:?}: {told:?}",
-            began.elapsed()
-        );
-        tokio::time::sleep(Duration::from_millis(500)).await;
-    }
-    Ok(())
+    let asleep = |pod: &Pod| condition(pod, POD_HIBERNATED).0 == "True";
+    case.pod_stays("p", "asleep", limit, asleep).await
 }
 
 /// Bytes of main memory that the sandbox' own cgroup has.

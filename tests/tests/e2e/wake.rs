@@ -486,14 +486,18 @@ fn pod_probed_over_https() -> serde_json::Value {
 
 /// Longer than any of the probes waits: what fails once makes the Pod unready or restarts a container.
 async fn sleeps_on(case: &Case, sleeps: impl Fn() -> anyhow::Result<bool>) -> anyhow::Result<()> {
-    let end = Instant::now() + Duration::from_secs(5);
-    while Instant::now() < end {
-        let now = case.pods().get("p").await?;
-        ensure!(is_ready(&now) && restarts(&now) == 0, "a probe has failed");
-        ensure!(sleeps()?, "a probe has woken the Pod");
-        tokio::time::sleep(Duration::from_millis(200)).await;
-    }
-    Ok(())
+    let long = Duration::from_secs(5);
+    let end = Instant::now() + long;
+    let asleep = async {
+        while Instant::now() < end {
+            ensure!(sleeps()?, "a probe has woken the Pod");
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+        anyhow::Ok(())
+    };
+    let well = |pod: &Pod| is_ready(pod) && restarts(pod) == 0;
+    let well = case.pod_stays("p", "ready, as its probes say", long, well);
+    tokio::try_join!(asleep, well).map(drop)
 }
 
 async fn hibernates_on(case: &Case, probed: serde_json::Value) -> anyhow::Result<()> {

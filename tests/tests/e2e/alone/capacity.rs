@@ -1,6 +1,6 @@
 //! What a node does when more is wanted of it than it can do at once, and when it has too little memory.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::Context;
 use k8s_openapi::api::core::v1::{Event, Pod};
@@ -192,16 +192,11 @@ async fn a_node_that_is_short_of_memory_puts_idle_sandboxes_to_sleep_that_may_an
             about.dedup();
             assert_eq!(about, ["p0", "p1"]);
             // Others would have had their turns by now: one comes every two seconds.
-            let watched = Instant::now();
-            while watched.elapsed() < Duration::from_secs(6) {
-                for name in ["works", "off", "plain"] {
-                    let pod = case.pods().get(name).await?;
-                    let told = condition(&pod, POD_HIBERNATED);
-                    anyhow::ensure!(told.0 != "True", "{name} sleeps: {told:?}");
-                }
-                tokio::time::sleep(Duration::from_millis(500)).await;
-            }
-            Ok(())
+            let awake = |pod: &Pod| condition(pod, POD_HIBERNATED).0 != "True";
+            let long = Duration::from_secs(6);
+            let others = ["works", "off", "plain"];
+            let stay = others.map(|name| case.pod_stays(name, "awake", long, awake));
+            futures::future::try_join_all(stay).await.map(drop)
         })
         .await?;
         // There is enough again: who sleeps sleeps on, until somebody needs it.
