@@ -9,15 +9,14 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use nix::sys::socket::{
-    AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr,
-    connect, recvmsg, sendmsg, setsockopt, socket, sockopt,
+    ControlMessage, ControlMessageOwned, MsgFlags, SockType, recvmsg, sendmsg, setsockopt, sockopt,
 };
-use nix::sys::time::{TimeVal, TimeValLike};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use torpor_core::ids::{ContainerId, ImageId};
 use torpor_core::wake_on::WakeOn;
 
+use crate::dial::{dial, is_nobody, time_val};
 use crate::record::WakeCause;
 
 /// The socket's name in the container's directory.
@@ -193,20 +192,15 @@ pub fn ask(
         path: path.clone(),
         source,
     };
-    let address = UnixAddr::new(&path).map_err(talk)?;
-    let peer = socket(
-        AddressFamily::Unix,
-        SockType::SeqPacket,
-        SockFlag::SOCK_CLOEXEC,
-        None,
-    )
-    .map_err(talk)?;
-    let limit = TimeVal::milliseconds(i64::try_from(timeout.as_millis()).unwrap_or(i64::MAX));
-    setsockopt(&peer, sockopt::ReceiveTimeout, &limit).map_err(talk)?;
-    connect(peer.as_raw_fd(), &address).map_err(|source| Error::Gone {
-        path: path.clone(),
-        source,
+    let dialled = dial(&path, SockType::SeqPacket, timeout);
+    let peer = dialled.map_err(|source| match is_nobody(source) {
+        true => Error::Gone {
+            path: path.clone(),
+            source,
+        },
+        false => talk(source),
     })?;
+    setsockopt(&peer, sockopt::ReceiveTimeout, &time_val(timeout)).map_err(talk)?;
     let bytes = serde_json::to_vec(request).map_err(|_| Error::BadAnswer { path: path.clone() })?;
     send(&peer, &bytes, files).map_err(talk)?;
     let (bytes, fds) = receive(&peer).map_err(talk)?;
@@ -258,6 +252,16 @@ fn own(raw: RawFd) -> OwnedFd {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_keeper_that_takes_no_connections_is_not_taken_for_gone() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let limit = Duration::from_millis(50);
+        let ask = || ask(dir.path(), &Request::Release, &[], limit).expect_err("no answer");
+        assert!(matches!(ask(), Error::Gone { .. }));
+        let _listener = crate::dial::tests::deaf(&dir.path().join(SOCKET), SockType::SeqPacket);
+        assert!(matches!(ask(), Error::Talk { .. }));
+    }
 
     #[test]
     fn a_keeper_does_what_agents_of_the_last_version_ask_and_is_told_why_by_those_of_this() {
