@@ -11,13 +11,17 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
+use nix::sys::socket::{ControlMessage, MsgFlags, SockType, sendmsg};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
+use crate::dial::{dial, is_nobody};
+
 /// An answer is never larger than this: the longest is the process list of one container.
 const MAX_ANSWER: u64 = 4 << 20;
+/// gVisor takes a connection at once.
+const CONNECT_LIMIT: Duration = Duration::from_secs(3);
 
 /// Why a call on the control socket failed.
 #[derive(Debug, thiserror::Error)]
@@ -25,6 +29,13 @@ pub enum Error {
     /// Nobody listens: the sandbox is not running (any more).
     #[error("no sandbox listens on {path}")]
     NotRunning {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    /// It may be there, and has heard nothing.
+    #[error("cannot connect to the sandbox by {path}")]
+    Unreachable {
         path: PathBuf,
         #[source]
         source: std::io::Error,
@@ -171,10 +182,21 @@ fn timed_out(error: std::io::Error) -> std::io::Error {
 impl Control {
     /// Connects to the sandbox whose root container is `sandbox`.
     pub fn connect(runsc_root: &Path, sandbox: &str) -> Result<Self, Error> {
-        let path = socket_path(runsc_root, sandbox);
-        match UnixStream::connect(&path) {
-            Ok(stream) => Ok(Self { stream }),
-            Err(source) => Err(Error::NotRunning { path, source }),
+        Self::connect_within(socket_path(runsc_root, sandbox), CONNECT_LIMIT)
+    }
+
+    fn connect_within(path: PathBuf, limit: Duration) -> Result<Self, Error> {
+        match dial(&path, SockType::Stream, limit) {
+            Ok(stream) => Ok(Self {
+                stream: stream.into(),
+            }),
+            Err(errno) => {
+                let source = errno.into();
+                Err(match is_nobody(errno) {
+                    true => Error::NotRunning { path, source },
+                    false => Error::Unreachable { path, source },
+                })
+            }
         }
     }
 
@@ -578,6 +600,17 @@ mod tests {
         use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
         let mut fds = [PollFd::new(stream.as_fd(), PollFlags::POLLIN)];
         poll(&mut fds, PollTimeout::from(5_000_u16)).expect("bytes to read");
+    }
+
+    #[test]
+    fn a_sandbox_that_takes_no_connections_is_not_taken_for_gone() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = socket_path(dir.path(), "s");
+        let _listener = crate::dial::tests::deaf(&path, SockType::Stream);
+        let connected = Control::connect_within(path, Duration::from_millis(50));
+        let error = connected.expect_err("it does not hear");
+        assert!(matches!(error, Error::Unreachable { .. }), "{error:?}");
+        assert!(!error.is_unknown());
     }
 
     #[test]

@@ -9,15 +9,14 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use nix::sys::socket::{
-    AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr,
-    connect, recvmsg, sendmsg, setsockopt, socket, sockopt,
+    ControlMessage, ControlMessageOwned, MsgFlags, SockType, recvmsg, sendmsg, setsockopt, sockopt,
 };
-use nix::sys::time::{TimeVal, TimeValLike};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use torpor_core::ids::{ContainerId, ImageId};
 use torpor_core::wake_on::WakeOn;
 
+use crate::dial::{dial, is_nobody, time_val};
 use crate::record::WakeCause;
 
 /// The socket's name in the container's directory.
@@ -194,25 +193,15 @@ pub fn ask(
         path: path.clone(),
         source,
     };
-    let address = UnixAddr::new(&path).map_err(talk)?;
-    let peer = socket(
-        AddressFamily::Unix,
-        SockType::SeqPacket,
-        SockFlag::SOCK_CLOEXEC,
-        None,
-    )
-    .map_err(talk)?;
-    let limit = TimeVal::milliseconds(i64::try_from(timeout.as_millis()).unwrap_or(i64::MAX));
-    setsockopt(&peer, sockopt::ReceiveTimeout, &limit).map_err(talk)?;
-    // Also for a place in the queue of one that stands still.
-    setsockopt(&peer, sockopt::SendTimeout, &limit).map_err(talk)?;
-    connect(peer.as_raw_fd(), &address).map_err(|source| match source {
-        nix::Error::EAGAIN => talk(source),
-        source => Error::Gone {
+    let dialled = dial(&path, SockType::SeqPacket, timeout);
+    let peer = dialled.map_err(|source| match is_nobody(source) {
+        true => Error::Gone {
             path: path.clone(),
             source,
         },
+        false => talk(source),
     })?;
+    setsockopt(&peer, sockopt::ReceiveTimeout, &time_val(timeout)).map_err(talk)?;
     let bytes = serde_json::to_vec(request).map_err(|_| Error::BadAnswer { path: path.clone() })?;
     send(&peer, &bytes, files).map_err(talk)?;
     let (bytes, fds) = receive(&peer).map_err(talk)?;
@@ -271,25 +260,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_keeper_that_hears_nobody_is_waited_for_no_longer_than_was_said() {
+    fn a_keeper_that_takes_no_connections_is_not_taken_for_gone() {
         let dir = tempfile::tempdir().expect("a directory");
-        let flags = SockFlag::SOCK_CLOEXEC;
-        let deaf = socket(AddressFamily::Unix, SockType::SeqPacket, flags, None).expect("a socket");
-        let address = UnixAddr::new(&dir.path().join(SOCKET)).expect("an address");
-        bind(deaf.as_raw_fd(), &address).expect("bound");
-        // One has a place in the queue.
-        listen(&deaf, Backlog::new(0).expect("a number")).expect("listens");
-        let (ended, ends) = std::sync::mpsc::channel();
-        let path = dir.path().to_owned();
-        std::thread::spawn(move || {
-            let limit = Duration::from_millis(100);
-            let asked = [(); 3].map(|()| ask(&path, &Request::Stdio, &[], limit));
-            let _ = ended.send(asked);
-        });
-        let asked = ends.recv_timeout(Duration::from_secs(10));
-        for answer in asked.expect("nobody waits for ever") {
-            assert!(matches!(answer, Err(Error::Talk { .. })), "{answer:?}");
-        }
+        let limit = Duration::from_millis(50);
+        let ask = || ask(dir.path(), &Request::Release, &[], limit).expect_err("no answer");
+        assert!(matches!(ask(), Error::Gone { .. }));
+        let _listener = crate::dial::tests::deaf(&dir.path().join(SOCKET), SockType::SeqPacket);
+        assert!(matches!(ask(), Error::Talk { .. }));
     }
 
     #[test]

@@ -28,6 +28,7 @@
 mod bpf;
 pub mod config;
 pub mod control;
+mod dial;
 pub mod exec;
 pub mod expedite;
 pub mod forward;

@@ -111,7 +111,6 @@ fn admit(node: &Node, pod: &PodRecord, record: &ContainerRecord) -> anyhow::Resu
             doze::rouse(node, &pod.sandbox, WakeCause::Container)?;
         }
         SandboxState::Hibernated { image } if restore::is_new(node, pod, &image, record)? => {
-            restore::ensure_goes_on(node, pod)?;
             restore::wake_locked(node, &pod.sandbox, WakeCause::Container)?;
         }
         // Of a Pod that goes on from its own image all containers are known: this one is no mismatch.

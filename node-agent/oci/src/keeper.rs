@@ -25,7 +25,7 @@ use torpor_wake::sensor::Next;
 
 use crate::args::KeeperArgs;
 use crate::doze;
-use crate::node::Node;
+use crate::node::{CALL_LIMIT, Node};
 use crate::restore;
 
 mod children;
@@ -375,7 +375,8 @@ impl Keeper<'_> {
     /// The wait on the control socket is over: with the container's status, or because the sandbox is gone.
     fn container_ended(&mut self) -> Option<u8> {
         let mut control = self.waiting.take()?;
-        match control.wait_result() {
+        // It is there in one piece, unless the sandbox wants to keep its keeper from hearing anybody else.
+        match control.wait_result_within(CALL_LIMIT) {
             Ok(status) => Some(self.last_words(status.exit_code())),
             Err(control::Error::Refused { .. }) => self.sandbox_gone(),
             // Of a sandbox that sleeps or is being restored it is told when there is something to wait for.

@@ -288,9 +288,9 @@ fn report_failure(
     Ok(node.records.write_report(&pod.pod_uid, &report)?)
 }
 
-/// The kubelet brings back what was killed of a Pod, but the sandbox goes on in another one: what it did in this one would be lost. A Pod
-/// that has not run yet and is to be suspended all the same is restored first, and saved.
-pub(crate) fn ensure_goes_on(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
+/// The kubelet brings back what was killed of a Pod, and somebody may want to exec in it, but the sandbox goes on in another one: what it did in this one would be lost, and
+/// its image would be stale. A Pod that has not run yet and is to be suspended all the same is restored first, and saved.
+fn ensure_goes_on(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
     let ledger = store(node)?.ledger(&pod.pod_uid)?.read()?;
     ensure!(
         ledger.memory.image().is_none() || !node.records.suspends(&pod.pod_uid),
@@ -497,8 +497,9 @@ pub(crate) fn wake_locked(
         SandboxState::Running => return Ok(()),
         SandboxState::Restoring { .. } => bail!("the sandbox is not hibernated"),
     };
-    memory::ensure_held_open(node, sandbox)?;
     let pod = node.records.pod(sandbox)?;
+    ensure_goes_on(node, &pod)?;
+    memory::ensure_held_open(node, sandbox)?;
     let store = store(node)?;
     let ledger = store.ledger(&pod.pod_uid)?;
     let image = store.image(&pod.namespace, &id)?;

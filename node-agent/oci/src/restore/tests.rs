@@ -1,6 +1,7 @@
 use torpor_core::LedgerState;
 
 use super::*;
+use crate::node::tests::one_pod;
 
 fn image(number: u32) -> ImageId {
     ImageId::parse(&format!("uid.{number}")).expect("an id")
@@ -153,4 +154,27 @@ fn a_save_that_was_cut_off_leaves_a_cold_start_unless_it_was_whole() {
         source(&ledger_of(&saving), |_| true, None, false, None),
         whole
     );
+}
+
+#[test]
+fn a_sandbox_that_is_being_suspended_is_woken_by_nobody() {
+    let (_dir, node, pod) = one_pod();
+    let ledger = store(&node).and_then(|store| Ok(store.ledger(&pod.pod_uid)?));
+    let ledger = ledger.expect("a ledger");
+    for entry in asleep() {
+        ledger.append(&entry).expect("written");
+    }
+    let hibernated = SandboxState::Hibernated { image: image(1) };
+    let state = node.records.write_state(&pod.sandbox, &hibernated);
+    state.expect("written");
+    for suspends in [false, true, false] {
+        let noted = node.records.note_suspends(&pod.pod_uid, suspends);
+        noted.expect("noted");
+        // It has no keepers here, and is not woken in any case.
+        let refused = wake_locked(&node, &pod.sandbox, WakeCause::Exec).expect_err("refused");
+        let words = format!("{refused:#}");
+        assert_eq!(words.contains("is being suspended"), suspends, "{words}");
+        let memory = ledger.read().expect("read").memory;
+        assert!(matches!(memory, Memory::Asleep { .. }), "{memory:?}");
+    }
 }
