@@ -347,10 +347,13 @@ pub(crate) fn forgetful_map(
     map(MAP_TYPE_LRU_HASH, key_size, value_size, max_entries)
 }
 
-/// All keys and values of a [`forgetful_map`] of these sizes.
+/// A key and its value, of these sizes.
+pub(crate) type Entry<const KEY: usize, const VALUE: usize> = ([u8; KEY], [u8; VALUE]);
+
+/// All that a [`forgetful_map`] of these sizes has.
 pub(crate) fn entries<const KEY: usize, const VALUE: usize>(
     map: BorrowedFd<'_>,
-) -> Result<Vec<([u8; KEY], [u8; VALUE])>, Error> {
+) -> Result<Vec<Entry<KEY, VALUE>>, Error> {
     let info = map_info(map)?;
     let sizes = [info.key_size, info.value_size].map(usize::try_from);
     if sizes != [Ok(KEY), Ok(VALUE)] {

@@ -255,7 +255,6 @@ fn own(raw: RawFd) -> OwnedFd {
 
 #[cfg(test)]
 mod tests {
-    use nix::sys::socket::{Backlog, bind, listen};
 
     use super::*;
 

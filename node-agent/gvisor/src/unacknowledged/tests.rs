@@ -128,7 +128,10 @@ impl Pod {
     fn says_marked(&self, kind: usize, segment: Segment, mark: u32) {
         let [pod, peer] = Self::ends(kind);
         let bytes = packet(pod, peer, &segment.bytes([PORT, segment.peers_port]));
-        let work = || Ok::<_, net::Error>(send(peer, &bytes, mark));
+        let work = || {
+            send(peer, &bytes, mark);
+            Ok::<_, net::Error>(())
+        };
         within(&self.far.path(), work).expect("entered");
     }
 
@@ -139,7 +142,10 @@ impl Pod {
     fn hears(&self, kind: usize, segment: Segment) {
         let [pod, peer] = Self::ends(kind);
         let bytes = packet(peer, pod, &segment.bytes([segment.peers_port, PORT]));
-        let work = || Ok::<_, net::Error>(send(pod, &bytes, 0));
+        let work = || {
+            send(pod, &bytes, 0);
+            Ok::<_, net::Error>(())
+        };
         within(&self.near.path(), work).expect("entered");
     }
 
