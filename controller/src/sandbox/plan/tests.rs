@@ -1,6 +1,8 @@
 use std::collections::BTreeMap;
 
 use rstest::rstest;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use torpor_api::{SandboxNode, SandboxSnapshot};
 
 use super::*;
@@ -428,15 +430,21 @@ fn without_an_image_of_the_runtime_no_pod_is_made() {
 /// A Pod that is to continue from an image, made so many seconds ago, of which the kubelet has not said yet that it runs.
 fn coming_back(seconds: i64, change: Value) -> Arc<Pod> {
     let made = now().as_second() - seconds;
-    let mut all = json!({
+    let all = json!({
         "metadata": {
             "creationTimestamp": Timestamp::from_second(made).unwrap().to_string(),
             "annotations": {"torpor.dev/restore-image": "u-o.1"},
         },
         "status": {"phase": "Pending"},
     });
-    merge_patch::apply(&mut all, &change);
-    pod(all)
+    Arc::new(changed(&*pod(all), &change))
+}
+
+/// The change may take something away.
+fn changed<K: Serialize + DeserializeOwned>(object: &K, change: &Value) -> K {
+    let mut whole = serde_json::to_value(object).unwrap();
+    merge_patch::apply(&mut whole, change);
+    serde_json::from_value(whole).unwrap()
 }
 
 fn said(type_: &str, status: &str, reason: &str) -> Value {
@@ -571,12 +579,12 @@ fn that_there_is_no_image_is_made_certain_before_one_that_slept_starts_without(
     #[case] change: Value,
     #[case] asks: bool,
 ) {
-    let mut all = json!({"status": {"conditions": [{
+    let slept = sandbox(json!({"status": {"conditions": [{
         "type": type_, "status": status, "reason": "R", "message": "",
         "lastTransitionTime": "2026-01-01T00:00:00Z",
-    }]}});
-    merge_patch::apply(&mut all, &change);
-    let seen = |pod, snapshot| observed(sandbox(all.clone()), pod, snapshot);
+    }]}}));
+    let slept = changed(&slept, &change);
+    let seen = |pod, snapshot| observed(slept.clone(), pod, snapshot);
     assert_eq!(asks_for_snapshots(&seen(None, None)), asks);
     let mut asked = seen(None, None);
     asked.snapshots_are_certain = true;
