@@ -455,6 +455,19 @@ fn restored(status: &str, reason: &str) -> Value {
     said("torpor.dev/Restored", status, reason)
 }
 
+/// To the kubelet a Pod runs whose containers it has tried to start.
+fn refused(container: Value) -> Value {
+    let mut all = restored("False", "SpecMismatch");
+    let tried = json!({"status": {
+        "phase": "Running",
+        "containerStatuses": [{
+            "name": "c", "image": "i", "imageID": "", "ready": false, "restartCount": 1, "state": container,
+        }],
+    }});
+    merge_patch::apply(&mut all, &tried);
+    all
+}
+
 /// Its memory may be in this Pod alone: who suspends it a moment after it was resumed does not lose that.
 #[rstest]
 #[case::a_moment_ago(coming_back(10, json!({})), None, &["CreateSnapshot"], Some(50))]
@@ -479,6 +492,17 @@ fn restored(status: &str, reason: &str) -> Value {
 )]
 #[case::it_could_not_be_restored(
     coming_back(10, restored("False", "RestoreFailed")), None, &["delete pod"], None
+)]
+#[case::it_is_refused_again_and_again(
+    coming_back(10, refused(json!({"waiting": {"reason": "RunContainerError"}}))), None,
+    &["delete pod"], None
+)]
+#[case::it_was_refused_a_moment_ago_and_runs(
+    coming_back(10, refused(json!({"running": {}}))), None, &["CreateSnapshot"], None
+)]
+#[case::it_waits_in_vain_for_one_that_was_refused(
+    coming_back(10, refused(json!({"waiting": {"reason": "RunContainerError"}}))),
+    Some(snapshot("False", json!({}))), &["delete pod"], None
 )]
 #[case::a_copy(
     coming_back(10, json!({"metadata": {"annotations": {"torpor.dev/restore-copy": "true"}}})),

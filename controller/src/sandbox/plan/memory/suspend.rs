@@ -3,14 +3,14 @@
 use std::time::Duration;
 
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{ContainerStatus, Pod};
 use kube::ResourceExt;
 use serde_json::{Value, json};
 use torpor_api::{
     SandboxSnapshot,
     annotations::{self, SuspensionStrategy},
     conditions::{self, Draft, Status},
-    reasons::{freeze, hibernated, snapshot as snapshot_reasons},
+    reasons::{freeze, hibernated, restored as restored_reasons, snapshot as snapshot_reasons},
     snapshot::suspend_snapshot_name,
 };
 
@@ -61,6 +61,26 @@ fn stop(plan: &mut Plan, pod: &Pod) {
     }
 }
 
+/// Whether the sandbox has been running. To the kubelet so is a Pod whose containers it starts in vain, again and again: one that was refused its image has no memory but that.
+fn runs(pod: &Pod) -> bool {
+    phase(pod) == "Running" && !was_refused(pod)
+}
+
+fn was_refused(pod: &Pod) -> bool {
+    let restored = pod_condition(pod, conditions::POD_RESTORED, conditions::RESTORED);
+    let refused = restored.is_some_and(|restored| {
+        restored.status == "False" && restored.reason != restored_reasons::COLD_STARTED
+    });
+    let status = pod.status.as_ref();
+    let containers = status.and_then(|status| status.container_statuses.as_deref());
+    let is_up = |container: &ContainerStatus| {
+        let state = container.state.as_ref();
+        state.is_some_and(|state| state.running.is_some())
+    };
+    // A wake in place that failed leaves the same word, for a moment also after the next one that does not.
+    refused && !sleeps_in_place(pod) && !containers.is_none_or(|all| all.iter().any(is_up))
+}
+
 /// Whether the sandbox may have gone on from its image though the kubelet has yet to say that its Pod runs: then its memory is in this Pod and nowhere else. Where the restore has failed
 /// it is in the image still. What a copy starts from is there as before.
 fn may_have_resumed(plan: &mut Plan, pod: &Pod, now: Timestamp) -> bool {
@@ -92,7 +112,7 @@ fn freeze_pod(plan: &mut Plan, observed: &Observed, pod: &Pod, now: Timestamp) -
     if is_terminating(pod) {
         return Shown::Keep;
     }
-    if phase(pod) != "Running" && !may_have_resumed(plan, pod, now) {
+    if !runs(pod) && !may_have_resumed(plan, pod, now) {
         stop(plan, pod);
         return Shown::Remove;
     }
@@ -236,7 +256,7 @@ fn not_committed(plan: &mut Plan, snapshot: &SandboxSnapshot, pod: &Pod, now: Ti
 
 /// Whether the Pod has, or may have, memory worth keeping.
 fn has_memory(plan: &mut Plan, pod: &Pod, now: Timestamp) -> bool {
-    phase(pod) == "Running" || evicted::ended_asleep(pod) || may_have_resumed(plan, pod, now)
+    runs(pod) || evicted::ended_asleep(pod) || may_have_resumed(plan, pod, now)
 }
 
 /// No snapshot of this Pod yet.
