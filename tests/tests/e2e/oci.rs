@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use anyhow::ensure;
 use k8s_openapi::api::core::v1::{ContainerState, ContainerStatus, Event, Pod};
 use kube::api::ListParams;
 use kube::{Api, ResourceExt};
@@ -166,6 +167,32 @@ async fn one_container_is_restarted_while_the_other_runs_on() -> anyhow::Result<
             1,
             "it never began anew"
         );
+        Ok(())
+    })
+    .await
+}
+
+/// containerd kills the process that waits for the probe's; its own runs in the sandbox.
+#[tokio::test]
+async fn a_probe_by_exec_that_takes_too_long_leaves_nothing_and_the_next_one_is_made()
+-> anyhow::Result<()> {
+    case("slowprobe", async |case| {
+        let probe = json!({ "readinessProbe": {
+            "exec": { "command": ["sh", "-c", "echo >> /probes; exec sleep 1000"] },
+            "periodSeconds": 1, "timeoutSeconds": 1,
+        }});
+        let container = with(shell("a", "exec sleep 1000000"), probe);
+        case.create(pod("p", json!({ "containers": [container] })))
+            .await?;
+        case.pod_until("p", "its program runs", START_LIMIT, |pod| {
+            status_of(pod, "a").started == Some(true)
+        })
+        .await?;
+        let line = "until [ $(cat /probes 2>/dev/null | wc -l) -ge 4 ]; do sleep 0.1; done
+            ps | grep '[s]leep 1000$' | wc -l";
+        let left: u32 = case.sh("p", "a", line).await?.trim().parse()?;
+        // That of the fourth may not be over.
+        ensure!(left <= 1, "{left} of four probes are left");
         Ok(())
     })
     .await
