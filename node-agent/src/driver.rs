@@ -23,7 +23,6 @@ use torpor_core::ids::{Namespace, PodUid, SandboxId};
 use torpor_core::pressure::Candidate;
 use torpor_core::queue::Wish;
 use torpor_core::state::{Desired, Failures, Observed, Policy};
-use torpor_core::status::SnapshotState;
 use torpor_core::steps::{Outcome, Plan, Reason, Step};
 use torpor_gvisor::keeper::Rules;
 use torpor_gvisor::record::{PodLock, PodRecord, WakeCause};
@@ -46,6 +45,7 @@ mod draft;
 pub(crate) use draft::saved_name;
 mod of_gvisor;
 mod of_kata;
+mod tell;
 mod told;
 use told::{Kubelet, Told, rules_now};
 mod written;
@@ -366,42 +366,6 @@ impl Driver {
                 None => of_gvisor::look(&shared, pod.as_deref(), &desired, kubelet, remembered),
             };
         tokio::task::spawn_blocking(look).await
-    }
-
-    async fn tell(
-        &self,
-        pod: Option<&Pod>,
-        snapshots: &[Arc<SandboxSnapshot>],
-        look: &Look,
-        written: &mut Written,
-    ) -> Result<(), publish::Error> {
-        let publisher = &self.shared.publisher;
-        if let Some(pod) = pod {
-            publisher.pod(pod, &look.plan.status).await?;
-        }
-        let mut told = Ok(());
-        for draft in &look.plan.status.snapshots {
-            let of_draft =
-                |s: &&Arc<SandboxSnapshot>| s.uid().as_deref() == Some(draft.uid.as_str());
-            let Some(snapshot) = snapshots.iter().find(of_draft) else {
-                continue;
-            };
-            let image = match &draft.state {
-                SnapshotState::Committed { image, .. } => look
-                    .saved
-                    .iter()
-                    .find(|saved| saved.manifest.image_id == *image),
-                _ => None,
-            };
-            let one = publisher.snapshot(snapshot, draft, image).await;
-            match one.map(|after| written.note(snapshot, after)) {
-                // The sandbox' lock is held: who does not answer is not waited for once for each.
-                Err(error) if !error.is_of_one_object() => return Err(error),
-                // One that somebody else keeps writing to holds up no other.
-                one => told = told.and(one),
-            }
-        }
-        told
     }
 
     /// Runs the plan's steps until one does not succeed, on a thread that may block.

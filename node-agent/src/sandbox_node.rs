@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use jiff::Timestamp;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kube::api::{Api, Patch, PatchParams, PostParams};
 use kube::{Client, ResourceExt};
 use serde_json::json;
@@ -64,10 +64,14 @@ pub(crate) async fn report(
             let (node, handler, sandboxes) = (node.clone(), handler.clone(), sandboxes.clone());
             let short = pressure.short();
             let kata = kata.clone();
+            let told = written.as_ref().map(|(old, _)| old.conditions.clone());
             tokio::task::spawn_blocking(move || {
                 let mut sandboxes = sandboxes.lock().unwrap_or_else(PoisonError::into_inner);
                 let can_doze = node.can_doze();
-                let mut status = status(&node, &handler, &mut sandboxes, &short, &can_doze);
+                let mut status = status(&node, &handler, &mut sandboxes, &can_doze);
+                let ability = node.ability.as_ref().map(|_| ()).map_err(String::as_str);
+                let told = told.unwrap_or_default();
+                status.conditions = conditions_after(told, ability, &short, Timestamp::now());
                 if let Some(kata) = kata {
                     kata.tell(&mut status, &sandboxes, &can_doze);
                 }
@@ -172,37 +176,41 @@ fn status(
     node: &Node,
     handler: &str,
     sandboxes: &mut Sandboxes,
-    short: &[(Resource, String)],
     can_doze: &Result<(), String>,
 ) -> SandboxNodeStatus {
     let images = node.store.list().ok();
-    let now = Timestamp::now();
-    let mut conditions = Vec::new();
-    let (truth, reason, message) = match &node.ability {
-        Ok(_) => (conditions::Status::True, "AgentRunning", String::new()),
-        Err(why) => (conditions::Status::False, "ProbeFailed", why.clone()),
-    };
-    conditions::set(
-        &mut conditions,
-        Draft::new(conditions::READY, truth, reason, message),
-        None,
-        now,
-    );
-    conditions::set(&mut conditions, pressed(short), None, now);
     SandboxNodeStatus {
         agent_version: Some(env!("CARGO_PKG_VERSION").to_owned()),
-        conditions,
+        conditions: Vec::new(),
         counts: Some(counts(node)),
         fingerprint: node
             .ability
             .as_ref()
             .ok()
             .map(|ability| fingerprint(&ability.fingerprint)),
-        heartbeat_time: Some(Time(now)),
+        heartbeat_time: Some(Time(Timestamp::now())),
         runtimes: vec![runtime(node, handler, can_doze)],
         sandboxes: sandboxes.report(node, images.as_deref().unwrap_or_default()),
         storage: images.and_then(|images| storage(node, &images)),
     }
+}
+
+/// What is so now, after what was `told` last: since when it is so stays.
+fn conditions_after(
+    told: Vec<Condition>,
+    ability: Result<(), &str>,
+    short: &[(Resource, String)],
+    now: Timestamp,
+) -> Vec<Condition> {
+    let mut conditions = told;
+    let (truth, reason, message) = match ability {
+        Ok(()) => (conditions::Status::True, "AgentRunning", String::new()),
+        Err(why) => (conditions::Status::False, "ProbeFailed", why.to_owned()),
+    };
+    let ready = Draft::new(conditions::READY, truth, reason, message);
+    conditions::set(&mut conditions, ready, None, now);
+    conditions::set(&mut conditions, pressed(short), None, now);
+    conditions
 }
 
 /// Whether sandboxes sleep before their time, and why.
@@ -270,4 +278,28 @@ fn storage(node: &Node, images: &[Listed]) -> Option<ImageStorage> {
         capacity_bytes: signed(capacity.total),
         images: i32::try_from(committed.len()).unwrap_or(i32::MAX),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(second: i64) -> Timestamp {
+        Timestamp::from_second(second).unwrap()
+    }
+
+    fn since(conditions: &[Condition], type_: &str) -> Option<Timestamp> {
+        Some(conditions::find(conditions, type_)?.last_transition_time.0)
+    }
+
+    #[test]
+    fn since_when_a_condition_is_so_moves_only_with_its_status() {
+        let first = conditions_after(Vec::new(), Ok(()), &[], at(10));
+        let again = conditions_after(first.clone(), Ok(()), &[], at(20));
+        assert_eq!(again, first);
+        let short = [(Resource::Memory, "words".to_owned())];
+        let pressed = conditions_after(again, Ok(()), &short, at(30));
+        assert_eq!(since(&pressed, conditions::READY), Some(at(10)));
+        assert_eq!(since(&pressed, conditions::PRESSURE), Some(at(30)));
+    }
 }

@@ -16,8 +16,9 @@ use crate::store::{
 
 /// Bytes set aside when a ledger is made, so that the records that let a sandbox run on can be written on a full disk.
 const RESERVED: u64 = 64 * 1024;
-/// A ledger longer than this is rewritten as one record.
-const FOLD_AT: u64 = RESERVED;
+/// A ledger longer than this is rewritten as one record. On a full disk it cannot be: the other half of what is set aside is left for
+/// the records that follow.
+const FOLD_AT: u64 = RESERVED / 2;
 /// Largest ledger read, in bytes; a rewritten one stays far below.
 const MAX_FILE: usize = 16 << 20;
 

@@ -154,7 +154,8 @@ fn a_ledger_that_grows_long_is_rewritten_and_says_the_same() {
         longest = longest.max(fs::metadata(path).unwrap().len());
     }
     assert_eq!(ledger.read().unwrap(), expected);
-    assert!(longest < 64 * 1024 + 200, "{longest}");
+    // Half of what is set aside is left for when it cannot be rewritten.
+    assert!(longest < 32 * 1024 + 200, "{longest}");
 }
 
 #[test]
