@@ -25,8 +25,10 @@ use crate::node::{CALL_LIMIT, Node};
 use crate::observe::words;
 use crate::saves::memory_of;
 
-/// The memory of one sandbox is written at some hundred megabytes a second even on a slow disk.
+/// How long a save may take, whatever the size of the sandbox.
 const SAVE_LIMIT: Duration = Duration::from_secs(300);
+/// For each so many bytes of memory it may take a second more: a slow disk that others use too takes them in less.
+const SLOWEST_SAVE: u64 = 20 << 20;
 /// The kubelet gives an exec two minutes.
 const WAKE_LIMIT: Duration = Duration::from_secs(110);
 
@@ -377,7 +379,8 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
         return no_sandbox();
     };
     // Once more: others may have taken of it since.
-    if let Some(refused) = no_room(context) {
+    let memory = memory_of(context.node, record);
+    if let Some(refused) = no_room_for(context.node, memory) {
         return refused;
     }
     let partial = match context.node.store.begin(context.namespace, image) {
@@ -391,7 +394,7 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
     }
     let root = context.node.runsc.root();
     let saved = match containers_in(context, &record.sandbox) {
-        Ok(all) => save::checkpoint(root, &record.sandbox, &all, &partial, SAVE_LIMIT),
+        Ok(all) => save::checkpoint(root, &record.sandbox, &all, &partial, save_limit(memory)),
         Err(error) => return failed("NoRecord", &error),
     };
     match partial.size() {
@@ -412,12 +415,21 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
     }
 }
 
-/// How a save fails for which there is no room, if there is none. Of a sandbox that does not say how large it is, it is only asked that
-/// something is left.
+/// How long a save of so much memory may take: a sandbox that is written without end stands still without end.
+fn save_limit(memory: Option<u64>) -> Duration {
+    let seconds = memory.unwrap_or(0) / SLOWEST_SAVE;
+    SAVE_LIMIT.saturating_add(Duration::from_secs(seconds))
+}
+
+/// How a save fails for which there is no room, if there is none.
 pub(crate) fn no_room(context: &Context<'_>) -> Option<Outcome> {
     let (record, _) = context.sandbox?;
-    let node = context.node;
-    let wanted = memory_of(node, record).unwrap_or(0);
+    no_room_for(context.node, memory_of(context.node, record))
+}
+
+/// Of a sandbox that does not say how large it is, it is only asked that something is left.
+fn no_room_for(node: &Node, memory: Option<u64>) -> Option<Outcome> {
+    let wanted = memory.unwrap_or(0);
     let refused = node.store.check_room(wanted, node.store_reserve).err()?;
     Some(failed(refused.reason(), &refused))
 }

@@ -156,3 +156,14 @@ fn what_comes_after_a_step_that_did_not_succeed_is_left() {
     assert_eq!(acted, [StepKind::Pause, StepKind::Resume]);
     assert_eq!(told, 2);
 }
+
+#[test]
+fn a_large_sandbox_has_the_time_that_a_slow_disk_takes() {
+    const SLOW_DISK: u64 = 60_000_000;
+    for gibibytes in [0_u64, 1, 18, 64, 512] {
+        let memory = gibibytes << 30;
+        let takes = Duration::from_secs(memory / SLOW_DISK);
+        assert!(save_limit(Some(memory)) > takes, "{gibibytes} GiB");
+    }
+    assert_eq!(save_limit(None), SAVE_LIMIT);
+}
