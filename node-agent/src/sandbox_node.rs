@@ -1,7 +1,5 @@
 //! The SandboxNode object: what this node can do and holds.
 
-mod owner;
-
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -28,6 +26,8 @@ use crate::node::Node;
 use crate::pressure::NodePressure;
 use crate::publish::{API_LIMIT, fingerprint};
 use crate::sandboxes::{Sandboxes, signed};
+
+mod owner;
 
 /// A node whose heartbeat is older than three of these has no agent.
 const HEARTBEAT: Duration = Duration::from_secs(30);
