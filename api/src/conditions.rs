@@ -48,6 +48,9 @@ pub const ALL: [&str; 12] = [
     POD_DISRUPTION_TARGET,
 ];
 
+/// The longest message that the schema of [`list_schema`] takes. An apiserver counts characters, and who counts bytes finds no more of them.
+const MESSAGE_LIMIT: usize = 32_768;
+
 /// Status of a condition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Status {
@@ -120,7 +123,7 @@ pub fn set(
     let (status, reason, message) = (
         status.into_owned(),
         reason.into_owned(),
-        message.into_owned(),
+        within_limit(message.into_owned()),
     );
     let entry = match conditions
         .iter_mut()
@@ -148,6 +151,16 @@ pub fn set(
     entry.observed_generation = observed_generation;
 }
 
+/// An apiserver refuses the whole status for one message that is too long.
+fn within_limit(mut message: String) -> String {
+    const CUT: &str = "...";
+    if message.len() > MESSAGE_LIMIT {
+        message.truncate(message.floor_char_boundary(MESSAGE_LIMIT - CUT.len()));
+        message.push_str(CUT);
+    }
+    message
+}
+
 /// Takes the condition of a type out of the list.
 pub fn remove(conditions: &mut Vec<Condition>, type_: &str) {
     conditions.retain(|condition| condition.type_ != type_);
@@ -169,7 +182,7 @@ pub fn list_schema(_: &mut SchemaGenerator) -> Schema {
             "type": "object",
             "properties": {
                 "lastTransitionTime": {"type": "string", "format": "date-time"},
-                "message": {"type": "string", "maxLength": 32768},
+                "message": {"type": "string", "maxLength": MESSAGE_LIMIT},
                 "observedGeneration": {"type": "integer", "format": "int64", "minimum": 0},
                 "reason": {
                     "type": "string",
@@ -241,6 +254,24 @@ mod tests {
             serde_json::to_value(&list[0].last_transition_time).unwrap(),
             "1970-01-01T00:00:10Z"
         );
+    }
+
+    #[test]
+    fn a_message_is_cut_at_the_limit_of_the_schema_and_in_no_character() {
+        let cut = |message: String| {
+            let mut list = Vec::new();
+            let draft = Draft::new(READY, Status::False, "A", message);
+            set(&mut list, draft, None, at(1));
+            list.remove(0).message
+        };
+        let fits = "a".repeat(MESSAGE_LIMIT);
+        assert_eq!(cut(fits.clone()), fits);
+        for lead in ["", "a", "aa"] {
+            let message = format!("{lead}{}", "\u{20ac}".repeat(MESSAGE_LIMIT));
+            let short = cut(message.clone());
+            assert!(short.len() <= MESSAGE_LIMIT && short.len() > MESSAGE_LIMIT - 6);
+            assert!(message.starts_with(short.strip_suffix("...").unwrap()));
+        }
     }
 
     #[test]

@@ -101,7 +101,8 @@ impl Error {
 
     /// Whether the object is another than the one that the call was made from.
     pub fn is_conflict(&self) -> bool {
-        self.answer().is_some_and(Status::is_conflict)
+        let is_conflict = |status: &Status| status.is_conflict() || is_of_another(status);
+        self.answer().is_some_and(is_conflict)
     }
 
     /// What the apiserver said to the call.
@@ -124,6 +125,11 @@ impl Error {
 /// An object that is not there has this reason. A kind that is not served has none: its path is not.
 fn is_missing(status: &Status) -> bool {
     status.reason == "NotFound"
+}
+
+/// Whether a patch names the uid of another object than has the name by now. To the apiserver that is an attempt to change a field that cannot be changed, and no conflict.
+fn is_of_another(status: &Status) -> bool {
+    status.code == 422 && status.message.contains("metadata.uid: ")
 }
 
 /// By the code: kube 5.0.0 asks whether the reason that it looks for is a known one, not the reason that came, and so never looks at the code.
@@ -270,6 +276,29 @@ mod tests {
         let remedy = answered(403, "Forbidden", message).remedy().unwrap();
         assert!(remedy.starts_with("you may not: "), "{remedy}");
         assert!(remedy.contains(expected), "{remedy}");
+    }
+
+    #[rstest]
+    #[case(409, "Conflict", "the object has been modified", true)]
+    #[case(
+        422,
+        "Invalid",
+        r#"Sandbox.agents.x-k8s.io "demo" is invalid: metadata.uid: Invalid value: "u-1": field is immutable"#,
+        true
+    )]
+    #[case(
+        422,
+        "Invalid",
+        r#"Sandbox.agents.x-k8s.io "demo" is invalid: spec.operatingMode: Unsupported value: "x""#,
+        false
+    )]
+    fn a_patch_of_another_object_of_the_name_is_a_conflict(
+        #[case] code: u16,
+        #[case] reason: &str,
+        #[case] message: &str,
+        #[case] expected: bool,
+    ) {
+        assert_eq!(answered(code, reason, message).is_conflict(), expected);
     }
 
     #[test]

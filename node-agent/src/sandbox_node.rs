@@ -27,6 +27,8 @@ use crate::pressure::NodePressure;
 use crate::publish::{API_LIMIT, fingerprint};
 use crate::sandboxes::{Sandboxes, signed};
 
+mod owner;
+
 /// A node whose heartbeat is older than three of these has no agent.
 const HEARTBEAT: Duration = Duration::from_secs(30);
 /// How often what the node holds is looked at.
@@ -57,7 +59,7 @@ pub(crate) async fn report(
         kata,
     } = subject;
     let sandboxes = Arc::new(Mutex::new(sandboxes));
-    let api: Api<SandboxNode> = Api::all(client);
+    let mut has_owner = false;
     let mut written: Option<(SandboxNodeStatus, std::time::Instant)> = None;
     loop {
         let counted = {
@@ -85,9 +87,10 @@ pub(crate) async fn report(
                 .as_ref()
                 .is_none_or(|(old, at)| at.elapsed() >= HEARTBEAT || changed(old, &status));
             if due {
-                match tokio::time::timeout(API_LIMIT, write(&api, &node_name, &status)).await {
-                    Ok(Ok(())) => {
+                match tokio::time::timeout(API_LIMIT, write(&client, &node_name, &status)).await {
+                    Ok(Ok(found)) => {
                         metrics.reported(Timestamp::now());
+                        has_owner = has_owner || is_corrected(&client, &found).await;
                         written = Some((status, std::time::Instant::now()));
                     }
                     Ok(Err(error)) => tracing::warn!(%error, "cannot write the SandboxNode"),
@@ -134,20 +137,34 @@ fn changed(old: &SandboxNodeStatus, new: &SandboxNodeStatus) -> bool {
     news(old) != news(new)
 }
 
+/// Whether its owner needs no further look.
+async fn is_corrected(client: &Client, found: &SandboxNode) -> bool {
+    match tokio::time::timeout(API_LIMIT, owner::correct(client, found)).await {
+        Ok(Ok(())) => return true,
+        Ok(Err(error)) => tracing::warn!(%error, "cannot name the owner of the SandboxNode"),
+        Err(_) => tracing::warn!("the apiserver did not answer about the SandboxNode's owner"),
+    }
+    false
+}
+
 async fn write(
-    api: &Api<SandboxNode>,
+    client: &Client,
     name: &str,
     status: &SandboxNodeStatus,
-) -> Result<(), kube::Error> {
+) -> Result<SandboxNode, kube::Error> {
+    let api: Api<SandboxNode> = Api::all(client.clone());
     let patch = Patch::Merge(json!({ "status": status }));
     match api
         .patch_status(name, &PatchParams::default(), &patch)
         .await
     {
         Err(kube::Error::Api(answer)) if answer.is_not_found() => {}
-        other => return other.map(drop),
+        other => return other,
     }
-    let fresh = SandboxNode::new(name, SandboxNodeSpec::default());
+    let mut fresh = SandboxNode::new(name, SandboxNodeSpec::default());
+    // An error is met again, and told, where the owner is corrected.
+    let owner = owner::find(client, name).await.unwrap_or_default();
+    fresh.metadata.owner_references = owner.map(|node| vec![node]);
     match api.create(&PostParams::default(), &fresh).await {
         Err(kube::Error::Api(answer)) if answer.is_already_exists() => {}
         Err(error) => return Err(error),
@@ -155,7 +172,6 @@ async fn write(
     }
     api.patch_status(name, &PatchParams::default(), &patch)
         .await
-        .map(drop)
 }
 
 fn record(metrics: &Metrics, status: &SandboxNodeStatus) {

@@ -242,6 +242,8 @@ pub fn parse(
         .filter(given)
         .collect();
     let mut flags = Flags::from_arg_matches(&matches)?;
+    none_if_empty(&mut flags.authz_tokenreview_audiences);
+    none_if_empty(&mut flags.authz_cookie_allowed_origins);
     // The flag wins over the Python router's variable.
     if !given(&"proxy_timeout")
         && let Ok(seconds) = std::env::var("PROXY_TIMEOUT_SECONDS")
@@ -251,6 +253,13 @@ pub fn parse(
         })?;
     }
     Ok((flags, ignored))
+}
+
+/// An empty list is none, as Go takes it, and not one of an empty value.
+fn none_if_empty(list: &mut Vec<String>) {
+    if *list == [""] {
+        list.clear();
+    }
 }
 
 fn seconds_of(text: &str) -> Result<Duration, Error> {
@@ -500,6 +509,20 @@ mod tests {
     fn booleans_are_taken_as_go_takes_them(#[case] flag: &str, #[case] logged: Option<bool>) {
         let read = read(&[flag]).ok();
         assert_eq!(read.map(|(flags, _)| flags.access_log), logged);
+    }
+
+    #[rstest]
+    #[case("", &[])]
+    #[case("a", &["a"])]
+    #[case("a,b", &["a", "b"])]
+    // Somebody meant to limit it.
+    #[case(",", &["", ""])]
+    fn lists_are_taken_as_go_takes_them(#[case] value: &str, #[case] expected: &[&str]) {
+        let audiences = format!("--authz-tokenreview-audiences={value}");
+        let origins = format!("--authz-cookie-allowed-origins={value}");
+        let (flags, _) = read(&[&audiences, &origins]).unwrap();
+        assert_eq!(flags.authz_tokenreview_audiences, expected);
+        assert_eq!(flags.authz_cookie_allowed_origins, expected);
     }
 
     #[rstest]
