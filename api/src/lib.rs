@@ -9,6 +9,7 @@
 #![allow(clippy::duplicated_attributes)]
 
 pub mod annotations;
+pub mod answers;
 pub mod conditions;
 pub mod crds;
 pub mod extensions;

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use kube::core::Status;
+use torpor_api::answers::is_of_another;
 
 use crate::units;
 
@@ -125,11 +126,6 @@ impl Error {
 /// An object that is not there has this reason. A kind that is not served has none: its path is not.
 fn is_missing(status: &Status) -> bool {
     status.reason == "NotFound"
-}
-
-/// Whether a patch names the uid of another object than has the name by now. To the apiserver that is an attempt to change a field that cannot be changed, and no conflict.
-fn is_of_another(status: &Status) -> bool {
-    status.code == 422 && status.message.contains("metadata.uid: ")
 }
 
 /// By the code: kube 5.0.0 asks whether the reason that it looks for is a known one, not the reason that came, and so never looks at the code.

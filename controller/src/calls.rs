@@ -21,6 +21,7 @@ use kube::{
 };
 use serde::de::DeserializeOwned;
 use serde_json::Value;
+use torpor_api::answers::is_of_another;
 
 use crate::pace::{Advance, Awaited, Pace};
 
@@ -71,11 +72,6 @@ impl Error {
             },
         }
     }
-}
-
-/// Whether a patch names the uid of another object than has the name by now. To the apiserver that is an attempt to change a field that cannot be changed, and no conflict.
-fn is_of_another(status: &Status) -> bool {
-    status.code == 422 && status.message.contains("metadata.uid: ")
 }
 
 /// Whether an admission webhook could not be asked, which is an internal error to the apiserver. Admission comes before the write, so that it is certain that nothing took effect; and it may

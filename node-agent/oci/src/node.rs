@@ -86,6 +86,23 @@ pub(crate) mod tests {
 
     use super::*;
 
+    /// Of a pod without a network.
+    pub(crate) fn record() -> PodRecord {
+        PodRecord {
+            sandbox: SandboxId::new("5".repeat(64)).expect("an id"),
+            pod_uid: PodUid::new("pod-a").expect("a uid"),
+            namespace: Namespace::new("default").expect("a name"),
+            name: "a".to_owned(),
+            runsc: PathBuf::new(),
+            runsc_digest: String::new(),
+            network_namespace: None,
+            addresses: Addresses::default(),
+            cgroup: "kubepods/pod1/torpor-555555555555".into(),
+            volumes: Vec::new(),
+            cold_start_on_failure: false,
+        }
+    }
+
     /// A node on files, with one pod.
     pub(crate) fn one_pod() -> (tempfile::TempDir, Node, PodRecord) {
         let dir = tempfile::tempdir().expect("a directory");
@@ -109,19 +126,7 @@ pub(crate) mod tests {
             cgroups: Hierarchies::find(dir.path()).expect("found"),
             config,
         };
-        let pod = PodRecord {
-            sandbox: SandboxId::new("5".repeat(64)).expect("an id"),
-            pod_uid: PodUid::new("pod-a").expect("a uid"),
-            namespace: Namespace::new("default").expect("a name"),
-            name: "a".to_owned(),
-            runsc: PathBuf::new(),
-            runsc_digest: String::new(),
-            network_namespace: None,
-            addresses: Addresses::default(),
-            cgroup: "kubepods/pod1/torpor-555555555555".into(),
-            volumes: Vec::new(),
-            cold_start_on_failure: false,
-        };
+        let pod = record();
         node.records.create_pod_dir(&pod.sandbox).expect("made");
         node.records.write_pod(&pod).expect("written");
         (dir, node, pod)

@@ -90,6 +90,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::keepalive::tests::bare;
     use crate::packet::{Segment, segment};
 
     const POD: [u8; 6] = [2, 0, 0, 0, 0, 1];
@@ -152,16 +153,8 @@ mod tests {
                         local: remote,
                         local_port: 4000,
                     },
-                    sequence: 99,
-                    acknowledgment: 500,
-                    window: 512,
-                    syn: false,
-                    fin: false,
-                    rst: false,
-                    ack: true,
-                    length: 0,
                     timestamps,
-                    other_options: false,
+                    ..bare(99)
                 };
                 assert_eq!(segment(&frame, &remotes()), Some(expected));
             }

@@ -72,20 +72,46 @@ async fn answers_from_sleep(
     Ok(())
 }
 
-/// A Pod that hibernates again and again, woken by another packet each time; `over` says by which of its addresses it is spoken to, if it has one.
-async fn any_packet_wakes(case: &Case, over: fn(&Pod) -> Option<Pod>) -> anyhow::Result<()> {
-    let pod = case.start(witness_pod()).await?;
+/// A Pod that falls asleep again and again, woken by another packet each time; `over` says by which of its addresses it is spoken to, if it has one.
+async fn packets_wake(
+    case: &Case,
+    pod: serde_json::Value,
+    packets: &[Packet],
+    over: fn(&Pod) -> Option<Pod>,
+    sleeps: impl AsyncFn(&Pod) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    let pod = case.start(pod).await?;
     let Some(pod) = over(&pod) else {
         // hack/cluster gives Pods IPv6 addresses where the machine has IPv6.
         eprintln!("not tested: Pods of this cluster have no such address");
         return Ok(());
     };
-    for packet in PACKETS {
-        let sleeps = async || case.hibernate("p").await.map(drop);
-        let answered = answers_from_sleep(case, &pod, packet, sleeps).await;
+    for packet in packets {
+        let answered = answers_from_sleep(case, &pod, *packet, async || sleeps(&pod).await).await;
         answered.with_context(|| format!("{packet:?}"))?;
     }
     Ok(())
+}
+
+async fn any_packet_wakes(case: &Case, over: fn(&Pod) -> Option<Pod>) -> anyhow::Result<()> {
+    let hibernates = async |_: &Pod| case.hibernate("p").await.map(drop);
+    packets_wake(case, witness_pod(), &PACKETS, over, hibernates).await
+}
+
+async fn packets_wake_a_dozing_pod(
+    case: &Case,
+    packets: &[Packet],
+    over: fn(&Pod) -> Option<Pod>,
+) -> anyhow::Result<()> {
+    let idle = json!({ "metadata": { "annotations": { DOZE_AFTER: "3s" } } });
+    let dozes = async |pod: &Pod| {
+        let uid = uid(pod);
+        wait::until("it dozes", LIMIT, async || {
+            wait::holds(case.node.dozes(&uid)?, || "awake".to_owned())
+        })
+        .await
+    };
+    packets_wake(case, with(witness_pod(), idle), packets, over, dozes).await
 }
 
 #[tokio::test]
@@ -102,32 +128,6 @@ async fn any_packet_over_ipv6_wakes_a_hibernated_pod_and_is_answered() -> anyhow
         any_packet_wakes(case, witness::over_ipv6).await
     })
     .await
-}
-
-/// A Pod that dozes again before each of the packets.
-async fn packets_wake_a_dozing_pod(
-    case: &Case,
-    packets: &[Packet],
-    over: fn(&Pod) -> Option<Pod>,
-) -> anyhow::Result<()> {
-    let idle = json!({ "metadata": { "annotations": { DOZE_AFTER: "3s" } } });
-    let pod = case.start(with(witness_pod(), idle)).await?;
-    let uid = uid(&pod);
-    let Some(pod) = over(&pod) else {
-        eprintln!("not tested: Pods of this cluster have no such address");
-        return Ok(());
-    };
-    for packet in packets {
-        let sleeps = async || {
-            wait::until("it dozes", LIMIT, async || {
-                wait::holds(case.node.dozes(&uid)?, || "awake".to_owned())
-            })
-            .await
-        };
-        let answered = answers_from_sleep(case, &pod, *packet, sleeps).await;
-        answered.with_context(|| format!("{packet:?}"))?;
-    }
-    Ok(())
 }
 
 #[tokio::test]

@@ -1,7 +1,10 @@
 //! What programs on a link read of a packet, which they keep in R6.
 
-use super::Register::{self, R0, R1, R2, R3, R4, R5, R6, R10};
-use super::{Code, Helper, add, call, copy, jump_if_not, set};
+use super::Register::{self, R0, R1, R2, R3, R4, R5, R6, R7, R8, R10};
+use super::{
+    Code, Helper, add, and, call, copy, from_network_order16, jump_if_not, load8, load16, set,
+    shift_left, subtract,
+};
 
 // Offsets in the kernel's `struct __sk_buff`.
 pub(crate) const SKB_PKT_TYPE: i16 = 4;
@@ -52,4 +55,14 @@ pub(crate) fn copy_header<Label: Copy + PartialEq>(
     code.push(set(R5, start));
     code.push(call(Helper::SkbLoadBytesRelative));
     code.jump(jump_if_not(R0, 0), if_short);
+}
+
+/// Of the IPv4 header at `ip` on the stack: its length into R7, and that of what follows it into R8.
+pub(crate) fn lengths_of_ipv4<Label: Copy + PartialEq>(code: &mut Code<Label>, ip: i16) {
+    code.push(load8(R7, R10, ip));
+    code.push(and(R7, 0xf));
+    code.push(shift_left(R7, 2));
+    code.push(load16(R8, R10, ip + 2));
+    code.push(from_network_order16(R8));
+    code.push(subtract(R8, R7));
 }

@@ -6,7 +6,7 @@ use super::{MAY_WANT_ANSWER, NodeAddresses, OTHERS};
 use crate::bpf::Register::{R0, R1, R2, R3, R4, R6, R7, R8, R9, R10};
 use crate::bpf::packet::{
     ETH_P_IP, ETH_P_IPV6, IPPROTO_TCP, Offset, PACKET_HOST, SKB_PKT_TYPE, SKB_PROTOCOL,
-    TC_ACT_UNSPEC, copy_header,
+    TC_ACT_UNSPEC, copy_header, lengths_of_ipv4,
 };
 use crate::bpf::{self, Code, Helper, Instruction};
 use crate::net::Direction;
@@ -124,12 +124,7 @@ fn ipv4(code: &mut Code<Label>, direction: Direction, node: NodeAddresses) {
     code.jump(bpf::jump_if_not(R2, 0), Label::Others);
     code.push(bpf::load8(R2, R10, IP + 9));
     code.jump(bpf::jump_if_not(R2, IPPROTO_TCP), Label::NotTcp4);
-    code.push(bpf::load8(R7, R10, IP));
-    code.push(bpf::and(R7, 0xf));
-    code.push(bpf::shift_left(R7, 2));
-    code.push(bpf::load16(R8, R10, IP + 2));
-    code.push(bpf::from_network_order16(R8));
-    code.push(bpf::subtract(R8, R7));
+    lengths_of_ipv4(code, IP);
     code.push(bpf::set(R9, 0));
     if let Some(node) = node.v4 {
         let remote = match direction {

@@ -6,7 +6,7 @@ use super::NOT_OF_SANDBOX;
 use crate::bpf::Register::{R0, R1, R2, R3, R4, R6, R7, R8, R9, R10};
 use crate::bpf::packet::{
     ETH_P_IP, ETH_P_IPV6, IPPROTO_TCP, Offset, PACKET_HOST, SKB_MARK, SKB_PKT_TYPE, SKB_PROTOCOL,
-    TC_ACT_UNSPEC, copy_header,
+    TC_ACT_UNSPEC, copy_header, lengths_of_ipv4,
 };
 use crate::bpf::{self, Code, Helper, Instruction, Register};
 use crate::net::Direction;
@@ -116,12 +116,7 @@ fn ipv4(code: &mut Code<Label>, direction: Direction) {
     code.push(bpf::and(R2, 0x1fff));
     // A later fragment has no ports.
     code.jump(bpf::jump_if_not(R2, 0), Label::Done);
-    code.push(bpf::load8(R7, R10, IP));
-    code.push(bpf::and(R7, 0xf));
-    code.push(bpf::shift_left(R7, 2));
-    code.push(bpf::load16(R8, R10, IP + 2));
-    code.push(bpf::from_network_order16(R8));
-    code.push(bpf::subtract(R8, R7));
+    lengths_of_ipv4(code, IP);
     code.push(bpf::set(R2, 0));
     for place in (0..LOCAL_PORT).step_by(8) {
         code.push(bpf::store64(R10, KEY + place, R2));

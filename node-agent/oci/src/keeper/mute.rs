@@ -142,16 +142,30 @@ pub(super) mod tests {
         Some(String::from_utf8_lossy(&word[..length]).into_owned())
     }
 
+    /// Waits a moment for a word, in the network namespace in which it was made.
+    pub(crate) fn listener(address: &str) -> UdpSocket {
+        let hears = UdpSocket::bind(address).expect("bound");
+        let limit = Some(Duration::from_millis(300));
+        hears.set_read_timeout(limit).expect("set");
+        hears
+    }
+
+    /// Says a word in the pod, and who hears it at its host.
+    fn speech(pair: &Pair) -> (impl Fn(&str), UdpSocket) {
+        let hears = pair.at_host(|| listener("10.204.0.2:0"));
+        let to = hears.local_addr().expect("an address");
+        let says = pair.in_pod(|| UdpSocket::bind("10.204.0.1:0").expect("bound"));
+        let say = move |word: &str| {
+            says.send_to(word.as_bytes(), to).expect("sent");
+        };
+        (say, hears)
+    }
+
     #[test]
     fn what_is_said_while_muted_is_heard_at_its_end_in_order_or_never() {
         let pair = Pair::new("muted");
         let pod = Pair::path(&pair.pod);
-        let hears = pair.at_host(|| UdpSocket::bind("10.204.0.2:0").expect("bound"));
-        let limit = Some(Duration::from_millis(300));
-        hears.set_read_timeout(limit).expect("set");
-        let to = hears.local_addr().expect("an address");
-        let says = pair.in_pod(|| UdpSocket::bind("10.204.0.1:0").expect("bound"));
-        let say = |word: &str| says.send_to(word.as_bytes(), to).expect("sent");
+        let (say, hears) = speech(&pair);
         say("before");
         assert_eq!(said(&hears).as_deref(), Some("before"));
 
@@ -177,12 +191,7 @@ pub(super) mod tests {
     fn who_restores_keeps_the_pod_mute_when_its_keeper_dies() {
         let pair = Pair::new("outlived");
         let pod = Pair::path(&pair.pod);
-        let hears = pair.at_host(|| UdpSocket::bind("10.204.0.2:0").expect("bound"));
-        let limit = Some(Duration::from_millis(300));
-        hears.set_read_timeout(limit).expect("set");
-        let to = hears.local_addr().expect("an address");
-        let says = pair.in_pod(|| UdpSocket::bind("10.204.0.1:0").expect("bound"));
-        let say = |word: &str| says.send_to(word.as_bytes(), to).expect("sent");
+        let (say, hears) = speech(&pair);
         let pairs = pair.at_host(|| net::pairs(&pod)).expect("pairs");
         let muted = pair
             .at_host(|| Muted::begin(&pod, &pairs, Sender::random()))

@@ -78,7 +78,7 @@ fn was_refused(pod: &Pod) -> bool {
         state.is_some_and(|state| state.running.is_some())
     };
     // A wake in place that failed leaves the same word, for a moment also after the next one that does not.
-    refused && !sleeps_in_place(pod) && !containers.is_none_or(|all| all.iter().any(is_up))
+    refused && !sleeps_in_place(pod) && containers.is_some_and(|all| !all.iter().any(is_up))
 }
 
 /// Whether the sandbox may have gone on from its image though the kubelet has yet to say that its Pod runs: then its memory is in this Pod and nowhere else. Where the restore has failed

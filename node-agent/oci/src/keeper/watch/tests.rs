@@ -3,26 +3,18 @@ use std::net::{TcpListener, TcpStream, UdpSocket};
 use std::process::Command;
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, socket};
-use torpor_core::ids::{Namespace, PodUid, SandboxId};
 use torpor_core::wake_on::WakeOn;
 use torpor_gvisor::unacknowledged;
 
 use super::*;
-use crate::keeper::mute::tests::{Pair, said};
+use crate::keeper::mute::tests::{Pair, listener, said};
+use crate::node::tests::record;
 
 fn pod_in(network: &Path) -> PodRecord {
     PodRecord {
-        sandbox: SandboxId::new("5".repeat(64)).expect("an id"),
-        pod_uid: PodUid::new("pod-a").expect("a uid"),
-        namespace: Namespace::new("default").expect("a name"),
-        name: "a".to_owned(),
-        runsc: PathBuf::new(),
-        runsc_digest: String::new(),
         network_namespace: Some(network.to_owned()),
         addresses: net::read(network).expect("addresses"),
-        cgroup: PathBuf::new(),
-        volumes: Vec::new(),
-        cold_start_on_failure: false,
+        ..record()
     }
 }
 
@@ -30,9 +22,7 @@ fn pod_in(network: &Path) -> PodRecord {
 fn what_is_frozen_is_reached_by_others_until_its_memory_is_written() {
     let pair = Pair::new("frozen");
     let network = Pair::path(&pair.pod);
-    let hears = pair.in_pod(|| UdpSocket::bind("10.204.0.1:7").expect("bound"));
-    let limit = Some(Duration::from_millis(300));
-    hears.set_read_timeout(limit).expect("set");
+    let hears = pair.in_pod(|| listener("10.204.0.1:7"));
     let says = pair.at_host(|| UdpSocket::bind("10.204.0.2:0").expect("bound"));
     let say = |word: &str| says.send_to(word.as_bytes(), "10.204.0.1:7").expect("sent");
     say("before");
