@@ -8,8 +8,8 @@ use kube::CustomResourceExt;
 use serde_json::{Map, Value, json};
 
 use crate::{
-    Sandbox, SandboxClaim, SandboxNode, SandboxSnapshot, SandboxTemplate, SandboxWarmPool,
-    SnapshotClass, list_types,
+    PodSnapshot, PodSnapshotManualTrigger, Sandbox, SandboxClaim, SandboxNode, SandboxSnapshot,
+    SandboxTemplate, SandboxWarmPool, SnapshotClass, list_types,
 };
 
 /// A quantity such as `1.5Gi`, as the Kubernetes API's generators write it.
@@ -31,10 +31,10 @@ pub struct NotWritable {
     source: serde_saphyr::ser::Error,
 }
 
-/// All definitions, by the name of their file; the same bytes each time.
-pub fn files() -> Result<Vec<(String, String)>, NotWritable> {
+/// Definitions by the name of their file, `<group>_<plural>.yaml`; the same bytes each time.
+pub fn files(definitions: Vec<Value>) -> Result<Vec<(String, String)>, NotWritable> {
     let mut files = Vec::new();
-    for crd in definitions() {
+    for crd in definitions {
         let group = crd["spec"]["group"].as_str().unwrap_or_default();
         let plural = crd["spec"]["names"]["plural"].as_str().unwrap_or_default();
         let name = format!("{group}_{plural}.yaml");
@@ -44,7 +44,7 @@ pub fn files() -> Result<Vec<(String, String)>, NotWritable> {
         })?;
         let text = format!(
             "# Generated from the types of the crate torpor-api. To change it:\n\
-             # cargo run -p torpor-api --bin torpor-crds -- deploy/crds\n{yaml}"
+             # cargo run -p torpor-api --bin torpor-crds -- deploy\n{yaml}"
         );
         files.push((name, text));
     }
@@ -52,7 +52,7 @@ pub fn files() -> Result<Vec<(String, String)>, NotWritable> {
     Ok(files)
 }
 
-/// All definitions as JSON, ready for an apiserver.
+/// The definitions that Torpor cannot do without, as JSON, ready for an apiserver.
 pub fn definitions() -> Vec<Value> {
     let derived = [
         json!(Sandbox::crd()),
@@ -62,6 +62,15 @@ pub fn definitions() -> Vec<Value> {
         json!(SandboxSnapshot::crd()),
         json!(SandboxNode::crd()),
         json!(SnapshotClass::crd()),
+    ];
+    derived.into_iter().map(finished).collect()
+}
+
+/// The definitions of GKE's kinds, for clusters that are not GKE; the same way.
+pub fn pod_snapshot_definitions() -> Vec<Value> {
+    let derived = [
+        json!(PodSnapshot::crd()),
+        json!(PodSnapshotManualTrigger::crd()),
     ];
     derived.into_iter().map(finished).collect()
 }

@@ -1,7 +1,7 @@
 //! The API of Torpor: upstream's Agent Sandbox kinds unchanged (`agents.x-k8s.io/v1beta1`, `extensions.agents.x-k8s.io/v1beta1`), and Torpor's own
 //! (`torpor.dev/v1alpha1`). Every string that users or other programs see stands here once.
 //!
-//! The CustomResourceDefinitions in `deploy/crds` are generated from these types: `cargo run -p torpor-api --bin torpor-crds -- deploy/crds`.
+//! The CustomResourceDefinitions in `deploy/crds` are generated from these types: `cargo run -p torpor-api --bin torpor-crds -- deploy`.
 
 // kube derives each kind through a private copy of its struct, and the lint sees that copy's `pub`.
 #![allow(unreachable_pub)]
@@ -17,6 +17,7 @@ pub mod hash;
 pub mod install;
 pub mod labels;
 pub mod node;
+pub mod pod_snapshot;
 pub mod raw;
 pub mod reasons;
 pub mod sandbox;
@@ -28,6 +29,7 @@ mod times;
 pub use extensions::{SandboxClaim, SandboxTemplate, SandboxWarmPool};
 pub use hash::name_hash;
 pub use node::{SandboxNode, SandboxNodeStatus};
+pub use pod_snapshot::{PodSnapshot, PodSnapshotManualTrigger};
 pub use sandbox::{OperatingMode, Sandbox, SandboxSpec, SandboxStatus, ShutdownPolicy};
 pub use snapshot::{
     SandboxSnapshot, SandboxSnapshotSpec, SandboxSnapshotStatus, SnapshotClass, SnapshotReason,

@@ -269,6 +269,19 @@ impl Apiserver {
             .await
     }
 
+    /// Strategic merge patch of the status of an object that is built into Kubernetes: of conditions, those of other types are left alone.
+    pub async fn merge_status<K: Namespaced>(
+        &self,
+        namespace: &str,
+        name: &str,
+        patch: &Value,
+    ) -> Result<K, Error> {
+        let api: Api<K> = Api::namespaced(self.client(), namespace);
+        let (params, patch) = (PatchParams::default(), Patch::Strategic(patch));
+        self.limited(|| api.patch_status(name, &params, &patch))
+            .await
+    }
+
     /// Deletes exactly the object with this uid, and this resourceVersion when one is given.
     pub async fn delete<K: Namespaced>(
         &self,

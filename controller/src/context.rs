@@ -68,6 +68,8 @@ impl Context {
             claims,
             pools,
             templates,
+            triggers,
+            pod_snapshots,
         } = &self.queues;
         for (controller, queue) in [
             ("sandbox", sandboxes),
@@ -75,6 +77,8 @@ impl Context {
             ("sandboxclaim", claims),
             ("sandboxwarmpool", pools),
             ("sandboxtemplate", templates),
+            ("podsnapshotmanualtrigger", triggers),
+            ("podsnapshot", pod_snapshots),
         ] {
             self.metrics.set_depth(controller, queue.depth());
         }

@@ -23,6 +23,7 @@ pub mod lease;
 pub mod merge_patch;
 pub mod metrics;
 pub mod pace;
+pub mod pod_snapshot;
 pub mod pool;
 pub mod queue;
 pub mod run;

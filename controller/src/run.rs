@@ -14,7 +14,7 @@ use crate::{
     cache::{Cache, Key},
     claim,
     context::Context,
-    pool,
+    pod_snapshot, pool,
     queue::Queue,
     sandbox,
     settings::Settings,
@@ -54,6 +54,12 @@ impl Failure for pool::Error {
 impl Failure for template::Error {
     fn reason(&self) -> &'static str {
         template::Error::reason(self)
+    }
+}
+
+impl Failure for pod_snapshot::Error {
+    fn reason(&self) -> &'static str {
+        pod_snapshot::Error::reason(self)
     }
 }
 
@@ -132,6 +138,24 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
         cache: |context| &context.caches.snapshots,
         queue: |context| &context.queues.snapshots,
         reconcile: snapshot::reconcile,
+    });
+    start.kind(Kind {
+        name: "podsnapshotmanualtrigger",
+        span: "ReconcilePodSnapshotManualTrigger",
+        trace: |object, _| trace::carried(object),
+        workers: SNAPSHOT_WORKERS,
+        cache: |context| &context.caches.triggers,
+        queue: |context| &context.queues.triggers,
+        reconcile: pod_snapshot::trigger,
+    });
+    start.kind(Kind {
+        name: "podsnapshot",
+        span: "ReconcilePodSnapshot",
+        trace: |object, _| trace::carried(object),
+        workers: SNAPSHOT_WORKERS,
+        cache: |context| &context.caches.pod_snapshots,
+        queue: |context| &context.queues.pod_snapshots,
+        reconcile: pod_snapshot::snapshot,
     });
     if extensions {
         start.kind(Kind {

@@ -19,8 +19,9 @@ use kube::{
 use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 use torpor_api::{
-    Sandbox, SandboxClaim, SandboxNode, SandboxSnapshot, SandboxTemplate, SandboxWarmPool,
-    SnapshotClass, SnapshotReason, annotations, conditions, labels, node::is_silence,
+    PodSnapshot, PodSnapshotManualTrigger, Sandbox, SandboxClaim, SandboxNode, SandboxSnapshot,
+    SandboxTemplate, SandboxWarmPool, SnapshotClass, SnapshotReason, annotations, conditions,
+    labels, node::is_silence,
 };
 
 use crate::{
@@ -32,6 +33,7 @@ use crate::{
 };
 
 pub mod extensions;
+mod pod_snapshots;
 
 /// How many objects are read at once. Tenants make most of them, and each may have more than a megabyte.
 const PAGE: u32 = 50;
@@ -54,6 +56,10 @@ pub struct Caches {
     pub pools: Cache<SandboxWarmPool>,
     pub templates: Cache<SandboxTemplate>,
     pub policies: Cache<NetworkPolicy>,
+    /// Nobody waits for these two: they need not be served.
+    pub triggers: Cache<PodSnapshotManualTrigger>,
+    /// Indexed by the name hash of their Sandbox.
+    pub pod_snapshots: Cache<PodSnapshot>,
 }
 
 impl Default for Caches {
@@ -71,6 +77,8 @@ impl Default for Caches {
             pools: Cache::new(|pool| Some(pool.spec.sandbox_template_ref.name.clone())),
             templates: Cache::new(|_| None),
             policies: Cache::new(|_| None),
+            triggers: Cache::new(|_| None),
+            pod_snapshots: Cache::new(|one| one.labels().get(labels::SANDBOX_NAME_HASH).cloned()),
         }
     }
 }
@@ -107,6 +115,8 @@ pub struct Queues {
     pub claims: Queue,
     pub pools: Queue,
     pub templates: Queue,
+    pub triggers: Queue,
+    pub pod_snapshots: Queue,
 }
 
 /// Starts all watches. They end when `tasks` is dropped or aborted.
@@ -137,6 +147,7 @@ pub fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
     if context.settings.extensions {
         extensions::start(context, tasks);
     }
+    pod_snapshots::start(context, tasks);
 }
 
 fn start_sandboxes(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
@@ -157,6 +168,7 @@ fn start_sandboxes(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
                 continue;
             };
             known.queues.snapshots.add(key_of(&**snapshot));
+            pod_snapshots::image_changed(&known, snapshot);
             named_by(snapshot, &known.caches.sandboxes)
                 .into_iter()
                 .for_each(|key| known.queues.sandboxes.add(key));
@@ -218,13 +230,11 @@ fn start_dependents(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
         hashed.clone(),
         trim_pod,
         move |event| {
-            known
-                .caches
-                .pods
-                .apply(event)
-                .iter()
-                .flat_map(owners)
-                .for_each(|key| wake_sandbox(&known, key));
+            for change in known.caches.pods.apply(event) {
+                let owners = owners(&change);
+                owners.into_iter().for_each(|key| wake_sandbox(&known, key));
+                pod_snapshots::pod_changed(&known, &change);
+            }
         },
     ));
     let known = Arc::clone(context);

@@ -1,6 +1,12 @@
-//! Writes the CustomResourceDefinitions: `torpor-crds <folder>`.
+//! Writes the CustomResourceDefinitions into `crds` and `podsnapshots` below a folder: `torpor-crds deploy`.
 
-use std::{env, fs, path::PathBuf, process::ExitCode};
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
+
+use torpor_api::crds;
 
 fn main() -> ExitCode {
     let Some(folder) = env::args_os().nth(1).map(PathBuf::from) else {
@@ -19,11 +25,18 @@ fn main() -> ExitCode {
     }
 }
 
-fn write(folder: &PathBuf) -> Result<usize, Box<dyn std::error::Error>> {
-    fs::create_dir_all(folder)?;
-    let files = torpor_api::crds::files()?;
-    for (name, text) in &files {
-        fs::write(folder.join(name), text)?;
+fn write(folder: &Path) -> Result<usize, Box<dyn std::error::Error>> {
+    let mut count = 0;
+    for (name, definitions) in [
+        ("crds", crds::definitions()),
+        ("podsnapshots", crds::pod_snapshot_definitions()),
+    ] {
+        let below = folder.join(name);
+        fs::create_dir_all(&below)?;
+        for (file, text) in crds::files(definitions)? {
+            fs::write(below.join(file), text)?;
+            count += 1;
+        }
     }
-    Ok(files.len())
+    Ok(count)
 }

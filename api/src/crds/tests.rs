@@ -4,6 +4,11 @@ use super::*;
 
 /// To make them takes a quarter of a second.
 static DEFINITIONS: LazyLock<Vec<Value>> = LazyLock::new(definitions);
+static POD_SNAPSHOTS: LazyLock<Vec<Value>> = LazyLock::new(pod_snapshot_definitions);
+
+fn all() -> impl Iterator<Item = &'static Value> {
+    DEFINITIONS.iter().chain(POD_SNAPSHOTS.iter())
+}
 
 fn definition(kind: &str) -> &'static Value {
     let mut all = DEFINITIONS.iter();
@@ -27,16 +32,22 @@ fn property(kind: &str, path: &str) -> Value {
 
 #[test]
 fn the_committed_files_are_what_the_types_say() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/crds");
+    assert_committed("crds", DEFINITIONS.clone());
+    assert_committed("podsnapshots", POD_SNAPSHOTS.clone());
+}
+
+fn assert_committed(folder: &str, definitions: Vec<Value>) {
+    let deploy = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy");
     let mut committed = BTreeMap::new();
-    for entry in fs::read_dir(&folder).unwrap() {
+    for entry in fs::read_dir(deploy.join(folder)).unwrap() {
         let entry = entry.unwrap();
         let name = entry.file_name().into_string().unwrap();
-        if name != "kustomization.yaml" {
+        // The definitions' files have the group's name before the kind's.
+        if name.contains('_') {
             committed.insert(name, fs::read_to_string(entry.path()).unwrap());
         }
     }
-    let generated: BTreeMap<String, String> = files().unwrap().into_iter().collect();
+    let generated: BTreeMap<String, String> = files(definitions).unwrap().into_iter().collect();
     let names = |files: &BTreeMap<String, String>| files.keys().cloned().collect::<Vec<_>>();
     assert_eq!(names(&committed), names(&generated));
     for (name, text) in &generated {
@@ -50,15 +61,14 @@ fn the_committed_files_are_what_the_types_say() {
 
 #[test]
 fn generating_twice_gives_the_same_bytes() {
-    assert!(files().unwrap() == files().unwrap());
+    assert!(files(definitions()).unwrap() == files(definitions()).unwrap());
 }
 
 #[test]
 fn the_yaml_says_what_the_json_says() {
-    for (name, text) in files().unwrap() {
+    for (name, text) in files(all().cloned().collect()).unwrap() {
         let read: Value = serde_saphyr::from_str(&text).unwrap();
-        let crd = DEFINITIONS
-            .iter()
+        let crd = all()
             .find(|crd| {
                 let spec = &crd["spec"];
                 let (group, plural) = (spec["group"].as_str(), spec["names"]["plural"].as_str());
@@ -71,7 +81,7 @@ fn the_yaml_says_what_the_json_says() {
 
 #[test]
 fn every_definition_fits_into_the_annotation_of_kubectl_apply() {
-    for crd in DEFINITIONS.iter() {
+    for crd in all() {
         let bytes = serde_json::to_string(&crd).unwrap().len();
         assert!(bytes < 200 * 1024, "{}: {bytes}", crd["metadata"]["name"]);
     }
@@ -79,7 +89,7 @@ fn every_definition_fits_into_the_annotation_of_kubectl_apply() {
 
 #[test]
 fn schemas_are_structural() {
-    for crd in DEFINITIONS.iter() {
+    for crd in all() {
         let name = crd["metadata"]["name"].clone();
         walk(
             &crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"],

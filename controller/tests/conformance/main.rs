@@ -12,6 +12,7 @@ mod lifecycle;
 mod memory;
 mod metrics;
 mod objects;
+mod pod_snapshots;
 mod pools;
 mod property;
 mod restore;

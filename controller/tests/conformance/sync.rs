@@ -28,6 +28,8 @@ pub(crate) fn all(api: &Apiserver, context: &Context) {
         pools,
         templates,
         policies,
+        triggers,
+        pod_snapshots,
     } = &context.caches;
     sandboxes(api, context);
     let hashed = |object: &Value| {
@@ -45,6 +47,8 @@ pub(crate) fn all(api: &Apiserver, context: &Context) {
     fill(api, pools, "sandboxwarmpools", |_| true);
     fill(api, templates, "sandboxtemplates", |_| true);
     fill(api, policies, "networkpolicies", |_| true);
+    fill(api, triggers, "podsnapshotmanualtriggers", |_| true);
+    fill(api, pod_snapshots, "podsnapshots", |_| true);
     for change in fill(api, claims, "sandboxclaims", |_| true) {
         extensions::claim_changed(context, &change);
     }

@@ -200,6 +200,33 @@ async fn a_snapshot_of_nobody_says_so_until_somebody_comes() {
 }
 
 #[tokio::test]
+async fn a_trigger_of_a_pod_snapshot_is_followed_to_its_end_and_to_the_next_pod() {
+    let running = Running::start(World::new());
+    let (api, world) = (running.world.api.clone(), &running.world);
+    running.comes_up(torpor_sandbox(json!({}))).await;
+    let trigger = json!({"metadata": {"name": "t", "namespace": NS}, "spec": {"targetPod": "s"}});
+    api.create("podsnapshotmanualtriggers", trigger);
+    let asked = |api: &Apiserver| api.get("sandboxsnapshots", NS, "t").is_some();
+    api.until("an image is asked for", asked).await;
+    world.edit_snapshot("t", &committed("i.1", "n1"));
+    api.until("it was taken", |api| {
+        let trigger = api.get("podsnapshotmanualtriggers", NS, "t").unwrap();
+        trigger["status"]["snapshotCreated"]["name"] == "t"
+    })
+    .await;
+    api.remove("pods", NS, "s");
+    running.pod_exists().await;
+    world.pod_says(condition("torpor.dev/Restored", "True", "Restored", ""));
+    api.until("the Pod is told", |_| {
+        let pod = world.pod().unwrap();
+        let mut said = pod["status"]["conditions"].as_array().into_iter().flatten();
+        said.any(|said| said["type"] == "PodRestored" && said["status"] == "True")
+    })
+    .await;
+    running.end().await;
+}
+
+#[tokio::test]
 async fn a_pass_that_failed_is_tried_again_by_itself() {
     let world = World::new();
     world.api.fail(Fault {

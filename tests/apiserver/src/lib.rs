@@ -9,7 +9,7 @@ use std::{
 
 use axum::body::{Body, Bytes};
 use futures::{StreamExt, stream};
-use http::{Method, Request, Response, StatusCode};
+use http::{Method, Request, Response, StatusCode, header::CONTENT_TYPE};
 use http_body_util::BodyExt;
 use kube::Client;
 use serde_json::{Value, json};
@@ -71,12 +71,14 @@ struct Call {
     namespace: String,
     name: Option<String>,
     status: bool,
+    /// Whether a patch is a strategic merge patch.
+    strategic: bool,
     query: BTreeMap<String, String>,
 }
 
 type Answer = Result<Value, (StatusCode, &'static str, String)>;
 
-const KINDS: [(&str, &str, &str); 19] = [
+const KINDS: [(&str, &str, &str); 21] = [
     ("pods", "Pod", "v1"),
     ("services", "Service", "v1"),
     ("persistentvolumeclaims", "PersistentVolumeClaim", "v1"),
@@ -86,6 +88,12 @@ const KINDS: [(&str, &str, &str); 19] = [
     ("sandboxnodes", "SandboxNode", "torpor.dev/v1alpha1"),
     ("snapshotclasses", "SnapshotClass", "torpor.dev/v1alpha1"),
     ("runtimeclasses", "RuntimeClass", "node.k8s.io/v1"),
+    ("podsnapshots", "PodSnapshot", "podsnapshot.gke.io/v1"),
+    (
+        "podsnapshotmanualtriggers",
+        "PodSnapshotManualTrigger",
+        "podsnapshot.gke.io/v1",
+    ),
     ("deployments", "Deployment", "apps/v1"),
     ("daemonsets", "DaemonSet", "apps/v1"),
     (
@@ -293,7 +301,10 @@ impl Apiserver {
 
     async fn answer(&self, request: Request<kube::client::Body>) -> Response<Body> {
         let method = request.method().clone();
-        let call = Call::of(request.uri());
+        let mut call = Call::of(request.uri());
+        let format = request.headers().get(CONTENT_TYPE);
+        call.strategic =
+            format.is_some_and(|value| value == "application/strategic-merge-patch+json");
         let bytes = request.into_body().collect().await.unwrap().to_bytes();
         let body: Value = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
         if method == Method::GET {
@@ -390,6 +401,10 @@ impl Apiserver {
                 Ok(json!({"spec": {}, "status": {"authenticated": known}}))
             }
             "create" => state.create(&call.kind, &call.namespace, body),
+            "patch" | "patch status" if call.strategic => {
+                let body = state.strategic(&key, body);
+                state.patch(&key, &body, call.status)
+            }
             "patch" | "patch status" => state.patch(&key, &body, call.status),
             "replace" => state.replace(&key, body),
             _ => state.checked_delete(&key, &body),
@@ -489,6 +504,7 @@ impl Call {
             namespace: namespace.to_owned(),
             name: rest.get(1).map(|name| (*name).to_owned()),
             status: rest.get(2) == Some(&"status"),
+            strategic: false,
             query: query.collect(),
         }
     }
@@ -499,6 +515,7 @@ impl Call {
             namespace: self.namespace.clone(),
             name: self.name.clone(),
             status: self.status,
+            strategic: self.strategic,
             query: self.query.clone(),
         }
     }

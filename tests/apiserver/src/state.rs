@@ -57,6 +57,25 @@ impl State {
         Ok(self.store(key, object))
     }
 
+    /// The merge patch that does what a strategic one does, as far as that is asked for here: conditions are merged by their type.
+    pub(super) fn strategic(&self, key: &Key, mut patch: Value) -> Value {
+        let object = self.objects.get(key).unwrap_or(&Value::Null);
+        let known = object["status"]["conditions"].as_array();
+        let conditions = patch.pointer_mut("/status/conditions");
+        let Some(changed) = conditions.and_then(Value::as_array_mut) else {
+            return patch;
+        };
+        let is_left = |one: &&Value| changed.iter().all(|other| other["type"] != one["type"]);
+        let left: Vec<Value> = known
+            .into_iter()
+            .flatten()
+            .filter(is_left)
+            .cloned()
+            .collect();
+        changed.splice(0..0, left);
+        patch
+    }
+
     pub(super) fn patch(&mut self, key: &Key, patch: &Value, status: bool) -> Answer {
         let Some(object) = self.objects.get(key) else {
             return Err(not_found(&key.0, &key.2));

@@ -153,26 +153,25 @@ async fn the_python_sdk_works_with_sandboxds_calls_in_each_way_and_nobody_gets_o
     .await
 }
 
-/// The SDK's extension asks for GKE's snapshots before it resumes. There are none, which is an answer; without the definition it would give up. What users apply is applied.
-const STUB: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/podsnapshot-stub");
-const DEFINITION: &str = "customresourcedefinition/podsnapshots.podsnapshot.gke.io";
+/// GKE's kinds, which the SDK's extension asks for, as users apply them: for this test alone, so that all others run without.
+const POD_SNAPSHOTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/podsnapshots");
+const DEFINITIONS: [&str; 2] = [
+    "customresourcedefinition/podsnapshots.podsnapshot.gke.io",
+    "customresourcedefinition/podsnapshotmanualtriggers.podsnapshot.gke.io",
+];
 
 async fn with_pod_snapshots(
     kubectl: &Kubectl,
     body: impl AsyncFnOnce() -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
-    kubectl.ok(&["apply", "-k", STUB]).await?;
-    let established = [
-        "wait",
-        "--for=condition=Established",
-        DEFINITION,
-        "--timeout=30s",
-    ];
+    kubectl.ok(&["apply", "-k", POD_SNAPSHOTS]).await?;
+    let mut established = vec!["wait", "--for=condition=Established", "--timeout=30s"];
+    established.extend(DEFINITIONS);
     let done = match kubectl.ok(&established).await {
         Ok(_) => body().await,
         Err(error) => Err(error),
     };
-    let removed = kubectl.ok(&["delete", "-k", STUB]).await;
+    let removed = kubectl.ok(&["delete", "-k", POD_SNAPSHOTS]).await;
     done.and_then(|()| removed.map(drop))
 }
 

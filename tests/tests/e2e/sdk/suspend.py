@@ -1,7 +1,6 @@
 """A sandbox is suspended and resumed, by the SDK's extension for it and by a change of operatingMode, and goes on.
 
-Arguments: namespace, address of the router. The pool `w` is there, and so is the definition of GKE's PodSnapshot
-(deploy/podsnapshot-stub), of which there is none: the extension looks for one before it resumes.
+Arguments: namespace, address of the router. The pool `w` is there, and so is deploy/podsnapshots.
 """
 
 import subprocess
@@ -24,6 +23,11 @@ def until(what, holds):
 
 def kubectl(*words):
     subprocess.run(["kubectl", "-n", NAMESPACE, *words], check=True, timeout=LIMIT)
+
+
+def images():
+    words = ["kubectl", "-n", NAMESPACE, "get", "sandboxsnapshots", "-o", "name"]
+    return subprocess.run(words, check=True, timeout=LIMIT, capture_output=True, text=True).stdout.split()
 
 
 class Witness:
@@ -63,19 +67,40 @@ def main():
     sandbox = client.create_sandbox("w", namespace=NAMESPACE, sandbox_ready_timeout=LIMIT)
     witness = Witness(sandbox)
 
-    # Nobody makes GKE's snapshots here. Asked for one, the extension says so and leaves the sandbox as it is.
-    refused = sandbox.suspend(wait_timeout=LIMIT)
-    assert not refused.success and refused.error_reason.startswith("Snapshot failed"), refused
-    assert not sandbox.is_suspended() and sandbox.status()[0] == "SandboxReady", sandbox.status()
-    # Not asked for one: Torpor saves by itself.
-    suspended = sandbox.suspend(snapshot_before_suspend=False, wait_timeout=LIMIT)
-    assert suspended.success, suspended
+    # As the SDK does it by itself: a PodSnapshot of the running sandbox first.
+    suspended = sandbox.suspend(wait_timeout=LIMIT)
+    assert suspended.success and suspended.snapshot_response.success, suspended
+    taken = suspended.snapshot_response.snapshot_uid
     assert sandbox.is_suspended()
     assert sandbox.status()[0] == "SandboxNotReady", sandbox.status()
     resumed = sandbox.resume(wait_timeout=LIMIT)
-    assert resumed.success, resumed
+    assert resumed.success and resumed.restored_from_snapshot, resumed
+    assert resumed.snapshot_uid == taken, (resumed, taken)
     witness.went_on()
     print(f"{time.monotonic() - begin:.1f} s: by the SDK", flush=True)
+
+    # What was taken is listed. Nobody is taken back to it: the sandbox goes on from its newest memory, and the SDK is told so.
+    by_hand = sandbox.snapshots.create("by-hand", podsnapshot_timeout=LIMIT)
+    assert by_hand.success, by_hand
+    listed = sandbox.snapshots.list()
+    assert [one.snapshot_uid for one in listed.snapshots] == [by_hand.snapshot_uid, taken], listed
+    assert {one.source_pod for one in listed.snapshots} == {sandbox.get_pod_name()}, listed
+    suspended = sandbox.suspend(snapshot_before_suspend=False, wait_timeout=LIMIT)
+    assert suspended.success, suspended
+    refused = sandbox.restore(taken, sandbox_ready_timeout=LIMIT)
+    assert not refused.success and "torpor.dev/restore-from" in refused.error_reason, refused
+    witness.went_on()
+    print(f"{time.monotonic() - begin:.1f} s: not taken back", flush=True)
+
+    # They are deleted, and without them Torpor saves all the same.
+    deleted = sandbox.snapshots.delete_all(timeout=LIMIT)
+    assert deleted.success and len(deleted.deleted_snapshots) == 2, deleted
+    suspended = sandbox.suspend(snapshot_before_suspend=False, wait_timeout=LIMIT)
+    assert suspended.success, suspended
+    resumed = sandbox.resume(wait_timeout=LIMIT)
+    assert resumed.success and not resumed.restored_from_snapshot, resumed
+    witness.went_on()
+    print(f"{time.monotonic() - begin:.1f} s: without a PodSnapshot", flush=True)
 
     mode = '{"spec":{"operatingMode":"%s"}}'
     kubectl("patch", "sandbox", sandbox.sandbox_id, "--type=merge", "-p", mode % "Suspended")
@@ -85,6 +110,9 @@ def main():
     kubectl("wait", f"sandbox/{sandbox.sandbox_id}", "--for=condition=Ready", f"--timeout={LIMIT}s")
     witness.went_on()
     print(f"{time.monotonic() - begin:.1f} s: by kubectl", flush=True)
+    # Kubernetes' garbage collection looks for kinds that are new every 30 s.
+    until("the images of the PodSnapshots are gone", lambda: not images())
+    print(f"{time.monotonic() - begin:.1f} s: images gone", flush=True)
     sandbox.terminate()
 
 

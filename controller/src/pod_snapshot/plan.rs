@@ -1,0 +1,323 @@
+//! No client required. What to do for a trigger and for a PodSnapshot: the same things seen give the same step.
+
+use std::{cmp::Reverse, sync::Arc};
+
+use k8s_openapi::{
+    api::core::v1::{Pod, PodCondition},
+    apimachinery::pkg::apis::meta::v1::{Condition, OwnerReference},
+};
+use kube::{Resource, ResourceExt};
+use serde_json::{Value, json};
+use torpor_api::{
+    PodSnapshot, PodSnapshotManualTrigger, Sandbox, SandboxSnapshot, SnapshotReason, annotations,
+    conditions::{self, Draft, Status},
+    labels, name_hash,
+    pod_snapshot::{self, reasons},
+    reasons::{restored as restored_reasons, snapshot as image_reasons},
+};
+
+use super::is_owned_by;
+
+/// What is seen beside a trigger: the Pod that it names, and what has its own name.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Around {
+    pub(super) pod: Option<Arc<Pod>>,
+    pub(super) image: Option<Arc<SandboxSnapshot>>,
+    pub(super) snapshot: Option<Arc<PodSnapshot>>,
+}
+
+/// One write.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Step {
+    MakeImage(Value),
+    MakeSnapshot(Value),
+    /// What came of the trigger, which is final.
+    Settle(Draft),
+    /// Nobody waits for it any more.
+    DropImage {
+        uid: String,
+        resource_version: Option<String>,
+    },
+}
+
+/// The next step for a trigger that is not being deleted. `capable` says whether the node of a Pod can save its memory.
+pub(super) fn trigger(
+    trigger: &PodSnapshotManualTrigger,
+    around: &Around,
+    capable: impl Fn(&Pod) -> Result<(), String>,
+) -> Option<Step> {
+    let (name, uid) = (trigger.name_any(), trigger.uid().unwrap_or_default());
+    let image = around.image.as_deref();
+    if let Some(outcome) = trigger.outcome() {
+        let left = image.filter(|image| {
+            outcome.status == "False" && !is_deleting(*image) && is_owned_by(*image, &uid)
+        });
+        return left.map(|image| Step::DropImage {
+            uid: image.uid().unwrap_or_default(),
+            resource_version: image.resource_version(),
+        });
+    }
+    if let Some(snapshot) = around.snapshot.as_deref() {
+        return match snapshot.spec.trigger_uid == uid {
+            false => fail(format!(
+                "PodSnapshot {name:?} exists already, of another trigger"
+            )),
+            true if snapshot.is_ready() => settle(Status::True, reasons::COMPLETE, String::new()),
+            true => unavailable(snapshot).and_then(|why| fail(why.message.clone())),
+        };
+    }
+    match image {
+        // It is kept already, and the watch of PodSnapshots is behind.
+        Some(image) if is_kept(image) => None,
+        Some(image) if !is_owned_by(image, &uid) => fail(format!(
+            "SandboxSnapshot {name:?} exists already, of somebody else"
+        )),
+        Some(image) if is_deleting(image) => fail(format!("SandboxSnapshot {name:?} was deleted")),
+        Some(image) if image.is_committed() => {
+            Some(Step::MakeSnapshot(snapshot_of(trigger, image)))
+        }
+        // Nobody else says so: no agent knows of it yet.
+        Some(image) if !image.is_adopted() && !is_there(around, image) => {
+            let pod = &trigger.spec.target_pod;
+            fail(format!("Pod {pod:?} ended before it was saved"))
+        }
+        Some(image) => failure(image).and_then(|why| fail(why.message.clone())),
+        None => match savable(trigger, around.pod.as_deref(), capable) {
+            Ok((pod, sandbox)) => Some(Step::MakeImage(image_of(trigger, pod, sandbox))),
+            Err(why) => fail(why),
+        },
+    }
+}
+
+fn settle(status: Status, reason: &'static str, message: String) -> Option<Step> {
+    let draft = Draft::new(pod_snapshot::TRIGGERED, status, reason, message);
+    Some(Step::Settle(draft))
+}
+
+fn fail(why: String) -> Option<Step> {
+    settle(Status::False, reasons::FAILED, why)
+}
+
+fn is_deleting<K: Resource>(object: &K) -> bool {
+    object.meta().deletion_timestamp.is_some()
+}
+
+/// Whether the Pod that an image is of is seen.
+fn is_there(around: &Around, image: &SandboxSnapshot) -> bool {
+    let seen = around.pod.as_ref().and_then(|pod| pod.uid());
+    seen == image.spec.pod_uid
+}
+
+/// Whether an image belongs to the PodSnapshot of its name.
+fn is_kept(image: &SandboxSnapshot) -> bool {
+    let mut owners = image.metadata.owner_references.iter().flatten();
+    owners.any(|owner| {
+        owner.kind == PodSnapshot::kind(&())
+            && owner.api_version == PodSnapshot::api_version(&())
+            && Some(&owner.name) == image.metadata.name.as_ref()
+    })
+}
+
+/// Why an image that is asked for will not come soon. The agent would try again; whoever asked has left by then.
+fn failure(image: &SandboxSnapshot) -> Option<&Condition> {
+    let said = conditions::find(image.conditions(), conditions::COMMITTED)?;
+    let failed = [
+        image_reasons::SAVE_FAILED,
+        image_reasons::SANDBOX_NOT_FOUND,
+        image_reasons::RUNTIME_NOT_CAPABLE,
+        image_reasons::IMAGE_MISSING,
+    ];
+    (said.status == "False" && failed.contains(&said.reason.as_str())).then_some(said)
+}
+
+fn unavailable(snapshot: &PodSnapshot) -> Option<&Condition> {
+    let said = conditions::find(snapshot.conditions(), conditions::READY)?;
+    (said.status == "False").then_some(said)
+}
+
+/// The Pod and the name of its Sandbox, if it has memory that can be saved.
+fn savable<'a>(
+    trigger: &PodSnapshotManualTrigger,
+    pod: Option<&'a Pod>,
+    capable: impl Fn(&Pod) -> Result<(), String>,
+) -> Result<(&'a Pod, &'a str), String> {
+    let name = &trigger.spec.target_pod;
+    let pod = pod.ok_or_else(|| format!("Pod {name:?} does not exist"))?;
+    let mut owners = pod.metadata.owner_references.iter().flatten();
+    let sandbox = owners.find(|owner| {
+        owner.controller == Some(true)
+            && owner.kind == Sandbox::kind(&())
+            && owner.api_version.starts_with("agents.x-k8s.io/")
+    });
+    let sandbox = sandbox
+        .ok_or_else(|| format!("Pod {name:?} is no Sandbox's; only Pods of Sandboxes are saved"))?;
+    if is_deleting(pod) {
+        return Err(format!("Pod {name:?} is being deleted"));
+    }
+    capable(pod)?;
+    Ok((pod, &sandbox.name))
+}
+
+fn owner<K: Resource<DynamicType = ()>>(object: &K) -> OwnerReference {
+    OwnerReference {
+        api_version: K::api_version(&()).into_owned(),
+        kind: K::kind(&()).into_owned(),
+        name: object.name_any(),
+        uid: object.meta().uid.clone().unwrap_or_default(),
+        ..OwnerReference::default()
+    }
+}
+
+fn image_of(trigger: &PodSnapshotManualTrigger, pod: &Pod, sandbox: &str) -> Value {
+    let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_ref());
+    json!({
+        "apiVersion": SandboxSnapshot::api_version(&()),
+        "kind": SandboxSnapshot::kind(&()),
+        "metadata": {
+            "name": trigger.name_any(),
+            "namespace": trigger.namespace(),
+            "labels": {labels::SANDBOX_NAME_HASH: name_hash(sandbox)},
+            "ownerReferences": [owner(trigger)],
+        },
+        "spec": {
+            "sandboxName": sandbox,
+            "nodeName": node,
+            "podUID": pod.uid(),
+            "reason": SnapshotReason::Manual,
+        },
+    })
+}
+
+fn snapshot_of(trigger: &PodSnapshotManualTrigger, image: &SandboxSnapshot) -> Value {
+    json!({
+        "apiVersion": PodSnapshot::api_version(&()),
+        "kind": PodSnapshot::kind(&()),
+        "metadata": {
+            "name": trigger.name_any(),
+            "namespace": trigger.namespace(),
+            "labels": {labels::SANDBOX_NAME_HASH: name_hash(&image.spec.sandbox_name)},
+            "annotations": {pod_snapshot::ORIGIN_POD: trigger.spec.target_pod},
+        },
+        "spec": {"podUID": image.spec.pod_uid, "triggerUID": trigger.uid()},
+    })
+}
+
+// --- PodSnapshot ------------------------------------------------------------------------------------------------------------------------
+
+/// The patch that makes a SandboxSnapshot the PodSnapshot's own, if it is still its trigger's.
+pub(super) fn hand_over(snapshot: &PodSnapshot, image: &SandboxSnapshot) -> Option<Value> {
+    // Who may write PodSnapshots may name any uid in one: that of a Sandbox, say, which owns the image of its suspension.
+    let mut owners = image.metadata.owner_references.iter().flatten();
+    let is_its_triggers = owners.any(|owner| {
+        owner.uid == snapshot.spec.trigger_uid
+            && owner.kind == PodSnapshotManualTrigger::kind(&())
+            && owner.api_version == PodSnapshotManualTrigger::api_version(&())
+    });
+    let by_hand = image.spec.reason == SnapshotReason::Manual;
+    let wanted = is_its_triggers && by_hand && !is_deleting(image);
+    wanted.then(|| {
+        json!({"metadata": {
+            "resourceVersion": image.resource_version(),
+            "ownerReferences": [owner(snapshot)],
+        }})
+    })
+}
+
+/// What Ready is to say, if that is another thing than it says. `image` has the snapshot's name, and is not its trigger's any more.
+pub(super) fn ready(snapshot: &PodSnapshot, image: Option<&SandboxSnapshot>) -> Option<Draft> {
+    let uid = snapshot.uid().unwrap_or_default();
+    let name = snapshot.name_any();
+    let own = image.filter(|image| is_owned_by(*image, &uid) && !is_deleting(*image));
+    let (status, reason, message) = match own {
+        Some(image) if image.is_committed() => (Status::True, reasons::AVAILABLE, String::new()),
+        Some(image) => {
+            let said = conditions::find(image.conditions(), conditions::COMMITTED);
+            let message = said.map_or_else(String::new, |said| said.message.clone());
+            (Status::False, reasons::UNAVAILABLE, message)
+        }
+        None => {
+            let message = format!("SandboxSnapshot {name:?}, which held it, is gone");
+            (Status::False, reasons::UNAVAILABLE, message)
+        }
+    };
+    let said = conditions::find(snapshot.conditions(), conditions::READY);
+    let known = said.is_some_and(|said| {
+        said.status == status.as_str() && said.reason == reason && said.message == message
+    });
+    (!known).then(|| Draft::new(conditions::READY, status, reason, message))
+}
+
+// --- Pod --------------------------------------------------------------------------------------------------------------------------------
+
+/// What a Pod is told of its restore, in the condition that upstream's SDK reads.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Mark {
+    pub(super) status: Status,
+    pub(super) reason: &'static str,
+    pub(super) message: String,
+}
+
+fn condition_of<'a>(pod: &'a Pod, type_: &str) -> Option<&'a PodCondition> {
+    let all = pod.status.as_ref()?.conditions.as_deref()?;
+    all.iter().find(|condition| condition.type_ == type_)
+}
+
+/// Whether a Pod's agent has said how its restore went, and the Pod was not told yet that it went well.
+pub(crate) fn is_to_be_told(pod: &Pod) -> bool {
+    let said = condition_of(pod, pod_snapshot::POD_RESTORED);
+    !is_deleting(pod)
+        && condition_of(pod, conditions::POD_RESTORED).is_some()
+        && said.is_none_or(|said| said.status != "True")
+}
+
+/// What to tell a Pod whose agent has said how its restore went, once. `kept` are the PodSnapshots of its sandbox.
+///
+/// The SDK asks for the newest one that was there when it resumed. What came back is the memory of the suspension itself, which was saved after it.
+pub(super) fn mark(pod: &Pod, kept: &[Arc<PodSnapshot>]) -> Option<Mark> {
+    if !is_to_be_told(pod) {
+        return None;
+    }
+    let said = condition_of(pod, pod_snapshot::POD_RESTORED);
+    let restored = condition_of(pod, conditions::POD_RESTORED)?;
+    // Those of this very Pod were taken after it was restored.
+    let earlier = kept.iter().filter(|snapshot| {
+        snapshot.is_ready() && Some(&snapshot.spec.pod_uid) != pod.metadata.uid.as_ref()
+    });
+    // Of those of one second the SDK takes the first in the list, which the apiserver orders by name.
+    let newest = earlier.max_by_key(|snapshot| {
+        let created = snapshot.metadata.creation_timestamp.as_ref();
+        (created.map(|time| time.0), Reverse(snapshot.name_any()))
+    })?;
+    let name = newest.name_any();
+    let no = |message: String| Mark {
+        status: Status::False,
+        reason: reasons::NOT_RESTORED,
+        message,
+    };
+    let mark = if let Some(chosen) = pod.annotations().get(pod_snapshot::NAME) {
+        no(format!(
+            "A sandbox goes on from its newest memory, not from PodSnapshot {chosen:?}; annotation torpor.dev/restore-from starts another Sandbox as a copy of SandboxSnapshot {chosen:?}"
+        ))
+    } else if restored.status != "True" {
+        no(restored.message.clone().unwrap_or_default())
+    } else if restored.reason.as_deref() == Some(restored_reasons::ROLLED_BACK)
+        || pod.annotations().contains_key(annotations::RESTORE_COPY)
+    {
+        no("It was not restored with the memory of its suspension".to_owned())
+    } else {
+        Mark {
+            status: Status::True,
+            reason: reasons::RESTORED,
+            message: format!(
+                "Restored with the memory that was saved when it was suspended, after PodSnapshot {name:?}"
+            ),
+        }
+    };
+    let known = said.is_some_and(|said| {
+        said.status == mark.status.as_str() && said.message.as_ref() == Some(&mark.message)
+    });
+    (!known).then_some(mark)
+}
+
+#[cfg(test)]
+mod tests;

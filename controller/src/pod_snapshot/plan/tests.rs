@@ -1,0 +1,135 @@
+use super::*;
+
+fn object<K: serde::de::DeserializeOwned>(object: Value) -> Arc<K> {
+    Arc::new(serde_json::from_value(object).unwrap())
+}
+
+fn pod_snapshot(name: &str, pod_uid: &str, created: &str, ready: &str) -> Arc<PodSnapshot> {
+    object(json!({
+        "metadata": {"name": name, "creationTimestamp": created},
+        "spec": {"podUID": pod_uid, "triggerUID": "t"},
+        "status": {"conditions": [{
+            "type": "Ready", "status": ready, "reason": "R", "message": "",
+            "lastTransitionTime": created,
+        }]},
+    }))
+}
+
+fn restored_pod(conditions: &Value) -> Arc<Pod> {
+    object(json!({
+        "metadata": {"name": "p", "uid": "now"},
+        "status": {"conditions": conditions},
+    }))
+}
+
+fn restored() -> Value {
+    json!([{"type": "torpor.dev/Restored", "status": "True"}])
+}
+
+#[test]
+fn the_newest_that_can_be_had_and_was_there_before_the_pod_is_named() {
+    let all = [
+        pod_snapshot("old", "before", "2026-01-01T00:00:00Z", "True"),
+        pod_snapshot("newest", "before", "2026-01-02T00:00:00Z", "True"),
+        pod_snapshot(
+            "of-the-same-second",
+            "before",
+            "2026-01-02T00:00:00Z",
+            "True",
+        ),
+        pod_snapshot("gone", "before", "2026-01-03T00:00:00Z", "False"),
+        pod_snapshot("of-this-pod", "now", "2026-01-04T00:00:00Z", "True"),
+    ];
+    let mark = mark(&restored_pod(&restored()), &all).unwrap();
+    assert_eq!(mark.status, Status::True);
+    assert!(mark.message.contains("\"newest\""), "{}", mark.message);
+}
+
+#[test]
+fn a_pod_is_told_once_and_only_where_somebody_could_ask() {
+    let kept = [pod_snapshot("s", "before", "2026-01-01T00:00:00Z", "True")];
+    assert_eq!(mark(&restored_pod(&json!([])), &kept), None, "not restored");
+    assert_eq!(
+        mark(&restored_pod(&restored()), &[]),
+        None,
+        "no PodSnapshots"
+    );
+    let told = json!([
+        {"type": "torpor.dev/Restored", "status": "True"},
+        {"type": "PodRestored", "status": "True", "message": "after PodSnapshot \"r\""},
+    ]);
+    assert_eq!(mark(&restored_pod(&told), &kept), None);
+    // A restore that failed is tried again.
+    let failed_before = json!([
+        {"type": "torpor.dev/Restored", "status": "True"},
+        {"type": "PodRestored", "status": "False", "message": "no room"},
+    ]);
+    let mark = mark(&restored_pod(&failed_before), &kept).unwrap();
+    assert_eq!(mark.status, Status::True);
+}
+
+#[test]
+fn what_came_of_a_trigger_is_final() {
+    let mut asked = PodSnapshotManualTrigger::default();
+    asked.metadata.uid = Some("t".into());
+    asked.status = serde_json::from_value(json!({"conditions": [{
+        "type": "Triggered", "status": "True", "reason": "Complete", "message": "",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }]}))
+    .unwrap();
+    let image = object(json!({
+        "metadata": {"name": "t", "uid": "i", "ownerReferences": [{
+            "apiVersion": "v1", "kind": "K", "name": "t", "uid": "t",
+        }]},
+        "spec": {"sandboxName": "s"},
+    }));
+    let around = Around {
+        image: Some(image),
+        ..Around::default()
+    };
+    assert_eq!(trigger(&asked, &around, |_| Ok(())), None);
+    let said = &mut asked.status.as_mut().unwrap().conditions[0];
+    (said.status, said.reason) = ("False".into(), "Failed".into());
+    let drop = Step::DropImage {
+        uid: "i".into(),
+        resource_version: None,
+    };
+    assert_eq!(trigger(&asked, &around, |_| Ok(())), Some(drop));
+}
+
+/// The image of a suspension, which the Sandbox itself owns.
+fn image_of_a_suspension() -> Arc<SandboxSnapshot> {
+    object(json!({
+        "metadata": {"name": "s", "uid": "i", "ownerReferences": [{
+            "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox", "name": "s", "uid": "sb",
+            "controller": true,
+        }]},
+        "spec": {"sandboxName": "s", "reason": "Suspend"},
+    }))
+}
+
+#[test]
+fn nobody_gets_the_memory_of_a_suspension_by_naming_its_owner() {
+    let mut forged = PodSnapshot::default();
+    forged.metadata.name = Some("s".into());
+    forged.spec.trigger_uid = "sb".into();
+    assert_eq!(hand_over(&forged, &image_of_a_suspension()), None);
+}
+
+#[test]
+fn an_image_that_is_kept_already_is_waited_for() {
+    let mut asked = PodSnapshotManualTrigger::default();
+    asked.metadata.name = Some("t".into());
+    asked.metadata.uid = Some("t".into());
+    let kept: Arc<SandboxSnapshot> = object(json!({
+        "metadata": {"name": "t", "ownerReferences": [{
+            "apiVersion": "podsnapshot.gke.io/v1", "kind": "PodSnapshot", "name": "t", "uid": "p",
+        }]},
+        "spec": {"sandboxName": "s"},
+    }));
+    let around = Around {
+        image: Some(kept),
+        ..Around::default()
+    };
+    assert_eq!(trigger(&asked, &around, |_| Ok(())), None);
+}

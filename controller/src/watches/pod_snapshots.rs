@@ -1,0 +1,159 @@
+//! The watches of GKE's kinds, where they are served: see [`crate::pod_snapshot`].
+
+use std::{fmt::Debug, pin::pin, sync::Arc, time::Duration};
+
+use futures::StreamExt;
+use k8s_openapi::api::core::v1::Pod;
+use kube::{
+    Api, Client, Resource, ResourceExt,
+    api::ListParams,
+    core::DeserializeGuard,
+    runtime::{
+        WatchStreamExt,
+        watcher::{self, Event, watcher},
+    },
+};
+use serde::de::DeserializeOwned;
+use tokio::task::JoinSet;
+use torpor_api::{PodSnapshot, PodSnapshotManualTrigger, SandboxSnapshot, labels};
+
+use super::{in_pages, trim, unguarded};
+use crate::{
+    cache::{Change, Key, key_of},
+    context::Context,
+    pod_snapshot,
+};
+
+/// How soon it is noticed that the kinds are served from now on. Each look is one small request.
+const LOOK: Duration = Duration::from_secs(5);
+
+/// Starts the watches.
+pub(super) fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
+    let client = context.api.client();
+    let known = Arc::clone(context);
+    tasks.spawn(follow_if_served(
+        client.clone(),
+        move |event: Event<PodSnapshotManualTrigger>| {
+            for change in known.caches.triggers.apply(event) {
+                known.queues.triggers.add(key_of_change(&change));
+            }
+        },
+    ));
+    let known = Arc::clone(context);
+    tasks.spawn(follow_if_served(
+        client,
+        move |event: Event<PodSnapshot>| {
+            for change in known.caches.pod_snapshots.apply(event) {
+                let key = key_of_change(&change);
+                known.queues.triggers.add(key.clone());
+                known.queues.pod_snapshots.add(key);
+            }
+        },
+    ));
+}
+
+/// What a change of a SandboxSnapshot means here: what has its name is looked at.
+pub(super) fn image_changed(context: &Context, image: &SandboxSnapshot) {
+    let key = key_of(image);
+    let (namespace, name) = &key;
+    if context.caches.triggers.get(namespace, name).is_some() {
+        context.queues.triggers.add(key.clone());
+    }
+    if context.caches.pod_snapshots.get(namespace, name).is_some() {
+        context.queues.pod_snapshots.add(key);
+    }
+}
+
+/// A Pod that is to be told how its restore went is so by any PodSnapshot of its sandbox.
+pub(super) fn pod_changed(context: &Context, change: &Change<Pod>) {
+    let Some(pod) = &change.after else { return };
+    let Some(hash) = pod.labels().get(labels::SANDBOX_NAME_HASH) else {
+        return;
+    };
+    if !pod_snapshot::is_to_be_told(pod) {
+        return;
+    }
+    let namespace = pod.namespace().unwrap_or_default();
+    let kept = context.caches.pod_snapshots.indexed(&namespace, hash);
+    if let Some(snapshot) = kept.first() {
+        context.queues.pod_snapshots.add(key_of(&**snapshot));
+    }
+}
+
+fn key_of_change<K: Resource>(change: &Change<K>) -> Key {
+    let object = change.after.as_ref().or(change.before.as_ref());
+    object.map(|object| key_of(&**object)).unwrap_or_default()
+}
+
+/// As [`super::follow_guarded`], of a kind that need not be there, or not be ours: that is looked at again, and is no fault.
+async fn follow_if_served<K>(client: Client, mut take: impl FnMut(Event<K>) + Send + 'static)
+where
+    K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + 'static,
+{
+    let all = Api::<DeserializeGuard<K>>::all(client);
+    let one = ListParams::default().limit(1);
+    loop {
+        // A watcher warns of each refusal by itself.
+        match all.list(&one).await {
+            Ok(_) => follow_while_served(&all, &mut take).await,
+            Err(error) if is_not_served(&error) => {
+                tracing::debug!(kind = %K::kind(&()), %error, "not served here");
+            }
+            Err(error) => tracing::warn!(kind = %K::kind(&()), %error, "cannot be listed"),
+        }
+        tokio::time::sleep(LOOK).await;
+    }
+}
+
+async fn follow_while_served<K>(
+    all: &Api<DeserializeGuard<K>>,
+    take: &mut (impl FnMut(Event<K>) + Send),
+) where
+    K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + 'static,
+{
+    let mut events = pin!(watcher(all.clone(), in_pages()).default_backoff());
+    while let Some(event) = events.next().await {
+        match event {
+            Ok(event) => {
+                if let Some(event) = unguarded(event) {
+                    take(event.modify(trim));
+                }
+            }
+            Err(
+                watcher::Error::InitialListFailed(error) | watcher::Error::WatchStartFailed(error),
+            ) if is_not_served(&error) => {
+                // There is none of them any more.
+                take(Event::Init);
+                take(Event::InitDone);
+                return;
+            }
+            Err(error) => tracing::warn!(kind = %K::kind(&()), %error, "watch interrupted"),
+        }
+    }
+}
+
+/// Whether the kind is not defined, or the controller has no role for it.
+fn is_not_served(error: &kube::Error) -> bool {
+    matches!(error, kube::Error::Api(status) if status.is_not_found() || status.is_forbidden())
+}
+
+#[cfg(test)]
+mod tests {
+    use kube::core::Status;
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case::not_defined(404, "NotFound", true)]
+    #[case::no_role(403, "Forbidden", true)]
+    #[case::out_of_order(500, "InternalError", false)]
+    fn a_kind_that_is_not_defined_or_not_ours_is_no_fault(
+        #[case] code: u16,
+        #[case] reason: &str,
+        #[case] absent: bool,
+    ) {
+        let status = Status::failure("", reason).with_code(code).boxed();
+        assert_eq!(is_not_served(&kube::Error::Api(status)), absent);
+    }
+}

@@ -1,0 +1,384 @@
+//! GKE's PodSnapshots as upstream's Python SDK uses them: a trigger before a suspension, the newest one looked for after the resume.
+
+use std::{sync::Arc, time::Duration};
+
+use kube::Resource;
+use rstest::rstest;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use torpor_controller::pod_snapshot::{self, Error};
+
+use crate::{
+    apiserver::{Fault, FaultAnswer},
+    objects::{NS, committed, condition, manual_snapshot, mode, sandbox, torpor_sandbox},
+    world::World,
+};
+
+const TRIGGERS: &str = "podsnapshotmanualtriggers";
+const SNAPSHOTS: &str = "podsnapshots";
+
+/// What the SDK makes.
+fn trigger(name: &str, pod: &str) -> Value {
+    json!({"metadata": {"name": name, "namespace": NS}, "spec": {"targetPod": pod}})
+}
+
+/// A running sandbox of which a snapshot is asked for.
+async fn asked() -> World {
+    let world = World::new();
+    world.ready(torpor_sandbox(json!({}))).await;
+    world.api.create(TRIGGERS, trigger("t", "s"));
+    world
+}
+
+fn read<K: DeserializeOwned + Resource>(object: Value) -> Arc<K> {
+    Arc::new(serde_json::from_value(object).unwrap())
+}
+
+/// One pass over everything there is of these kinds.
+async fn pass(world: &World) -> Result<(), Error> {
+    world.sync();
+    for object in world.api.list(TRIGGERS) {
+        pod_snapshot::trigger(read(object), Arc::clone(&world.context)).await?;
+    }
+    world.sync();
+    for object in world.api.list(SNAPSHOTS) {
+        pod_snapshot::snapshot(read(object), Arc::clone(&world.context)).await?;
+    }
+    Ok(())
+}
+
+/// Passes until one writes nothing.
+async fn settle(world: &World) {
+    for _ in 0..20 {
+        world.api.take_writes();
+        pass(world).await.unwrap();
+        if world.api.take_writes().is_empty() {
+            return;
+        }
+    }
+    panic!("it never settles");
+}
+
+fn said(object: &Value, type_: &str) -> Option<(String, String, String)> {
+    let all = object["status"]["conditions"].as_array()?;
+    let found = all.iter().find(|one| one["type"] == type_)?;
+    let text = |field: &str| found[field].as_str().unwrap_or_default().to_owned();
+    Some((text("status"), text("reason"), text("message")))
+}
+
+/// What came of trigger "t".
+fn outcome(world: &World) -> Option<(String, String, String)> {
+    said(&world.api.get(TRIGGERS, NS, "t")?, "Triggered")
+}
+
+fn assert_failed(world: &World, why: &str) {
+    let wanted = ("False".to_owned(), "Failed".to_owned(), why.to_owned());
+    assert_eq!(outcome(world), Some(wanted));
+}
+
+fn is_ready(world: &World, name: &str) -> bool {
+    let snapshot = world.api.get(SNAPSHOTS, NS, name).expect("it exists");
+    said(&snapshot, "Ready").is_some_and(|said| said.0 == "True")
+}
+
+/// The agent has kept the image that was asked for.
+fn agent_saves(world: &World, name: &str) {
+    world.edit_snapshot(name, &committed(&format!("i.{name}"), "n1"));
+}
+
+/// Suspended and running again, as far as its agent says so.
+async fn suspended_and_resumed(world: &World) {
+    world.edit_sandbox(&mode("Suspended"));
+    world.settle().await;
+    let all = world.snapshots();
+    let own = all.iter().find(|one| one["spec"]["reason"] == "Suspend");
+    let name = own.unwrap()["metadata"]["name"].as_str().unwrap();
+    world.edit_snapshot(name, &committed("i.own", "n1"));
+    world.settle().await;
+    world.pod_ends();
+    world.settle().await;
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    world.pod_becomes_ready();
+}
+
+#[tokio::test]
+async fn a_snapshot_is_taken_before_a_suspension_and_the_resumed_pod_is_told_of_it() {
+    let world = asked().await;
+    settle(&world).await;
+    let image = world.api.get("sandboxsnapshots", NS, "t").unwrap();
+    assert_eq!(image["spec"]["sandboxName"], "s");
+    assert_eq!(image["spec"]["podUID"], world.pod_uid());
+    assert_eq!(image["spec"]["reason"], "Manual");
+    assert_eq!(
+        image["metadata"]["ownerReferences"][0]["kind"],
+        "PodSnapshotManualTrigger"
+    );
+    assert_eq!(outcome(&world), None, "it is being saved");
+    assert_eq!(world.api.list(SNAPSHOTS), Vec::<Value>::new());
+
+    agent_saves(&world, "t");
+    settle(&world).await;
+    assert_eq!(outcome(&world).unwrap().1, "Complete");
+    let done = world.api.get(TRIGGERS, NS, "t").unwrap();
+    assert_eq!(done["status"]["snapshotCreated"]["name"], "t");
+    let snapshot = world.api.get(SNAPSHOTS, NS, "t").unwrap();
+    let meta = &snapshot["metadata"];
+    assert_eq!(meta["annotations"]["podsnapshot.gke.io/origin-pod"], "s");
+    assert_eq!(
+        meta["labels"]["agents.x-k8s.io/sandbox-name-hash"],
+        crate::objects::hash()
+    );
+    assert!(is_ready(&world, "t"));
+
+    suspended_and_resumed(&world).await;
+    settle(&world).await;
+    assert_eq!(
+        said(&world.pod().unwrap(), "PodRestored"),
+        None,
+        "its agent has said nothing"
+    );
+    // A second one is of the Pod that runs now, which was not restored from it.
+    world.api.create(TRIGGERS, trigger("u", "s"));
+    settle(&world).await;
+    agent_saves(&world, "u");
+    settle(&world).await;
+    assert!(is_ready(&world, "u"));
+    world.pod_says(condition("torpor.dev/Restored", "True", "Restored", ""));
+    settle(&world).await;
+    let pod = world.pod().unwrap();
+    let (status, _, message) = said(&pod, "PodRestored").unwrap();
+    assert_eq!(status, "True");
+    assert!(message.contains("\"t\""), "{message}");
+    assert_eq!(
+        said(&pod, "Ready").unwrap().0,
+        "True",
+        "the kubelet's are left alone"
+    );
+    assert!(said(&pod, "torpor.dev/Restored").is_some());
+}
+
+#[rstest]
+#[case::of_no_pod("nobody", "Pod \"nobody\" does not exist")]
+#[case::of_somebody_elses(
+    "other",
+    "Pod \"other\" is no Sandbox's; only Pods of Sandboxes are saved"
+)]
+#[tokio::test]
+async fn a_trigger_of_what_is_no_sandbox_fails(#[case] pod: &str, #[case] why: &str) {
+    let world = World::new();
+    let other = json!({"metadata": {"name": "other", "namespace": NS}, "spec": {"containers": []}});
+    world.api.create("pods", other);
+    world.api.create(TRIGGERS, trigger("t", pod));
+    settle(&world).await;
+    assert_failed(&world, why);
+    assert_eq!(world.snapshots(), Vec::<Value>::new());
+}
+
+#[tokio::test]
+async fn a_trigger_fails_where_the_runtime_cannot_save() {
+    let world = World::new();
+    world.ready(sandbox(json!({}))).await;
+    world.api.create(TRIGGERS, trigger("t", "s"));
+    settle(&world).await;
+    assert_failed(
+        &world,
+        "the default runtime on node \"n1\" cannot save memory",
+    );
+}
+
+#[tokio::test]
+async fn a_trigger_fails_when_the_save_does_and_nothing_is_saved_later() {
+    let world = asked().await;
+    settle(&world).await;
+    let failed = condition("Committed", "False", "SaveFailed", "the disk is full");
+    world.edit_snapshot("t", &json!({"status": {"conditions": [failed]}}));
+    settle(&world).await;
+    assert_failed(&world, "the disk is full");
+    assert_eq!(world.snapshots(), Vec::<Value>::new());
+}
+
+#[tokio::test]
+async fn a_trigger_takes_nobody_elses_snapshot() {
+    let world = asked().await;
+    world.api.create("sandboxsnapshots", manual_snapshot("t"));
+    agent_saves(&world, "t");
+    settle(&world).await;
+    assert_failed(
+        &world,
+        "SandboxSnapshot \"t\" exists already, of somebody else",
+    );
+    assert_eq!(world.snapshots().len(), 1);
+    assert_eq!(world.api.list(SNAPSHOTS), Vec::<Value>::new());
+}
+
+#[tokio::test]
+async fn a_trigger_takes_nobody_elses_pod_snapshot() {
+    let world = asked().await;
+    let others = json!({"metadata": {"name": "t", "namespace": NS}, "spec": {"triggerUID": "x"}});
+    world.api.create(SNAPSHOTS, others);
+    settle(&world).await;
+    assert_failed(
+        &world,
+        "PodSnapshot \"t\" exists already, of another trigger",
+    );
+}
+
+#[tokio::test]
+async fn what_is_kept_goes_with_its_pod_snapshot_and_not_with_its_trigger() {
+    let world = asked().await;
+    settle(&world).await;
+    agent_saves(&world, "t");
+    settle(&world).await;
+    world.api.delete(TRIGGERS, NS, "t");
+    world.api.collect_garbage();
+    settle(&world).await;
+    assert!(
+        is_ready(&world, "t"),
+        "the SDK deletes its triggers when it ends"
+    );
+    world.api.delete(SNAPSHOTS, NS, "t");
+    world.api.collect_garbage();
+    let image = world.api.get("sandboxsnapshots", NS, "t").unwrap();
+    assert!(
+        crate::cluster::is_going(&image),
+        "its agent deletes the bytes: {image:#}"
+    );
+}
+
+#[tokio::test]
+async fn what_nobody_waits_for_any_more_is_not_kept() {
+    let world = asked().await;
+    settle(&world).await;
+    world.api.delete(TRIGGERS, NS, "t");
+    world.api.collect_garbage();
+    assert_eq!(world.snapshots(), Vec::<Value>::new());
+}
+
+#[tokio::test]
+async fn a_pod_snapshot_says_when_what_it_held_is_gone() {
+    let world = asked().await;
+    settle(&world).await;
+    agent_saves(&world, "t");
+    settle(&world).await;
+    world.api.remove("sandboxsnapshots", NS, "t");
+    settle(&world).await;
+    let snapshot = world.api.get(SNAPSHOTS, NS, "t").unwrap();
+    let (status, _, message) = said(&snapshot, "Ready").unwrap();
+    assert_eq!(status, "False");
+    assert_eq!(message, "SandboxSnapshot \"t\", which held it, is gone");
+    assert_eq!(outcome(&world).unwrap().1, "Complete", "it was taken");
+}
+
+#[rstest]
+#[case::cold("False", "ColdStarted", "no memory", json!({}), "no memory")]
+#[case::another_one_asked_for(
+    "True", "Restored", "", json!({"podsnapshot.gke.io/ps-name": "t"}),
+    "A sandbox goes on from its newest memory, not from PodSnapshot \"t\"; annotation torpor.dev/restore-from starts another Sandbox as a copy of SandboxSnapshot \"t\""
+)]
+#[tokio::test]
+async fn a_pod_that_was_not_restored_from_it_says_so(
+    #[case] status: &str,
+    #[case] reason: &str,
+    #[case] message: &str,
+    #[case] annotations: Value,
+    #[case] told: &str,
+) {
+    let world = asked().await;
+    settle(&world).await;
+    agent_saves(&world, "t");
+    settle(&world).await;
+    suspended_and_resumed(&world).await;
+    world.edit_pod(&json!({"metadata": {"annotations": annotations}}));
+    world.pod_says(condition("torpor.dev/Restored", status, reason, message));
+    settle(&world).await;
+    let (status, _, message) = said(&world.pod().unwrap(), "PodRestored").unwrap();
+    assert_eq!((status.as_str(), message.as_str()), ("False", told));
+}
+
+#[tokio::test]
+async fn a_trigger_fails_when_its_pod_ends_before_anybody_saves_it() {
+    let world = asked().await;
+    settle(&world).await;
+    world.api.remove("pods", NS, "s");
+    settle(&world).await;
+    assert_failed(&world, "Pod \"s\" ended before it was saved");
+    assert_eq!(world.snapshots(), Vec::<Value>::new());
+}
+
+/// The Pods before and after a suspension have one name.
+#[tokio::test]
+async fn a_pod_that_is_seen_too_late_fails_no_trigger() {
+    let world = asked().await;
+    world.sync();
+    let earlier = world.pod().unwrap();
+    world.edit_pod(&json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}));
+    world.sync();
+    world.api.remove("pods", NS, "s");
+    let mut next = earlier;
+    for known in ["uid", "resourceVersion"] {
+        next["metadata"].as_object_mut().unwrap().remove(known);
+    }
+    world.api.create("pods", next);
+    let asked = read(world.api.get(TRIGGERS, NS, "t").unwrap());
+    pod_snapshot::trigger(asked, Arc::clone(&world.context))
+        .await
+        .unwrap();
+    assert_eq!(outcome(&world), None);
+    let image = world.api.get("sandboxsnapshots", NS, "t").unwrap();
+    assert_eq!(image["spec"]["podUID"], world.pod_uid());
+}
+
+/// Whoever dies after a write, or is not told that it took effect, or is refused it, goes on from what is there.
+#[rstest]
+#[tokio::test]
+async fn each_write_may_go_wrong(
+    #[values(
+        ("create", "sandboxsnapshots"),
+        ("create", SNAPSHOTS),
+        ("patch", "sandboxsnapshots"),
+        ("patch status", SNAPSHOTS),
+        ("patch status", TRIGGERS),
+        ("patch status", "pods"),
+    )]
+    write: (&'static str, &'static str),
+    #[values(
+        FaultAnswer::LoseAnswer,
+        FaultAnswer::Refuse(409),
+        FaultAnswer::Refuse(403)
+    )]
+    answer: FaultAnswer,
+) {
+    let world = World::with_timeout(Duration::from_millis(200));
+    world.ready(torpor_sandbox(json!({}))).await;
+    world.api.create(TRIGGERS, trigger("t", "s"));
+    let (verb, kind) = write;
+    let resumed = verb == "patch status" && kind == "pods";
+    if !resumed {
+        world.api.fail(Fault { verb, kind, answer });
+    }
+    let mut went_wrong = 0;
+    for round in 0..12 {
+        went_wrong += usize::from(pass(&world).await.is_err());
+        if round == 3 {
+            agent_saves(&world, "t");
+        }
+    }
+    if resumed {
+        suspended_and_resumed(&world).await;
+        world.pod_says(condition("torpor.dev/Restored", "True", "Restored", ""));
+        world.api.fail(Fault { verb, kind, answer });
+        went_wrong += usize::from(pass(&world).await.is_err());
+        settle(&world).await;
+        assert!(said(&world.pod().unwrap(), "PodRestored").is_some());
+    }
+    let somebody_elses_turn = matches!(answer, FaultAnswer::Refuse(409)) && verb != "create";
+    assert_eq!(went_wrong, usize::from(!somebody_elses_turn));
+    assert_eq!(outcome(&world).unwrap().1, "Complete");
+    assert!(is_ready(&world, "t"));
+    let images = world.snapshots();
+    let manual = images
+        .iter()
+        .filter(|one| one["spec"]["reason"] == "Manual");
+    assert_eq!(manual.count(), 1);
+}
