@@ -14,6 +14,7 @@ use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
 pub mod reclaim;
+pub mod room;
 pub mod swap;
 
 /// Why a cgroup could not be made, joined or removed.

@@ -6,6 +6,7 @@
 //! pods/<sandbox id>/pause.json      whether it is paused ([`PauseMark`])
 //! pods/<sandbox id>/doze.json       there while it is paused because it was idle ([`DozeNote`]): whoever needs it resumes it
 //! pods/<sandbox id>/quotas.json     limits of processor time that are lifted while it wakes
+//! pods/<sandbox id>/room.json       limits of memory that are wider while it wakes
 //! pods/<sandbox id>/wake.json       how long the last wake took ([`WakeNote`]); when: the time of the file
 //! pods/<sandbox id>/restore.json    how long its restore took that its containers' starts began ([`RestoreNote`]); when: the time of the file
 //! pods/<sandbox id>/sleep.json      what the pod's memory was before and after its last sleep began ([`SleepNote`])
@@ -47,6 +48,7 @@ use crate::pause::PauseMark;
 use crate::process;
 use crate::spec::{Role, SandboxVolume};
 use torpor_cgroup::Quota;
+use torpor_cgroup::room::Room;
 
 mod files;
 mod members;
@@ -395,6 +397,21 @@ impl Records {
     /// The limits are back.
     pub fn forget_quotas(&self, sandbox: &SandboxId) -> Result<(), Error> {
         remove_file(&self.pod_dir(sandbox).join("quotas.json"))
+    }
+
+    /// Notes the limits of memory that are wider for the time of a wake, in place of those noted before. By who holds the pod's lock.
+    pub fn note_room(&self, sandbox: &SandboxId, rooms: &[Room]) -> Result<(), Error> {
+        let path = self.pod_dir(sandbox).join("room.json");
+        match rooms.is_empty() {
+            true => remove_file(&path),
+            false => write_json(&path, &rooms),
+        }
+    }
+
+    /// The limits of memory that are wider, and that are to be put back.
+    pub fn room(&self, sandbox: &SandboxId) -> Result<Vec<Room>, Error> {
+        let noted = read_if_there(&self.pod_dir(sandbox).join("room.json"))?;
+        Ok(noted.unwrap_or_default())
     }
 
     /// Since when the sandbox sleeps, if it hibernates or stands still.

@@ -117,10 +117,11 @@ fn delete_sandbox(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
     forget_pod(node, &record.sandbox)
 }
 
-/// A wake or a creation that was cut off may have left the pod without its limit of processor time, and its cgroup is the kubelet's: another
+/// A wake or a creation that was cut off may have left the pod without its limit of processor time or with a wider one of memory, and its cgroup is the kubelet's: another
 /// sandbox may come into it.
 fn forget_pod(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
     restore::put_quotas_back(node, sandbox);
+    restore::room::give_back(node, sandbox);
     node.records.remove_pod(sandbox)?;
     Ok(())
 }

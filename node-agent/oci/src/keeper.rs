@@ -51,6 +51,8 @@ use watch::Watch;
 
 /// How often a keeper that holds packets back makes sure that it still has to: whoever was to tell it may have died.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
+/// The longest that it looks again for memory that does not fit in the pod's limit.
+const LONGEST_LOOK: Duration = Duration::from_secs(60);
 /// What the shim is told when the sandbox died under its container: as if it had been killed.
 const KILLED: u8 = 137;
 
@@ -74,6 +76,27 @@ struct Keeper<'a> {
     watch: Option<Watch>,
     /// It has done something since it gave its memory back.
     stirred: bool,
+    /// The pod's limit of memory may still be wider than it is to be.
+    owed: Option<Owed>,
+}
+
+/// When to look again whether what a sandbox uses fits in its limit.
+#[derive(Clone, Copy)]
+struct Owed {
+    at: Instant,
+    wait: Duration,
+}
+
+impl Owed {
+    /// After a second, or after twice as long as the last time.
+    fn after(before: Option<Self>) -> Self {
+        let wait = before.map_or(LOOK_AGAIN, |before| before.wait.saturating_mul(2));
+        let wait = wait.min(LONGEST_LOOK);
+        Self {
+            at: Instant::now() + wait,
+            wait,
+        }
+    }
 }
 
 /// Runs until the container has ended.
@@ -96,6 +119,7 @@ pub(crate) fn run(node: &Node, args: &KeeperArgs) -> anyhow::Result<ExitCode> {
         loopback,
         watch: None,
         stirred: true,
+        owed: None,
     };
     if keeper.record.terminal {
         relay::own_terminal()?;
@@ -137,6 +161,9 @@ impl Keeper<'_> {
             self.follow(next);
         }
         self.look_at_sandbox(&ended);
+        if self.owed.is_some_and(|owed| owed.at <= Instant::now()) {
+            self.give_room_back();
+        }
         // Who woke it from a doze may not have told.
         if ended.contains(&Purpose::Rouse) && self.waiting.is_some() && !self.dozes() {
             self.typing.woke();
@@ -236,8 +263,12 @@ impl Keeper<'_> {
         let drowsy = self.waiting.is_none() && self.stirred;
         let look = (!settled || drowsy).then_some(LOOK_AGAIN);
         let turn = self.watch.as_mut().and_then(Watch::turn_again);
+        let owed = self
+            .owed
+            .map(|owed| owed.at.saturating_duration_since(Instant::now()));
         look.into_iter()
             .chain(turn)
+            .chain(owed)
             .chain(self.typing.patience(Instant::now()))
             .min()
             .map_or(PollTimeout::NONE, |wait| {
@@ -281,6 +312,23 @@ impl Keeper<'_> {
             watch.release();
         }
         self.put_quotas_back();
+        self.give_room_back();
+    }
+
+    /// Who has woken the sandbox does so too, as soon as he can, and holds the pod's lock until he has: none of it is touched in the middle of a wake.
+    fn give_room_back(&mut self) {
+        let sandbox = &self.record.sandbox;
+        let records = &self.node.records;
+        let is_owed = || records.room(sandbox).is_ok_and(|rooms| !rooms.is_empty());
+        if self.record.role != Role::Sandbox || !is_owed() {
+            self.owed = None;
+            return;
+        }
+        let all_back = match records.try_lock(sandbox) {
+            Ok(Some(_lock)) => restore::room::give_back(self.node, sandbox),
+            _ => false,
+        };
+        self.owed = (!all_back).then(|| Owed::after(self.owed));
     }
 
     /// Who has woken the sandbox does so too, unless he was killed before it.

@@ -24,6 +24,7 @@ use crate::node::{CALL_LIMIT, Node};
 
 mod memory;
 mod recorded;
+pub(crate) mod room;
 mod sandbox;
 mod source;
 
@@ -529,6 +530,7 @@ pub(crate) fn settled(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Sandbo
 /// Whoever woke it died before it could say so: the image is stale, and the sandbox runs, or has died awake.
 fn catch_up(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
     put_quotas_back(node, sandbox);
+    room::give_back(node, sandbox);
     node.records.write_state(sandbox, &SandboxState::Running)?;
     for part in node.records.containers_of(sandbox)? {
         // A keeper that finds no sandbox ends, and one that is gone has.
@@ -582,6 +584,7 @@ pub(crate) fn end(node: &Node, sandbox: &SandboxId, id: &ImageId) -> anyhow::Res
     let lived = !node.cgroups.pids(&pod.cgroup)?.is_empty();
     let before = working_set().filter(|_| lived);
     sandbox::end(node, &pod)?;
+    room::give_back(node, sandbox);
     if let (Some(bytes_before), Some(bytes_after)) = (before, working_set()) {
         let dozed = node
             .records

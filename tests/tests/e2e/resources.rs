@@ -1,9 +1,16 @@
 //! Limits: the sandbox lives in its Pod's cgroup and what is set there holds.
 
+use std::time::Duration;
+
 use serde_json::json;
 use torpor_tests::case::{START_LIMIT, case, uid};
 use torpor_tests::machine;
 use torpor_tests::pods::{COUNT, pod, python, shell, with};
+use torpor_tests::sleep::{is_ready, restarts};
+use torpor_tests::wait;
+
+/// What the restored sentry has no more use for it keeps for a while.
+const LIMIT_IS_BACK: Duration = Duration::from_secs(90);
 
 #[tokio::test]
 async fn every_process_of_a_sandbox_is_in_its_pods_cgroup() -> anyhow::Result<()> {
@@ -89,6 +96,44 @@ async fn a_container_that_exceeds_its_memory_limit_is_shown_as_oom_killed() -> a
     .await
 }
 
+/// What wakes a sandbox needs memory too, in the Pod's cgroup.
+#[tokio::test]
+async fn a_sandbox_that_has_nearly_all_the_memory_it_may_have_wakes_and_its_limit_is_back()
+-> anyhow::Result<()> {
+    case("nearlimit", async |case| {
+        // With the sentry's own, 117 of 128 MiB.
+        let program = "import os, time\nkept = os.urandom(88 << 20)\nprint('full', flush=True)\nwhile True: time.sleep(1)";
+        let limits = json!({ "resources": { "limits": { "memory": "128Mi" } } });
+        let spec = json!({ "containers": [with(python("a", program), limits)] });
+        let pod = case.start(pod("p", spec)).await?;
+        wait::until("its memory is full", START_LIMIT, async || {
+            let log = case.log("p", "a").await?;
+            wait::holds(log.contains("full"), || log)
+        })
+        .await?;
+        let cgroup = case.node.sandbox_of(&uid(&pod))?.cgroup;
+        let pod_cgroup = cgroup.parent().unwrap_or(&cgroup);
+        let of = |name| machine::cgroup_file(pod_cgroup, name);
+        let limit = || [of("memory.limit_in_bytes"), of("memory.max")].concat();
+        let before = limit();
+        assert!(before.contains(&"134217728".to_owned()), "{before:?}");
+        case.hibernate("p").await?;
+        case.wake("p").await?;
+        wait::until("its limit is back", LIMIT_IS_BACK, async || {
+            let now = limit();
+            wait::holds(now == before, || format!("{before:?} → {now:?}"))
+        })
+        .await?;
+        let most = [of("memory.max_usage_in_bytes"), of("memory.peak")].concat();
+        let most = most.iter().filter_map(|text| text.parse::<u64>().ok()).max();
+        assert!(most > Some(128 << 20), "it needed no room: {most:?}");
+        let pod = case.pods().get("p").await?;
+        assert!(is_ready(&pod) && restarts(&pod) == 0, "{:?}", pod.status);
+        Ok(())
+    })
+    .await
+}
+
 #[tokio::test]
 async fn a_cpu_limit_holds_for_the_program() -> anyhow::Result<()> {
     case("cpu", async |case| {
@@ -117,12 +162,12 @@ async fn a_cpu_limit_holds_for_the_program() -> anyhow::Result<()> {
                 .unwrap_or(0)
         };
         let before = throttled();
-        torpor_tests::wait::until(
+        wait::until(
             "the quota holds the program back",
             START_LIMIT,
             async || {
                 let now = throttled();
-                torpor_tests::wait::holds(now >= before + 2, || format!("{before} → {now}"))
+                wait::holds(now >= before + 2, || format!("{before} → {now}"))
             },
         )
         .await

@@ -23,6 +23,7 @@ use torpor_gvisor::turns::Turns;
 use torpor_snapshots::Image;
 
 use super::memory::ensure_held_open;
+use super::room;
 use crate::console::Terminal;
 use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
 use crate::stages::Stages;
@@ -52,16 +53,18 @@ pub(super) fn restore(
     let expedited = node.expedited();
     // Stand until nothing runs of a sandbox that could not be restored.
     let mut barriers = Vec::new();
+    room::make(node, pod);
     let result = without_quotas(node, pod, || {
         attempt(node, pod, image, parts, awake, &mut stages, &mut barriers)
-    })?;
+    });
     drop(expedited);
-    if let Err(error) = result {
+    let result = result.flatten();
+    if result.is_err() {
         // What ended it badly is the news; that the remains could not be removed will be seen by the next try.
         let _ = remove_remains(node, pod, parts);
-        return Err(error);
     }
-    Ok(stages)
+    room::give_back(node, &pod.sandbox);
+    result.map(|()| stages)
 }
 
 /// A sandbox with a fifth of a processor would take six times as long to load its memory: for the moment of a wake the pod

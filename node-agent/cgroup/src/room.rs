@@ -1,0 +1,180 @@
+//! Room for a wake: what restores a sandbox (runsc's commands, the sentry's own buffers) is in its Pod's cgroup too. For that time the Pod's limit of memory is wider.
+
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use crate::{Error, Hierarchies, counted, write};
+
+/// How much more a Pod may have while it is woken, in bytes: 64 MiB, and so much that nobody's own limit becomes what a wider one is (whole pages of 64 KiB, which no kernel rounds).
+pub const ROOM: u64 = (64 << 20) + (7 << 16);
+/// From here on v1's number means "no limit": it is the largest of a signed one, in whole pages.
+const NO_LIMIT: u64 = i64::MAX as u64 & !0xffff;
+
+/// A limit of memory, in bytes, and the wider one that stands in its place.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Room {
+    path: PathBuf,
+    limit: u64,
+    wider: u64,
+}
+
+impl Hierarchies {
+    /// The limits of memory on the cgroup: none where there is no limit.
+    pub fn rooms(&self, relative: &Path) -> Vec<Room> {
+        self.existing(relative)
+            .flat_map(|group| ["memory.limit_in_bytes", "memory.max"].map(|file| group.join(file)))
+            .filter_map(|path| {
+                let limit = number(&path).ok()?.filter(|limit| *limit < NO_LIMIT)?;
+                let wider = limit.checked_add(ROOM)?;
+                Some(Room { path, limit, wider })
+            })
+            .collect()
+    }
+}
+
+impl Room {
+    /// Puts the wider limit in its place.
+    pub fn make(&self) -> Result<(), Error> {
+        write(&self.path, &self.wider.to_string())
+    }
+
+    /// Whether the wider limit is in its place: not once somebody (the kubelet) has set another one, or the cgroup is gone.
+    pub fn is_made(&self) -> Result<bool, Error> {
+        Ok(number(&self.path)? == Some(self.wider))
+    }
+
+    /// Whether it is the same limit's.
+    pub fn is_of_same(&self, other: &Self) -> bool {
+        self.path == other.path
+    }
+
+    /// Puts the limit back, if the wider one is in its place. False: what is used does not fit yet, file cache aside; v1 would refuse it, and v2 would kill.
+    pub fn give_back(&self) -> Result<bool, Error> {
+        if !self.is_made()? {
+            return Ok(true);
+        }
+        if self.kept()? > self.limit {
+            return Ok(false);
+        }
+        match write(&self.path, &self.limit.to_string()) {
+            Err(Error::Write { source, .. }) if source.kind() == ErrorKind::ResourceBusy => {
+                Ok(false)
+            }
+            written => written.map(|()| true),
+        }
+    }
+
+    /// Bytes in use without file cache, which the kernel takes back by itself.
+    fn kept(&self) -> Result<u64, Error> {
+        let group = self.path.parent().unwrap_or(&self.path);
+        let mut used = None;
+        for file in ["memory.current", "memory.usage_in_bytes"] {
+            used = used.or(number(&group.join(file))?);
+        }
+        let stat = std::fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
+        // v1's are the cgroup's own alone, unless they are the total.
+        let cache = |key: &str| {
+            counted(&stat, &format!("total_{key}"))
+                .or_else(|| counted(&stat, key))
+                .unwrap_or(0)
+        };
+        let cache = cache("inactive_file").saturating_add(cache("active_file"));
+        Ok(used.unwrap_or(0).saturating_sub(cache))
+    }
+}
+
+/// The number in a file; none where there is no such file, or no number in it.
+fn number(path: &Path) -> Result<Option<u64>, Error> {
+    match std::fs::read_to_string(path) {
+        Ok(text) => Ok(text.trim().parse().ok()),
+        Err(error) if is_gone(&error) => Ok(None),
+        Err(source) => Err(Error::Read {
+            path: path.into(),
+            source,
+        }),
+    }
+}
+
+/// A cgroup that is being removed has its files, and says ENODEV.
+fn is_gone(error: &std::io::Error) -> bool {
+    error.kind() == ErrorKind::NotFound || error.raw_os_error() == Some(19)
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    const POD: &str = "kubepods/pod1";
+    const LIMIT: u64 = 256 << 20;
+
+    /// A pod with these files, on a hierarchy that is v2's or v1's.
+    fn pod(files: &[(&str, &str)]) -> (tempfile::TempDir, Hierarchies) {
+        let root = tempfile::tempdir().expect("a directory");
+        std::fs::write(root.path().join("cgroup.controllers"), "memory\n").expect("written");
+        std::fs::create_dir_all(root.path().join(POD)).expect("made");
+        for (file, text) in files {
+            std::fs::write(root.path().join(POD).join(file), text).expect("written");
+        }
+        let hierarchies = Hierarchies::find(root.path()).expect("found");
+        (root, hierarchies)
+    }
+
+    #[rstest]
+    #[case::v2("memory.max", "memory.current", "")]
+    #[case::v1("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")]
+    fn room_is_made_and_given_back_once_what_is_used_fits(
+        #[case] limit: &str,
+        #[case] usage: &str,
+        #[case] whole: &str,
+    ) {
+        let (root, hierarchies) = pod(&[(limit, "268435456\n"), (usage, "250000000\n")]);
+        let path = |file: &str| root.path().join(POD).join(file);
+        let set = |file: &str, text: &str| std::fs::write(path(file), text).expect("written");
+        let now = || std::fs::read_to_string(path(limit)).expect("read");
+        let rooms = hierarchies.rooms(Path::new(POD));
+        let [room] = rooms.as_slice() else {
+            panic!("{rooms:?}")
+        };
+        assert!(!room.is_made().expect("read"));
+        room.make().expect("made");
+        assert!(room.is_made().expect("read"));
+        assert_eq!(now(), (LIMIT + ROOM).to_string());
+
+        set(usage, &(LIMIT + 4096).to_string());
+        assert!(!room.give_back().expect("looked"), "v2 would kill");
+        assert!(room.is_made().expect("read"));
+        set(
+            "memory.stat",
+            &format!("{whole}inactive_file 1024\n{whole}active_file 3072\n"),
+        );
+        assert!(room.give_back().expect("given back"), "the rest is cache");
+        assert_eq!(now(), LIMIT.to_string());
+        assert!(room.give_back().expect("again"));
+        assert_eq!(now(), LIMIT.to_string());
+    }
+
+    #[test]
+    fn a_limit_that_the_kubelet_has_changed_meanwhile_is_left_alone() {
+        let (root, hierarchies) = pod(&[("memory.max", "268435456\n")]);
+        let file = root.path().join(POD).join("memory.max");
+        let rooms = hierarchies.rooms(Path::new(POD));
+        rooms[0].make().expect("made");
+        std::fs::write(&file, "512000000\n").expect("written");
+        assert!(rooms[0].give_back().expect("left alone"));
+        assert_eq!(std::fs::read_to_string(&file).expect("read"), "512000000\n");
+        std::fs::remove_file(&file).expect("removed");
+        assert!(rooms[0].give_back().expect("it is gone"));
+    }
+
+    #[rstest]
+    #[case::v2("max\n")]
+    #[case::v1("9223372036854771712\n")]
+    #[case::v1_with_large_pages("9223372036854710272\n")]
+    fn where_memory_is_not_limited_there_is_no_room_to_make(#[case] limit: &str) {
+        let (_root, hierarchies) = pod(&[("memory.max", limit)]);
+        assert_eq!(hierarchies.rooms(Path::new(POD)), []);
+    }
+}

@@ -1,0 +1,153 @@
+//! Room for a wake in the Pod's limit of memory ([`torpor_cgroup::room`]): made and given back under the pod's lock, and noted before, so that whoever is killed meanwhile leaves
+//! it to somebody else to give it back.
+
+use torpor_cgroup::room::Room;
+use torpor_core::ids::SandboxId;
+use torpor_gvisor::record::PodRecord;
+
+use crate::node::Node;
+
+/// Makes room. That it fails is no reason not to try to wake: most sandboxes need none.
+pub(super) fn make(node: &Node, pod: &PodRecord) {
+    if let Err(error) = try_make(node, pod) {
+        eprintln!("torpor-oci: there is no more room in the pod's limit of memory: {error:#}");
+    }
+}
+
+fn try_make(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
+    let Some(cgroup) = pod.cgroup.parent() else {
+        return Ok(());
+    };
+    // Room that is still made is enough, and only its note knows what the limit was.
+    let mut rooms = Vec::new();
+    for noted in node.records.room(&pod.sandbox)? {
+        if noted.is_made()? {
+            rooms.push(noted);
+        }
+    }
+    for found in node.cgroups.rooms(cgroup) {
+        if !rooms.iter().any(|made: &Room| made.is_of_same(&found)) {
+            rooms.push(found);
+        }
+    }
+    if rooms.is_empty() {
+        return Ok(());
+    }
+    node.records.note_room(&pod.sandbox, &rooms)?;
+    for room in &rooms {
+        room.make()?;
+    }
+    Ok(())
+}
+
+/// Gives back what was made, and says whether none is left. Where none was made nothing changes.
+pub(crate) fn give_back(node: &Node, sandbox: &SandboxId) -> bool {
+    try_give_back(node, sandbox).unwrap_or_else(|error| {
+        eprintln!("torpor-oci: the pod's limit of memory is not back: {error:#}");
+        false
+    })
+}
+
+fn try_give_back(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
+    let noted = node.records.room(sandbox)?;
+    if noted.is_empty() {
+        return Ok(true);
+    }
+    let mut left = Vec::new();
+    for room in noted {
+        if !room.give_back()? {
+            left.push(room);
+        }
+    }
+    node.records.note_room(sandbox, &left)?;
+    Ok(left.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+    use crate::node::tests::one_pod;
+    use crate::restore::catch_up;
+
+    const LIMIT: &str = "268435456";
+
+    /// A node on files, with one pod that has a limit of memory.
+    struct Limited {
+        dir: tempfile::TempDir,
+        node: Node,
+        pod: PodRecord,
+    }
+
+    impl Limited {
+        fn new() -> Self {
+            let (dir, node, pod) = one_pod();
+            std::fs::create_dir_all(dir.path().join("kubepods/pod1")).expect("made");
+            let limited = Self { dir, node, pod };
+            limited.set("memory.max", LIMIT);
+            limited.uses(250_000_000);
+            limited
+        }
+
+        fn file(&self, name: &str) -> PathBuf {
+            self.dir.path().join("kubepods/pod1").join(name)
+        }
+
+        fn set(&self, name: &str, text: &str) {
+            std::fs::write(self.file(name), text).expect("written");
+        }
+
+        fn uses(&self, bytes: u64) {
+            self.set("memory.current", &bytes.to_string());
+        }
+
+        fn limit(&self) -> String {
+            std::fs::read_to_string(self.file("memory.max")).expect("read")
+        }
+
+        fn noted(&self) -> usize {
+            let noted = self.node.records.room(&self.pod.sandbox);
+            noted.expect("read").len()
+        }
+    }
+
+    #[test]
+    fn room_that_is_still_used_stays_noted_and_the_next_wake_takes_no_more() {
+        let limited = Limited::new();
+        let (node, pod) = (&limited.node, &limited.pod);
+        make(node, pod);
+        let wider = limited.limit();
+        assert_ne!(wider, LIMIT);
+        limited.uses(270_000_000);
+        assert!(!give_back(node, &pod.sandbox));
+        make(node, pod);
+        assert_eq!((limited.limit(), limited.noted()), (wider, 1));
+        limited.uses(260_000_000);
+        assert!(give_back(node, &pod.sandbox));
+        assert_eq!((limited.limit().as_str(), limited.noted()), (LIMIT, 0));
+    }
+
+    #[test]
+    fn whoever_catches_up_with_a_wake_that_was_cut_off_gives_its_room_back() {
+        // Where it was killed.
+        type Killed = fn(&Limited);
+        let moments: [(&str, Killed); 3] = [
+            ("before it began", |_| {}),
+            ("noted", |limited| {
+                make(&limited.node, &limited.pod);
+                limited.set("memory.max", LIMIT);
+            }),
+            ("made", |limited| make(&limited.node, &limited.pod)),
+        ];
+        for (moment, killed) in moments {
+            let limited = Limited::new();
+            killed(&limited);
+            for _ in 0..2 {
+                catch_up(&limited.node, &limited.pod.sandbox).expect("caught up");
+                let now = (limited.limit(), limited.noted());
+                assert_eq!(now, (LIMIT.to_owned(), 0), "{moment}");
+            }
+        }
+    }
+}
