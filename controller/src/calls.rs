@@ -263,9 +263,7 @@ impl Apiserver {
         name: &str,
         patch: &Value,
     ) -> Result<K, Error> {
-        let api: Api<K> = Api::namespaced(self.client(), namespace);
-        let (params, patch) = (PatchParams::default(), Patch::Merge(patch));
-        self.limited(|| api.patch_status(name, &params, &patch))
+        self.patch_status_by(namespace, name, Patch::Merge(patch))
             .await
     }
 
@@ -276,8 +274,18 @@ impl Apiserver {
         name: &str,
         patch: &Value,
     ) -> Result<K, Error> {
+        self.patch_status_by(namespace, name, Patch::Strategic(patch))
+            .await
+    }
+
+    async fn patch_status_by<K: Namespaced>(
+        &self,
+        namespace: &str,
+        name: &str,
+        patch: Patch<&Value>,
+    ) -> Result<K, Error> {
         let api: Api<K> = Api::namespaced(self.client(), namespace);
-        let (params, patch) = (PatchParams::default(), Patch::Strategic(patch));
+        let params = PatchParams::default();
         self.limited(|| api.patch_status(name, &params, &patch))
             .await
     }

@@ -9,7 +9,7 @@ use std::{sync::Arc, time::Duration};
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
-use kube::{Resource, ResourceExt};
+use kube::ResourceExt;
 use serde_json::{Value, json};
 use torpor_api::{
     PodSnapshot, PodSnapshotManualTrigger, SandboxSnapshot, conditions, labels, pod_snapshot,
@@ -60,7 +60,10 @@ pub async fn trigger(
         return Ok(None);
     }
     let around = plan::Around {
-        pod: target(&trigger, &context).await?,
+        pod: context
+            .caches
+            .pods
+            .get(&namespace, &trigger.spec.target_pod),
         image: context.caches.snapshots.get(&namespace, &name),
         snapshot: context.caches.pod_snapshots.get(&namespace, &name),
     };
@@ -124,7 +127,7 @@ pub async fn snapshot(
     let api = &context.api;
     let image = match context.caches.snapshots.get(&namespace, &name) {
         Some(image) => Some(image),
-        None if is_unavailable(&snapshot) => None,
+        None if plan::unavailable(&snapshot).is_some() => None,
         // The watch may be behind, and what is said of an absence is final for the trigger.
         None => {
             let found = api.get::<SandboxSnapshot>(&namespace, &name).await;
@@ -172,11 +175,6 @@ async fn tell_pods(snapshot: &PodSnapshot, context: &Context) -> Result<(), Erro
     Ok(())
 }
 
-fn is_unavailable(snapshot: &PodSnapshot) -> bool {
-    let said = conditions::find(snapshot.conditions(), conditions::READY);
-    said.is_some_and(|said| said.status == "False")
-}
-
 /// What the apiserver itself says is there beside a trigger.
 async fn look_around(
     trigger: &PodSnapshotManualTrigger,
@@ -192,25 +190,6 @@ async fn look_around(
         image: image.map_err(Error::Observe)?.map(Arc::new),
         snapshot: snapshot.map_err(Error::Observe)?.map(Arc::new),
     })
-}
-
-/// The Pod that a trigger names; asked for where the watch does not show it, since it may be behind.
-async fn target(
-    trigger: &PodSnapshotManualTrigger,
-    context: &Context,
-) -> Result<Option<Arc<Pod>>, Error> {
-    let (namespace, name) = (
-        trigger.namespace().unwrap_or_default(),
-        &trigger.spec.target_pod,
-    );
-    if let Some(pod) = context.caches.pods.get(&namespace, name) {
-        return Ok(Some(pod));
-    }
-    if trigger.outcome().is_some() {
-        return Ok(None);
-    }
-    let found = context.api.get::<Pod>(&namespace, name).await;
-    Ok(found.map_err(Error::Observe)?.map(Arc::new))
 }
 
 /// Whether the node of a Pod can save its memory; else why not.
@@ -262,10 +241,4 @@ fn made<T>(kind: &'static str, made: Result<T, calls::Error>) -> Result<(), Erro
         Err(source) => Err(Error::Write { kind, source }),
         Ok(_) => Ok(()),
     }
-}
-
-/// The trigger, or PodSnapshot, that owns an object.
-fn is_owned_by<K: Resource>(object: &K, uid: &str) -> bool {
-    let mut owners = object.meta().owner_references.iter().flatten();
-    owners.any(|owner| owner.uid == uid)
 }

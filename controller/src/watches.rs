@@ -3,10 +3,13 @@
 use std::{fmt::Debug, pin::pin, sync::Arc};
 
 use futures::StreamExt;
-use k8s_openapi::api::{
-    core::v1::{PersistentVolumeClaim, Pod, PodSpec, Service, ServiceSpec},
-    networking::v1::NetworkPolicy,
-    node::v1::RuntimeClass,
+use k8s_openapi::{
+    api::{
+        core::v1::{PersistentVolumeClaim, Pod, PodSpec, Service, ServiceSpec},
+        networking::v1::NetworkPolicy,
+        node::v1::RuntimeClass,
+    },
+    apimachinery::pkg::apis::meta::v1::OwnerReference,
 };
 use kube::{
     Api, Client, Resource, ResourceExt,
@@ -329,17 +332,21 @@ fn unguarded<K: Resource<DynamicType = ()>>(event: Event<DeserializeGuard<K>>) -
     })
 }
 
+/// The Sandbox that controls an object, in whatever version.
+pub(crate) fn sandbox_of<K: ResourceExt>(object: &K) -> Option<&OwnerReference> {
+    object.owner_references().iter().find(|owner| {
+        owner.controller == Some(true)
+            && owner.kind == Sandbox::kind(&())
+            && owner.api_version.starts_with("agents.x-k8s.io/")
+    })
+}
+
 /// The Sandbox that controls an object, before or after the change.
 fn owners<K: ResourceExt>(change: &Change<K>) -> Vec<Key> {
     let mut found = Vec::new();
     for object in [&change.before, &change.after].into_iter().flatten() {
         let namespace = object.namespace().unwrap_or_default();
-        let controller = object.owner_references().iter().find(|owner| {
-            owner.controller == Some(true)
-                && owner.kind == Sandbox::kind(&())
-                && owner.api_version.starts_with("agents.x-k8s.io/")
-        });
-        if let Some(owner) = controller {
+        if let Some(owner) = sandbox_of(&**object) {
             let sandbox = (namespace, owner.name.clone());
             if !found.contains(&sandbox) {
                 found.push(sandbox);

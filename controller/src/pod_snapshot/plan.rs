@@ -9,14 +9,14 @@ use k8s_openapi::{
 use kube::{Resource, ResourceExt};
 use serde_json::{Value, json};
 use torpor_api::{
-    PodSnapshot, PodSnapshotManualTrigger, Sandbox, SandboxSnapshot, SnapshotReason, annotations,
+    PodSnapshot, PodSnapshotManualTrigger, SandboxSnapshot, SnapshotReason, annotations,
     conditions::{self, Draft, Status},
     labels, name_hash,
     pod_snapshot::{self, reasons},
     reasons::{restored as restored_reasons, snapshot as image_reasons},
 };
 
-use super::is_owned_by;
+use crate::watches::sandbox_of;
 
 /// What is seen beside a trigger: the Pod that it names, and what has its own name.
 #[derive(Clone, Debug, Default)]
@@ -102,6 +102,16 @@ fn is_deleting<K: Resource>(object: &K) -> bool {
     object.meta().deletion_timestamp.is_some()
 }
 
+/// Whether the object with this uid is one of its owners.
+fn is_owned_by<K: Resource>(object: &K, uid: &str) -> bool {
+    let mut owners = object.meta().owner_references.iter().flatten();
+    owners.any(|owner| owner.uid == uid)
+}
+
+fn is_a<K: Resource<DynamicType = ()>>(owner: &OwnerReference) -> bool {
+    owner.kind == K::kind(&()) && owner.api_version == K::api_version(&())
+}
+
 /// Whether the Pod that an image is of is seen.
 fn is_there(around: &Around, image: &SandboxSnapshot) -> bool {
     let seen = around.pod.as_ref().and_then(|pod| pod.uid());
@@ -112,9 +122,7 @@ fn is_there(around: &Around, image: &SandboxSnapshot) -> bool {
 fn is_kept(image: &SandboxSnapshot) -> bool {
     let mut owners = image.metadata.owner_references.iter().flatten();
     owners.any(|owner| {
-        owner.kind == PodSnapshot::kind(&())
-            && owner.api_version == PodSnapshot::api_version(&())
-            && Some(&owner.name) == image.metadata.name.as_ref()
+        is_a::<PodSnapshot>(owner) && Some(&owner.name) == image.metadata.name.as_ref()
     })
 }
 
@@ -130,7 +138,8 @@ fn failure(image: &SandboxSnapshot) -> Option<&Condition> {
     (said.status == "False" && failed.contains(&said.reason.as_str())).then_some(said)
 }
 
-fn unavailable(snapshot: &PodSnapshot) -> Option<&Condition> {
+/// What Ready says where it says no.
+pub(super) fn unavailable(snapshot: &PodSnapshot) -> Option<&Condition> {
     let said = conditions::find(snapshot.conditions(), conditions::READY)?;
     (said.status == "False").then_some(said)
 }
@@ -143,13 +152,7 @@ fn savable<'a>(
 ) -> Result<(&'a Pod, &'a str), String> {
     let name = &trigger.spec.target_pod;
     let pod = pod.ok_or_else(|| format!("Pod {name:?} does not exist"))?;
-    let mut owners = pod.metadata.owner_references.iter().flatten();
-    let sandbox = owners.find(|owner| {
-        owner.controller == Some(true)
-            && owner.kind == Sandbox::kind(&())
-            && owner.api_version.starts_with("agents.x-k8s.io/")
-    });
-    let sandbox = sandbox
+    let sandbox = sandbox_of(pod)
         .ok_or_else(|| format!("Pod {name:?} is no Sandbox's; only Pods of Sandboxes are saved"))?;
     if is_deleting(pod) {
         return Err(format!("Pod {name:?} is being deleted"));
@@ -209,9 +212,7 @@ pub(super) fn hand_over(snapshot: &PodSnapshot, image: &SandboxSnapshot) -> Opti
     // Who may write PodSnapshots may name any uid in one: that of a Sandbox, say, which owns the image of its suspension.
     let mut owners = image.metadata.owner_references.iter().flatten();
     let is_its_triggers = owners.any(|owner| {
-        owner.uid == snapshot.spec.trigger_uid
-            && owner.kind == PodSnapshotManualTrigger::kind(&())
-            && owner.api_version == PodSnapshotManualTrigger::api_version(&())
+        owner.uid == snapshot.spec.trigger_uid && is_a::<PodSnapshotManualTrigger>(owner)
     });
     let by_hand = image.spec.reason == SnapshotReason::Manual;
     let wanted = is_its_triggers && by_hand && !is_deleting(image);
