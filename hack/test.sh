@@ -16,12 +16,38 @@ foreign_cluster=${KUBECONFIG:-}
 cluster_started=
 # What the machine was before a cluster that goes away again.
 machine_before=
+# In CI, which shows the end of all only: what was said, and by whom it is kept.
+said=
+keeper_of_words=
 # What runs beside the rest: its process groups and logs by name.
 declare -A BESIDE_PID=() BESIDE_LOG=()
 
+# keep_words: everything that is said is kept, too.
+keep_words() {
+	said=$(mktemp)
+	exec 3>&1 4>&2 > >(exec tee -i "$said") 2>&1
+	keeper_of_words=$!
+}
+
+# last_words: what failed and how, out of what was said before the cluster was asked.
+last_words() {
+	echo "=== what the step said that failed"
+	tac "$said" | sed "/ == $STEP_NOW\$/q" | tac >"$said.step"
+	grep -E -A 3 'panicked at|\.\.\. FAILED$|: (lost|cut off|stuck|left over): |^[Ee]rror' "$said.step" | cut -c 1-400 | head -c 5000 || true
+	echo "=== and last"
+	tail -n 20 "$said.step" | cut -c 1-200
+}
+
 finish() {
 	local status=$?
-	local name
+	local name words=
+	if [ -n "$said" ]; then
+		exec >&3 2>&4 3>&- 4>&-
+		# Not without end: whatever was left running may hold on to what it was given.
+		timeout 10 tail --pid="$keeper_of_words" -f /dev/null || true
+		[ "$status" = 0 ] || words=$(last_words)
+		rm -f "$said" "$said.step"
+	fi
 	for name in "${!BESIDE_PID[@]}"; do
 		kill -- "-${BESIDE_PID[$name]}" 2>/dev/null || true
 		rm -f "${BESIDE_LOG[$name]}"
@@ -39,6 +65,7 @@ finish() {
 	fi
 	[ -z "$machine_before" ] || rm -f "$machine_before"
 	print_steps
+	[ -z "$words" ] || printf '%s\n' "$words" >&2
 	if [ "$status" = 0 ]; then
 		say "all checks passed"
 	else
@@ -48,6 +75,7 @@ finish() {
 }
 trap finish EXIT
 trap 'exit 130' INT TERM
+[ -z "${CI:-}" ] || keep_words
 
 # explain: what a person would ask the cluster for after a failure.
 explain() {
