@@ -20,6 +20,8 @@ use crate::wait;
 pub const NAMESPACE: &str = "agent-sandbox-system";
 const DAEMON_SET: &str = "torpor-agent";
 const COMEBACK_LIMIT: Duration = Duration::from_secs(60);
+/// While containerd is killed again and again, too: each time it dies in the start of the agent's Pod costs the kubelet's next look.
+const REPLACEMENT_LIMIT: Duration = Duration::from_secs(180);
 const ROLLOUT_LIMIT: Duration = Duration::from_secs(35);
 
 /// The agent that runs on this machine.
@@ -84,7 +86,7 @@ impl Agent {
     pub async fn replace(client: Client) -> anyhow::Result<()> {
         let old = Self::find().ok().and_then(|agent| agent.pod());
         delete_pods(client).await?;
-        wait::until("another agent", COMEBACK_LIMIT, async || {
+        wait::until("another agent", REPLACEMENT_LIMIT, async || {
             let found = Self::find().ok().and_then(|agent| agent.pod());
             wait::holds(found.is_some() && found != old, || format!("{found:?}"))
         })

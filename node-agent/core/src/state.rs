@@ -363,10 +363,15 @@ pub struct Failures {
 }
 
 impl Failures {
-    /// Takes note of how the sandbox is found. One that lives has woken, whoever woke it: what failed before it did is made good.
+    /// Takes note of how the sandbox is found. One that lives has woken, whoever woke it: what failed before it did is made good. So is the end
+    /// of one that runs: it was saved, and says nothing of the next save.
     pub fn saw(&mut self, live: Live) {
         if matches!(live, Live::Running | Live::Paused) {
             self.wake = None;
+        }
+        let ends = |failure: &Failure| failure.step == StepKind::End;
+        if live == Live::Running && self.save.as_ref().is_some_and(ends) {
+            self.save = None;
         }
     }
 

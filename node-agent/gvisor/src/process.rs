@@ -29,3 +29,66 @@ pub fn is_zombie(pid: i32) -> bool {
 pub fn lives(pid: i32) -> bool {
     after_name(pid).is_some_and(|after| !after.starts_with(['Z', 'X']))
 }
+
+/// Whether the process is there and will do anything more: one that was killed may take long to end where it gets no processor, and is
+/// then there without being of use to anybody.
+pub fn goes_on(pid: i32) -> bool {
+    after_name(pid).is_some_and(|after| !is_ending(&after))
+}
+
+/// Whether what follows the name is of a process that ends, or has ended. Numbers count from the state, which is the third field of
+/// proc_pid_stat(5).
+fn is_ending(after: &str) -> bool {
+    const FLAGS: usize = 9 - 3;
+    const PENDING: usize = 31 - 3;
+    /// `PF_EXITING` (include/linux/sched.h).
+    const EXITING: u64 = 0x4;
+    /// SIGKILL in a set of signals. The kernel adds it to what each thread has before it.
+    const KILLED: u64 = 1 << (9 - 1);
+    let number = |field: usize| -> u64 {
+        let text = after.split_whitespace().nth(field);
+        text.and_then(|text| text.parse().ok()).unwrap_or(0)
+    };
+    after.starts_with(['Z', 'X']) || number(FLAGS) & EXITING != 0 || number(PENDING) & KILLED != 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_was_killed_goes_on_no_longer_whatever_it_is_at() {
+        // The third is of a process in a frozen cgroup after `kill -9`, where it ends only when it is let run (Linux 6.18).
+        let stat = |state: &str, flags: u64, pending: u64| {
+            format!(
+                "{state} 1 7 7 0 -1 {flags} 92 0 0 0 0 0 0 0 20 0 1 0 5 6 7 8 1 1 0 0 0 {pending} 0 4096 0 0 0 0 17 1 0 0 0 0 0"
+            )
+        };
+        for (state, flags, pending, ends) in [
+            ("S", 4_194_560, 0, false),
+            ("D", 4_259_840, 0, false),
+            ("D", 4_259_840, 256, true),
+            ("S", 4_194_560, 128, false),
+            ("R", 4_194_560 | 4, 0, true),
+            ("Z", 4_194_560, 0, true),
+        ] {
+            let stat = stat(state, flags, pending);
+            assert_eq!(is_ending(&stat), ends, "{stat}");
+        }
+    }
+
+    #[test]
+    fn a_process_goes_on_until_it_was_killed() {
+        let mut child = std::process::Command::new("sleep")
+            .arg("infinity")
+            .spawn()
+            .expect("started");
+        let pid = i32::try_from(child.id()).expect("a pid");
+        assert!(goes_on(pid) && lives(pid));
+        child.kill().expect("killed");
+        // At once: not only when it has ended.
+        assert!(!goes_on(pid));
+        child.wait().expect("waited for");
+        assert!(!goes_on(pid) && !lives(pid));
+    }
+}

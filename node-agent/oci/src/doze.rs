@@ -55,12 +55,21 @@ pub(crate) fn wake(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow
 /// Resumes the sandbox if it dozes; answers whether it did. The caller holds the lock.
 pub(crate) fn rouse(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<bool> {
     let mut stages = Stages::new();
-    if is_broken(node, sandbox)? && restore::sleep_on(node, sandbox)? {
-        restore::wake_locked(node, sandbox, cause)?;
+    let restored = || {
+        let sleeps = restore::sleep_on(node, sandbox)?;
+        if sleeps {
+            restore::wake_locked(node, sandbox, cause)?;
+        }
+        anyhow::Ok(sleeps)
+    };
+    // The sandbox itself may have ended, too.
+    if node.records.doze(sandbox)?.is_some() && is_broken(node, sandbox)? && restored()? {
         return Ok(true);
     }
-    if !resume(node, sandbox, &mut stages)? {
-        return Ok(false);
+    match resume(node, sandbox, &mut stages)? {
+        Resumed::Runs => {}
+        Resumed::DidNotDoze => return Ok(false),
+        Resumed::Broke => return restored(),
     }
     let pause = node.records.container_dir(&sandbox.clone().into());
     // A keeper that cannot be told is gone, and with it what it held back.
@@ -78,10 +87,7 @@ pub(crate) fn rouse_at_once(node: &Node, sandbox: &SandboxId) -> anyhow::Result<
         return Ok(false);
     };
     let mut stages = Stages::new();
-    if is_broken(node, sandbox)? {
-        return Ok(false);
-    }
-    let resumed = resume(node, sandbox, &mut stages)?;
+    let resumed = resume(node, sandbox, &mut stages)? == Resumed::Runs;
     if resumed {
         node.records
             .write_wake(sandbox, &stages.note(WakeCause::Packet, Depth::Dozing))?;
@@ -107,11 +113,25 @@ pub(crate) fn left_to_agent(node: &Node, sandbox: &SandboxId) -> anyhow::Result<
     Ok(())
 }
 
-fn resume(node: &Node, sandbox: &SandboxId, stages: &mut Stages) -> anyhow::Result<bool> {
+/// What came of a resume.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Resumed {
+    Runs,
+    DidNotDoze,
+    /// It stands still, and its memory is its image's alone.
+    Broke,
+}
+
+fn resume(node: &Node, sandbox: &SandboxId, stages: &mut Stages) -> anyhow::Result<Resumed> {
     let Some(mut control) = dozing(node, sandbox)? else {
-        return Ok(false);
+        return Ok(Resumed::DidNotDoze);
     };
     let about_to_run = restore::about_to_run(node, sandbox)?;
+    // What ends from now on takes the memory along; what ended before this does not.
+    if about_to_run.leaves_an_image() && is_broken(node, sandbox)? {
+        about_to_run.take_back()?;
+        return Ok(Resumed::Broke);
+    }
     stages.over("recorded");
     let resumed = pause::resume(&node.records, &mut control, sandbox, CALL_LIMIT);
     if !about_to_run.settle(resumed)? {
@@ -119,13 +139,12 @@ fn resume(node: &Node, sandbox: &SandboxId, stages: &mut Stages) -> anyhow::Resu
     }
     stages.over("resumed");
     node.records.note_call(sandbox)?;
-    Ok(true)
+    Ok(Resumed::Runs)
 }
 
-/// Whether a process without which it cannot run on has ended while it dozes: then its memory is its image's alone.
+/// Whether a process without which it cannot run on has ended.
 fn is_broken(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
-    let dozes = node.records.doze(sandbox)?.is_some();
-    Ok(dozes && !node.runsc.has_its_gofers(sandbox.as_str())?)
+    Ok(!node.runsc.has_its_gofers(sandbox.as_str())?)
 }
 
 /// The way to a sandbox that dozes; none to one that does not, or that died while it dozed.

@@ -55,13 +55,9 @@ async fn main() -> anyhow::Result<()> {
         lanes,
         ..
     } = &plan;
-    println!(
-        "seed {seed}, cycles {from} to {}, {lanes} sandboxes at a time; log: {}",
-        from + cycles,
-        args.log.display()
-    );
+    let path = args.log.display();
     let log = std::fs::File::create(&args.log);
-    let log = log.with_context(|| format!("cannot write {}", args.log.display()))?;
+    let log = log.with_context(|| format!("cannot write {path}"))?;
     let began = Instant::now();
     let tell = |line: &str| {
         let at = began.elapsed().as_secs_f64();
@@ -69,18 +65,21 @@ async fn main() -> anyhow::Result<()> {
         let _ = writeln!(&log, "[{at:7.1}] {line}");
         println!("[{at:7.1}] {}", line.lines().next().unwrap_or_default());
     };
+    tell(&format!(
+        "seed {seed}, cycles {from} to {}, {lanes} sandboxes at a time; log: {path}",
+        from + cycles,
+    ));
     let hours = Duration::from_secs(24 * 3600);
     let mut clean = false;
     alone_within(hours, "chaos", async |case| {
         let tally = chaos::run(case, &plan, tell).await?;
-        println!(
-            "{tally}\nseed {seed}: {:.0} s",
-            began.elapsed().as_secs_f64()
-        );
+        println!("{tally}");
+        let _ = writeln!(&log, "{tally}");
+        tell(&format!("seed {seed}: over"));
         clean = tally.is_clean();
         Ok(())
     })
     .await?;
-    anyhow::ensure!(clean, "see {}", args.log.display());
+    anyhow::ensure!(clean, "see {path}");
     Ok(())
 }

@@ -29,9 +29,10 @@ use crate::sleep::{is_ready, restarts};
 use crate::wait;
 use crate::witness::address;
 
-/// A cycle that takes longer anywhere is stuck. The kubelet starts a container again at once the first time, then after ten
-/// seconds; an agent that was killed is there again after a few; and whoever was woken may not sleep for ten.
-const LIMIT: Duration = Duration::from_secs(90);
+/// A cycle that takes longer anywhere is stuck. The kubelet starts a container again at once the first time, then after 10, 20 and 40
+/// seconds, also when it was containerd that died at it; an agent that was killed is there again after a few; and whoever was woken may
+/// not sleep for ten.
+const LIMIT: Duration = Duration::from_secs(180);
 /// The kubelet looks once a minute for sandboxes that it has made anew, and in the next minute again if containerd was not there: other lanes
 /// kill that several times a minute.
 const REMOVAL_LIMIT: Duration = Duration::from_secs(300);
@@ -92,6 +93,10 @@ struct Shared<'a> {
     common: &'a Common,
     /// Somebody has asked for the sandbox since it was told to sleep.
     wanted: Cell<bool>,
+    /// Something of this sandbox has been killed: a save of it may have failed for that.
+    struck: Cell<bool>,
+    /// It was seen not to fall asleep by itself because a save of it had failed.
+    let_be: Cell<bool>,
     done: RefCell<Done>,
 }
 
@@ -113,6 +118,8 @@ impl<'a> Lane<'a> {
                 name: String::new(),
                 common,
                 wanted: Cell::new(false),
+                struck: Cell::new(false),
+                let_be: Cell::new(false),
                 done: RefCell::default(),
             },
             number,
@@ -139,6 +146,8 @@ impl<'a> Lane<'a> {
             .await;
         self.generation += 1;
         self.shared.name = format!("s{}-{}", self.number, self.generation);
+        self.shared.struck.set(false);
+        self.shared.let_be.set(false);
         self.client = Client::default();
         self.footprints.clear();
         case.create(sandbox(&self.shared.name, pod_spec())).await
@@ -228,7 +237,8 @@ impl<'a> Lane<'a> {
     async fn is_worn(&self) -> Result<bool, Trouble> {
         let pod = self.shared.pod().await?;
         let waits_for_kubelet = pod.is_some_and(|pod| restarts(&pod) > 0);
-        Ok(waits_for_kubelet || self.shared.is_let_be().await?)
+        let shared = &self.shared;
+        Ok(waits_for_kubelet || shared.let_be.get() || shared.is_let_be().await?)
     }
 
     /// Deletes the sandbox and looks for what is left of it.
@@ -305,6 +315,9 @@ async fn by_itself(
 ) -> Result<(), Trouble> {
     let mut asked = Instant::now();
     let origin = shared.first_sign(cycle.depth, before).await?;
+    if shared.let_be.get() {
+        return Ok(());
+    }
     let struck = shared.strikes(cycle, Moment::FallingAsleep, origin);
     let sleeps = async {
         if let Some(after) = cycle.question {
@@ -459,7 +472,7 @@ impl Shared<'_> {
         self.rests(depth, asked, false).await
     }
 
-    /// Sleeps. What was struck while it fell asleep `by_itself` may also stay awake: it is let be for some minutes then, and says so.
+    /// Sleeps. What was struck and falls asleep `by_itself` may also stay awake: it is let be for some minutes then, and says so.
     async fn rests(&self, depth: Depth, asked: Instant, by_itself: bool) -> Result<(), Trouble> {
         let words = format!("sleeps ({depth:?})");
         self.until(asked, &words, async |shared| {
@@ -468,11 +481,19 @@ impl Shared<'_> {
                 Depth::Hibernate | Depth::Idle | Depth::Deepen => shared.hibernates().await?,
                 Depth::Suspend => shared.is_suspended().await?,
             };
-            let was_struck = || shared.done.borrow().kills.iter().any(|(_, hit)| *hit);
-            Ok(sleeps || by_itself && was_struck() && shared.is_let_be().await?)
+            Ok(sleeps || by_itself && shared.stays_awake().await?)
         })
         .await
         .map(drop)
+    }
+
+    /// Whether it may stay awake, and does.
+    async fn stays_awake(&self) -> Result<bool, Trouble> {
+        let stays = self.struck.get() && self.is_let_be().await?;
+        if stays {
+            self.let_be.set(true);
+        }
+        Ok(stays)
     }
 
     /// A save of it has failed, and is not tried again for now.
@@ -512,23 +533,27 @@ impl Shared<'_> {
         Ok(record.ok().and_then(|record| read(&record.sandbox)))
     }
 
-    /// When who falls asleep by itself was first seen to.
+    /// When who falls asleep by itself was first seen to, or to be let be.
     async fn first_sign(&self, depth: Depth, before: u64) -> Result<Instant, Trouble> {
         let began = Instant::now();
         if depth == Depth::Doze {
-            return self.until(began, "falls asleep", Self::dozes).await;
+            let dozes =
+                async |shared: &Self| Ok(shared.dozes().await? || shared.stays_awake().await?);
+            return self.until(began, "falls asleep", dozes).await;
         }
         let mut last = before;
         if depth == Depth::Deepen {
             // On a busy machine its longer time may be over before it dozes.
             let dozes = async |shared: &Self| {
-                Ok(shared.has_dozed_off().await? || shared.hibernates().await?)
+                let sleeps = shared.has_dozed_off().await? || shared.hibernates().await?;
+                Ok(sleeps || shared.stays_awake().await?)
             };
             self.until(began, "dozes", dozes).await?;
             last = self.ledger_seq().await?;
         }
         let goes_on = async |shared: &Self| {
-            Ok(shared.ledger_seq().await? > last || shared.hibernates().await?)
+            let goes_on = shared.ledger_seq().await? > last || shared.hibernates().await?;
+            Ok(goes_on || shared.stays_awake().await?)
         };
         self.until(began, "hibernates by itself", goes_on).await
     }
@@ -568,12 +593,13 @@ impl Shared<'_> {
             "an exec",
             LIMIT.saturating_sub(began.elapsed()),
             async || {
-                let ran = self
-                    .case
-                    .kubectl
-                    .exec(&self.name, "counter", &["true"])
-                    .await?;
-                wait::holds(ran.code == 0, || ran.err.clone())
+                let ran = self.case.kubectl.exec(&self.name, "counter", &["true"]);
+                // One that took too long is asked again.
+                Ok(match ran.await {
+                    Ok(ran) if ran.code == 0 => Ok(()),
+                    Ok(ran) => Err(ran.err),
+                    Err(error) => Err(format!("{error:#}")),
+                })
             },
         );
         ran.await
@@ -589,6 +615,9 @@ impl Shared<'_> {
             while !hit && strike.victim.is_fleeting() && began.elapsed() < FLEETING {
                 tokio::time::sleep(LOOK).await;
                 hit = self.strike(strike).await?;
+            }
+            if hit {
+                self.struck.set(true);
             }
             self.done.borrow_mut().kills.push((strike.victim, hit));
         }

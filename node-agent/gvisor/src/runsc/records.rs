@@ -110,7 +110,7 @@ impl Runsc {
                 }
                 read => read?,
             };
-            if container.gofer_pid > 0 && !process::lives(container.gofer_pid) {
+            if container.gofer_pid > 0 && !process::goes_on(container.gofer_pid) {
                 return Ok(false);
             }
         }

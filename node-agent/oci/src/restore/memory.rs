@@ -97,12 +97,23 @@ pub(crate) struct AboutToRun {
 }
 
 impl AboutToRun {
+    /// Whether there is an image that is its memory again if it does not run after all.
+    pub(crate) fn leaves_an_image(&self) -> bool {
+        self.left.is_some()
+    }
+
+    /// It does not run after all: the image is its memory again.
+    pub(crate) fn take_back(self) -> anyhow::Result<()> {
+        if let Some((ledger, seq, image)) = self.left {
+            ledger.append_at(seq, &Entry::Committed { image })?;
+        }
+        Ok(())
+    }
+
     /// What came of it. A sandbox that ended before it heard that it may run on has not run: the image is its memory again.
     pub(crate) fn settle(self, resumed: Result<bool, pause::Error>) -> anyhow::Result<bool> {
-        if let (Err(error), Some((ledger, seq, image))) = (&resumed, self.left)
-            && error.was_not_heard()
-        {
-            ledger.append_at(seq, &Entry::Committed { image })?;
+        if resumed.as_ref().is_err_and(pause::Error::was_not_heard) {
+            self.take_back()?;
         }
         Ok(resumed?)
     }

@@ -50,3 +50,24 @@ fn a_wake_that_failed_is_not_told_of_the_next_sleep_when_somebody_else_woke_it()
     assert_eq!(restored(&asleep), None);
     assert_steps(&desired(Power::Awake), &asleep, &[StepKind::Wake]);
 }
+
+#[test]
+fn an_end_that_failed_keeps_nobody_awake_who_was_woken_since() {
+    let (end, checkpoint) = (
+        Action::End { image: image(1) },
+        Action::Checkpoint { image: image(1) },
+    );
+    for (action, kept) in [(end, false), (checkpoint, true)] {
+        let mut failures = Failures::default();
+        let unknown = Outcome::Unknown {
+            message: "the keeper gave no answer".to_owned(),
+        };
+        failures.note(&action, &unknown, at(999));
+        for live in [Live::None, Live::Unknown, Live::Paused] {
+            failures.saw(live);
+            assert!(failures.save.is_some(), "it has not run since");
+        }
+        failures.saw(Live::Running);
+        assert_eq!(failures.save.is_some(), kept, "{action:?}");
+    }
+}
