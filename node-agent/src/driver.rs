@@ -7,7 +7,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -41,6 +41,8 @@ use crate::sleep::{Said, class_name};
 use crate::spans::Spans;
 use crate::wakes::FailedWakes;
 
+mod asleep;
+use asleep::Asleep;
 mod draft;
 pub(crate) use draft::saved_name;
 mod of_gvisor;
@@ -53,6 +55,8 @@ use written::Written;
 
 /// How often a task looks although nobody said that something changed.
 const LOOK: Duration = Duration::from_secs(5);
+/// The same while the sandbox sleeps and none of its files changes, which is all that is looked at meanwhile.
+const LOOK_ASLEEP: Duration = Duration::from_secs(30);
 /// After a write to the API failed.
 const RETRY: Duration = Duration::from_secs(2);
 
@@ -97,7 +101,7 @@ impl Driver {
     /// The caches are full: from now on a Pod that is not in them is gone.
     pub(crate) fn begin(&self) {
         self.begun.store(true, Ordering::Release);
-        self.poke_all();
+        self.take_up();
     }
 
     /// The API says that something about the Pod changed; whether the Pod has anything to do with this node.
@@ -111,7 +115,7 @@ impl Driver {
 
     /// Something about the Pod may have changed.
     fn poke(&self, pod: &PodUid) {
-        let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tasks = self.tasks();
         if let Some(task) = tasks.get(pod) {
             task.notify_one();
             return;
@@ -124,11 +128,17 @@ impl Driver {
             .spawn(async move { driver.drive(pod, notify).await });
     }
 
-    /// Every Pod that this node knows of, from the API or from its own disk.
-    pub(crate) fn poke_all(&self) {
+    /// Every Pod that this node knows of, from the API or from its own disk, gets a task, which looks by itself from then on.
+    pub(crate) fn take_up(&self) {
         for pod in self.known() {
-            self.poke(&pod);
+            if !self.tasks().contains_key(&pod) {
+                self.poke(&pod);
+            }
         }
+    }
+
+    fn tasks(&self) -> MutexGuard<'_, HashMap<PodUid, Arc<Notify>>> {
+        self.tasks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn known(&self) -> BTreeSet<PodUid> {
@@ -140,8 +150,7 @@ impl Driver {
         let of_snapshots = snapshots
             .iter()
             .filter_map(|s| pod_of_snapshot(s, &references));
-        let records = shared.node.records.pods().unwrap_or_default();
-        let of_node = records.into_iter().map(|record| record.pod_uid);
+        let of_node = shared.node.pods().into_iter();
         let images = shared.node.store.list().unwrap_or_default();
         let of_images = images.into_iter().map(|image| image.id.pod().clone());
         let of_ledgers = shared.node.store.ledgers().unwrap_or_default();
@@ -181,9 +190,16 @@ impl Driver {
             let wait = match self.turn(&pod, &mut remembered, &notify).await {
                 Turn::Again => continue,
                 Turn::Wait(wait) => wait,
+                Turn::Rest(asleep, wait) => {
+                    tokio::select! {
+                        () = notify.notified() => {}
+                        () = self.stirs(asleep, wait.min(LOOK_ASLEEP)) => {}
+                        () = self.stop.cancelled() => return,
+                    }
+                    continue;
+                }
                 Turn::Nothing => {
-                    let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
-                    tasks.remove(&pod);
+                    self.tasks().remove(&pod);
                     return;
                 }
             };
@@ -192,6 +208,20 @@ impl Driver {
                 () = notify.notified() => {}
                 () = tokio::time::sleep(wait.min(LOOK)) => {}
                 () = self.stop.cancelled() => return,
+            }
+        }
+    }
+
+    /// Waits until something has happened to the sandbox that sleeps, at most for `wait`.
+    async fn stirs(&self, asleep: Asleep, wait: Duration) {
+        let until = tokio::time::Instant::now() + wait;
+        while tokio::time::Instant::now() < until {
+            let next = tokio::time::Instant::now() + LOOK;
+            tokio::time::sleep_until(next.min(until)).await;
+            let (shared, asleep) = (self.shared.clone(), asleep.clone());
+            let look = move || asleep.is_as_it_was(&shared.node.records);
+            if !tokio::task::spawn_blocking(look).await.unwrap_or(false) {
+                return;
             }
         }
     }
@@ -266,7 +296,11 @@ impl Driver {
             let news = |turn: &Arc<SaveTurn>| turn.has_come() || joins && turn.is_held_back();
             return match remembered.save_turn.as_ref().is_some_and(news) {
                 true => Turn::Again,
-                false => Turn::Wait(until(look.plan.wake_at)),
+                false => {
+                    let wait = until(look.plan.wake_at);
+                    let asleep = look.asleep.take();
+                    asleep.map_or(Turn::Wait(wait), |asleep| Turn::Rest(asleep, wait))
+                }
             };
         }
         self.act(look, pod, remembered).await;
@@ -392,6 +426,8 @@ impl Driver {
 enum Turn {
     Again,
     Wait(Duration),
+    /// The sandbox sleeps, and there is nothing to do.
+    Rest(Asleep, Duration),
     /// Neither the API nor the node knows anything of the Pod any more.
     Nothing,
 }
@@ -408,7 +444,7 @@ fn untold(pod_uid: &PodUid, error: &publish::Error) {
 
 fn until(wake_at: Option<Timestamp>) -> Duration {
     let wait = wake_at.map(|at| at.duration_since(Timestamp::now()));
-    wait.map_or(LOOK, |wait| {
+    wait.map_or(LOOK_ASLEEP, |wait| {
         Duration::try_from(wait).unwrap_or(Duration::ZERO)
     })
 }
@@ -467,6 +503,8 @@ struct Look {
     wish: Option<Wish>,
     saved: Vec<SavedImage>,
     nothing: bool,
+    /// It sleeps, and nobody is at work on it.
+    asleep: Option<Asleep>,
     /// Whether it could sleep for the node's sake.
     candidate: Option<Candidate>,
     /// What its keeper goes by, and has been told.

@@ -8,6 +8,7 @@ mod execute;
 mod idle;
 mod install;
 mod kata;
+mod known;
 mod kubelet;
 mod metrics;
 mod node;

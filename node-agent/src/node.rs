@@ -1,5 +1,6 @@
 //! What the agent has of its node: paths, runsc, records, images. Synchronous: called from blocking threads.
 
+use std::collections::BTreeSet;
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
@@ -13,6 +14,7 @@ use torpor_gvisor::record::{PodLock, PodRecord, Records, WakeCause};
 use torpor_gvisor::runsc::Runsc;
 use torpor_snapshots::{Fingerprint, SaveError, Store};
 
+use crate::known::Known;
 use crate::swap::{SwapRoom, has_swap};
 
 /// Calls on a control socket that do no work. A sandbox that is busy with its pages answers late.
@@ -29,6 +31,7 @@ pub(crate) struct Ability {
 pub(crate) struct Node {
     pub(crate) runsc: Runsc,
     pub(crate) records: Records,
+    known: Known,
     pub(crate) store: Store,
     /// Percent of the images' disk that stay free.
     pub(crate) store_reserve: u8,
@@ -52,6 +55,7 @@ impl Node {
         Ok(Self {
             ability: probe(&config, &runsc),
             records: Records::new(&config),
+            known: Known::default(),
             store: Store::open(&config.store_dir)?,
             store_reserve,
             kubelet_port: config.kubelet_port,
@@ -61,13 +65,19 @@ impl Node {
         })
     }
 
-    /// The newest sandbox of a Pod: the kubelet may have made another one after a crash, and the old one's record is
-    /// there until it is deleted.
+    /// The newest sandbox of a Pod.
     pub(crate) fn sandbox_of(&self, pod: &PodUid) -> Option<PodRecord> {
-        let pods = self.records.pods().ok()?;
-        pods.into_iter()
-            .filter(|record| record.pod_uid == *pod)
-            .max_by_key(|record| self.records.made_at(&record.sandbox))
+        self.known.sandbox_of(&self.records, pod)
+    }
+
+    /// The Pods of the node's sandboxes.
+    pub(crate) fn pods(&self) -> BTreeSet<PodUid> {
+        self.known.pods(&self.records)
+    }
+
+    /// The Pod's images that sandboxes of this node are being restored from.
+    pub(crate) fn being_restored(&self, pod: &PodUid) -> BTreeSet<ImageId> {
+        self.known.being_restored(&self.records, pod)
     }
 
     /// Whether sandboxes may doze on this node at all. What forbids it to one is seen with that one.

@@ -169,7 +169,7 @@ fn images(node: &Node, pod: &PodUid) -> Vec<ImageObserved> {
     if listed.is_empty() {
         return Vec::new();
     }
-    let restoring = restoring(node);
+    let restoring = node.being_restored(pod);
     listed
         .into_iter()
         .map(|image| ImageObserved {
@@ -188,17 +188,6 @@ fn images(node: &Node, pod: &PodUid) -> Vec<ImageObserved> {
 fn has_gone_on(node: &Node, by: &PodUid, image: &ImageId) -> bool {
     let ledger = node.store.ledger(by).and_then(|ledger| ledger.read());
     !ledger.is_ok_and(|state| state.memory.image() == Some(image))
-}
-
-/// The images that Pods of this node are being restored from, each on its way from another Pod's image to its own memory.
-fn restoring(node: &Node) -> BTreeSet<ImageId> {
-    let pods = node.records.pods().unwrap_or_default();
-    pods.iter()
-        .filter_map(|pod| match node.records.state(&pod.sandbox) {
-            Ok(SandboxState::Restoring { image, .. }) => Some(image),
-            _ => None,
-        })
-        .collect()
 }
 
 fn capable(node: &Node) -> Result<(), String> {

@@ -44,7 +44,7 @@ use crate::spans::{self, Spans};
 use crate::swap::SwapRoom;
 use crate::{sandbox_node, server};
 
-/// How often every Pod is looked at in any case: what the node's disk says comes with no event.
+/// How often the node's disk is searched for Pods that nobody looks after: what it says comes with no event.
 const SWEEP: Duration = Duration::from_secs(10);
 
 /// How many objects are read at once. Tenants make them, each may have more than a megabyte, and what is read takes several times that.
@@ -193,7 +193,7 @@ async fn until_told(
     loop {
         // Each arm only waits.
         tokio::select! {
-            _ = sweep.tick() => driver.poke_all(),
+            _ = sweep.tick() => driver.take_up(),
             _ = terminate.recv() => return Ok(()),
             _ = interrupt.recv() => return Ok(()),
             Some(task) = tasks.join_next() => {

@@ -431,10 +431,21 @@ impl Records {
 
     /// The pods of this node. Directories that are being made or taken away are passed over.
     pub fn pods(&self) -> Result<Vec<PodRecord>, Error> {
-        let ids = list(&self.pods)?
-            .into_iter()
-            .filter_map(|name| SandboxId::try_from(name).ok());
+        let ids = self.sandboxes()?.into_iter();
         Ok(ids.filter_map(|id| self.pod(&id).ok()).collect())
+    }
+
+    /// All that have a directory, with a record or without.
+    pub fn sandboxes(&self) -> Result<Vec<SandboxId>, Error> {
+        let names = list(&self.pods)?.into_iter();
+        Ok(names
+            .filter_map(|name| SandboxId::try_from(name).ok())
+            .collect())
+    }
+
+    /// When a file of the pod's was last made, replaced or taken away: whatever happens to a sandbox that sleeps is noted so.
+    pub fn changed_at(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
+        modified(&self.pod_dir(sandbox))
     }
 
     /// Forgets a pod.

@@ -6,7 +6,7 @@ use torpor_core::pressure::candidate;
 use torpor_core::state::{Desired, Live, PodPresence};
 
 use super::told::{is_found_dozing, tell_of_doze, tell_rules};
-use super::{Kubelet, Look, Remembered, Shared, draft, note_turn};
+use super::{Asleep, Kubelet, Look, Remembered, Shared, draft, note_turn};
 use crate::idle::{self, Watched};
 use crate::observe::{observe, words};
 use crate::saves::memory_of;
@@ -24,6 +24,8 @@ pub(super) fn look(
     let now = Timestamp::now();
     let pod_uid = desired.pod_uid.clone();
     let record = node.sandbox_of(&pod_uid);
+    // Before anything else is read of it: what changes meanwhile has changed since.
+    let as_of = (record.as_ref()).and_then(|record| node.records.changed_at(&record.sandbox));
     let Kubelet { probes, rules } = kubelet;
     let told = record
         .as_ref()
@@ -109,6 +111,12 @@ pub(super) fn look(
     });
     let look = Look {
         pod_uid,
+        asleep: Asleep::of(
+            &plan.status.phase,
+            record.as_ref(),
+            as_of.filter(|_| !busy),
+            now.into(),
+        ),
         stops_for: plan.stops_for(&observed).cloned(),
         plan,
         record,

@@ -48,6 +48,8 @@ pub(super) fn look(
         plan,
         // No image is made of it.
         stops_for: None,
+        // Whether it still does its runtime alone knows.
+        asleep: None,
         record: None,
         lock: None,
         namespace,
