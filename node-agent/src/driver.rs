@@ -56,7 +56,7 @@ use written::Written;
 /// How often a task looks although nobody said that something changed.
 const LOOK: Duration = Duration::from_secs(5);
 /// The same while the sandbox sleeps and none of its files changes, which is all that is looked at meanwhile.
-const LOOK_ASLEEP: Duration = Duration::from_secs(30);
+const LOOK_ASLEEP: Duration = Duration::from_secs(60);
 /// After a write to the API failed.
 const RETRY: Duration = Duration::from_secs(2);
 

@@ -33,6 +33,8 @@ mod owner;
 const HEARTBEAT: Duration = Duration::from_secs(30);
 /// How often what the node holds is looked at.
 const LOOK: Duration = Duration::from_secs(5);
+/// So many times as long as a look takes the next one waits: with hundreds of sandboxes it takes a tenth of a second.
+const REST: u32 = 100;
 
 /// What is reported about.
 pub(crate) struct Subject {
@@ -62,6 +64,7 @@ pub(crate) async fn report(
     let mut has_owner = false;
     let mut written: Option<(SandboxNodeStatus, std::time::Instant)> = None;
     loop {
+        let began = std::time::Instant::now();
         let counted = {
             let (node, handler, sandboxes) = (node.clone(), handler.clone(), sandboxes.clone());
             let short = pressure.short();
@@ -81,6 +84,7 @@ pub(crate) async fn report(
             })
             .await
         };
+        let pause = pause_after(began.elapsed());
         if let Ok(status) = counted {
             record(&metrics, &status);
             let due = written
@@ -100,10 +104,15 @@ pub(crate) async fn report(
         }
         // Both arms only wait.
         tokio::select! {
-            () = tokio::time::sleep(LOOK) => {}
+            () = tokio::time::sleep(pause) => {}
             () = stop.cancelled() => return,
         }
     }
+}
+
+/// Until the next look, after one that took so long.
+fn pause_after(look: Duration) -> Duration {
+    look.saturating_mul(REST).clamp(LOOK, HEARTBEAT)
 }
 
 /// Time and disk space move always; they alone are not news.
@@ -306,6 +315,13 @@ mod tests {
 
     fn since(conditions: &[Condition], type_: &str) -> Option<Timestamp> {
         Some(conditions::find(conditions, type_)?.last_transition_time.0)
+    }
+
+    #[test]
+    fn looking_at_what_the_node_holds_takes_a_hundredth_of_a_processor_however_much_that_is() {
+        let after = |milliseconds| pause_after(Duration::from_millis(milliseconds)).as_millis();
+        assert_eq!([after(1), after(50), after(120)], [5_000, 5_000, 12_000]);
+        assert_eq!(after(5_000), HEARTBEAT.as_millis());
     }
 
     #[test]
