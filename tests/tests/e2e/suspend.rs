@@ -149,20 +149,12 @@ async fn a_sidecar_comes_back_with_the_others_also_one_that_was_in_its_backoff()
         case.run("s").await?;
         let after = case.counted("s").await?;
         ensure!(after >= before, "{before} → {after}");
-        for container in ["sidecar", "a"] {
-            // The kubelet runs the hook of one that was started anew beside its probes.
-            let hooks = wait::until("its hook has run", LIMIT, async || {
-                let lines = "cat /post-start 2>/dev/null | wc -l";
-                let hooks = case.sh("s", container, lines).await?;
-                Ok(if hooks.trim() == "0" {
-                    Err(hooks)
-                } else {
-                    Ok(hooks)
-                })
-            })
-            .await?;
+        // It was saved as soon as the kubelet had brought the sidecar back, so its hook may have been cut off, as any exec by a suspension.
+        for (container, allowed) in [("sidecar", 0..=1), ("a", 1..=1)] {
+            let lines = "cat /post-start 2>/dev/null | wc -l";
+            let hooks: u32 = case.sh("s", container, lines).await?.trim().parse()?;
             ensure!(
-                hooks.trim() == "1",
+                allowed.contains(&hooks),
                 "{container}: its hook ran {hooks} times"
             );
         }
