@@ -237,7 +237,7 @@ e2e() { without_proxy cargo test --locked -p torpor-tests --test e2e -- "$@"; }
 # node for themselves, because they kill containerd, cordon the node, or count what all of it saves.
 LAST=(alone::killed alone::drain alone::capacity::images_of_idle)
 BESIDE_AGENT=(
-	claims:: inject::the_program inject::what_cannot leftovers:: oci:: resources:: router:: sdk:: streams:: volumes::
+	claims:: inject::the_program inject::what_cannot leftovers:: oci:: resources:: router:: sdk::claims sdk::the_ streams:: volumes::
 )
 
 end_to_end() {
