@@ -187,17 +187,10 @@ impl Driver {
     async fn drive(&self, pod: PodUid, notify: Arc<Notify>) {
         let mut remembered = Remembered::default();
         loop {
-            let wait = match self.turn(&pod, &mut remembered, &notify).await {
+            let (wait, asleep) = match self.turn(&pod, &mut remembered, &notify).await {
                 Turn::Again => continue,
-                Turn::Wait(wait) => wait,
-                Turn::Rest(asleep, wait) => {
-                    tokio::select! {
-                        () = notify.notified() => {}
-                        () = self.stirs(asleep, wait.min(LOOK_ASLEEP)) => {}
-                        () = self.stop.cancelled() => return,
-                    }
-                    continue;
-                }
+                Turn::Wait(wait) => (wait, None),
+                Turn::Rest(asleep, wait) => (wait, Some(asleep)),
                 Turn::Nothing => {
                     self.tasks().remove(&pod);
                     return;
@@ -206,15 +199,18 @@ impl Driver {
             // All three arms only wait: nothing is lost when one of them wins.
             tokio::select! {
                 () = notify.notified() => {}
-                () = tokio::time::sleep(wait.min(LOOK)) => {}
+                () = self.pause(wait, asleep) => {}
                 () = self.stop.cancelled() => return,
             }
         }
     }
 
-    /// Waits until something has happened to the sandbox that sleeps, at most for `wait`.
-    async fn stirs(&self, asleep: Asleep, wait: Duration) {
-        let until = tokio::time::Instant::now() + wait;
+    /// Until the next look though nobody said that something changed: with a sandbox that sleeps, when something has happened to it.
+    async fn pause(&self, wait: Duration, asleep: Option<Asleep>) {
+        let Some(asleep) = asleep else {
+            return tokio::time::sleep(wait.min(LOOK)).await;
+        };
+        let until = tokio::time::Instant::now() + wait.min(LOOK_ASLEEP);
         while tokio::time::Instant::now() < until {
             let next = tokio::time::Instant::now() + LOOK;
             tokio::time::sleep_until(next.min(until)).await;

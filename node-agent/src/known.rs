@@ -93,36 +93,29 @@ pub(crate) mod tests {
     use std::path::PathBuf;
 
     use torpor_core::ids::Namespace;
-    use torpor_gvisor::config::Config;
     use torpor_gvisor::net::Addresses;
 
     use super::*;
+    use crate::execute::tests::node_in;
 
     pub(crate) fn records() -> (tempfile::TempDir, Records) {
         let dir = tempfile::tempdir().expect("a directory");
-        let records = Records::new(&Config {
-            runsc: PathBuf::new(),
-            runsc_digest: String::new(),
-            state_dir: dir.path().into(),
-            store_dir: PathBuf::new(),
-            kubelet_root: PathBuf::new(),
-            kubelet_port: 10250,
-            platform: String::new(),
-            expedite_wakes: false,
-            wakes_at_once: 0,
-            debug_log_dir: None,
-        });
+        let records = node_in(dir.path()).records;
         (dir, records)
+    }
+
+    pub(crate) fn sandbox(id: char) -> SandboxId {
+        SandboxId::try_from(id.to_string().repeat(64)).expect("an id")
     }
 
     fn pod(uid: &str) -> PodUid {
         PodUid::new(uid).expect("a uid")
     }
 
-    pub(crate) fn make(records: &Records, sandbox: char, uid: &str) -> PodRecord {
-        let sandbox = SandboxId::try_from(sandbox.to_string().repeat(64)).expect("an id");
-        let record = PodRecord {
-            sandbox: sandbox.clone(),
+    /// Of a pod without a network.
+    pub(crate) fn record(id: char, uid: &str) -> PodRecord {
+        PodRecord {
+            sandbox: sandbox(id),
             pod_uid: pod(uid),
             namespace: Namespace::new("default").expect("a namespace"),
             name: uid.to_owned(),
@@ -133,8 +126,12 @@ pub(crate) mod tests {
             cgroup: PathBuf::new(),
             volumes: Vec::new(),
             cold_start_on_failure: false,
-        };
-        records.create_pod_dir(&sandbox).expect("made");
+        }
+    }
+
+    pub(crate) fn make(records: &Records, id: char, uid: &str) -> PodRecord {
+        let record = record(id, uid);
+        records.create_pod_dir(&record.sandbox).expect("made");
         records.write_pod(&record).expect("written");
         record
     }
@@ -146,7 +143,7 @@ pub(crate) mod tests {
         assert_eq!(known.pods(&records), BTreeSet::new());
         let mut first = make(&records, 'a', "pod-1");
         let other = make(&records, 'b', "pod-2");
-        let being_made = SandboxId::try_from("c".repeat(64)).expect("an id");
+        let being_made = sandbox('c');
         records.create_pod_dir(&being_made).expect("made");
         let sandbox_of = |uid| known.sandbox_of(&records, &pod(uid));
         assert_eq!(sandbox_of("pod-1").as_ref(), Some(&first));

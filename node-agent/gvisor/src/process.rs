@@ -27,7 +27,12 @@ pub fn is_zombie(pid: i32) -> bool {
 
 /// Whether the process is there and has not ended.
 pub fn lives(pid: i32) -> bool {
-    after_name(pid).is_some_and(|after| !after.starts_with(['Z', 'X']))
+    after_name(pid).is_some_and(|after| !has_ended(&after))
+}
+
+/// Whether what follows the name is of a process that has ended.
+fn has_ended(after: &str) -> bool {
+    after.starts_with(['Z', 'X'])
 }
 
 /// Whether the process is there and will do anything more: one that was killed may take long to end where it gets no processor, and is
@@ -49,7 +54,7 @@ fn is_ending(after: &str) -> bool {
         let text = after.split_whitespace().nth(field);
         text.and_then(|text| text.parse().ok()).unwrap_or(0)
     };
-    after.starts_with(['Z', 'X']) || number(FLAGS) & EXITING != 0 || number(PENDING) & KILLED != 0
+    has_ended(after) || number(FLAGS) & EXITING != 0 || number(PENDING) & KILLED != 0
 }
 
 #[cfg(test)]

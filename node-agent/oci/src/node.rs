@@ -131,4 +131,36 @@ pub(crate) mod tests {
         node.records.write_pod(&pod).expect("written");
         (dir, node, pod)
     }
+
+    /// A node on files, with one pod that has limits.
+    pub(crate) struct Limited {
+        dir: tempfile::TempDir,
+        pub(crate) node: Node,
+        pub(crate) pod: PodRecord,
+    }
+
+    impl Limited {
+        /// With these files in its cgroup.
+        pub(crate) fn by(files: &[(&str, &str)]) -> Self {
+            let (dir, node, pod) = one_pod();
+            std::fs::create_dir_all(dir.path().join(&pod.cgroup)).expect("made");
+            let limited = Self { dir, node, pod };
+            for (name, text) in files {
+                limited.set(name, text);
+            }
+            limited
+        }
+
+        fn file(&self, name: &str) -> PathBuf {
+            self.dir.path().join("kubepods/pod1").join(name)
+        }
+
+        pub(crate) fn set(&self, name: &str, text: &str) {
+            std::fs::write(self.file(name), text).expect("written");
+        }
+
+        pub(crate) fn get(&self, name: &str) -> String {
+            std::fs::read_to_string(self.file(name)).expect("read")
+        }
+    }
 }

@@ -114,23 +114,18 @@ mod tests {
     #![allow(unsafe_code)]
 
     use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-    use std::path::{Path, PathBuf};
+    use std::path::Path;
     use std::thread::JoinHandle;
 
     use nix::sys::socket::{
         AddressFamily, Backlog, SockFlag, SockType, UnixAddr, accept4, bind, listen, socket,
     };
-    use torpor_core::ids::Namespace;
     use torpor_core::state::Doze;
     use torpor_gvisor::keeper::Answer;
-    use torpor_gvisor::net::Addresses;
 
     use super::*;
     use crate::execute::tests::node_in;
-
-    fn sandbox(id: char) -> SandboxId {
-        SandboxId::try_from(id.to_string().repeat(64)).expect("an id")
-    }
+    use crate::known::tests::{record, sandbox};
 
     /// A keeper that gives one answer, and what it was asked.
     fn keeper_in(dir: &Path, answer: Answer) -> JoinHandle<Request> {
@@ -155,19 +150,7 @@ mod tests {
     fn a_doze_that_is_found_is_told_to_the_keeper_that_may_not_have_heard_of_it() {
         let dir = tempfile::tempdir().expect("a directory");
         let node = node_in(dir.path());
-        let pod = PodRecord {
-            sandbox: sandbox('a'),
-            pod_uid: PodUid::new("pod-a").expect("a uid"),
-            namespace: Namespace::new("n").expect("a name"),
-            name: "p".to_owned(),
-            runsc: PathBuf::new(),
-            runsc_digest: String::new(),
-            network_namespace: None,
-            addresses: Addresses::default(),
-            cgroup: PathBuf::new(),
-            volumes: Vec::new(),
-            cold_start_on_failure: false,
-        };
+        let pod = record('a', "pod-a");
         let records = &node.records;
         let pause = pod.sandbox.clone().into();
         records.create_container_dir(&pause).expect("made");

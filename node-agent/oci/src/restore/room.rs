@@ -65,45 +65,23 @@ fn try_give_back(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
 
 #[cfg(test)]
 mod tests {
-    use std::path::PathBuf;
-
     use super::*;
-    use crate::node::tests::one_pod;
+    use crate::node::tests::Limited;
     use crate::restore::catch_up;
 
     const LIMIT: &str = "268435456";
 
-    /// A node on files, with one pod that has a limit of memory.
-    struct Limited {
-        dir: tempfile::TempDir,
-        node: Node,
-        pod: PodRecord,
+    fn limited() -> Limited {
+        Limited::by(&[("memory.max", LIMIT), ("memory.current", "250000000")])
     }
 
     impl Limited {
-        fn new() -> Self {
-            let (dir, node, pod) = one_pod();
-            std::fs::create_dir_all(dir.path().join("kubepods/pod1")).expect("made");
-            let limited = Self { dir, node, pod };
-            limited.set("memory.max", LIMIT);
-            limited.uses(250_000_000);
-            limited
-        }
-
-        fn file(&self, name: &str) -> PathBuf {
-            self.dir.path().join("kubepods/pod1").join(name)
-        }
-
-        fn set(&self, name: &str, text: &str) {
-            std::fs::write(self.file(name), text).expect("written");
-        }
-
         fn uses(&self, bytes: u64) {
             self.set("memory.current", &bytes.to_string());
         }
 
-        fn limit(&self) -> String {
-            std::fs::read_to_string(self.file("memory.max")).expect("read")
+        fn memory(&self) -> String {
+            self.get("memory.max")
         }
 
         fn noted(&self) -> usize {
@@ -114,18 +92,18 @@ mod tests {
 
     #[test]
     fn room_that_is_still_used_stays_noted_and_the_next_wake_takes_no_more() {
-        let limited = Limited::new();
+        let limited = limited();
         let (node, pod) = (&limited.node, &limited.pod);
         make(node, pod);
-        let wider = limited.limit();
+        let wider = limited.memory();
         assert_ne!(wider, LIMIT);
         limited.uses(270_000_000);
         assert!(!give_back(node, &pod.sandbox));
         make(node, pod);
-        assert_eq!((limited.limit(), limited.noted()), (wider, 1));
+        assert_eq!((limited.memory(), limited.noted()), (wider, 1));
         limited.uses(260_000_000);
         assert!(give_back(node, &pod.sandbox));
-        assert_eq!((limited.limit().as_str(), limited.noted()), (LIMIT, 0));
+        assert_eq!((limited.memory().as_str(), limited.noted()), (LIMIT, 0));
     }
 
     #[test]
@@ -141,11 +119,11 @@ mod tests {
             ("made", |limited| make(&limited.node, &limited.pod)),
         ];
         for (moment, killed) in moments {
-            let limited = Limited::new();
+            let limited = limited();
             killed(&limited);
             for _ in 0..2 {
                 catch_up(&limited.node, &limited.pod.sandbox).expect("caught up");
-                let now = (limited.limit(), limited.noted());
+                let now = (limited.memory(), limited.noted());
                 assert_eq!(now, (LIMIT.to_owned(), 0), "{moment}");
             }
         }

@@ -440,57 +440,44 @@ pub(crate) fn end_processes(node: &Node, cgroup: &Path) -> anyhow::Result<BTreeS
 
 #[cfg(test)]
 mod tests {
-    use std::path::PathBuf;
-
     use anyhow::ensure;
 
     use super::*;
-    use crate::node::tests::one_pod;
+    use crate::node::tests::Limited;
     use crate::restore::catch_up;
 
     const LIMIT: &str = "20000 100000";
 
-    /// A node on files, with one pod, which may use a fifth of a processor.
-    struct Limited {
-        dir: tempfile::TempDir,
-        node: Node,
-        pod: PodRecord,
+    /// It may use a fifth of a processor.
+    fn limited() -> Limited {
+        Limited::by(&[("cpu.max", LIMIT)])
     }
 
     impl Limited {
-        fn new() -> Self {
-            let (dir, node, pod) = one_pod();
-            std::fs::create_dir_all(dir.path().join(&pod.cgroup)).expect("made");
-            let limited = Self { dir, node, pod };
-            std::fs::write(limited.file(), LIMIT).expect("written");
-            limited
-        }
-
-        fn file(&self) -> PathBuf {
-            self.dir.path().join("kubepods/pod1/cpu.max")
-        }
-
-        fn limit(&self) -> String {
-            std::fs::read_to_string(self.file()).expect("read")
+        fn processor(&self) -> String {
+            self.get("cpu.max")
         }
 
         fn lift(&self) {
             lift_quotas(&self.node, &self.pod).expect("lifted");
-            assert_eq!(self.limit(), "max 100000");
+            assert_eq!(self.processor(), "max 100000");
         }
     }
 
     #[test]
     fn the_limit_is_lifted_for_the_work_and_back_after_it_however_that_ends() {
-        let limited = Limited::new();
+        let limited = limited();
         for well in [true, false] {
             let work = || -> anyhow::Result<()> {
-                assert_eq!(limited.limit(), "max 100000");
+                assert_eq!(limited.processor(), "max 100000");
                 ensure!(well, "it failed");
                 Ok(())
             };
             let done = without_quotas(&limited.node, &limited.pod, work).expect("put back");
-            assert_eq!((done.is_ok(), limited.limit()), (well, LIMIT.to_owned()));
+            assert_eq!(
+                (done.is_ok(), limited.processor()),
+                (well, LIMIT.to_owned())
+            );
         }
     }
 
@@ -502,7 +489,7 @@ mod tests {
             ("before it began", |_| {}),
             ("noted", |limited| {
                 limited.lift();
-                std::fs::write(limited.file(), LIMIT).expect("written");
+                limited.set("cpu.max", LIMIT);
             }),
             ("lifted", Limited::lift),
             ("lifted again", |limited| {
@@ -511,20 +498,20 @@ mod tests {
             }),
         ];
         for (moment, killed) in moments {
-            let limited = Limited::new();
+            let limited = limited();
             let (node, sandbox) = (&limited.node, &limited.pod.sandbox);
             killed(&limited);
             for again in [false, true] {
                 catch_up(node, sandbox).expect("caught up");
-                assert_eq!(limited.limit(), LIMIT, "{moment} {again}");
+                assert_eq!(limited.processor(), LIMIT, "{moment} {again}");
                 assert_eq!(node.records.quotas(sandbox).expect("read"), []);
             }
             let state = node.records.state(sandbox).expect("written");
             assert_eq!(state, SandboxState::Running);
             // Nothing is left that would undo what the kubelet sets from now on.
-            std::fs::write(limited.file(), "max 100000").expect("written");
+            limited.set("cpu.max", "max 100000");
             catch_up(node, sandbox).expect("caught up");
-            assert_eq!(limited.limit(), "max 100000", "{moment}");
+            assert_eq!(limited.processor(), "max 100000", "{moment}");
         }
     }
 }
