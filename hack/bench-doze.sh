@@ -3,7 +3,8 @@
 # beside the same sandbox awake, in the same run.
 # usage: hack/bench-doze.sh [ROUNDS]
 # (default 6, of four small and two large sandboxes each; needs a running development cluster with Torpor. It makes swap of its own that
-# comes before the node's: zram where the kernel has it, else a file. SWAP_KIND=file: a file; SWAP_KIND=node: the node's, as it is)
+# comes before the node's: zram where the kernel has it, else a file. SWAP_KIND=file: a file; SWAP_KIND=node: the node's, as it is.
+# REST=SECONDS: how long all sleep before the first is woken; the default is 2. Go's runtime collects garbage every 120)
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -83,13 +84,13 @@ for n in $(seq "$LARGE"); do pod "large-$n" 100; done
 k -n "$NAMESPACE" wait --for=condition=Ready --timeout=110s pod --all >/dev/null
 printf '%s rounds, %s, %s processors, swap: %s\n' "$ROUNDS" "$(uname -srm)" "$(nproc)" "${SWAP:-$(awk 'NR == 2 { print $1 }' /proc/swaps)}"
 
-PYTHONPATH="$REPO_ROOT/hack" PYTHONDONTWRITEBYTECODE=1 python3 - "$NAMESPACE" "$ROUNDS" "$CLUSTER" "$ENDPOINT" "$SMALL" "$LARGE" <<'P'
+PYTHONPATH="$REPO_ROOT/hack" PYTHONDONTWRITEBYTECODE=1 python3 - "$NAMESPACE" "$ROUNDS" "$CLUSTER" "$ENDPOINT" "$SMALL" "$LARGE" "${REST:-2}" <<'P'
 import json, os, socket, subprocess, sys, time
 
 import benchpods
 from benchpods import until
 
-namespace, rounds, cluster, endpoint = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+namespace, rounds, cluster, endpoint, rest = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4], float(sys.argv[7])
 how_many = {"small": int(sys.argv[5]), "exec": int(sys.argv[5]), "large": int(sys.argv[6])}
 
 
@@ -147,7 +148,7 @@ def asleep(annotation, condition):
     """Puts all to sleep, and lets the machine come to rest."""
     kubectl("annotate", "--overwrite", "pod", "--all", annotation)
     until("not all sleep", lambda: all(condition(pod) for pod in everybody))
-    time.sleep(2)
+    time.sleep(rest)
 
 
 def woken(times, group, wake, stages=None):

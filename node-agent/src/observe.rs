@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use torpor_core::ids::{ContainerName, ImageId, PodUid};
 use torpor_core::state::{Doze, Failures, ImageObserved, Live, Observed, Record, Restore};
 use torpor_gvisor::control::{self, Control};
+use torpor_gvisor::halt;
 use torpor_gvisor::pause::{self, PauseMark};
 use torpor_gvisor::record::{self, PodRecord, RestoreReport, SandboxState, Session};
 use torpor_gvisor::spec::Role;
@@ -106,6 +107,10 @@ pub(crate) fn words(error: &(dyn std::error::Error + 'static)) -> String {
 
 fn live(node: &Node, record: &PodRecord, busy: bool) -> Live {
     let sandbox = &record.sandbox;
+    // It stands still, and whoever connects lets its processes go on.
+    if halt::is_halted(node.runsc.root(), sandbox.as_str()) {
+        return Live::Paused;
+    }
     let mut control = match Control::connect(node.runsc.root(), sandbox.as_str()) {
         Ok(control) => control,
         Err(control::Error::NotRunning { .. }) => return Live::None,

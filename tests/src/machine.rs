@@ -49,6 +49,11 @@ impl Process {
         Ok(kill(Pid::from_raw(self.pid), Signal::SIGCONT)?)
     }
 
+    /// Whether it stands still because of a signal ([`Self::stop`]).
+    pub fn is_stopped(&self) -> bool {
+        torpor_gvisor::process::is_stopped(self.pid)
+    }
+
     /// Whether the same process still runs.
     pub fn lives(&self) -> bool {
         Self::read(self.pid).is_some_and(|now| now == *self)

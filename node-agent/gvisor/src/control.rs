@@ -11,12 +11,13 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use nix::sys::socket::{ControlMessage, MsgFlags, SockType, sendmsg};
+use nix::sys::socket::{ControlMessage, MsgFlags, SockType, getsockopt, sendmsg, sockopt};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::dial::{dial, is_nobody};
+use crate::halt;
 
 /// An answer is never larger than this: the longest is the process list of one container.
 const MAX_ANSWER: u64 = 4 << 20;
@@ -39,6 +40,13 @@ pub enum Error {
         path: PathBuf,
         #[source]
         source: std::io::Error,
+    },
+    /// It was stopped while it dozed, and would not answer.
+    #[error("cannot let the sandbox of {path} go on")]
+    Halted {
+        path: PathBuf,
+        #[source]
+        source: Box<halt::Error>,
     },
     #[error("cannot send {method} to the sandbox")]
     Send {
@@ -180,9 +188,23 @@ fn timed_out(error: std::io::Error) -> std::io::Error {
 }
 
 impl Control {
-    /// Connects to the sandbox whose root container is `sandbox`.
+    /// Connects to the sandbox whose root container is `sandbox`, and lets it go on if it was stopped: see [`crate::halt`].
     pub fn connect(runsc_root: &Path, sandbox: &str) -> Result<Self, Error> {
-        Self::connect_within(socket_path(runsc_root, sandbox), CONNECT_LIMIT)
+        let path = socket_path(runsc_root, sandbox);
+        let control = Self::connect_within(path.clone(), CONNECT_LIMIT)?;
+        match halt::go_on(runsc_root, sandbox, control.sentry()) {
+            Ok(()) => Ok(control),
+            Err(source) => Err(Error::Halted {
+                path,
+                source: Box::new(source),
+            }),
+        }
+    }
+
+    /// The process that listens; 0 where it cannot be seen from here.
+    fn sentry(&self) -> i32 {
+        let listens = getsockopt(&self.stream, sockopt::PeerCredentials);
+        listens.map_or(0, |peer| peer.pid())
     }
 
     fn connect_within(path: PathBuf, limit: Duration) -> Result<Self, Error> {

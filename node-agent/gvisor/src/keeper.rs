@@ -65,6 +65,9 @@ pub enum Request {
     Freeze(Rules),
     /// The sandbox stands still because it was idle, and reads nothing: wake it for what is written to the container's standard input.
     Doze,
+    /// To the pause container's keeper: the processes of the sandbox, which dozes, are about to be stopped, and its network stack with them. Speak for it
+    /// until [`Request::Release`]. One that does not watch the pod, or is of an older version, refuses.
+    Halt,
     /// Other rules for what is held and wakes, if anything is.
     Rules(Rules),
     /// The sandbox is about to be restored: what it says waits until [`Request::Attach`]. Beside the answer comes what keeps the pod from hearing

@@ -16,6 +16,7 @@
 //! | [`exec`] | an OCI process in gVisor's words |
 //! | [`expedite`] | short RCU grace periods while a sandbox wakes |
 //! | [`forward`] | who forwards a connection into a sandbox, and how a save ends it |
+//! | [`halt`] | stopping the host's processes of a sandbox that dozes |
 //! | [`hush`] | what a waking pod receives before it can answer is dropped |
 //! | [`keeper`] | talking to a keeper over its socket |
 //! | [`probe`] | what this node's runsc can do; its fingerprint |
@@ -32,6 +33,7 @@ mod dial;
 pub mod exec;
 pub mod expedite;
 pub mod forward;
+pub mod halt;
 pub mod hush;
 pub mod keeper;
 mod locks;

@@ -41,6 +41,16 @@ pub fn goes_on(pid: i32) -> bool {
     after_name(pid).is_some_and(|after| !is_ending(&after))
 }
 
+/// Whether it was stopped (SIGSTOP) and not told to go on.
+pub fn is_stopped(pid: i32) -> bool {
+    after_name(pid).is_some_and(|after| after.starts_with('T'))
+}
+
+/// The cgroups that it is in, in the kernel's words; none of one that is gone.
+pub(crate) fn cgroups(pid: i32) -> Option<String> {
+    std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()
+}
+
 /// Whether what follows the name is of a process that ends, or has ended. Numbers count from the state, which is the third field of
 /// proc_pid_stat(5).
 fn is_ending(after: &str) -> bool {

@@ -10,8 +10,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::MemfdFlags;
 
 use crate::config::Config;
+use crate::control::Control;
 
-mod records;
+pub(crate) mod records;
 
 /// What of a command's log is read for an error message.
 const KEPT_OUTPUT: u64 = 16 << 10;
@@ -174,6 +175,10 @@ impl Runsc {
     /// Removes a container, killing what is left of it. A container that is not known is a success.
     pub fn delete(&self, id: &str, limit: Duration) -> Result<(), Error> {
         self.forget_torn(id, limit)?;
+        for sandbox in self.sandboxes_of(id)? {
+            // runsc talks to one that lives, and waits for one that is stopped.
+            let _ = Control::connect(&self.root, &sandbox);
+        }
         self.run("delete", None, limit, |command| {
             command.arg("--force").arg(id);
         })

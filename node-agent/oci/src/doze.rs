@@ -7,8 +7,8 @@ use torpor_cgroup::reclaim::{self, Whose};
 use torpor_core::ids::{ImageId, SandboxId};
 use torpor_gvisor::control::Control;
 use torpor_gvisor::keeper::{self, Answer, Request};
-use torpor_gvisor::pause;
 use torpor_gvisor::record::{Depth, DozeNote, SandboxState, SleepNote, WakeCause};
+use torpor_gvisor::{halt, pause};
 
 use crate::exec::awake;
 use crate::node::{CALL_LIMIT, Node};
@@ -29,6 +29,8 @@ pub(crate) fn doze(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow:
         "image {image} is not the sandbox' memory"
     );
     let pod = node.records.pod(sandbox)?;
+    // Before its memory is pushed out: who runs reads some of it back.
+    halt(node, sandbox);
     let working_set = || node.cgroups.working_set(pod.cgroup.parent()?);
     let before = working_set();
     let reclaimed =
@@ -43,6 +45,22 @@ pub(crate) fn doze(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow:
         node.records.write_sleep(sandbox, &note)?;
     }
     Ok(Answer::ok(serde_json::to_value(reclaimed)?))
+}
+
+/// Stops the sandbox' processes, unless nobody would speak for it meanwhile. One that is not stopped dozes all the same, and reads some of its
+/// memory back now and then. The caller holds the lock.
+fn halt(node: &Node, sandbox: &SandboxId) {
+    let pause = node.records.container_dir(&sandbox.clone().into());
+    let spoken_for = keeper::ask(&pause, &Request::Halt, &[], CALL_LIMIT);
+    let halted = match spoken_for {
+        Ok(_) => halt::halt(node.runsc.root(), sandbox.as_str()).map_err(anyhow::Error::new),
+        Err(error) => Err(error.into()),
+    };
+    if let Err(error) = halted {
+        eprintln!(
+            "torpor-oci: the processes of the sandbox, which dozes, are not stopped: {error:#}"
+        );
+    }
 }
 
 /// Verb of whoever has seen that the sandbox is needed (a packet): wakes it, however deep it sleeps. One that is awake stays so.

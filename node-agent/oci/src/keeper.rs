@@ -288,10 +288,8 @@ impl Keeper<'_> {
                 if ended.contains(&Purpose::Rouse) {
                     watch.wake_failed();
                 }
-                if !watch.is_home()
-                    && let Ok(pod) = records.pod(sandbox)
-                {
-                    let next = watch.asleep(&pod);
+                if !watch.is_home() {
+                    let next = watch.asleep();
                     self.follow(next);
                 }
             }

@@ -168,7 +168,8 @@ async fn echo(stream: &mut TcpStream) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A dozing sandbox' network stack is awake: it goes on asking its peers whether they are there, and hears what they say to that.
+/// A dozing sandbox' network stack asks its peers whether they are there, until it is stopped, and hears what they say to that. From then on the
+/// keeper answers for it, and nobody tells the peer that there is no such connection.
 #[tokio::test]
 async fn both_sides_keepalives_are_answered_while_it_dozes() -> anyhow::Result<()> {
     let _swap = Swap::on()?;

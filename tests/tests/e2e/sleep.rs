@@ -202,11 +202,13 @@ async fn a_dozing_pod_gives_its_memory_back_and_an_exec_finds_it_as_it_was() -> 
         let started = case.start(sleepy(DOZE_AFTER, spec)).await?;
         let uid = uid(&started);
         assert!(memory_of(case, &uid)? > 60 * MIB);
-        let sentry = case.node.sentry(&uid)?;
+        let (sentry, gofer) = (case.node.sentry(&uid)?, case.node.gofer_of(&uid, "a")?);
         let pod = dozes(case, 12 * MIB).await?;
         assert!(sentry.lives(), "its processes stay");
+        assert!(sentry.is_stopped() && gofer.is_stopped(), "they take nothing back");
         assert_eq!(case.kubectl.sh("p", "a", "ls /ready").await?, "/ready");
         assert!(sentry.lives());
+        assert!(!sentry.is_stopped() && !gofer.is_stopped());
         let awake = case.pod_until("p", "it is awake", SLEEP_LIMIT, is_awake).await?;
         assert_eq!((restarts(&awake), torpor_tests::case::uid(&awake)), (0, uid));
         drop(pod);

@@ -19,6 +19,9 @@ struct RunscState {
 
 #[derive(serde::Deserialize)]
 struct RunscSandbox {
+    /// Of the sentry.
+    #[serde(default)]
+    pid: i32,
     #[serde(default)]
     uid: u32,
     #[serde(default)]
@@ -44,28 +47,21 @@ impl Runsc {
     /// What runsc keeps of the sandbox' containers: a state and a lock each.
     fn records_of(&self, sandbox: &str) -> Result<Vec<PathBuf>, Error> {
         let part = format!("_sandbox:{sandbox}.");
-        self.records(|name| name.contains(&part))
+        records(&self.root, |name| name.contains(&part))
     }
 
-    fn records(&self, wanted: impl Fn(&str) -> bool) -> Result<Vec<PathBuf>, Error> {
-        let failed = |source| Error::Record {
-            path: self.root.clone(),
-            source,
+    /// The sandboxes in which runsc knows a container of this name: one or none.
+    pub(super) fn sandboxes_of(&self, id: &str) -> Result<Vec<String>, Error> {
+        let part = format!("{id}_sandbox:");
+        let states = |name: &str| name.starts_with(&part) && name.ends_with(".state");
+        let name = |path: &PathBuf| {
+            let name = path.file_stem()?.to_str()?.strip_prefix(&part)?;
+            Some(name.to_owned())
         };
-        let entries = match std::fs::read_dir(&self.root) {
-            // No runsc has run yet.
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
-            entries => entries.map_err(failed)?,
-        };
-        let mut found = Vec::new();
-        for entry in entries {
-            let path = entry.map_err(failed)?.path();
-            let name = path.file_name().unwrap_or_default();
-            if wanted(&name.to_string_lossy()) {
-                found.push(path);
-            }
-        }
-        Ok(found)
+        Ok(records(&self.root, states)?
+            .iter()
+            .filter_map(name)
+            .collect())
     }
 
     /// runsc writes a state in its place, and reads none of which it had written only a part when it was killed: neither that of a
@@ -73,7 +69,8 @@ impl Runsc {
     /// its container.
     pub(super) fn forget_torn(&self, id: &str, limit: Duration) -> Result<(), Error> {
         let part = format!("{id}_sandbox:");
-        for path in self.records(|name| name.starts_with(&part) && name.ends_with(".state"))? {
+        let states = |name: &str| name.starts_with(&part) && name.ends_with(".state");
+        for path in records(&self.root, states)? {
             if !is_torn(&path)? {
                 continue;
             }
@@ -99,30 +96,63 @@ impl Runsc {
 
     /// Whether each of the sandbox' gofers lives, by runsc's own records. A container without its gofer is killed by gVisor as soon as it may run.
     pub fn has_its_gofers(&self, sandbox: &str) -> Result<bool, Error> {
-        for path in self.records_of(sandbox)? {
-            if path.extension() != Some("state".as_ref()) {
-                continue;
-            }
-            let container: RunscContainer = match read_record(&path) {
-                // Its container was deleted meanwhile.
-                Err(Error::Record { source, .. }) if source.kind() == ErrorKind::NotFound => {
-                    continue;
-                }
-                read => read?,
-            };
-            if container.gofer_pid > 0 && !process::goes_on(container.gofer_pid) {
-                return Ok(false);
-            }
-        }
-        Ok(true)
+        Ok(gofers(&self.root, sandbox)?
+            .into_iter()
+            .all(process::goes_on))
     }
 
     /// User and group that the sandbox' processes run as, from runsc's own record.
     pub fn sandbox_user(&self, sandbox: &str) -> Result<(u32, u32), Error> {
-        let path = self.root.join(format!("{sandbox}_sandbox:{sandbox}.state"));
-        let state: RunscState = read_record(&path)?;
-        Ok((state.sandbox.uid, state.sandbox.gid))
+        let RunscSandbox { uid, gid, .. } = of_sandbox(&self.root, sandbox)?;
+        Ok((uid, gid))
     }
+}
+
+/// What runsc, whose root directory this is, has recorded of the sandbox.
+fn of_sandbox(root: &Path, sandbox: &str) -> Result<RunscSandbox, Error> {
+    let path = root.join(format!("{sandbox}_sandbox:{sandbox}.state"));
+    Ok(read_record::<RunscState>(&path)?.sandbox)
+}
+
+/// The sandbox' first process, by runsc's own record.
+pub(crate) fn sentry(root: &Path, sandbox: &str) -> Result<i32, Error> {
+    Ok(of_sandbox(root, sandbox)?.pid)
+}
+
+/// The processes that serve the files of the sandbox' containers, by runsc's own records: they may have ended.
+pub(crate) fn gofers(root: &Path, sandbox: &str) -> Result<Vec<i32>, Error> {
+    let end = format!("_sandbox:{sandbox}.state");
+    let mut found = Vec::new();
+    for path in records(root, |name| name.ends_with(&end))? {
+        match read_record::<RunscContainer>(&path) {
+            Ok(container) => found.extend(Some(container.gofer_pid).filter(|pid| *pid > 0)),
+            // Its container was deleted meanwhile.
+            Err(Error::Record { source, .. }) if source.kind() == ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(found)
+}
+
+fn records(root: &Path, wanted: impl Fn(&str) -> bool) -> Result<Vec<PathBuf>, Error> {
+    let failed = |source| Error::Record {
+        path: root.to_owned(),
+        source,
+    };
+    let entries = match std::fs::read_dir(root) {
+        // No runsc has run yet.
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(failed)?,
+    };
+    let mut found = Vec::new();
+    for entry in entries {
+        let path = entry.map_err(failed)?.path();
+        let name = path.file_name().unwrap_or_default();
+        if wanted(&name.to_string_lossy()) {
+            found.push(path);
+        }
+    }
+    Ok(found)
 }
 
 fn remove(path: &Path) -> Result<(), Error> {

@@ -127,6 +127,17 @@ impl Keeper<'_> {
                 self.typing.fell_asleep(relay::borrow_stdin());
                 answer(&peer, &done, &[]);
             }
+            Request::Halt => {
+                let halted = match &mut self.watch {
+                    Some(watch) => watch.halt(),
+                    None => Err(anyhow::anyhow!("the Pod's packets are not held")),
+                };
+                let answered = match halted {
+                    Ok(()) => done,
+                    Err(error) => Answer::refused("NotHalted", format!("{error:#}")),
+                };
+                answer(&peer, &answered, &[]);
+            }
             Request::Mute => {
                 let muted = match &mut self.watch {
                     Some(watch) => watch.mute().map(|()| watch.barriers()),

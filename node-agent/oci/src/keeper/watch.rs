@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use torpor_gvisor::hush::{Hush, Sender};
 use torpor_gvisor::keeper::Rules;
-use torpor_gvisor::net::{self, Pair};
+use torpor_gvisor::net::{self, Addresses, Pair};
 use torpor_gvisor::record::PodRecord;
 use torpor_gvisor::traffic;
 use torpor_gvisor::unacknowledged::{NOT_OF_SANDBOX, Noted};
@@ -50,11 +50,14 @@ pub(super) struct Watch {
     stands: bool,
     /// And no image has to know of what it hears: all but probes is.
     passes_on: bool,
+    /// Its processes are stopped, and the pod's addresses put back: what it is to say is said for it.
+    is_halted: bool,
     /// Frames of this sender are heard in the pod, and those of the pod's keeper outside while it is muted.
     sender: Sender,
     /// While it is restored.
     muted: Option<Muted>,
     namespace: PathBuf,
+    addresses: Addresses,
     /// Where the connections are on which something of the sandbox is on its way.
     noted: Option<Noted>,
 }
@@ -107,9 +110,11 @@ impl Watch {
             is_home: false,
             stands: false,
             passes_on: false,
+            is_halted: false,
             sender,
             muted: None,
             namespace: namespace.to_owned(),
+            addresses: pod.addresses.clone(),
             noted,
         })
     }
@@ -174,16 +179,16 @@ impl Watch {
             return Next::Nothing.into();
         }
         if self.passes_on {
-            let for_pod = meaning(ethernet(frame), &self.own) != Meaning::NotForPod;
-            return Heard {
-                next: Next::Nothing,
-                pass_on: sent_by(frame, self.sender).filter(|_| for_pod),
+            return match meaning(ethernet(frame), &self.own) {
+                Meaning::NotForPod => Next::Nothing.into(),
+                _ => self.pass_on(frame),
             };
         }
         // Of a probe that is over the kubelet's kernel says again what it said last, when it is asked.
         let is_probed = |segment: &Segment| self.rules.probes.contains(&segment.ends.local_port);
+        let speaks = self.speaks();
         let heard = seen.map(|segment| {
-            let may_ask = !self.stands && !is_probed(&segment);
+            let may_ask = !speaks && !is_probed(&segment);
             self.keepalives.hear(&segment, may_ask, now)
         });
         let waits_for_more = match heard {
@@ -200,11 +205,9 @@ impl Watch {
         }
         // Its network stack runs while its programs stand still, sends keepalives of its own, and answers those of peers.
         // An acknowledgement changes nothing there that the image would have to know of.
-        if self.stands && seen.as_ref().is_some_and(Segment::says_nothing) {
-            return Heard {
-                next: Next::Nothing,
-                pass_on: sent_by(frame, self.sender),
-            };
+        let says_nothing = seen.as_ref().is_some_and(Segment::says_nothing);
+        if speaks && says_nothing {
+            return self.pass_on(frame);
         }
         if let Some(keepalive::Heard::Unclear(question)) = heard
             && let Some(question) = question.frame(ethernet(frame))
@@ -218,6 +221,18 @@ impl Watch {
             return Next::Nothing.into();
         }
         self.arrived(frame, seen, now).into()
+    }
+
+    /// Whether the sandbox answers keepalives and sends its own.
+    fn speaks(&self) -> bool {
+        self.stands && !self.is_halted
+    }
+
+    fn pass_on(&self, frame: &[u8]) -> Heard {
+        Heard {
+            next: Next::Nothing,
+            pass_on: sent_by(frame, self.sender),
+        }
     }
 
     /// Whether the segment belongs to a probe, which has been told of it, or may be a probe's first.
@@ -278,6 +293,15 @@ impl Watch {
         self.sensor.asleep(Instant::now())
     }
 
+    /// The processes of the sandbox, which stands still, are about to be stopped. Its address is put back, so that others still find the link that
+    /// it is on.
+    pub(super) fn halt(&mut self) -> anyhow::Result<()> {
+        ensure!(self.stands && !self.passes_on, "the sandbox does not doze");
+        net::put_back(&self.namespace, &self.addresses)?;
+        self.is_halted = true;
+        Ok(())
+    }
+
     /// The sandbox stands still and nobody wakes it: its user has frozen it.
     pub(super) fn frozen(&mut self) -> Next {
         self.passes_on = true;
@@ -290,13 +314,12 @@ impl Watch {
     }
 
     /// The sandbox' processes have ended. Its address is put back, so that others still find the link that it is on.
-    pub(super) fn asleep(&mut self, pod: &PodRecord) -> Next {
+    pub(super) fn asleep(&mut self) -> Next {
         self.is_home = true;
         self.stands = false;
         self.passes_on = false;
-        if let Some(namespace) = &pod.network_namespace
-            && let Err(error) = net::put_back(namespace, &pod.addresses)
-        {
+        self.is_halted = false;
+        if let Err(error) = net::put_back(&self.namespace, &self.addresses) {
             // The wake puts it back too; until then nobody finds the pod.
             eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
         }
@@ -344,6 +367,12 @@ impl Watch {
 
     /// The sandbox runs: it is heard, first what it has said meanwhile, and hears again, first what has waited for it.
     pub(super) fn release(mut self) {
+        // Its network stack has the address again. The kernel, which would answer for it that nobody is there, has not heard anything yet.
+        if self.is_halted
+            && let Err(error) = net::take_off(&self.namespace, &self.addresses)
+        {
+            eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
+        }
         // It answers for itself, also what was not settled.
         self.rules.probes.clear();
         // One that was woken at once may not have been seen asleep.

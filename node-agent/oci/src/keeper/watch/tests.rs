@@ -74,12 +74,7 @@ fn who_has_not_acknowledged_what_was_said_is_asked_after_a_restore_alone() {
     let pairs = pair.at_host(|| net::pairs(&network)).expect("pairs");
     let tap = pair.in_pod(|| Tap::open(pairs[0].pod));
     let mut tap = tap.expect("a tap");
-    let listener = pair
-        .in_pod(|| TcpListener::bind("10.204.0.1:7"))
-        .expect("bound");
-    let connected = pair.at_host(|| TcpStream::connect("10.204.0.1:7"));
-    let _peer = connected.expect("connected");
-    let (mut program, _) = listener.accept().expect("accepted");
+    let (_listener, _peer, mut program) = connected(&pair);
     // From now on it hears nothing.
     let ip = |args: &[&str]| pair.at_host(|| Command::new("ip").args(args).status());
     let flushed = ip(&["addr", "flush", "dev", "eth0"]).expect("ip runs");
@@ -100,7 +95,7 @@ fn who_has_not_acknowledged_what_was_said_is_asked_after_a_restore_alone() {
             let watch = Watch::begin(&pod, &rules, 10250, None, noted);
             let mut watch = watch.expect("watched");
             if restored {
-                assert_eq!(watch.asleep(&pod), Next::Nothing);
+                assert_eq!(watch.asleep(), Next::Nothing);
             }
             watch.release();
         });
@@ -108,6 +103,38 @@ fn who_has_not_acknowledged_what_was_said_is_asked_after_a_restore_alone() {
         let asked = said.iter().filter(|segment| asks(segment)).count();
         assert_eq!(asked, usize::from(restored), "{said:?}");
     }
+}
+
+/// A connection from the host's end to the pod's: who listens, the client, and the server.
+fn connected(pair: &Pair) -> (TcpListener, TcpStream, TcpStream) {
+    let listener = pair
+        .in_pod(|| TcpListener::bind("10.204.0.1:7"))
+        .expect("bound");
+    let peer = pair.at_host(|| TcpStream::connect("10.204.0.1:7"));
+    let (program, _) = listener.accept().expect("accepted");
+    (listener, peer.expect("connected"), program)
+}
+
+/// Keepalives.
+fn asks_each_second(peer: &TcpStream) {
+    use rustix::net::sockopt;
+    let second = Duration::from_secs(1);
+    sockopt::set_socket_keepalive(peer, true).expect("set");
+    sockopt::set_tcp_keepidle(peer, second).expect("set");
+    sockopt::set_tcp_keepintvl(peer, second).expect("set");
+}
+
+/// What reaches the pod's kernel by TCP.
+fn heard_in(pair: &Pair) -> UdpSocket {
+    let raw = pair.in_pod(|| {
+        let close = SockFlag::SOCK_CLOEXEC;
+        socket(AddressFamily::Inet, SockType::Raw, close, SockProtocol::Tcp)
+    });
+    // The same calls read it.
+    let heard = UdpSocket::from(raw.expect("a raw socket"));
+    let limit = Some(Duration::from_millis(300));
+    heard.set_read_timeout(limit).expect("set");
+    heard
 }
 
 /// The TCP segments that have reached the pod's kernel, once nothing more has come for a while.
@@ -126,26 +153,14 @@ fn segments(heard: &UdpSocket) -> Vec<Segment> {
 fn who_was_restored_gets_what_has_waited_and_is_told_what_comes_next() {
     let pair = Pair::new("remind");
     let pod = pod_in(&Pair::path(&pair.pod));
-    let listener = pair
-        .in_pod(|| TcpListener::bind("10.204.0.1:7"))
-        .expect("bound");
-    let connected = pair.at_host(|| TcpStream::connect("10.204.0.1:7"));
-    let mut peer = connected.expect("connected");
-    let program = listener.accept().expect("accepted");
-    let raw = pair.in_pod(|| {
-        let close = SockFlag::SOCK_CLOEXEC;
-        socket(AddressFamily::Inet, SockType::Raw, close, SockProtocol::Tcp)
-    });
-    // The same calls read it.
-    let heard = UdpSocket::from(raw.expect("a raw socket"));
-    let limit = Some(Duration::from_millis(300));
-    heard.set_read_timeout(limit).expect("set");
+    let (_listener, mut peer, _program) = connected(&pair);
+    let heard = heard_in(&pair);
     pair.at_host(|| {
         let rules = Rules::default();
         let mut watch = Watch::begin(&pod, &rules, 10250, None, None).expect("watched");
         peer.write_all(b"held").expect("said");
         assert_eq!(watch.turn(), Next::Nothing);
-        assert!(matches!(watch.asleep(&pod), Next::Wake(_)));
+        assert!(matches!(watch.asleep(), Next::Wake(_)));
         watch.release();
     });
     let heard = segments(&heard);
@@ -157,5 +172,43 @@ fn who_was_restored_gets_what_has_waited_and_is_told_what_comes_next() {
         segment.says_nothing() && segment.sequence == next && same
     };
     assert!(heard.iter().any(reminded), "{heard:?}");
-    drop(program);
+}
+
+#[test]
+fn one_that_is_stopped_hears_nothing_and_has_its_address_until_it_goes_on() {
+    let pair = Pair::new("halted");
+    let network = Pair::path(&pair.pod);
+    let pod = pod_in(&network);
+    let (_listener, mut peer, _program) = connected(&pair);
+    asks_each_second(&peer);
+    let heard = heard_in(&pair);
+    let addresses = || net::read(&network).expect("addresses").addresses;
+    let hears = |watch: &mut Watch| {
+        let until = Instant::now() + Duration::from_millis(2500);
+        let mut all = Vec::new();
+        while Instant::now() < until {
+            assert_eq!(watch.turn(), Next::Nothing);
+            all.extend(segments(&heard));
+        }
+        !all.is_empty()
+    };
+    pair.at_host(|| {
+        let rules = Rules::default();
+        let mut watch = Watch::begin(&pod, &rules, 10250, None, None).expect("watched");
+        watch.halt().expect_err("it runs");
+        assert_eq!(watch.standing(), Next::Nothing);
+        assert!(hears(&mut watch), "its network stack answers");
+        // As runsc has left it.
+        net::take_off(&network, &pod.addresses).expect("taken off");
+        watch.halt().expect("spoken for");
+        assert_eq!(addresses(), pod.addresses.addresses);
+        assert!(!hears(&mut watch), "the kernel would answer");
+        peer.write_all(b"wakes").expect("said");
+        let until = Instant::now() + Duration::from_secs(10);
+        while !matches!(watch.turn(), Next::Wake(_)) {
+            assert!(Instant::now() < until, "nobody wakes it");
+        }
+        watch.release();
+    });
+    assert_eq!(addresses(), Vec::<String>::new());
 }

@@ -1,0 +1,223 @@
+//! Stopping the host's processes of a sandbox that dozes.
+//!
+//! Its tasks stand still, and the processes around them do not: the sentry and the gofers are Go programs, whose runtime collects garbage
+//! every two minutes (`forcegcperiod` in Go's runtime/proc.go) and reads the heap back from swap for it. Of a small sandbox 4 to 5 MB became
+//! 19 to 20. One that is stopped (SIGSTOP) does nothing, and ends like any other when it is killed.
+//!
+//! It answers nobody either. So whoever connects to its control socket lets it go on first ([`crate::control::Control::connect`]), and who only
+//! wants to know whether it is there asks [`is_halted`]. Its network stack stands still too: the pod's keeper speaks for its address
+//! ([`crate::keeper::Request::Halt`]).
+//!
+//! Nothing is noted: the kernel knows who is stopped. Whoever dies on the way leaves it to the next one who connects. The processes are those of
+//! runsc's own records, and of the gofers only what is in the sentry's cgroup: one that has ended may have left its number to another.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+
+use crate::process;
+use crate::runsc::{self, records};
+
+/// A process is told at once, unless it gets no processor.
+const HALT_LIMIT: Duration = Duration::from_secs(1);
+
+/// Why a sandbox' processes could not be stopped, or told to go on.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error(transparent)]
+    Record(#[from] runsc::Error),
+    #[error("cannot signal process {pid} of the sandbox")]
+    Signal {
+        pid: i32,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("process {pid} of the sandbox does not stop")]
+    GoesOn { pid: i32 },
+}
+
+/// Stops the processes of a sandbox of the runsc with this root directory. The sandbox is paused, and its sentry has just answered the caller, who
+/// holds the pod's lock: who does not may be left waiting for an answer.
+pub fn halt(root: &Path, sandbox: &str) -> Result<(), Error> {
+    let sentry = records::sentry(root, sandbox)?;
+    // The sentry last: who sees that it runs need not look at the others.
+    signal_all(root, sandbox, sentry, Signal::STOP)?;
+    let deadline = Instant::now() + HALT_LIMIT;
+    while !process::is_stopped(sentry) {
+        if Instant::now() >= deadline {
+            // Otherwise it would stop while somebody waits for its answer.
+            signal_all(root, sandbox, sentry, Signal::CONT)?;
+            return Err(Error::GoesOn { pid: sentry });
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
+/// Whether the sandbox' processes are there and stopped. Leaves them as they are.
+pub fn is_halted(root: &Path, sandbox: &str) -> bool {
+    // Of one that has no record, or ends at this moment, the next to connect hears.
+    records::sentry(root, sandbox).is_ok_and(process::is_stopped)
+}
+
+/// Lets the sandbox go on whose sentry, which lives, is this process.
+pub(crate) fn go_on(root: &Path, sandbox: &str, sentry: i32) -> Result<(), Error> {
+    match process::is_stopped(sentry) {
+        true => signal_all(root, sandbox, sentry, Signal::CONT),
+        false => Ok(()),
+    }
+}
+
+fn signal_all(root: &Path, sandbox: &str, sentry: i32, kind: Signal) -> Result<(), Error> {
+    let gofers = records::gofers(root, sandbox)?;
+    let mut processes = gofers.into_iter().chain([sentry]);
+    processes.try_for_each(|pid| signal(pid, sentry, kind))
+}
+
+/// Unless it has ended, or is none of the sandbox'.
+fn signal(pid: i32, sentry: i32, signal: Signal) -> Result<(), Error> {
+    let failed = |errno: Errno| Error::Signal {
+        pid,
+        source: errno.into(),
+    };
+    let Some(known) = Pid::from_raw(pid) else {
+        return Ok(());
+    };
+    let process = match pidfd_open(known, PidfdFlags::empty()) {
+        Err(Errno::SRCH) => return Ok(()),
+        opened => opened.map_err(failed)?,
+    };
+    // Only now: from here on the number is no other's.
+    if !is_beside(process::cgroups(pid), process::cgroups(sentry)) {
+        return Ok(());
+    }
+    match pidfd_send_signal(&process, signal) {
+        Ok(()) | Err(Errno::SRCH) => Ok(()),
+        Err(errno) => Err(failed(errno)),
+    }
+}
+
+/// Whether a process in these cgroups is in the sentry's.
+fn is_beside(cgroups: Option<String>, of_sentry: Option<String>) -> bool {
+    cgroups.is_some() && cgroups == of_sentry
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Child, Command};
+
+    use super::*;
+
+    struct Processes {
+        dir: tempfile::TempDir,
+        sentry: Child,
+        gofers: Vec<Child>,
+    }
+
+    impl Processes {
+        /// A sandbox of runsc's records, of these processes in the test's own cgroup.
+        fn with_gofers(gofers: usize) -> Self {
+            let sleep = || Command::new("sleep").arg("600").spawn().expect("started");
+            let (dir, sentry) = (tempfile::tempdir().expect("a directory"), sleep());
+            let of_sandbox = format!(r#"{{"goferPid":0,"sandbox":{{"pid":{}}}}}"#, sentry.id());
+            let write = |container: &str, state: String| {
+                let path = dir.path().join(format!("{container}_sandbox:s.state"));
+                std::fs::write(path, state).expect("written");
+            };
+            write("s", of_sandbox);
+            let gofers: Vec<_> = (0..gofers).map(|_| sleep()).collect();
+            for (number, gofer) in gofers.iter().enumerate() {
+                write(
+                    &number.to_string(),
+                    format!(r#"{{"goferPid":{}}}"#, gofer.id()),
+                );
+            }
+            Self {
+                dir,
+                sentry,
+                gofers,
+            }
+        }
+
+        fn pids(&self) -> Vec<i32> {
+            let all = self.gofers.iter().chain([&self.sentry]);
+            all.map(|child| child.id().cast_signed()).collect()
+        }
+
+        fn stopped(&self) -> Vec<bool> {
+            self.pids().into_iter().map(process::is_stopped).collect()
+        }
+
+        /// A signal is heard a moment after it was sent.
+        fn until(&self, stopped: &[bool]) {
+            let deadline = Instant::now() + Duration::from_secs(10);
+            while self.stopped() != stopped {
+                assert!(Instant::now() < deadline, "{:?}", self.stopped());
+                std::thread::yield_now();
+            }
+        }
+    }
+
+    impl Drop for Processes {
+        fn drop(&mut self) {
+            for child in self.gofers.iter_mut().chain([&mut self.sentry]) {
+                child.kill().expect("killed");
+                child.wait().expect("it ends");
+            }
+        }
+    }
+
+    #[test]
+    fn all_processes_of_a_sandbox_stop_and_go_on_however_often_they_are_told() {
+        let processes = Processes::with_gofers(2);
+        let root = processes.dir.path();
+        assert!(!is_halted(root, "s"));
+        for _ in 0..2 {
+            halt(root, "s").expect("stopped");
+            processes.until(&[true; 3]);
+            assert!(is_halted(root, "s"));
+        }
+        let sentry = processes.sentry.id().cast_signed();
+        for _ in 0..2 {
+            go_on(root, "s", sentry).expect("they go on");
+            processes.until(&[false; 3]);
+            assert!(!is_halted(root, "s"));
+        }
+    }
+
+    #[test]
+    fn who_was_stopped_halfway_goes_on_with_the_next_caller() {
+        let processes = Processes::with_gofers(1);
+        let root = processes.dir.path();
+        let [gofer, sentry] = processes.pids()[..] else {
+            panic!("two")
+        };
+        halt(root, "s").expect("stopped");
+        // Who let them go on was killed in between.
+        signal(gofer, sentry, Signal::CONT).expect("signalled");
+        processes.until(&[false, true]);
+        go_on(root, "s", sentry).expect("they go on");
+        processes.until(&[false, false]);
+    }
+
+    #[test]
+    fn a_sandbox_that_has_ended_is_not_halted() {
+        let mut processes = Processes::with_gofers(1);
+        halt(processes.dir.path(), "s").expect("stopped");
+        processes.sentry.kill().expect("killed");
+        processes.sentry.wait().expect("it ends");
+        assert!(!is_halted(processes.dir.path(), "s"));
+        assert!(!is_halted(processes.dir.path(), "unknown"));
+    }
+
+    #[test]
+    fn a_process_of_other_cgroups_is_none_of_the_sandbox() {
+        let cgroups = |name: &str| Some(format!("4:memory:/{name}\n0::/\n"));
+        assert!(is_beside(cgroups("a"), cgroups("a")));
+        assert!(!is_beside(cgroups("b"), cgroups("a")));
+        assert!(!is_beside(None, cgroups("a")));
+        assert!(!is_beside(None, None));
+    }
+}
