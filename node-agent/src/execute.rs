@@ -21,6 +21,7 @@ use torpor_snapshots::{
 };
 
 use crate::driver::saved_name;
+use crate::lull;
 use crate::node::{CALL_LIMIT, Node};
 use crate::observe::words;
 use crate::saves::memory_of;
@@ -249,7 +250,14 @@ fn sleep_on(context: &Context<'_>, ledger: &LedgerFile, image: &ImageId) -> Outc
     }
 }
 
+fn wait_for_lull(context: &Context<'_>) {
+    if let Some((record, lock)) = context.sandbox {
+        lull::wait(context.node, record, lock, &(context.rules)());
+    }
+}
+
 fn pause(context: &Context<'_>) -> Outcome {
+    wait_for_lull(context);
     let records = &context.node.records;
     with_control(context, |control, record| {
         let decided = context.decided.into();
@@ -258,6 +266,7 @@ fn pause(context: &Context<'_>) -> Outcome {
 }
 
 fn doze(context: &Context<'_>) -> Outcome {
+    wait_for_lull(context);
     let records = &context.node.records;
     let outcome = with_control(context, |control, record| {
         let decided = context.decided.into();
@@ -359,7 +368,7 @@ fn with_control(
     let Some((record, _)) = context.sandbox else {
         return no_sandbox();
     };
-    let connected = Control::connect(context.node.runsc.root(), record.sandbox.as_str());
+    let connected = context.node.connect(&record.sandbox);
     match connected
         .map_err(pause::Error::from)
         .and_then(|mut control| call(&mut control, record))
@@ -392,6 +401,7 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
     if let Some(unwatched) = unwatched(context.by_itself, refused.as_ref()) {
         return unwatched;
     }
+    context.node.let_go_on(&record.sandbox);
     let root = context.node.runsc.root();
     let saved = match containers_in(context, &record.sandbox) {
         Ok(all) => save::checkpoint(root, &record.sandbox, &all, &partial, save_limit(memory)),

@@ -168,8 +168,8 @@ impl Sandbox<'_> {
     }
 
     fn connect(&self) -> Result<Control, String> {
-        let root = self.node.runsc.root();
-        Control::connect(root, self.record.sandbox.as_str()).map_err(|error| words(&error))
+        let connected = self.node.connect(&self.record.sandbox);
+        connected.map_err(|error| words(&error))
     }
 
     /// The last packet that was no probe.

@@ -10,6 +10,7 @@ mod install;
 mod kata;
 mod known;
 mod kubelet;
+mod lull;
 mod metrics;
 mod node;
 mod observe;

@@ -9,6 +9,8 @@ use std::time::Duration;
 use torpor_cgroup::{Hierarchies, swap};
 use torpor_core::ids::{ImageId, PodUid, SandboxId};
 use torpor_gvisor::config::Config;
+use torpor_gvisor::control::{self, Control};
+use torpor_gvisor::halt;
 use torpor_gvisor::keeper::{self, Answer, Request, Verb};
 use torpor_gvisor::record::{PodLock, PodRecord, Records, WakeCause};
 use torpor_gvisor::runsc::Runsc;
@@ -116,6 +118,21 @@ impl Node {
         };
         let dir = self.pause_dir(sandbox);
         keeper::ask(&dir, &request, &[lock.as_fd()], limit).map(|(answer, _)| answer)
+    }
+
+    /// The way to the sandbox. One that was stopped while it dozed goes on: the agent may signal nobody, so its keeper does it.
+    pub(crate) fn connect(&self, sandbox: &SandboxId) -> Result<Control, control::Error> {
+        self.let_go_on(sandbox);
+        Control::connect(self.runsc.root(), sandbox.as_str())
+    }
+
+    /// For who connects by himself.
+    pub(crate) fn let_go_on(&self, sandbox: &SandboxId) {
+        if halt::is_halted(self.runsc.root(), sandbox.as_str()) {
+            let dir = self.pause_dir(sandbox);
+            // Where that fails, so does the connection, and says why.
+            let _ = keeper::ask(&dir, &Request::GoOn, &[], CALL_LIMIT);
+        }
     }
 
     /// Directory of the pod sandbox' keeper.

@@ -13,7 +13,6 @@ use tokio::sync::Notify;
 use torpor_core::ids::Namespace;
 use torpor_core::queue::{Capacity, Queue, Ticket, Urgency, Wish};
 use torpor_core::steps::Plan;
-use torpor_gvisor::control::Control;
 use torpor_gvisor::record::PodRecord;
 use torpor_gvisor::turns::Turns;
 
@@ -206,7 +205,7 @@ impl Saves {
 
 /// How large an image of a sandbox will be, or a little more.
 pub(crate) fn memory_of(node: &Node, record: &PodRecord) -> Option<u64> {
-    let connected = Control::connect(node.runsc.root(), record.sandbox.as_str());
+    let connected = node.connect(&record.sandbox);
     let asked = connected.and_then(|mut control| control.memory_usage(CALL_LIMIT));
     if let Err(error) = &asked {
         let error = words(error);

@@ -68,6 +68,8 @@ pub enum Request {
     /// To the pause container's keeper: the processes of the sandbox, which dozes, are about to be stopped, and its network stack with them. Speak for it
     /// until [`Request::Release`]. One that does not watch the pod, or is of an older version, refuses.
     Halt,
+    /// Let the processes go on that were stopped after [`Request::Halt`], so that the sandbox answers: who asks may not signal them. It stands still.
+    GoOn,
     /// Other rules for what is held and wakes, if anything is.
     Rules(Rules),
     /// The sandbox is about to be restored: what it says waits until [`Request::Attach`]. Beside the answer comes what keeps the pod from hearing

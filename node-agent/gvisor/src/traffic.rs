@@ -87,6 +87,12 @@ impl Ages {
         let ages = counted.map(|(_, age)| *age).chain(self.other_millis);
         ages.min().map(Duration::from_millis)
     }
+
+    /// Of the node's talk with `probed` ports, the kubelet's probes among it.
+    pub fn youngest_probe(&self, probed: &[u16]) -> Option<Duration> {
+        let ages = probed.iter().filter_map(|port| self.node_millis.get(port));
+        ages.min().copied().map(Duration::from_millis)
+    }
 }
 
 /// Begins to watch the links of the network namespace at `path`, whose addresses are `pod`. Called in the node's own namespace.

@@ -51,7 +51,8 @@ const REPLY: Duration = Duration::from_millis(500);
 /// What is known of the connections of one sleeping pod, from what their peers say.
 #[derive(Debug)]
 pub struct Keepalives {
-    began: Instant,
+    /// Until then what comes may acknowledge what was said before the sleep.
+    late_until: Instant,
     connections: HashMap<Ends, Connection>,
 }
 
@@ -123,7 +124,7 @@ impl Keepalives {
     /// The sandbox falls asleep.
     pub fn begin(now: Instant) -> Self {
         Self {
-            began: now,
+            late_until: now + LATE,
             connections: HashMap::new(),
         }
     }
@@ -140,8 +141,7 @@ impl Keepalives {
             self.note(*segment, State::Heard, now);
             return Heard::WindowOpens;
         }
-        let late = now.saturating_duration_since(self.began) >= LATE;
-        if known.is_none() && is_bare(segment) && may_ask && late {
+        if known.is_none() && is_bare(segment) && may_ask && now >= self.late_until {
             self.note(*segment, State::Asked, now);
             return Heard::Unclear(Answer::asks(segment));
         }
@@ -159,6 +159,22 @@ impl Keepalives {
             Some(known) if is_bare(segment) => goes_on(&known.said, segment),
             _ => Heard::Other,
         }
+    }
+
+    /// The sandbox had said nothing for long when it fell asleep.
+    pub fn nothing_is_late(&mut self) {
+        self.late_until = self.late_until.checked_sub(LATE).unwrap_or(self.late_until);
+    }
+
+    /// What to ask who has said this last, if that was no keepalive, and nobody can tell whether the sandbox has heard it. Who says it again has read on:
+    /// [`Heard::WindowOpens`].
+    pub fn ask_again(&mut self, segment: &Segment, now: Instant) -> Option<Answer> {
+        let known = self.connections.get_mut(&segment.ends)?;
+        let is_last = known.said == *segment && known.state == State::Heard;
+        (is_last && is_bare(segment)).then(|| {
+            (known.state, known.at) = (State::Asked, now);
+            Answer::asks(segment)
+        })
     }
 
     /// What the sandbox is told of those that were heard, if it was restored meanwhile: after all that has waited for it.

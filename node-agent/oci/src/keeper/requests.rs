@@ -6,6 +6,7 @@ use std::process::{Command, Stdio};
 
 use nix::sys::socket::{SockFlag, accept4};
 use torpor_core::ids::ImageId;
+use torpor_gvisor::control::Control;
 use torpor_gvisor::keeper::{Answer, Request, Verb, receive, send};
 use torpor_gvisor::record::WakeCause;
 use torpor_wake::sensor::Next;
@@ -132,9 +133,25 @@ impl Keeper<'_> {
                     Some(watch) => watch.halt(),
                     None => Err(anyhow::anyhow!("the Pod's packets are not held")),
                 };
-                let answered = match halted {
-                    Ok(()) => done,
-                    Err(error) => Answer::refused("NotHalted", format!("{error:#}")),
+                match halted {
+                    Ok(next) => {
+                        answer(&peer, &done, &[]);
+                        self.follow(next);
+                    }
+                    Err(error) => {
+                        let refused = Answer::refused("NotHalted", format!("{error:#}"));
+                        answer(&peer, &refused, &[]);
+                    }
+                }
+            }
+            Request::GoOn => {
+                let sandbox = self.record.sandbox.as_str();
+                let answered = match Control::connect(self.node.runsc.root(), sandbox) {
+                    Ok(_) => done,
+                    Err(error) => {
+                        let words = format!("{:#}", anyhow::Error::new(error));
+                        Answer::refused("NotContinued", words)
+                    }
                 };
                 answer(&peer, &answered, &[]);
             }

@@ -1,5 +1,6 @@
 //! The pause container's keeper watches the pod's link while its sandbox is saved, sleeps and wakes: see `torpor-wake`.
 
+use std::collections::VecDeque;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
@@ -14,7 +15,7 @@ use torpor_gvisor::traffic;
 use torpor_gvisor::unacknowledged::{NOT_OF_SANDBOX, Noted};
 use torpor_wake::doubt::{Doubts, Settled};
 use torpor_wake::keepalive::{self, Keepalives};
-use torpor_wake::owner::Kubelet;
+use torpor_wake::owner::{self, Kubelet, Owner};
 use torpor_wake::packet::{Cause, Ends, Meaning, Segment, meaning, segment};
 use torpor_wake::probes::{self, Responder};
 use torpor_wake::sensor::{Next, Sensor};
@@ -22,6 +23,10 @@ use torpor_wake::tap::{HEADER, Mouth, Tap, ethernet};
 
 use super::mute::Muted;
 use super::questions;
+
+/// A sandbox gets to what is passed on to it within milliseconds, unless it gets no processor.
+const IN_HAND: Duration = Duration::from_secs(1);
+const MOST_IN_HAND: usize = 256;
 
 /// Between two looks at the requests; a flood does not keep the keeper from answering.
 const FRAMES_A_TURN: usize = 256;
@@ -32,10 +37,14 @@ const HANDOVERS: usize = 8;
 /// Where an Ethernet frame says who sent it.
 pub(super) const SENDER: std::ops::Range<usize> = 6..12;
 
+/// Who made a probe that nobody answers closes its connection when its time is over, which is seldom more than this.
+const LEAVE: Duration = Duration::from_secs(10);
+
 /// As long as a sandbox that was woken runs at least.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
 pub(super) struct Watch {
+    began: Instant,
     /// What arrives waits, and the pod hears nothing.
     hush: Hush,
     sensor: Sensor,
@@ -52,6 +61,8 @@ pub(super) struct Watch {
     passes_on: bool,
     /// Its processes are stopped, and the pod's addresses put back: what it is to say is said for it.
     is_halted: bool,
+    /// What was passed on to it a moment ago, with the number of the link: it may not have got to it before it is stopped.
+    passed_on: VecDeque<(Instant, usize, Vec<u8>)>,
     /// Frames of this sender are heard in the pod, and those of the pod's keeper outside while it is muted.
     sender: Sender,
     /// While it is restored.
@@ -100,6 +111,7 @@ impl Watch {
             sensor.came_before();
         }
         Ok(Self {
+            began: Instant::now(),
             hush,
             sensor,
             keepalives: Keepalives::begin(Instant::now()),
@@ -111,6 +123,7 @@ impl Watch {
             stands: false,
             passes_on: false,
             is_halted: false,
+            passed_on: VecDeque::new(),
             sender,
             muted: None,
             namespace: namespace.to_owned(),
@@ -149,7 +162,7 @@ impl Watch {
         let now = Instant::now();
         let mut next = self.sensor.turn(now);
         let mut links = std::mem::take(&mut self.links);
-        for Link { tap, voice, .. } in &mut links {
+        for (number, Link { tap, voice, .. }) in links.iter_mut().enumerate() {
             for settled in voice.doubts.settle(&self.rules.probes, now) {
                 next = next.or(self.settled(voice, settled, now));
             }
@@ -162,7 +175,8 @@ impl Watch {
                 next = next.or(heard.next);
                 if let Some(frame) = heard.pass_on {
                     // What gets lost is said again.
-                    let _ = tap.send(&frame);
+                    let _ = sent_by(&frame, self.sender).map(|frame| tap.send(&frame));
+                    self.remember(now, number, frame);
                 }
             }
             voice.speak(now);
@@ -181,8 +195,11 @@ impl Watch {
         if self.passes_on {
             return match meaning(ethernet(frame), &self.own) {
                 Meaning::NotForPod => Next::Nothing.into(),
-                _ => self.pass_on(frame),
+                _ => Heard::passed_on(frame),
             };
+        }
+        if let Some(segment) = seen.filter(|segment| self.is_left_of_probe(segment, now)) {
+            return self.means(Meaning::Quiet, frame, Some(segment), now).into();
         }
         // Of a probe that is over the kubelet's kernel says again what it said last, when it is asked.
         let is_probed = |segment: &Segment| self.rules.probes.contains(&segment.ends.local_port);
@@ -207,7 +224,7 @@ impl Watch {
         // An acknowledgement changes nothing there that the image would have to know of.
         let says_nothing = seen.as_ref().is_some_and(Segment::says_nothing);
         if speaks && says_nothing {
-            return self.pass_on(frame);
+            return Heard::passed_on(frame);
         }
         if let Some(keepalive::Heard::Unclear(question)) = heard
             && let Some(question) = question.frame(ethernet(frame))
@@ -226,13 +243,6 @@ impl Watch {
     /// Whether the sandbox answers keepalives and sends its own.
     fn speaks(&self) -> bool {
         self.stands && !self.is_halted
-    }
-
-    fn pass_on(&self, frame: &[u8]) -> Heard {
-        Heard {
-            next: Next::Nothing,
-            pass_on: sent_by(frame, self.sender),
-        }
     }
 
     /// Whether the segment belongs to a probe, which has been told of it, or may be a probe's first.
@@ -254,6 +264,25 @@ impl Watch {
         match self.rules.hooks.contains(&ends.local_port) {
             true => voice.doubts.add(ends, frame, now),
             false => voice.probe(ends, frame, now),
+        }
+    }
+
+    /// Whether somebody says something on a connection that a probe had made before the sandbox stood still. What it asks nobody answers, as when it
+    /// had been heard a moment before: the agent waits for probes that are under way. Mostly it takes its leave.
+    fn is_left_of_probe(&mut self, segment: &Segment, now: Instant) -> bool {
+        let ends = &segment.ends;
+        let (probes, hooks) = (&self.rules.probes, &self.rules.hooks);
+        let is_at_probed = |port| probes.contains(port) && !hooks.contains(port);
+        if segment.begins() || segment.length == 0 || !is_at_probed(&ends.local_port) {
+            return false;
+        }
+        match self.kubelet.owner_of(ends) {
+            Ok(Owner::Kubelet) => true,
+            Ok(Owner::Nobody) => {
+                now.saturating_duration_since(self.began) < LEAVE
+                    && owner::is_of_this_machine(ends.remote)
+            }
+            Ok(Owner::Process) | Err(_) => false,
         }
     }
 
@@ -295,11 +324,42 @@ impl Watch {
 
     /// The processes of the sandbox, which stands still, are about to be stopped. Its address is put back, so that others still find the link that
     /// it is on.
-    pub(super) fn halt(&mut self) -> anyhow::Result<()> {
+    pub(super) fn halt(&mut self) -> anyhow::Result<Next> {
         ensure!(self.stands && !self.passes_on, "the sandbox does not doze");
+        // What has come before is none of the answers to what is asked below.
+        let next = self.turn();
         net::put_back(&self.namespace, &self.addresses)?;
         self.is_halted = true;
-        Ok(())
+        self.keepalives.nothing_is_late();
+        self.ask_again();
+        Ok(next)
+    }
+
+    fn remember(&mut self, now: Instant, link: usize, frame: Vec<u8>) {
+        if self.passes_on {
+            // One that is frozen is not stopped.
+            return;
+        }
+        let is_old =
+            |(at, _, _): &(Instant, usize, Vec<u8>)| now.saturating_duration_since(*at) > IN_HAND;
+        while self.passed_on.front().is_some_and(is_old) || self.passed_on.len() >= MOST_IN_HAND {
+            self.passed_on.pop_front();
+        }
+        self.passed_on.push_back((now, link, frame));
+    }
+
+    /// Somebody may have said that he has read on, and the sandbox not have heard it any more: it would have said more at once, and been answered.
+    fn ask_again(&mut self) {
+        let now = Instant::now();
+        for (_, link, frame) in std::mem::take(&mut self.passed_on) {
+            let said = segment(ethernet(&frame), &self.own);
+            let question = said.and_then(|said| self.keepalives.ask_again(&said, now));
+            if let (Some(question), Some(link)) = (question, self.links.get(link))
+                && let Some(question) = question.frame(ethernet(&frame))
+            {
+                link.voice.say(question);
+            }
+        }
     }
 
     /// The sandbox stands still and nobody wakes it: its user has frozen it.
@@ -448,6 +508,15 @@ struct Heard {
     next: Next,
     /// To be heard by the sandbox at once.
     pass_on: Option<Vec<u8>>,
+}
+
+impl Heard {
+    fn passed_on(frame: &[u8]) -> Self {
+        Self {
+            next: Next::Nothing,
+            pass_on: Some(frame.to_vec()),
+        }
+    }
 }
 
 impl From<Next> for Heard {

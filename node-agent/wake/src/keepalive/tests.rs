@@ -221,6 +221,35 @@ fn the_first_who_speaks_up_is_asked_and_one_that_reads_on_says_it_again() {
 }
 
 #[test]
+fn who_has_spoken_to_a_sandbox_that_may_not_have_heard_it_is_asked_again() {
+    let now = Instant::now();
+    let at = |millis| now + Duration::from_millis(millis);
+    let mut keepalives = Keepalives::begin(now);
+    // Its network stack hears this, or is stopped before.
+    assert_eq!(keepalives.hear(&bare(100), false, at(10)), Heard::Other);
+    assert_eq!(
+        keepalives.ask_again(&bare(99), at(20)),
+        None,
+        "not the last"
+    );
+    let question = Some(Answer::asks(&bare(100)));
+    assert_eq!(keepalives.ask_again(&bare(100), at(20)), question);
+    assert_eq!(keepalives.ask_again(&bare(100), at(20)), None, "once");
+    assert_eq!(
+        keepalives.hear(&bare(100), true, at(30)),
+        Heard::WindowOpens
+    );
+    // Others are asked from now on as in the middle of a sleep.
+    let other = Segment {
+        ends: ends(4001),
+        ..bare(100)
+    };
+    keepalives.nothing_is_late();
+    let heard = keepalives.hear(&other, true, at(40));
+    assert_eq!(heard, Heard::Unclear(Answer::asks(&other)));
+}
+
+#[test]
 fn a_question_is_an_old_number_that_acknowledges_nothing_new() {
     let asked = Answer::asks(&bare(100));
     assert_eq!((asked.sequence, asked.acknowledgment), (499, 100));

@@ -200,7 +200,7 @@ fn one_that_is_stopped_hears_nothing_and_has_its_address_until_it_goes_on() {
         assert!(hears(&mut watch), "its network stack answers");
         // As runsc has left it.
         net::take_off(&network, &pod.addresses).expect("taken off");
-        watch.halt().expect("spoken for");
+        assert_eq!(watch.halt().expect("spoken for"), Next::Nothing);
         assert_eq!(addresses(), pod.addresses.addresses);
         assert!(!hears(&mut watch), "the kernel would answer");
         peer.write_all(b"wakes").expect("said");
@@ -211,4 +211,42 @@ fn one_that_is_stopped_hears_nothing_and_has_its_address_until_it_goes_on() {
         watch.release();
     });
     assert_eq!(addresses(), Vec::<String>::new());
+}
+
+#[test]
+fn what_a_probe_from_before_says_wakes_nobody_and_what_others_say_does() {
+    let pair = Pair::new("probed");
+    let pod = pod_in(&Pair::path(&pair.pod));
+    let (_listener, mut peer, _program) = connected(&pair);
+    // Who listens there is the kubelet: this test.
+    let kubelet = pair.at_host(|| TcpListener::bind("0.0.0.0:0").expect("bound"));
+    let port = kubelet.local_addr().expect("bound").port();
+    let probed = Rules {
+        probes: vec![7],
+        ..Rules::default()
+    };
+    let hooked = Rules {
+        hooks: vec![7],
+        ..probed.clone()
+    };
+    for (rules, port, wakes) in [
+        (&probed, port, false),
+        (&hooked, port, true),
+        (&Rules::default(), port, true),
+        // The kubelet is another one.
+        (&probed, 1, true),
+    ] {
+        pair.at_host(|| {
+            let mut watch = Watch::begin(&pod, rules, port, None, None).expect("watched");
+            assert_eq!(watch.standing(), Next::Nothing);
+            peer.write_all(b"said").expect("said");
+            let until = Instant::now() + Duration::from_millis(500);
+            let mut next = Next::Nothing;
+            while next == Next::Nothing && Instant::now() < until {
+                next = watch.turn();
+            }
+            assert_eq!(matches!(next, Next::Wake(_)), wakes, "{rules:?}");
+            watch.release();
+        });
+    }
 }
