@@ -2,7 +2,9 @@
 # Measures many sandboxes on one node: 50 of 30 MB woken at the same instant, dozing and hibernated; and what 300 cost while they sleep,
 # shims and keepers and the agent included, beside what they cost awake.
 # usage: hack/bench-many.sh [WOKEN [ASLEEP]]
-# (default 50 300, each may be 0; needs a running development cluster with Torpor; 300 want 10 GB of memory and 10 of disk for swap)
+# (default 50 300, each may be 0; needs a running development cluster with Torpor; 300 want 10 GB of memory and 10 of disk for swap.
+# REST=SECONDS: how long all have slept when it is measured what they cost; the default is 20. Go's runtime, of the shims too, gives
+# memory back in the minutes after it was used)
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -34,12 +36,13 @@ k delete namespace "$NAMESPACE" --ignore-not-found --timeout=280s >/dev/null
 k create namespace "$NAMESPACE" >/dev/null
 printf '%s, %s processors, %s of memory\n' "$(uname -srm)" "$(nproc)" "$(free -h | awk '$1 == "Mem:" { print $2 }')"
 
-PYTHONPATH="$REPO_ROOT/hack" PYTHONDONTWRITEBYTECODE=1 python3 - "$NAMESPACE" "$CLUSTER" "$WOKEN" "$ASLEEP" <<'P'
+PYTHONPATH="$REPO_ROOT/hack" PYTHONDONTWRITEBYTECODE=1 python3 - "$NAMESPACE" "$CLUSTER" "$WOKEN" "$ASLEEP" "${REST:-20}" <<'P'
 import glob, json, os, selectors, socket, subprocess, sys, time
 
 from benchpods import Pod
 
 namespace, cluster, how_many_woken, how_many_asleep = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+rest = float(sys.argv[5])
 # Who holds as much as the argument says, and answers each connection with what it drew at its start.
 PROGRAM = """
 import os, socket, sys
@@ -131,7 +134,7 @@ def all_sleep(pods, condition):
 
 
 def processes(pods):
-    """Those of the pods: in their cgroups, and their shims."""
+    """Those of the pods: in their cgroups, and their shims apart."""
     found = set()
     roots = ["/sys/fs/cgroup/pids", "/sys/fs/cgroup/memory", "/sys/fs/cgroup"]
     for pod in pods:
@@ -139,15 +142,15 @@ def processes(pods):
         for path, _, files in os.walk(f"{root}/{pod.pod_cgroup}"):
             if "cgroup.procs" in files:
                 found |= {int(pid) for pid in open(f"{path}/cgroup.procs").read().split()}
-    sandboxes = {pod.sandbox for pod in pods}
+    sandboxes, shims = {pod.sandbox for pod in pods}, set()
     for entry in glob.glob("/proc/[0-9]*/cmdline"):
         try:
             words = open(entry).read().split("\0")
         except OSError:
             continue
         if "containerd-shim" in words[0] and sandboxes & set(words):
-            found.add(int(entry.split("/")[2]))
-    return found
+            shims.add(int(entry.split("/")[2]))
+    return found - shims, shims
 
 
 def pss(pids):
@@ -178,9 +181,10 @@ def agent():
 
 
 def cost(words, pods, base=None):
-    each = pss(processes(pods)) / len(pods)
+    sandbox, shim = (pss(pids) / len(pods) for pids in processes(pods))
+    each = sandbox + shim
     beside = f" ({each / base:.2f} x)" if base else ""
-    print(f"{words:<46} {each:6.1f} MB PSS each{beside}", flush=True)
+    print(f"{words:<46} {each:6.1f} MB PSS each{beside}, {shim:.1f} of them the shim's", flush=True)
     return each
 
 
@@ -209,12 +213,12 @@ def woken(pods):
 
 def asleep(pods, awake):
     all_sleep(pods, Pod.dozes)
-    time.sleep(20)
+    time.sleep(rest)
     cost(f"{len(pods)} dozing, shim included", pods, awake)
     agents_cost(f"the agent, while {len(pods)} doze")
     kubectl("annotate", "--overwrite", "pod", "--all", "torpor.dev/hibernate=true")
     until("not all hibernate", lambda: sum(not pod.hibernates() for pod in pods), 900)
-    time.sleep(20)
+    time.sleep(rest)
     cost(f"{len(pods)} hibernated, shim included", pods, awake)
     agents_cost(f"the agent, while {len(pods)} hibernate")
 

@@ -38,8 +38,23 @@ fn has_ended(after: &str) -> bool {
 /// Whether the process is there and will do anything more: one that was killed may take long to end where it gets no processor, and is
 /// then there without being of use to anybody.
 pub fn goes_on(pid: i32) -> bool {
-    after_name(pid).is_some_and(|after| !is_ending(&after))
+    after_name(pid).is_some_and(|after| !is_ending(&after)) && !is_killed(&status(pid))
 }
+
+fn status(pid: i32) -> String {
+    std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default()
+}
+
+/// Whether the whole process has a SIGKILL before it, by its status (proc_pid_status(5)). It stays there to the end, while a thread that takes it up
+/// has for an instant neither that before it nor begun to end.
+fn is_killed(status: &str) -> bool {
+    let shared = status.lines().find_map(|line| line.strip_prefix("ShdPnd:"));
+    let signals = shared.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok());
+    signals.is_some_and(|signals| signals & KILLED != 0)
+}
+
+/// SIGKILL in a set of signals.
+const KILLED: u64 = 1 << (9 - 1);
 
 /// Whether it was stopped (SIGSTOP) and not told to go on.
 pub fn is_stopped(pid: i32) -> bool {
@@ -58,12 +73,11 @@ fn is_ending(after: &str) -> bool {
     const PENDING: usize = 31 - 3;
     /// `PF_EXITING` (include/linux/sched.h).
     const EXITING: u64 = 0x4;
-    /// SIGKILL in a set of signals. The kernel adds it to what each thread has before it.
-    const KILLED: u64 = 1 << (9 - 1);
     let number = |field: usize| -> u64 {
         let text = after.split_whitespace().nth(field);
         text.and_then(|text| text.parse().ok()).unwrap_or(0)
     };
+    // The kernel adds the signal to what each thread has before it.
     has_ended(after) || number(FLAGS) & EXITING != 0 || number(PENDING) & KILLED != 0
 }
 
@@ -93,7 +107,24 @@ mod tests {
     }
 
     #[test]
+    fn a_signal_that_waits_for_the_whole_process_counts_if_it_kills() {
+        let status = |waits: &str| {
+            format!("State:\tR (running)\nSigPnd:\t0000000000000100\nShdPnd:\t{waits}\n")
+        };
+        assert!(is_killed(&status("0000000000000100")));
+        assert!(is_killed(&status("0000000000004102")));
+        assert!(!is_killed(&status("0000000000004002")));
+        assert!(!is_killed(""));
+    }
+
+    #[test]
     fn a_process_goes_on_until_it_was_killed() {
+        for _ in 0..200 {
+            goes_on_until_killed();
+        }
+    }
+
+    fn goes_on_until_killed() {
         let mut child = std::process::Command::new("sleep")
             .arg("infinity")
             .spawn()
