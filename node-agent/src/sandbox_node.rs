@@ -34,8 +34,8 @@ mod owner;
 const HEARTBEAT: Duration = Duration::from_secs(30);
 /// How often what the node holds is looked at.
 const LOOK: Duration = Duration::from_secs(5);
-/// So many times as long as a look takes the next one waits: with hundreds of sandboxes it takes a tenth of a second.
-const REST: u32 = 100;
+/// So many times as long as a look takes the next one waits: with hundreds of sandboxes it takes half a tenth of a second.
+const REST: u32 = 200;
 
 /// What is reported about.
 pub(crate) struct Subject {
@@ -321,9 +321,9 @@ mod tests {
     }
 
     #[test]
-    fn looking_at_what_the_node_holds_takes_a_hundredth_of_a_processor_however_much_that_is() {
+    fn looking_at_what_the_node_holds_takes_half_a_hundredth_of_a_processor_however_much_that_is() {
         let after = |milliseconds| pause_after(Duration::from_millis(milliseconds)).as_millis();
-        assert_eq!([after(1), after(50), after(120)], [5_000, 5_000, 12_000]);
+        assert_eq!([after(1), after(25), after(60)], [5_000, 5_000, 12_000]);
         assert_eq!(after(5_000), HEARTBEAT.as_millis());
     }
 
