@@ -191,7 +191,15 @@ impl Control {
     /// Connects to the sandbox whose root container is `sandbox`, and lets it go on if it was stopped: see [`crate::halt`].
     pub fn connect(runsc_root: &Path, sandbox: &str) -> Result<Self, Error> {
         let path = socket_path(runsc_root, sandbox);
-        let control = Self::connect_within(path.clone(), CONNECT_LIMIT)?;
+        let connected = match Self::connect_within(path.clone(), CONNECT_LIMIT) {
+            Err(Error::Unreachable { .. })
+                if halt::go_on_by_record(runsc_root, sandbox).is_ok() =>
+            {
+                Self::connect_within(path.clone(), CONNECT_LIMIT)
+            }
+            connected => connected,
+        };
+        let control = connected?;
         match halt::go_on(runsc_root, sandbox, control.sentry()) {
             Ok(()) => Ok(control),
             Err(source) => Err(Error::Halted {

@@ -42,13 +42,23 @@ pub enum Error {
 /// holds the pod's lock: who does not may be left waiting for an answer.
 pub fn halt(root: &Path, sandbox: &str) -> Result<(), Error> {
     let sentry = records::sentry(root, sandbox)?;
-    // The sentry last: who sees that it runs need not look at the others.
-    signal_all(root, sandbox, sentry, Signal::STOP)?;
+    let halted = stop(root, sandbox, sentry);
+    if halted.is_err() {
+        // Otherwise some would stand still beside others, or stop while somebody waits for their answer.
+        let_go_on(root, sandbox, sentry)?;
+    }
+    halted
+}
+
+/// The sentry first: who connects looks at that, and a gofer that stands still beside a sentry that runs would be seen by nobody.
+fn stop(root: &Path, sandbox: &str, sentry: i32) -> Result<(), Error> {
+    let gofers = records::gofers(root, sandbox)?;
+    for pid in [sentry].into_iter().chain(gofers) {
+        signal(pid, sentry, Signal::STOP)?;
+    }
     let deadline = Instant::now() + HALT_LIMIT;
     while !process::is_stopped(sentry) {
         if Instant::now() >= deadline {
-            // Otherwise it would stop while somebody waits for its answer.
-            signal_all(root, sandbox, sentry, Signal::CONT)?;
             return Err(Error::GoesOn { pid: sentry });
         }
         std::thread::sleep(Duration::from_millis(1));
@@ -65,15 +75,27 @@ pub fn is_halted(root: &Path, sandbox: &str) -> bool {
 /// Lets the sandbox go on whose sentry, which lives, is this process.
 pub(crate) fn go_on(root: &Path, sandbox: &str, sentry: i32) -> Result<(), Error> {
     match process::is_stopped(sentry) {
-        true => signal_all(root, sandbox, sentry, Signal::CONT),
+        true => let_go_on(root, sandbox, sentry),
         false => Ok(()),
     }
 }
 
-fn signal_all(root: &Path, sandbox: &str, sentry: i32, kind: Signal) -> Result<(), Error> {
-    let gofers = records::gofers(root, sandbox)?;
-    let mut processes = gofers.into_iter().chain([sentry]);
-    processes.try_for_each(|pid| signal(pid, sentry, kind))
+/// The same by runsc's records, for who gets no connection: so many may have tried that the kernel lets nobody in any more.
+pub(crate) fn go_on_by_record(root: &Path, sandbox: &str) -> Result<(), Error> {
+    go_on(root, sandbox, records::sentry(root, sandbox)?)
+}
+
+/// The gofers first: a sentry that runs has all of them running. What is in the way of one keeps nobody else standing still.
+fn let_go_on(root: &Path, sandbox: &str, sentry: i32) -> Result<(), Error> {
+    let gofers = records::gofers(root, sandbox);
+    let known = gofers.as_deref().unwrap_or_default();
+    let told = known
+        .iter()
+        .map(|gofer| signal(*gofer, sentry, Signal::CONT))
+        .fold(Ok(()), Result::and);
+    signal(sentry, sentry, Signal::CONT)?;
+    gofers?;
+    told
 }
 
 /// Unless it has ended, or is none of the sandbox'.
@@ -200,6 +222,19 @@ mod tests {
         processes.until(&[false, true]);
         go_on(root, "s", sentry).expect("they go on");
         processes.until(&[false, false]);
+    }
+
+    #[test]
+    fn a_record_that_cannot_be_read_keeps_nobody_standing_still() {
+        let processes = Processes::with_gofers(1);
+        let root = processes.dir.path();
+        halt(root, "s").expect("stopped");
+        std::fs::write(root.join("torn_sandbox:s.state"), "{").expect("written");
+        go_on_by_record(root, "s").expect_err("one is not known");
+        assert!(!process::is_stopped(processes.pids()[1]), "the sentry");
+        // And none is stopped of which not all are known.
+        halt(root, "s").expect_err("one is not known");
+        processes.until(&[true, false]);
     }
 
     #[test]

@@ -57,6 +57,8 @@ fn halt(node: &Node, sandbox: &SandboxId) {
         Err(error) => Err(error.into()),
     };
     if let Err(error) = halted {
+        // It speaks for itself.
+        let _ = keeper::ask(&pause, &Request::GoOn, &[], CALL_LIMIT);
         eprintln!(
             "torpor-oci: the processes of the sandbox, which dozes, are not stopped: {error:#}"
         );

@@ -18,6 +18,7 @@ use rustix::termios::Termios;
 use torpor_core::ids::ContainerId;
 use torpor_core::state::NOT_WATCHED;
 use torpor_gvisor::control::{self, Control};
+use torpor_gvisor::halt;
 use torpor_gvisor::keeper::{Answer, Rules};
 use torpor_gvisor::record::{ContainerRecord, SandboxState, WakeCause};
 use torpor_gvisor::spec::Role;
@@ -157,6 +158,11 @@ impl Keeper<'_> {
             self.end_exec(pid);
         }
         if let Some(watch) = &mut self.watch {
+            let sandbox = self.record.sandbox.as_str();
+            // Somebody may have let it go on without waking it.
+            if watch.is_halted() && !halt::is_halted(self.node.runsc.root(), sandbox) {
+                watch.go_on();
+            }
             let next = watch.turn();
             self.follow(next);
         }

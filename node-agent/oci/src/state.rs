@@ -8,7 +8,7 @@ use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_gvisor::control::Control;
 use torpor_gvisor::keeper::Answer;
 use torpor_gvisor::record::SandboxState;
-use torpor_gvisor::{pause, traffic};
+use torpor_gvisor::{halt, pause, traffic};
 
 use crate::node::{CALL_LIMIT, Node};
 use crate::restore;
@@ -99,6 +99,10 @@ pub(crate) fn refuse_frozen(node: &Node, sandbox: &SandboxId) -> anyhow::Result<
 
 /// Whether it lives and is paused, whatever for. The caller holds the lock.
 pub(crate) fn stands_still(node: &Node, sandbox: &SandboxId) -> bool {
+    // Whoever connects would let it go on.
+    if halt::is_halted(node.runsc.root(), sandbox.as_str()) {
+        return true;
+    }
     Control::connect(node.runsc.root(), sandbox.as_str()).is_ok_and(|mut control| {
         pause::is_paused(&node.records, &mut control, sandbox, CALL_LIMIT).unwrap_or(false)
     })

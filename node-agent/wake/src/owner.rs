@@ -39,7 +39,9 @@ pub enum Owner {
     Kubelet,
     /// Another process of this machine.
     Process,
-    /// No process of this machine: it is another machine's, or was closed since it was made, as a probe's is within a millisecond.
+    /// This machine's kernel alone: it was closed, as a probe's is within a millisecond.
+    Kernel,
+    /// Nobody of this machine, or it has been closed for long.
     Nobody,
 }
 
@@ -77,8 +79,11 @@ impl Kubelet {
 
     /// Whose the connection is.
     pub fn owner_of(&mut self, connection: &Ends) -> Result<Owner, Error> {
-        let Some(socket) = socket_of(connection)? else {
-            return Ok(Owner::Nobody);
+        let socket = match socket_of(connection)? {
+            None => return Ok(Owner::Nobody),
+            // What the kernel alone still has, because it was closed, has no number.
+            Some(0) => return Ok(Owner::Kernel),
+            Some(socket) => socket,
         };
         if self.has(socket)? {
             return Ok(Owner::Kubelet);
@@ -86,6 +91,7 @@ impl Kubelet {
         // To look through a process takes time, in which the connection may be closed.
         Ok(match socket_of(connection)? {
             Some(now) if now == socket => Owner::Process,
+            Some(0) => Owner::Kernel,
             _ => Owner::Nobody,
         })
     }
@@ -129,9 +135,7 @@ fn socket_of(connection: &Ends) -> Result<Option<u32>, Error> {
         AF_INET6
     };
     let found = ask(family, StateFlags::all(), id, false)?;
-    let inode = found.first().map(|(_, inode)| *inode);
-    // What the kernel alone still has, because it was closed, has no number.
-    Ok(inode.filter(|inode| *inode != 0))
+    Ok(found.first().map(|(_, inode)| *inode))
 }
 
 /// The process that listens on the port.
@@ -311,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_that_was_closed_is_nobodys() {
+    fn a_connection_that_was_closed_is_the_kernels_alone() {
         let (port, _server, stream) = connected("127.0.0.1:0");
         let ends = ends(&stream);
         let mut kubelet = Kubelet::at(port);
@@ -320,7 +324,7 @@ mod tests {
         // The kernel goes on with it for a while: nobody has read its end at the server's side.
         drop(stream);
         let owner = kubelet.owner_of(&ends).expect("asked");
-        assert_eq!(owner, Owner::Nobody);
+        assert_eq!(owner, Owner::Kernel);
         assert!(!kubelet.owns(&ends).expect("asked"));
     }
 

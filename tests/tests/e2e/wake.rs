@@ -524,6 +524,8 @@ async fn dozes_on(case: &Case, probed: serde_json::Value) -> anyhow::Result<()> 
     })
     .await?;
     sleeps_on(case, dozes).await?;
+    let stopped = case.node.sentry(&uid)?.is_stopped();
+    ensure!(stopped, "a probe has let its processes go on");
     let after = Connection::open(&pod).await?.ask().await?;
     after.goes_on_from(&before)
 }

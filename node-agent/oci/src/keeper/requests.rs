@@ -129,24 +129,27 @@ impl Keeper<'_> {
                 answer(&peer, &done, &[]);
             }
             Request::Halt => {
-                let halted = match &mut self.watch {
+                let (next, halted) = match &mut self.watch {
                     Some(watch) => watch.halt(),
-                    None => Err(anyhow::anyhow!("the Pod's packets are not held")),
+                    None => {
+                        let refused = anyhow::anyhow!("the Pod's packets are not held");
+                        (Next::Nothing, Err(refused))
+                    }
                 };
-                match halted {
-                    Ok(next) => {
-                        answer(&peer, &done, &[]);
-                        self.follow(next);
-                    }
-                    Err(error) => {
-                        let refused = Answer::refused("NotHalted", format!("{error:#}"));
-                        answer(&peer, &refused, &[]);
-                    }
-                }
+                let answered = match halted {
+                    Ok(()) => done,
+                    Err(error) => Answer::refused("NotHalted", format!("{error:#}")),
+                };
+                answer(&peer, &answered, &[]);
+                self.follow(next);
             }
             Request::GoOn => {
                 let sandbox = self.record.sandbox.as_str();
-                let answered = match Control::connect(self.node.runsc.root(), sandbox) {
+                let connected = Control::connect(self.node.runsc.root(), sandbox);
+                if let Some(watch) = &mut self.watch {
+                    watch.go_on();
+                }
+                let answered = match connected {
                     Ok(_) => done,
                     Err(error) => {
                         let words = format!("{:#}", anyhow::Error::new(error));

@@ -15,7 +15,7 @@ use torpor_gvisor::traffic;
 use torpor_gvisor::unacknowledged::{NOT_OF_SANDBOX, Noted};
 use torpor_wake::doubt::{Doubts, Settled};
 use torpor_wake::keepalive::{self, Keepalives};
-use torpor_wake::owner::{self, Kubelet, Owner};
+use torpor_wake::owner::{Kubelet, Owner};
 use torpor_wake::packet::{Cause, Ends, Meaning, Segment, meaning, segment};
 use torpor_wake::probes::{self, Responder};
 use torpor_wake::sensor::{Next, Sensor};
@@ -59,8 +59,8 @@ pub(super) struct Watch {
     stands: bool,
     /// And no image has to know of what it hears: all but probes is.
     passes_on: bool,
-    /// Its processes are stopped, and the pod's addresses put back: what it is to say is said for it.
-    is_halted: bool,
+    /// Since when its processes are stopped, or about to be, and the pod's addresses put back: what it is to say is said for it.
+    halted: Option<Instant>,
     /// What was passed on to it a moment ago, with the number of the link: it may not have got to it before it is stopped.
     passed_on: VecDeque<(Instant, usize, Vec<u8>)>,
     /// Frames of this sender are heard in the pod, and those of the pod's keeper outside while it is muted.
@@ -122,7 +122,7 @@ impl Watch {
             is_home: false,
             stands: false,
             passes_on: false,
-            is_halted: false,
+            halted: None,
             passed_on: VecDeque::new(),
             sender,
             muted: None,
@@ -242,7 +242,7 @@ impl Watch {
 
     /// Whether the sandbox answers keepalives and sends its own.
     fn speaks(&self) -> bool {
-        self.stands && !self.is_halted
+        self.stands && self.halted.is_none()
     }
 
     /// Whether the segment belongs to a probe, which has been told of it, or may be a probe's first.
@@ -278,11 +278,9 @@ impl Watch {
         }
         match self.kubelet.owner_of(ends) {
             Ok(Owner::Kubelet) => true,
-            Ok(Owner::Nobody) => {
-                now.saturating_duration_since(self.began) < LEAVE
-                    && owner::is_of_this_machine(ends.remote)
-            }
-            Ok(Owner::Process) | Err(_) => false,
+            // Nobody of this machine waits for an answer any more.
+            Ok(Owner::Kernel) => now.saturating_duration_since(self.began) < LEAVE,
+            Ok(Owner::Process | Owner::Nobody) | Err(_) => false,
         }
     }
 
@@ -324,15 +322,38 @@ impl Watch {
 
     /// The processes of the sandbox, which stands still, are about to be stopped. Its address is put back, so that others still find the link that
     /// it is on.
-    pub(super) fn halt(&mut self) -> anyhow::Result<Next> {
-        ensure!(self.stands && !self.passes_on, "the sandbox does not doze");
-        // What has come before is none of the answers to what is asked below.
-        let next = self.turn();
-        net::put_back(&self.namespace, &self.addresses)?;
-        self.is_halted = true;
+    pub(super) fn halt(&mut self) -> (Next, anyhow::Result<()>) {
+        if !self.stands || self.passes_on {
+            let refused = anyhow::anyhow!("the sandbox does not doze");
+            return (Next::Nothing, Err(refused));
+        }
+        // Before the addresses are there: from now on nothing is passed on, which the kernel would answer.
+        self.halted = Some(Instant::now());
         self.keepalives.nothing_is_late();
+        let next = self.turn();
+        if let Err(error) = net::put_back(&self.namespace, &self.addresses) {
+            self.go_on();
+            return (next, Err(error.into()));
+        }
         self.ask_again();
-        Ok(next)
+        (next, Ok(()))
+    }
+
+    /// Whether what has the pod's address ought to be stopped by now.
+    pub(super) fn is_halted(&self) -> bool {
+        self.halted.is_some_and(|at| at.elapsed() > IN_HAND)
+    }
+
+    /// The sandbox' network stack, if there is one, speaks for itself: the kernel, which would answer that there is no such connection, has no address
+    /// any more.
+    pub(super) fn go_on(&mut self) {
+        if self.halted.take().is_none() {
+            return;
+        }
+        let take_off = || net::take_off(&self.namespace, &self.addresses);
+        if let Err(error) = take_off().or_else(|_| take_off()) {
+            eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
+        }
     }
 
     fn remember(&mut self, now: Instant, link: usize, frame: Vec<u8>) {
@@ -364,6 +385,7 @@ impl Watch {
 
     /// The sandbox stands still and nobody wakes it: its user has frozen it.
     pub(super) fn frozen(&mut self) -> Next {
+        self.go_on();
         self.passes_on = true;
         self.standing()
     }
@@ -378,7 +400,7 @@ impl Watch {
         self.is_home = true;
         self.stands = false;
         self.passes_on = false;
-        self.is_halted = false;
+        self.halted = None;
         if let Err(error) = net::put_back(&self.namespace, &self.addresses) {
             // The wake puts it back too; until then nobody finds the pod.
             eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
@@ -427,12 +449,7 @@ impl Watch {
 
     /// The sandbox runs: it is heard, first what it has said meanwhile, and hears again, first what has waited for it.
     pub(super) fn release(mut self) {
-        // Its network stack has the address again. The kernel, which would answer for it that nobody is there, has not heard anything yet.
-        if self.is_halted
-            && let Err(error) = net::take_off(&self.namespace, &self.addresses)
-        {
-            eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
-        }
+        self.go_on();
         // It answers for itself, also what was not settled.
         self.rules.probes.clear();
         // One that was woken at once may not have been seen asleep.

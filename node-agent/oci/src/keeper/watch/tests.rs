@@ -195,14 +195,21 @@ fn one_that_is_stopped_hears_nothing_and_has_its_address_until_it_goes_on() {
     pair.at_host(|| {
         let rules = Rules::default();
         let mut watch = Watch::begin(&pod, &rules, 10250, None, None).expect("watched");
-        watch.halt().expect_err("it runs");
+        watch.halt().1.expect_err("it runs");
         assert_eq!(watch.standing(), Next::Nothing);
         assert!(hears(&mut watch), "its network stack answers");
         // As runsc has left it.
         net::take_off(&network, &pod.addresses).expect("taken off");
-        assert_eq!(watch.halt().expect("spoken for"), Next::Nothing);
+        let (next, halted) = watch.halt();
+        halted.expect("spoken for");
+        assert_eq!(next, Next::Nothing);
         assert_eq!(addresses(), pod.addresses.addresses);
         assert!(!hears(&mut watch), "the kernel would answer");
+        // Somebody has let it go on, and it dozes again.
+        watch.go_on();
+        assert_eq!(addresses(), Vec::<String>::new());
+        watch.halt().1.expect("spoken for again");
+        assert_eq!(addresses(), pod.addresses.addresses);
         peer.write_all(b"wakes").expect("said");
         let until = Instant::now() + Duration::from_secs(10);
         while !matches!(watch.turn(), Next::Wake(_)) {
