@@ -175,7 +175,7 @@ impl Runsc {
     /// Removes a container, killing what is left of it. A container that is not known is a success.
     pub fn delete(&self, id: &str, limit: Duration) -> Result<(), Error> {
         self.forget_torn(id, limit)?;
-        for sandbox in self.sandboxes_of(id)? {
+        for (_, sandbox) in self.states_of(id)? {
             // runsc talks to one that lives, and waits for one that is stopped.
             let _ = Control::connect(&self.root, &sandbox);
         }

@@ -50,35 +50,29 @@ impl Runsc {
         records(&self.root, |name| name.contains(&part))
     }
 
-    /// The sandboxes in which runsc knows a container of this name: one or none.
-    pub(super) fn sandboxes_of(&self, id: &str) -> Result<Vec<String>, Error> {
+    /// The states of containers of this name, each with its sandbox: one or none, unless a killed runsc has left more.
+    pub(super) fn states_of(&self, id: &str) -> Result<Vec<(PathBuf, String)>, Error> {
         let part = format!("{id}_sandbox:");
         let states = |name: &str| name.starts_with(&part) && name.ends_with(".state");
-        let name = |path: &PathBuf| {
-            let name = path.file_stem()?.to_str()?.strip_prefix(&part)?;
-            Some(name.to_owned())
+        let with_sandbox = |path: PathBuf| {
+            let sandbox = path.file_stem()?.to_str()?.strip_prefix(&part)?.to_owned();
+            Some((path, sandbox))
         };
-        Ok(records(&self.root, states)?
-            .iter()
-            .filter_map(name)
-            .collect())
+        let found = records(&self.root, states)?.into_iter();
+        Ok(found.filter_map(with_sandbox).collect())
     }
 
     /// runsc writes a state in its place, and reads none of which it had written only a part when it was killed: neither that of a
     /// container that it is to delete, nor that of another one of a sandbox that it restores. Such a state goes, once gVisor has let go of
     /// its container.
     pub(super) fn forget_torn(&self, id: &str, limit: Duration) -> Result<(), Error> {
-        let part = format!("{id}_sandbox:");
-        let states = |name: &str| name.starts_with(&part) && name.ends_with(".state");
-        for path in records(&self.root, states)? {
+        for (path, sandbox) in self.states_of(id)? {
             if !is_torn(&path)? {
                 continue;
             }
-            let name = path.file_stem().unwrap_or_default().to_string_lossy();
-            let sandbox = name.strip_prefix(&part).unwrap_or_default();
             // Who does not answer has ended, and holds no container any more; one that gVisor does not know it has let go of.
             if sandbox != id
-                && let Ok(mut control) = Control::connect(&self.root, sandbox)
+                && let Ok(mut control) = Control::connect(&self.root, &sandbox)
             {
                 let _ = control.destroy_container(id, limit);
             }
