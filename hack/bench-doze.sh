@@ -7,6 +7,7 @@
 # REST=SECONDS: how long all sleep before the first is woken; the default is 2. Go's runtime collects garbage every 120)
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+. "$REPO_ROOT/hack/benchswap.sh"
 
 ROUNDS=${1:-6}
 NAMESPACE=torpor-bench-doze
@@ -18,32 +19,13 @@ k() { timeout 120 "$CLUSTER/bin/kubectl" --kubeconfig "$CLUSTER/admin.kubeconfig
 
 need_torpor "reads the pods' cgroups"
 
-SWAP='' ZRAM=''
 cleanup() {
 	k delete namespace "$NAMESPACE" --ignore-not-found >/dev/null 2>&1 || true
-	# It may not be swap yet; while it is, it stays.
-	[ -z "$SWAP" ] || swapoff "$SWAP" || ! grep -q "^$SWAP " /proc/swaps
-	case $SWAP in /var/tmp/*) rm -f "$SWAP" ;; esac
-	[ -z "$ZRAM" ] || echo "$ZRAM" >/sys/class/zram-control/hot_remove
+	swap_off
 }
 trap cleanup EXIT
-
-# As torpor-agent does with --doze-swap=zram, where the kernel has it.
-swap_on() {
-	if [ -r /sys/class/zram-control/hot_add ] && [ "$SWAP_KIND" = zram ]; then
-		ZRAM=$(cat /sys/class/zram-control/hot_add)
-		echo 2G >"/sys/block/zram$ZRAM/disksize"
-		[ -b "/dev/zram$ZRAM" ] || mknod "/dev/zram$ZRAM" b "$(cut -d: -f1 "/sys/block/zram$ZRAM/dev")" "$(cut -d: -f2 "/sys/block/zram$ZRAM/dev")"
-		SWAP=/dev/zram$ZRAM
-	else
-		SWAP=$(mktemp /var/tmp/torpor-bench-swap-XXXXXX)
-		fallocate -l 2G "$SWAP"
-	fi
-	mkswap -q "$SWAP" >/dev/null
-	swapon --priority 32767 "$SWAP"
-}
 SWAP_KIND=${SWAP_KIND:-zram}
-[ "$SWAP_KIND" = node ] || swap_on
+[ "$SWAP_KIND" = node ] || swap_on "$SWAP_KIND" 2048
 
 # Answers "x" at once, and anything else after touching 5 MB of what it holds.
 PROGRAM='

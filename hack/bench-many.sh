@@ -3,10 +3,12 @@
 # shims and keepers and the agent included, beside what they cost awake.
 # usage: hack/bench-many.sh [WOKEN [ASLEEP]]
 # (default 50 300, each may be 0; needs a running development cluster with Torpor; 300 want 10 GB of memory and 10 of disk for swap.
+# Unless the node has swap for them it makes a file; SWAP_KIND=zram: zram, where the kernel has it.
 # REST=SECONDS: how long all have slept when it is measured what they cost; the default is 20. Go's runtime, of the shims too, gives
 # memory back in the minutes after it was used)
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+. "$REPO_ROOT/hack/benchswap.sh"
 
 WOKEN=${1:-50}
 ASLEEP=${2:-300}
@@ -16,21 +18,15 @@ k() { timeout 300 "$CLUSTER/bin/kubectl" --kubeconfig "$CLUSTER/admin.kubeconfig
 
 need_torpor "reads the pods' processes"
 
-SWAP=
 cleanup() {
 	k delete namespace "$NAMESPACE" --ignore-not-found --timeout=280s >/dev/null 2>&1 || true
-	[ -n "$SWAP" ] || return 0
-	# It may not be swap yet; while it is, it stays.
-	swapoff "$SWAP" || ! grep -q "^$SWAP " /proc/swaps
-	rm -f "$SWAP"
+	swap_off
 }
 trap cleanup EXIT
 swap_mb=$(((WOKEN > ASLEEP ? WOKEN : ASLEEP) * 60 + 512))
-if [ "$(awk '$1 == "SwapFree:" { print $2 }' /proc/meminfo)" -lt $((swap_mb * 1024)) ]; then
-	SWAP=$(mktemp /var/tmp/torpor-bench-swap-XXXXXX)
-	fallocate -l "${swap_mb}M" "$SWAP"
-	mkswap -q "$SWAP" >/dev/null
-	swapon "$SWAP"
+SWAP_KIND=${SWAP_KIND:-file}
+if [ "$SWAP_KIND" = zram ] || [ "$(awk '$1 == "SwapFree:" { print $2 }' /proc/meminfo)" -lt $((swap_mb * 1024)) ]; then
+	swap_on "$SWAP_KIND" "$swap_mb"
 fi
 k delete namespace "$NAMESPACE" --ignore-not-found --timeout=280s >/dev/null
 k create namespace "$NAMESPACE" >/dev/null
