@@ -24,6 +24,7 @@ const LICENCE: &std::ffi::CStr = c"Apache-2.0";
 const MAX_LOG: usize = 64 << 10;
 
 const MAP_TYPE_HASH: u32 = 1;
+const MAP_TYPE_ARRAY: u32 = 2;
 const MAP_TYPE_LRU_HASH: u32 = 9;
 const MAP_TYPE_SOCKMAP: u32 = 15;
 
@@ -242,6 +243,7 @@ fn number(fd: RawFd) -> u32 {
 
 /// Keys that are a number.
 const NUMBER: u32 = 4;
+const FLAG: u32 = 4; // bytes
 
 fn map(map_type: u32, key_size: u32, value_size: u32, max_entries: u32) -> Result<OwnedFd, Error> {
     let attributes = MapCreate {
@@ -285,6 +287,18 @@ pub(crate) fn socket_map(socket: BorrowedFd<'_>) -> Result<OwnedFd, Error> {
     // SAFETY: this map was made with values of four bytes.
     unsafe { element(Call::MapUpdateElem, map.as_fd(), 0, &mut value) }.map_err(Error::Insert)?;
     Ok(map)
+}
+
+/// A map with one number, zero at first, which a program reads by [`set_map_value`].
+pub(crate) fn flag_map() -> Result<OwnedFd, Error> {
+    map(MAP_TYPE_ARRAY, NUMBER, FLAG, 1)
+}
+
+/// From this moment on, programs read one in a [`flag_map`].
+pub(crate) fn raise_flag(map: BorrowedFd<'_>) -> Result<(), Error> {
+    let mut value = 1_u32;
+    // SAFETY: these maps have values of four bytes.
+    unsafe { element(Call::MapUpdateElem, map, 0, &mut value) }.map_err(Error::Insert)
 }
 
 /// A map from numbers to times: nanoseconds of [`now`]'s clock.

@@ -13,7 +13,7 @@
 //! And while it is restored nobody hears what the sandbox says ([`Mute`]): gVisor cannot be restored in a paused state, so its programs
 //! run for a moment before it is recorded that their image is stale.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
 use crate::bpf::{self, Hook};
@@ -40,11 +40,28 @@ impl From<bpf::Error> for Error {
     }
 }
 
-/// The links receive nothing but ARP and neighbour discovery until this is dropped, or its process has ended.
+/// The links receive nothing but ARP and neighbour discovery until this is opened or dropped, or its process has ended.
 #[derive(Debug)]
 pub struct Hush {
     /// Each keeps the program attached to one link.
     links: Vec<OwnedFd>,
+    gate: Gate,
+}
+
+/// Opens at once what a program keeps shut. To take one off its link takes long where many do so at the same time: each waits for the kernel's
+/// one lock for such changes, and for a grace period of its RCU.
+#[derive(Debug)]
+struct Gate(OwnedFd);
+
+impl Gate {
+    fn shut() -> Result<Self, bpf::Error> {
+        bpf::flag_map().map(Self)
+    }
+
+    /// One that cannot be opened opens when its program is taken off.
+    fn open(&self) {
+        let _ = bpf::raise_flag(self.0.as_fd());
+    }
 }
 
 impl Hush {
@@ -52,13 +69,19 @@ impl Hush {
     pub fn begin(path: &Path, known: Option<Sender>) -> Result<Self, Error> {
         within(path, || {
             let known = known.map(Known::ByItself);
-            let program = bpf::load(Hook::Received, &program(known))?;
+            let gate = Gate::shut()?;
+            let program = bpf::load(Hook::Received, &program(known, &gate))?;
             let links = net::link_indexes()?
                 .into_iter()
                 .map(|link| bpf::attach_to_link(Hook::Received, program.as_fd(), link))
                 .collect::<Result<_, _>>()?;
-            Ok(Self { links })
+            Ok(Self { links, gate })
         })
+    }
+
+    /// From now on the links receive everything, also where somebody else keeps them silent by copies of [`Hush::links`].
+    pub fn open(&self) {
+        self.gate.open();
     }
 
     /// What keeps the links silent: so does whoever has copies of them.
@@ -67,29 +90,36 @@ impl Hush {
     }
 }
 
-/// What the pod's links send is lost on the host's side until this is dropped, or its process has ended; ARP and neighbour discovery aside.
+/// What the pod's links send is lost on the host's side until this is opened or dropped, or its process has ended; ARP and neighbour discovery
+/// aside.
 #[derive(Debug)]
 pub struct Mute {
     /// Each keeps the program attached to one link.
     links: Vec<OwnedFd>,
+    gate: Gate,
 }
 
 impl Mute {
     /// Mutes the links at their host's ends, which are in the calling thread's network namespace. Frames of the sender `known` are heard
     /// as if the pod's end had sent them.
     pub fn begin(pairs: &[Pair], known: Sender) -> Result<Self, Error> {
+        let gate = Gate::shut()?;
         let links = pairs.iter().map(|pair| {
             let known = Known::As(known, pair.pod_address);
-            let program = bpf::load(Hook::Received, &program(Some(known)))?;
+            let program = bpf::load(Hook::Received, &program(Some(known), &gate))?;
             Ok(bpf::attach_to_link(
                 Hook::Received,
                 program.as_fd(),
                 pair.host,
             )?)
         });
-        Ok(Self {
-            links: links.collect::<Result<_, Error>>()?,
-        })
+        let links = links.collect::<Result<_, Error>>()?;
+        Ok(Self { links, gate })
+    }
+
+    /// From now on all is heard, also where somebody else keeps the links mute by copies of [`Mute::links`].
+    pub fn open(&self) {
+        self.gate.open();
     }
 
     /// What keeps the links mute: so does whoever has copies of them.
@@ -176,12 +206,13 @@ fn halves([a, b, c, d, e, f]: [u8; 6]) -> (i32, i32) {
     (i32::from_ne_bytes([a, b, c, d]), i32::from(last))
 }
 
-fn program(known: Option<Known>) -> Vec<bpf::Instruction> {
+fn program(known: Option<Known>, gate: &Gate) -> Vec<bpf::Instruction> {
     use bpf::Register::{R0, R1, R2, R3, R4, R5};
     use bpf::{
         add, copy, exit, jump, jump_if, jump_if_greater, jump_if_greater_than, jump_if_less,
     };
-    use bpf::{jump_if_not, jump32_if_not, load8, load16, load32, set, store16, store32};
+    use bpf::{jump_if_not, jump32_if_not, load8, load16, load32, set, set_map_value};
+    use bpf::{store16, store32};
 
     const DROP: i32 = 1;
     const PASS: i32 = 2;
@@ -198,6 +229,9 @@ fn program(known: Option<Known>) -> Vec<bpf::Instruction> {
         code.jump(jump_if(R5, last), Label::Known);
         code.label(Label::Stranger);
     }
+    code.extend(set_map_value(R4, gate.0.as_raw_fd()));
+    code.push(load32(R5, R4, 0));
+    code.jump(jump_if_not(R5, 0), Label::Pass);
     code.push(load16(R5, R2, frame::ETHER_TYPE));
     code.jump(jump_if(R5, i32::from(frame::ARP.to_be())), Label::Pass);
     code.jump(jump_if_not(R5, i32::from(frame::IPV6.to_be())), Label::Drop);
@@ -286,6 +320,8 @@ mod tests {
         );
         moves_to("02:00:00:7f:80:fe");
         assert!(is_silent("10.202.0.2:9"), "a stranger");
+        hush.open();
+        assert!(is_answered("10.202.0.2:9") && is_answered("[fd02::2]:9"));
         drop(hush);
         assert!(is_answered("10.202.0.2:9") && is_answered("[fd02::2]:9"));
     }
@@ -321,10 +357,13 @@ mod tests {
              ip -n {p} link set eth0 address 02:00:00:7f:80:ff"
         ));
         assert!(is_answered("10.203.0.2:9"), "a known sender");
-        drop(mute);
         sh(&format!(
             "ip -n {p} link set eth0 address 02:00:00:00:00:07; ip -n {h} neigh del 10.203.0.1 dev eth0; ip -n {h} neigh flush dev eth0"
         ));
+        assert!(is_silent("10.203.0.2:9"), "a stranger again");
+        mute.open();
+        assert!(is_answered("10.203.0.2:9") && is_answered("[fd03::2]:9"));
+        drop(mute);
         assert!(is_answered("10.203.0.2:9") && is_answered("[fd03::2]:9"));
     }
 

@@ -171,19 +171,6 @@ pub fn put_back(path: &Path, addresses: &Addresses) -> Result<(), Error> {
     })
 }
 
-/// Takes the addresses away, and with them what depends on them, as runsc does before its own network stack has them. What is not there is no error.
-pub fn take_off(path: &Path, addresses: &Addresses) -> Result<(), Error> {
-    within(path, || {
-        let mut netlink = Netlink::open()?;
-        for hex in &addresses.addresses {
-            if let RouteNetlinkMessage::NewAddress(address) = from_hex(hex)? {
-                netlink.delete(address)?;
-            }
-        }
-        Ok(())
-    })
-}
-
 /// Tells when an address of a namespace is taken away: runsc does so right before it hands an image over.
 #[derive(Debug)]
 pub struct AddressWatch(Socket);
@@ -398,18 +385,6 @@ impl Netlink {
 
     fn replace(&mut self, what: &str, message: RouteNetlinkMessage) -> Result<(), Error> {
         self.change(what, message, NLM_F_CREATE | NLM_F_REPLACE)
-    }
-
-    fn delete(&mut self, address: AddressMessage) -> Result<(), Error> {
-        let deleted = RouteNetlinkMessage::DelAddress(address);
-        match self.change("to take the pod's address away", deleted, 0) {
-            Err(Error::Refused { source, .. })
-                if source.kind() == std::io::ErrorKind::AddrNotAvailable =>
-            {
-                Ok(())
-            }
-            deleted => deleted,
-        }
     }
 
     fn change(

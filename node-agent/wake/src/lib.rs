@@ -7,6 +7,7 @@
 //! | [`doubt`] | connections of the kubelet that may be a probe or a hook (pure) |
 //! | [`held`] | the frames that wait, bounded (pure) |
 //! | [`keepalive`] | answering the keepalives of peers whose connections sleep (pure) |
+//! | [`neighbour`] | telling where a pod's addresses are (pure) |
 //! | [`owner`] | whose socket it is that connects: the kubelet's, or somebody else's |
 //! | [`probes`] | answering the kubelet's probes meanwhile |
 //! | [`question`] | what peers are asked for a sandbox that was restored (pure) |
@@ -20,6 +21,7 @@ mod acknowledgement;
 pub mod doubt;
 pub mod held;
 pub mod keepalive;
+pub mod neighbour;
 pub mod owner;
 pub mod packet;
 pub mod probes;

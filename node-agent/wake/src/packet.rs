@@ -128,6 +128,12 @@ pub fn segment(frame: &[u8], own: &[IpAddr]) -> Option<Segment> {
     })
 }
 
+/// Whether a frame has a TCP segment in it, or the beginning of one.
+pub fn is_tcp(frame: &[u8]) -> bool {
+    let packet = LaxSlicedPacket::from_ethernet(frame);
+    packet.is_ok_and(|packet| matches!(packet.transport, Some(TransportSlice::Tcp(_))))
+}
+
 /// Where an IP packet goes.
 pub(crate) fn destination_of_ip(packet: &[u8]) -> Option<IpAddr> {
     let packet = LaxSlicedPacket::from_ip(packet).ok()?;

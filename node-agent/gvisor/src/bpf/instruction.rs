@@ -161,6 +161,15 @@ pub(crate) fn set_map(to: Register, map: RawFd) -> [Instruction; 2] {
     ]
 }
 
+/// The address of the first value of a map of few numbers, likewise (Linux 5.2 or later).
+pub(crate) fn set_map_value(to: Register, map: RawFd) -> [Instruction; 2] {
+    const VALUE_BY_FD: Register = Register::R2;
+    [
+        instruction(0x18, to, VALUE_BY_FD, 0, map),
+        instruction(0, R0, R0, 0, 0),
+    ]
+}
+
 pub(crate) fn jump_if_not(register: Register, value: i32) -> Instruction {
     instruction(0x55, register, R0, 0, value)
 }

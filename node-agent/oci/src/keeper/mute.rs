@@ -9,6 +9,7 @@ use std::path::Path;
 
 use torpor_gvisor::hush::{Mute, Sender};
 use torpor_gvisor::net::{self, Pair};
+use torpor_wake::packet::is_tcp;
 use torpor_wake::tap::{Tap, ethernet};
 
 use super::watch::{SENDER, sent_by};
@@ -51,13 +52,20 @@ impl Muted {
 
     /// All that was said is heard now, in order.
     pub(super) fn end(mut self) {
+        self.hand_over(|_| true);
+        self.mute.open();
+        // What was said in the instant before. It may have been heard: TCP takes a segment twice.
+        self.hand_over(is_tcp);
+    }
+
+    fn hand_over(&mut self, which: impl Fn(&[u8]) -> bool) {
         let known = self.known;
         for tap in &mut self.taps {
             for _ in 0..MOST_FRAMES {
                 let Ok(Some(frame)) = tap.receive() else {
                     break;
                 };
-                if was_heard(ethernet(frame), known) {
+                if was_heard(ethernet(frame), known) || !which(ethernet(frame)) {
                     continue;
                 }
                 if let Some(frame) = sent_by(frame, known) {
@@ -100,9 +108,10 @@ pub(super) mod tests {
             let (pod, host) = (&pair.pod, &pair.host);
             sh(&format!(
                 "ip netns add {pod}; ip netns add {host}
-                 ip link add eth0 netns {pod} type veth peer name eth0 netns {host}
+                 ip link add eth0 netns {pod} address 02:00:00:00:00:07 type veth peer name eth0 netns {host}
                  for n in {pod} {host}; do ip -n $n link set eth0 up; done
-                 ip -n {pod} addr add 10.204.0.1/24 dev eth0; ip -n {host} addr add 10.204.0.2/24 dev eth0"
+                 ip -n {pod} addr add 10.204.0.1/24 dev eth0; ip -n {host} addr add 10.204.0.2/24 dev eth0
+                 ip -n {pod} addr add fd04::1/64 dev eth0 nodad; ip -n {host} addr add fd04::2/64 dev eth0 nodad"
             ));
             pair
         }
@@ -134,6 +143,14 @@ pub(super) mod tests {
     fn sh(script: &str) {
         let status = Command::new("sh").args(["-ec", script]).status();
         assert!(status.expect("sh runs").success(), "{script}");
+    }
+
+    /// In this thread's network namespace; what it says.
+    pub(crate) fn ip(args: &str) -> String {
+        let done = Command::new("ip").args(args.split(' ')).output();
+        let done = done.expect("ip runs");
+        assert!(done.status.success(), "ip {args}: {done:?}");
+        String::from_utf8_lossy(&done.stdout).into_owned()
     }
 
     pub(crate) fn said(socket: &UdpSocket) -> Option<String> {

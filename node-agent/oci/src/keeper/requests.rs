@@ -129,19 +129,20 @@ impl Keeper<'_> {
                 answer(&peer, &done, &[]);
             }
             Request::Halt => {
-                let (next, halted) = match &mut self.watch {
+                let halted = match &mut self.watch {
                     Some(watch) => watch.halt(),
-                    None => {
-                        let refused = anyhow::anyhow!("the Pod's packets are not held");
-                        (Next::Nothing, Err(refused))
+                    None => Err(anyhow::anyhow!("the Pod's packets are not held")),
+                };
+                match halted {
+                    Ok(next) => {
+                        answer(&peer, &done, &[]);
+                        self.follow(next);
                     }
-                };
-                let answered = match halted {
-                    Ok(()) => done,
-                    Err(error) => Answer::refused("NotHalted", format!("{error:#}")),
-                };
-                answer(&peer, &answered, &[]);
-                self.follow(next);
+                    Err(error) => {
+                        let refused = Answer::refused("NotHalted", format!("{error:#}"));
+                        answer(&peer, &refused, &[]);
+                    }
+                }
             }
             Request::GoOn => {
                 let sandbox = self.record.sandbox.as_str();

@@ -15,8 +15,9 @@ use torpor_gvisor::traffic;
 use torpor_gvisor::unacknowledged::{NOT_OF_SANDBOX, Noted};
 use torpor_wake::doubt::{Doubts, Settled};
 use torpor_wake::keepalive::{self, Keepalives};
+use torpor_wake::neighbour;
 use torpor_wake::owner::{Kubelet, Owner};
-use torpor_wake::packet::{Cause, Ends, Meaning, Segment, meaning, segment};
+use torpor_wake::packet::{Cause, Ends, Meaning, Segment, is_tcp, meaning, segment};
 use torpor_wake::probes::{self, Responder};
 use torpor_wake::sensor::{Next, Sensor};
 use torpor_wake::tap::{HEADER, Mouth, Tap, ethernet};
@@ -59,7 +60,7 @@ pub(super) struct Watch {
     stands: bool,
     /// And no image has to know of what it hears: all but probes is.
     passes_on: bool,
-    /// Since when its processes are stopped, or about to be, and the pod's addresses put back: what it is to say is said for it.
+    /// Since when its processes are stopped, or about to be: what it is to say is said for it, also where its address is.
     halted: Option<Instant>,
     /// What was passed on to it a moment ago, with the number of the link: it may not have got to it before it is stopped.
     passed_on: VecDeque<(Instant, usize, Vec<u8>)>,
@@ -83,6 +84,8 @@ struct Link {
 /// Speaks for the pod on one of its links.
 struct Voice {
     mouth: Mouth,
+    /// Of the pod on this link.
+    address: [u8; 6],
     /// As whom it is heard while the pod is muted.
     muted: Option<Sender>,
     probes: Responder,
@@ -186,6 +189,12 @@ impl Watch {
     }
 
     fn hear(&mut self, voice: &mut Voice, frame: &[u8], now: Instant) -> Heard {
+        if self.halted.is_some()
+            && let Some(answer) = neighbour::answer(ethernet(frame), &self.own, voice.address)
+        {
+            voice.say(answer);
+            return Next::Nothing.into();
+        }
         let seen = segment(ethernet(frame), &self.own);
         if let Some(segment) = &seen
             && self.is_of_probe(voice, segment, frame, now)
@@ -320,23 +329,14 @@ impl Watch {
         self.sensor.asleep(Instant::now())
     }
 
-    /// The processes of the sandbox, which stands still, are about to be stopped. Its address is put back, so that others still find the link that
-    /// it is on.
-    pub(super) fn halt(&mut self) -> (Next, anyhow::Result<()>) {
-        if !self.stands || self.passes_on {
-            let refused = anyhow::anyhow!("the sandbox does not doze");
-            return (Next::Nothing, Err(refused));
-        }
-        // Before the addresses are there: from now on nothing is passed on, which the kernel would answer.
+    /// The processes of the sandbox, which stands still, are about to be stopped. Nothing is passed on to it from now on.
+    pub(super) fn halt(&mut self) -> anyhow::Result<Next> {
+        ensure!(self.stands && !self.passes_on, "the sandbox does not doze");
         self.halted = Some(Instant::now());
         self.keepalives.nothing_is_late();
         let next = self.turn();
-        if let Err(error) = net::put_back(&self.namespace, &self.addresses) {
-            self.go_on();
-            return (next, Err(error.into()));
-        }
         self.ask_again();
-        (next, Ok(()))
+        Ok(next)
     }
 
     /// Whether what has the pod's address ought to be stopped by now.
@@ -344,16 +344,9 @@ impl Watch {
         self.halted.is_some_and(|at| at.elapsed() > IN_HAND)
     }
 
-    /// The sandbox' network stack, if there is one, speaks for itself: the kernel, which would answer that there is no such connection, has no address
-    /// any more.
+    /// The sandbox' network stack, if there is one, speaks for itself.
     pub(super) fn go_on(&mut self) {
-        if self.halted.take().is_none() {
-            return;
-        }
-        let take_off = || net::take_off(&self.namespace, &self.addresses);
-        if let Err(error) = take_off().or_else(|_| take_off()) {
-            eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
-        }
+        self.halted = None;
     }
 
     fn remember(&mut self, now: Instant, link: usize, frame: Vec<u8>) {
@@ -447,7 +440,8 @@ impl Watch {
         }
     }
 
-    /// The sandbox runs: it is heard, first what it has said meanwhile, and hears again, first what has waited for it.
+    /// The sandbox runs: it is heard, first what it has said meanwhile, and hears again, first what has waited for it. To take the programs off
+    /// its links takes longer than that, and nobody who speaks with it waits for it.
     pub(super) fn release(mut self) {
         self.go_on();
         // It answers for itself, also what was not settled.
@@ -460,24 +454,35 @@ impl Watch {
         }
         // What comes meanwhile is not to overtake what has waited, so that is sent under the hush. A flood does not hold the sandbox back.
         for _ in 0..HANDOVERS {
-            let _ = self.turn();
-            let frames = self.sensor.release();
-            // All on the first link, which for a pod with several may be another than they came on: its address is the same.
-            let Some(link) = self.links.first().filter(|_| !frames.is_empty()) else {
+            if !self.hand_over(|_| true) {
                 break;
-            };
-            for frame in frames
-                .iter()
-                .filter_map(|frame| sent_by(frame, self.sender))
-            {
-                // What does not get through is sent again by who wants to be heard.
-                let _ = link.tap.send(&frame);
             }
         }
         if restored {
             self.remind();
+        }
+        self.hush.open();
+        // What came in the instant before. It may have been heard: TCP takes a segment twice.
+        self.hand_over(is_tcp);
+        if restored {
             self.ask();
         }
+    }
+
+    /// Answers whether anything had come.
+    fn hand_over(&mut self, which: impl Fn(&[u8]) -> bool) -> bool {
+        let _ = self.turn();
+        let frames = self.sensor.release();
+        // All on the first link, which for a pod with several may be another than they came on: its address is the same.
+        let Some(link) = self.links.first() else {
+            return false;
+        };
+        let wanted = frames.iter().filter(|frame| which(ethernet(frame)));
+        for frame in wanted.filter_map(|frame| sent_by(frame, self.sender)) {
+            // What does not get through is sent again by who wants to be heard.
+            let _ = link.tap.send(&frame);
+        }
+        !frames.is_empty()
     }
 
     /// gVisor has forgotten what it was to say again: see [`torpor_wake::reminder`]. After what has waited, whose numbers come before.
@@ -496,8 +501,6 @@ impl Watch {
 
     /// Those who may not have all that the sandbox has said, and wait: see [`torpor_wake::question`].
     fn ask(self) {
-        // Their answers are for the sandbox.
-        drop(self.hush);
         let Some((link, noted)) = self.links.first().zip(self.noted) else {
             return;
         };
@@ -617,6 +620,7 @@ fn links(namespace: &Path, own: &[IpAddr], rules: &Rules) -> anyhow::Result<Vec<
             tap: Tap::open(pair.host)?,
             voice: Voice {
                 muted: None,
+                address: pair.pod_address,
                 mouth: net::inside(namespace, || Mouth::open(pair.pod, NOT_OF_SANDBOX))??,
                 probes,
                 doubts: Doubts::default(),

@@ -1,13 +1,12 @@
 use std::io::Write;
 use std::net::{TcpListener, TcpStream, UdpSocket};
-use std::process::Command;
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, socket};
 use torpor_core::wake_on::WakeOn;
 use torpor_gvisor::unacknowledged;
 
 use super::*;
-use crate::keeper::mute::tests::{Pair, listener, said};
+use crate::keeper::mute::tests::{Pair, ip, listener, said};
 use crate::node::tests::record;
 
 fn pod_in(network: &Path) -> PodRecord {
@@ -76,9 +75,7 @@ fn who_has_not_acknowledged_what_was_said_is_asked_after_a_restore_alone() {
     let mut tap = tap.expect("a tap");
     let (_listener, _peer, mut program) = connected(&pair);
     // From now on it hears nothing.
-    let ip = |args: &[&str]| pair.at_host(|| Command::new("ip").args(args).status());
-    let flushed = ip(&["addr", "flush", "dev", "eth0"]).expect("ip runs");
-    assert!(flushed.success());
+    pair.at_host(|| ip("addr flush dev eth0"));
     program.write_all(b"lost").expect("said");
     let said = left(&mut tap);
     let lost = said.iter().find(|segment| segment.length == 4);
@@ -175,14 +172,34 @@ fn who_was_restored_gets_what_has_waited_and_is_told_what_comes_next() {
 }
 
 #[test]
-fn one_that_is_stopped_hears_nothing_and_has_its_address_until_it_goes_on() {
+fn one_that_is_stopped_hears_nothing_and_is_found_until_it_goes_on() {
     let pair = Pair::new("halted");
     let network = Pair::path(&pair.pod);
     let pod = pod_in(&network);
     let (_listener, mut peer, _program) = connected(&pair);
     asks_each_second(&peer);
     let heard = heard_in(&pair);
-    let addresses = || net::read(&network).expect("addresses").addresses;
+    // Told by one who says something to it, to whom nobody answers who has the address.
+    let is_found = |watch: &mut Watch| {
+        ip("neigh flush dev eth0");
+        let says = UdpSocket::bind("[::]:0").expect("bound");
+        let until = Instant::now() + Duration::from_secs(2);
+        let found = |address: &str| {
+            let known = ip(&format!("neigh show to {address} nud reachable"));
+            known.contains("02:00:00:00:00:07")
+        };
+        while Instant::now() < until {
+            for address in ["10.204.0.1", "fd04::1"] {
+                let _ = says.send_to(b"", (address, 9));
+            }
+            // Its rules let nothing wake it but TCP.
+            assert_eq!(watch.turn(), Next::Nothing);
+            if found("10.204.0.1") && found("fd04::1") {
+                return true;
+            }
+        }
+        false
+    };
     let hears = |watch: &mut Watch| {
         let until = Instant::now() + Duration::from_millis(2500);
         let mut all = Vec::new();
@@ -193,23 +210,30 @@ fn one_that_is_stopped_hears_nothing_and_has_its_address_until_it_goes_on() {
         !all.is_empty()
     };
     pair.at_host(|| {
-        let rules = Rules::default();
+        let rules = Rules {
+            wake_on: WakeOn::Only {
+                tcp: true,
+                udp: false,
+                icmp: false,
+                ports: vec![],
+            },
+            ..Rules::default()
+        };
         let mut watch = Watch::begin(&pod, &rules, 10250, None, None).expect("watched");
-        watch.halt().1.expect_err("it runs");
+        watch.halt().expect_err("it runs");
         assert_eq!(watch.standing(), Next::Nothing);
         assert!(hears(&mut watch), "its network stack answers");
         // As runsc has left it.
-        net::take_off(&network, &pod.addresses).expect("taken off");
-        let (next, halted) = watch.halt();
-        halted.expect("spoken for");
-        assert_eq!(next, Next::Nothing);
-        assert_eq!(addresses(), pod.addresses.addresses);
-        assert!(!hears(&mut watch), "the kernel would answer");
+        pair.in_pod(|| ip("addr flush dev eth0"));
+        assert!(!is_found(&mut watch), "it speaks for itself");
+        assert_eq!(watch.halt().expect("spoken for"), Next::Nothing);
+        assert!(is_found(&mut watch));
+        assert!(!hears(&mut watch), "it could not hear it");
         // Somebody has let it go on, and it dozes again.
         watch.go_on();
-        assert_eq!(addresses(), Vec::<String>::new());
-        watch.halt().1.expect("spoken for again");
-        assert_eq!(addresses(), pod.addresses.addresses);
+        assert!(!is_found(&mut watch), "it speaks for itself again");
+        watch.halt().expect("spoken for again");
+        assert!(is_found(&mut watch));
         peer.write_all(b"wakes").expect("said");
         let until = Instant::now() + Duration::from_secs(10);
         while !matches!(watch.turn(), Next::Wake(_)) {
@@ -217,7 +241,6 @@ fn one_that_is_stopped_hears_nothing_and_has_its_address_until_it_goes_on() {
         }
         watch.release();
     });
-    assert_eq!(addresses(), Vec::<String>::new());
 }
 
 #[test]
