@@ -20,15 +20,16 @@ const AGENT_LIMIT: Duration = Duration::from_millis(500);
 
 /// Verb of the agent: push the sandbox' memory out. Only with an image that is its memory too: who dies while it dozes loses nothing.
 pub(crate) fn doze(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow::Result<Answer> {
-    ensure!(
-        node.records.state(sandbox)? == SandboxState::Running && dozing(node, sandbox)?.is_some(),
-        "the sandbox does not doze"
-    );
+    let running = node.records.state(sandbox)? == SandboxState::Running;
+    let Some(control) = dozing(node, sandbox)?.filter(|_| running) else {
+        bail!("the sandbox does not doze");
+    };
     ensure!(
         restore::memory_image(node, sandbox)?.as_ref() == Some(image),
         "image {image} is not the sandbox' memory"
     );
     let pod = node.records.pod(sandbox)?;
+    collect_garbage(control);
     // Before its memory is pushed out: who runs reads some of it back.
     halt(node, sandbox);
     let working_set = || node.cgroups.working_set(pod.cgroup.parent()?);
@@ -45,6 +46,14 @@ pub(crate) fn doze(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow:
         node.records.write_sleep(sandbox, &note)?;
     }
     Ok(Answer::ok(serde_json::to_value(reclaimed)?))
+}
+
+/// What the save has left need not be pushed out, and the sentry's next collection, which is due two minutes after this one, is no part of a wake
+/// before that.
+fn collect_garbage(mut control: Control) {
+    if let Err(error) = control.collect_garbage(CALL_LIMIT) {
+        eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
+    }
 }
 
 /// Stops the sandbox' processes, unless nobody would speak for it meanwhile. One that is not stopped dozes all the same, and reads some of its
