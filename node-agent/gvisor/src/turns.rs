@@ -28,10 +28,13 @@ use crate::record::WakeCause;
 mod line;
 use line::{Line, Waiting};
 
-/// Between two tries. A restore takes some fifty times as long.
+/// Between two tries of those that are next. A restore takes some thirty times as long.
 const TRY_AGAIN: Duration = Duration::from_millis(5);
-/// The same of one that is far behind: so many restores end before its turn comes that nothing is lost.
-const TRY_AGAIN_LATER: Duration = Duration::from_millis(50);
+/// Of those that are behind, for each restore that has to end before: less than half of what the fastest takes, so that nothing is lost. Each try
+/// reads the line, and who restores needs the processors.
+const A_RESTORE: Duration = Duration::from_millis(50);
+/// And at most.
+const TRY_AGAIN_LATER: Duration = Duration::from_secs(1);
 
 /// How long one waits for its turn at most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -134,8 +137,8 @@ impl Turns {
     fn between_tries(&self, ahead: usize) -> Duration {
         let restores = ahead / self.limit.unwrap_or(usize::MAX);
         let restores = u32::try_from(restores).unwrap_or(u32::MAX);
-        let wait = TRY_AGAIN.saturating_mul(restores.saturating_add(1));
-        wait.min(TRY_AGAIN_LATER)
+        let wait = A_RESTORE.saturating_mul(restores);
+        wait.clamp(TRY_AGAIN, TRY_AGAIN_LATER)
     }
 
     /// Whether somebody who waits for an answer restores, or waits for a turn to.
