@@ -57,6 +57,10 @@ use written::Written;
 const LOOK: Duration = Duration::from_secs(5);
 /// The same while the sandbox sleeps and none of its files changes, which is all that is looked at meanwhile.
 const LOOK_ASLEEP: Duration = Duration::from_secs(60);
+/// Who was woken has answered by then.
+const ANSWERED: Duration = Duration::from_secs(1);
+/// For as long as others wait to be woken, at most.
+const COURTESY: Duration = Duration::from_secs(10);
 /// After a write to the API failed.
 const RETRY: Duration = Duration::from_secs(2);
 
@@ -217,6 +221,20 @@ impl Driver {
             let (shared, asleep) = (self.shared.clone(), asleep.clone());
             let look = move || asleep.is_as_it_was(&shared.node.records);
             if !tokio::task::spawn_blocking(look).await.unwrap_or(false) {
+                return self.give_way().await;
+            }
+        }
+    }
+
+    /// Somebody has woken the sandbox, and maybe many others. Nobody waits to be told of that, and who is to be answered needs the processors.
+    async fn give_way(&self) {
+        let until = tokio::time::Instant::now() + COURTESY;
+        loop {
+            tokio::time::sleep(ANSWERED).await;
+            let shared = self.shared.clone();
+            let look = move || shared.saves.is_somebody_waiting();
+            let waits = tokio::task::spawn_blocking(look).await.unwrap_or(false);
+            if !waits || tokio::time::Instant::now() >= until {
                 return;
             }
         }

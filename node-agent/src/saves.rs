@@ -157,9 +157,14 @@ impl Saves {
         })
     }
 
+    /// Whether somebody who waits for a sandbox to answer restores it, or waits for a turn to.
+    pub(crate) fn is_somebody_waiting(&self) -> bool {
+        self.wakes.is_somebody_waiting()
+    }
+
     /// Gives the turns that there are to give.
     fn advance(self: &Arc<Self>, waiting: &mut Waiting) {
-        let called = self.wakes.is_somebody_waiting();
+        let called = self.is_somebody_waiting();
         while let Some(ticket) = waiting.queue.admit(called, Timestamp::now()) {
             let waited = waiting.queue.was_held_back(ticket);
             self.metrics.waited_for_bandwidth(waited);
