@@ -56,11 +56,11 @@ use written::Written;
 /// How often a task looks although nobody said that something changed.
 const LOOK: Duration = Duration::from_secs(5);
 /// The same while the sandbox sleeps and none of its files changes, which is all that is looked at meanwhile.
-const LOOK_ASLEEP: Duration = Duration::from_secs(60);
+const LOOK_ASLEEP: Duration = Duration::from_secs(180);
 /// Who was woken has answered by then.
 const ANSWERED: Duration = Duration::from_secs(1);
-/// For as long as others wait to be woken, at most.
-const COURTESY: Duration = Duration::from_secs(10);
+/// For as long as others wait to be woken, at most: the next look finds what it does before it may sleep again ([`Policy::linger`]).
+const COURTESY: Duration = Duration::from_secs(3);
 /// After a write to the API failed.
 const RETRY: Duration = Duration::from_secs(2);
 
@@ -155,8 +155,7 @@ impl Driver {
             .iter()
             .filter_map(|s| pod_of_snapshot(s, &references));
         let of_node = shared.node.pods().into_iter();
-        let images = shared.node.store.list().unwrap_or_default();
-        let of_images = images.into_iter().map(|image| image.id.pod().clone());
+        let of_images = shared.node.store.pods().unwrap_or_default();
         let of_ledgers = shared.node.store.ledgers().unwrap_or_default();
         let mut known: BTreeSet<PodUid> = of_api.chain(of_node).chain(of_images).collect();
         known.extend(of_ledgers);
@@ -218,9 +217,8 @@ impl Driver {
         while tokio::time::Instant::now() < until {
             let next = tokio::time::Instant::now() + LOOK;
             tokio::time::sleep_until(next.min(until)).await;
-            let (shared, asleep) = (self.shared.clone(), asleep.clone());
-            let look = move || asleep.is_as_it_was(&shared.node.records);
-            if !tokio::task::spawn_blocking(look).await.unwrap_or(false) {
+            // One call of the kernel's about a file in memory: to have another thread make it takes ten times as long.
+            if !asleep.is_as_it_was(&self.shared.node.records) {
                 return self.give_way().await;
             }
         }

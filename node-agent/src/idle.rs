@@ -103,7 +103,11 @@ pub(crate) fn watch(
             sandbox.look(&mut watched, after, now, is_needed)
         }
         // Nothing goes on in it.
-        Live::Paused => Ok(()),
+        Live::Paused => {
+            let up = watched.up();
+            watched.watch.stood_still(now, up);
+            Ok(())
+        }
         Live::None => return None,
         Live::Unknown => return Some(watched),
     };

@@ -94,6 +94,13 @@ impl IdleWatch {
         }
     }
 
+    /// It was seen to stand still, after so much time of the machine: what it does once it runs is not measured by the time in which it could do nothing.
+    pub fn stood_still(&mut self, at: Timestamp, up: Duration) {
+        if let Some(seen) = &mut self.seen {
+            (seen.at, seen.up) = (at, up);
+        }
+    }
+
     /// Takes note of what was asked.
     pub fn inquired(&mut self, inquiry: &Inquiry) {
         if inquiry.busy {
@@ -215,6 +222,22 @@ mod tests {
         ] {
             assert_eq!(watched(&looks).since(), at(since), "{looks:?}");
         }
+    }
+
+    #[test]
+    fn who_works_right_after_a_sleep_is_not_measured_by_the_sleep() {
+        let half_an_hour = 1800;
+        let worked = look(10 + half_an_hour + 5, 3_000);
+        let mut watch = watched(&[look(10, 0)]);
+        watch.stood_still(at(10 + half_an_hour), Duration::from_secs(1810));
+        watch.look(&worked);
+        assert_eq!(watch.since(), worked.at);
+        assert_eq!(watched(&[look(10, 0), worked]).since(), at(0));
+        // Nothing was seen before, and nothing is to be compared.
+        let mut watch = IdleWatch::new(at(0));
+        watch.stood_still(at(5), Duration::from_secs(5));
+        watch.look(&worked);
+        assert_eq!(watch.since(), at(0));
     }
 
     #[test]

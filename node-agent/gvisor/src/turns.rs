@@ -33,8 +33,8 @@ const TRY_AGAIN: Duration = Duration::from_millis(5);
 /// Of those that are behind, for each restore that has to end before: less than half of what the fastest takes, so that nothing is lost. Each try
 /// reads the line, and who restores needs the processors.
 const A_RESTORE: Duration = Duration::from_millis(50);
-/// And at most.
-const TRY_AGAIN_LATER: Duration = Duration::from_secs(1);
+/// And at most: those before it may all be gone.
+const TRY_AGAIN_LATER: Duration = Duration::from_millis(500);
 
 /// How long one waits for its turn at most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

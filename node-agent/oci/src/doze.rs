@@ -18,6 +18,9 @@ use crate::stages::Stages;
 /// The agent hears of a Pod that goes when the kubelet does, and needs a twentieth of a second.
 const AGENT_LIMIT: Duration = Duration::from_millis(500);
 
+/// A collection takes some hundredths of a second, and longer in a Pod that may use little of a processor. Whoever needs the sandbox waits for it.
+const COLLECT_LIMIT: Duration = Duration::from_secs(1);
+
 /// Verb of the agent: push the sandbox' memory out. Only with an image that is its memory too: who dies while it dozes loses nothing.
 pub(crate) fn doze(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow::Result<Answer> {
     let running = node.records.state(sandbox)? == SandboxState::Running;
@@ -48,10 +51,9 @@ pub(crate) fn doze(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow:
     Ok(Answer::ok(serde_json::to_value(reclaimed)?))
 }
 
-/// What the save has left need not be pushed out, and the sentry's next collection, which is due two minutes after this one, is no part of a wake
-/// before that.
+/// The sentry's next collection, which is due two minutes after this one, is no part of a wake before that. A save leaves much to collect.
 fn collect_garbage(mut control: Control) {
-    if let Err(error) = control.collect_garbage(CALL_LIMIT) {
+    if let Err(error) = control.collect_garbage(COLLECT_LIMIT) {
         eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
     }
 }

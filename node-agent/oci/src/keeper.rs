@@ -308,8 +308,8 @@ impl Keeper<'_> {
         }
     }
 
-    /// The sandbox runs. To take the program off the pod's link, and to close what watched it, each waits for a grace period of the
-    /// kernel's RCU: 6 to 15 ms in which the first packet still waits.
+    /// The sandbox runs. To take the programs off the pod's link, and to close what watched it, each waits for a grace period of the
+    /// kernel's RCU: 6 to 15 ms in which the keeper hears nobody else.
     fn release(&mut self) {
         if let Some(watch) = self.watch.take() {
             let _expedited = self.node.expedited();

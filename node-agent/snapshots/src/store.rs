@@ -3,6 +3,7 @@
 //! An image becomes one by a rename, after its files, its manifest and its directory are durable; it ceases to be one by a
 //! rename, before its first byte goes. So whatever a crash leaves behind is either whole or named as something to be removed.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -276,6 +277,18 @@ pub struct Store {
     ledger: OwnedFd,
 }
 
+/// The image that a directory of this name is, if it is one.
+fn image_of(name: &str) -> Option<(ImageId, ImageState)> {
+    let left = name
+        .strip_prefix(TMP_PREFIX)
+        .or_else(|| name.strip_prefix(TRASH_PREFIX));
+    let state = match left {
+        Some(_) => ImageState::Partial,
+        None => ImageState::Committed,
+    };
+    Some((ImageId::parse(left.unwrap_or(name)).ok()?, state))
+}
+
 impl Store {
     /// Opens the store below `root` and makes what is missing of it. Only `root` itself may be reached through links.
     pub fn open(root: impl Into<PathBuf>) -> Result<Self, SaveError> {
@@ -330,6 +343,22 @@ impl Store {
         self.list_where(|image| image.pod() == pod)
     }
 
+    /// The Pods that have images here, whole or partial: by the images' names, which are all that is read.
+    pub fn pods(&self) -> Result<BTreeSet<PodUid>, ImageError> {
+        let mut pods = BTreeSet::new();
+        for name in dirs::names(self.images.as_fd(), &self.root.join(IMAGES))? {
+            let Ok(namespace) = Namespace::new(name) else {
+                continue;
+            };
+            let path = self.namespace_path(&namespace);
+            let dir = dirs::open_dir_if_any(self.images.as_fd(), namespace.as_str(), &path)?;
+            let names = dir.map(|dir| dirs::names(dir.as_fd(), &path)).transpose()?;
+            let images = names.iter().flatten().filter_map(|name| image_of(name));
+            pods.extend(images.map(|(id, _)| id.pod().clone()));
+        }
+        Ok(pods)
+    }
+
     fn list_where(&self, wanted: impl Fn(&ImageId) -> bool) -> Result<Vec<Listed>, ImageError> {
         let mut all = Vec::new();
         for name in dirs::names(self.images.as_fd(), &self.root.join(IMAGES))? {
@@ -352,19 +381,9 @@ impl Store {
         };
         let mut listed = Vec::new();
         for name in dirs::names(dir.as_fd(), &path)? {
-            let left = name
-                .strip_prefix(TMP_PREFIX)
-                .or_else(|| name.strip_prefix(TRASH_PREFIX));
-            let state = match left {
-                Some(_) => ImageState::Partial,
-                None => ImageState::Committed,
-            };
-            let Ok(id) = ImageId::parse(left.unwrap_or(&name)) else {
+            let Some((id, state)) = image_of(&name).filter(|(id, _)| wanted(id)) else {
                 continue;
             };
-            if !wanted(&id) {
-                continue;
-            }
             let at = path.join(&name);
             let Some(image) = dirs::open_dir_if_any(dir.as_fd(), &name, &at)? else {
                 continue;

@@ -50,6 +50,7 @@ fn what_was_committed_is_found_again_whole() {
     assert!(listed[0].size > committed.size, "the manifest counts, too");
     assert_eq!(again.list_pod(&pod(POD)).unwrap(), listed);
     assert_eq!(again.list_pod(&pod("other")).unwrap(), []);
+    assert_eq!(again.pods().unwrap(), [pod(POD)].into());
 }
 
 #[test]

@@ -51,7 +51,7 @@ impl Muted {
     }
 
     /// All that was said is heard now, in order.
-    pub(super) fn end(mut self) {
+    pub(super) fn end(&mut self) {
         self.hand_over(|_| true);
         self.mute.open();
         // What was said in the instant before. It may have been heard: TCP takes a segment twice.

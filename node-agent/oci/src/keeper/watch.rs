@@ -448,7 +448,8 @@ impl Watch {
         self.rules.probes.clear();
         // One that was woken at once may not have been seen asleep.
         let restored = self.is_home || self.muted.is_some();
-        if let Some(muted) = self.muted.take() {
+        let mut muted = self.muted.take();
+        if let Some(muted) = &mut muted {
             muted.end();
             self.speak_as(None);
         }
@@ -460,13 +461,17 @@ impl Watch {
         }
         if restored {
             self.remind();
+            self.hand_over(|_| true);
         }
         self.hush.open();
+        self.passes_on = false;
         // What came in the instant before. It may have been heard: TCP takes a segment twice.
         self.hand_over(is_tcp);
         if restored {
             self.ask();
         }
+        // Its programs are taken off last, too.
+        drop(muted);
     }
 
     /// Answers whether anything had come.
