@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use jiff::Timestamp;
+use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use torpor_core::ids::PodUid;
 use torpor_core::pressure::{Candidate, Limits, Readings, Resource, Watch};
@@ -29,6 +30,7 @@ pub(crate) struct NodePressure {
     /// Also sandboxes without any annotation about sleep.
     on_all: bool,
     known: Mutex<Known>,
+    news: Notify,
 }
 
 #[derive(Debug, Default)]
@@ -50,6 +52,7 @@ impl NodePressure {
             },
             on_all: args.pressure_on_all,
             known: Mutex::default(),
+            news: Notify::new(),
         }
     }
 
@@ -82,12 +85,22 @@ impl NodePressure {
         short.map(|(of, words)| (*of, words.clone())).collect()
     }
 
+    /// Waits until the node is short of something else than before.
+    pub(crate) async fn news(&self) {
+        self.news.notified().await;
+    }
+
     /// Decides anew; answers whose task is to look, because it is asked or is not any more.
     fn turn(&self, readings: &Readings, now: Timestamp, metrics: &Metrics) -> Vec<PodUid> {
         let known = &mut *self.lock();
         let candidates: Vec<Candidate> = known.candidates.values().cloned().collect();
         let before = known.watch.asked().cloned();
+        let short_of = |watch: &Watch| watch.short().keys().copied().collect::<Vec<_>>();
+        let was_short_of = short_of(&known.watch);
         known.watch.read(readings, &self.limits);
+        if short_of(&known.watch) != was_short_of {
+            self.news.notify_one();
+        }
         known.watch.choose(&candidates, &self.limits, now);
         let after = known.watch.asked().cloned();
         metrics.pressure(known.watch.short());
@@ -167,7 +180,38 @@ fn stalled(text: &str) -> Option<f64> {
 
 #[cfg(test)]
 mod tests {
+    use futures::FutureExt;
+
     use super::*;
+
+    #[test]
+    fn that_the_node_is_short_of_something_else_than_before_is_news() {
+        let pressure = NodePressure {
+            limits: Limits {
+                available: Some(10),
+                stalled: None,
+                swap_free: None,
+                idle: Duration::from_secs(30),
+                settle: SETTLE,
+                answer: ANSWER,
+            },
+            on_all: false,
+            known: Mutex::default(),
+            news: Notify::new(),
+        };
+        let metrics = Metrics::new();
+        let is_news = |memory_available| {
+            let readings = Readings {
+                memory_total: 100,
+                memory_available,
+                ..Readings::default()
+            };
+            pressure.turn(&readings, Timestamp::UNIX_EPOCH, &metrics);
+            pressure.news().now_or_never().is_some()
+        };
+        let news = [50, 5, 4, 50, 60].map(is_news);
+        assert_eq!(news, [false, true, false, true, false]);
+    }
 
     #[test]
     fn the_kernels_figures_are_read() {

@@ -103,9 +103,11 @@ pub(crate) async fn report(
                 }
             }
         }
-        // Both arms only wait.
+        // All arms only wait.
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
+            // Why sandboxes sleep before their time is told before they do.
+            () = pressure.news() => {}
             () = stop.cancelled() => return,
         }
     }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use k8s_openapi::api::core::v1::{Event, Pod};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::Api;
 use kube::api::ListParams;
 use serde_json::json;
@@ -39,6 +40,12 @@ async fn sandbox_node(case: &Case, pod: &Pod) -> anyhow::Result<SandboxNode> {
     let name = pod.spec.as_ref().and_then(|spec| spec.node_name.clone());
     let nodes: Api<SandboxNode> = Api::all(case.client());
     Ok(nodes.get(&name.unwrap_or_default()).await?)
+}
+
+/// What the Pod's node is short of. It says so before the first sandbox sleeps for that.
+async fn pressure(case: &Case, pod: &Pod) -> anyhow::Result<Option<Condition>> {
+    let status = sandbox_node(case, pod).await?.status.unwrap_or_default();
+    Ok(conditions::find(&status.conditions, conditions::PRESSURE).cloned())
 }
 
 #[tokio::test]
@@ -174,9 +181,7 @@ async fn a_node_that_is_short_of_memory_puts_idle_sandboxes_to_sleep_that_may_an
                 assert_eq!(restarts(&pod), 0);
             }
             let pod = case.pods().get("p0").await?;
-            let node = sandbox_node(case, &pod).await?;
-            let status = node.status.unwrap_or_default();
-            let told = conditions::find(&status.conditions, conditions::PRESSURE).cloned();
+            let told = pressure(case, &pod).await?;
             anyhow::ensure!(
                 told.as_ref().is_some_and(
                     |told| told.reason == "MemoryShort" && told.message.contains("available")
@@ -251,8 +256,7 @@ async fn a_node_that_is_short_of_swap_hibernates_who_dozes_the_longest_idle_firs
             let (_, free) = swap()?;
             case.start(holds("d1", DOZE_AFTER, "2s")).await?;
             let first = case.asleep("d0").await?;
-            let node = sandbox_node(case, &first).await?.status.unwrap_or_default();
-            let told = conditions::find(&node.conditions, conditions::PRESSURE).cloned();
+            let told = pressure(case, &first).await?;
             anyhow::ensure!(
                 told.as_ref().is_some_and(|told| told.reason == "SwapShort" && told.message.contains("swap")),
                 "{told:?}"
