@@ -5,6 +5,7 @@
 #   KEEP=1 hack/test.sh     leave the cluster as it is at the end
 #   KUBECONFIG=… hack/test.sh   the end-to-end tests use that cluster, where Torpor must be installed
 #   SKIP_E2E=1 hack/test.sh     only what needs no cluster
+#   E2E_THREADS=N hack/test.sh  so many end-to-end tests at once, where they leave the agent alone
 #
 # A development cluster that is there already is used and left as it is (in CI it is replaced).
 set -euo pipefail
@@ -19,6 +20,8 @@ machine_before=
 # In CI, which shows the end of all only: what was said, and by whom it is kept.
 said=
 keeper_of_words=
+# End-to-end tests at once, on two processors: on a machine whose cluster is up in a moment six leave a third of it idle.
+at_once=6
 # What runs beside the rest: its process groups and logs by name.
 declare -A BESIDE_PID=() BESIDE_LOG=()
 
@@ -171,7 +174,10 @@ cluster_up() {
 	# Nobody measures Torpor in a cluster that goes away again: its images are made of what was built for the unit tests, and only linked. In one
 	# that stays they are optimised.
 	[ -n "${KEEP:-}" ] || export TORPOR_PROFILE=${TORPOR_PROFILE:-dev}
+	local began=$SECONDS
 	"$cluster" up
+	# The same kind of work as the tests: processes that start, and wait for the disk.
+	[ -n "${KEEP:-}" ] || [ $((SECONDS - began)) -gt 12 ] || at_once=8
 	"$REPO_ROOT/hack/image" dev
 }
 
@@ -248,7 +254,7 @@ end_to_end() {
 	for module in "${BESIDE_AGENT[@]}"; do
 		others+=(--skip "$module")
 	done
-	e2e --skip alone:: "${others[@]}" --test-threads="${E2E_THREADS:-6}"
+	e2e --skip alone:: "${others[@]}" --test-threads="${E2E_THREADS:-$at_once}"
 }
 
 # Tests that replace or starve the agent wait for most of their time: others run beside them.
