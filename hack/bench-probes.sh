@@ -4,6 +4,7 @@
 # (default 60; needs a running development cluster with Torpor. It makes a file of swap of its own)
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+. "$REPO_ROOT/hack/benchswap.sh"
 
 SECONDS_EACH=${1:-60}
 NAMESPACE=torpor-bench-probes
@@ -12,16 +13,12 @@ k() { timeout 120 "$CLUSTER/bin/kubectl" --kubeconfig "$CLUSTER/admin.kubeconfig
 
 need_torpor "reads the pods' cgroups"
 
-SWAP=$(mktemp /var/tmp/torpor-bench-swap-XXXXXX)
 cleanup() {
 	k delete namespace "$NAMESPACE" --ignore-not-found >/dev/null 2>&1 || true
-	swapoff "$SWAP" 2>/dev/null || true
-	rm -f "$SWAP"
+	swap_off
 }
 trap cleanup EXIT
-fallocate -l 1G "$SWAP"
-mkswap -q "$SWAP" >/dev/null
-swapon --priority 32767 "$SWAP"
+swap_on file 1024
 
 PROGRAM='
 import http.server
