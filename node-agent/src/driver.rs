@@ -229,9 +229,7 @@ impl Driver {
         let until = tokio::time::Instant::now() + COURTESY;
         loop {
             tokio::time::sleep(ANSWERED).await;
-            let shared = self.shared.clone();
-            let look = move || shared.saves.is_somebody_waiting();
-            let waits = tokio::task::spawn_blocking(look).await.unwrap_or(false);
+            let waits = self.shared.saves.is_somebody_waiting();
             if !waits || tokio::time::Instant::now() >= until {
                 return;
             }

@@ -346,10 +346,7 @@ impl Store {
     /// The Pods that have images here, whole or partial: by the images' names, which are all that is read.
     pub fn pods(&self) -> Result<BTreeSet<PodUid>, ImageError> {
         let mut pods = BTreeSet::new();
-        for name in dirs::names(self.images.as_fd(), &self.root.join(IMAGES))? {
-            let Ok(namespace) = Namespace::new(name) else {
-                continue;
-            };
+        for namespace in self.namespaces()? {
             let path = self.namespace_path(&namespace);
             let dir = dirs::open_dir_if_any(self.images.as_fd(), namespace.as_str(), &path)?;
             let names = dir.map(|dir| dirs::names(dir.as_fd(), &path)).transpose()?;
@@ -361,12 +358,16 @@ impl Store {
 
     fn list_where(&self, wanted: impl Fn(&ImageId) -> bool) -> Result<Vec<Listed>, ImageError> {
         let mut all = Vec::new();
-        for name in dirs::names(self.images.as_fd(), &self.root.join(IMAGES))? {
-            if let Ok(namespace) = Namespace::new(name) {
-                all.extend(self.list_namespace(&namespace, &wanted)?);
-            }
+        for namespace in self.namespaces()? {
+            all.extend(self.list_namespace(&namespace, &wanted)?);
         }
         Ok(all)
+    }
+
+    /// Those that have a directory for images.
+    fn namespaces(&self) -> Result<Vec<Namespace>, ImageError> {
+        let names = dirs::names(self.images.as_fd(), &self.root.join(IMAGES))?.into_iter();
+        Ok(names.filter_map(|name| Namespace::new(name).ok()).collect())
     }
 
     fn list_namespace(
