@@ -266,35 +266,36 @@ end_to_end_agent() {
 	return "$status"
 }
 
-# Those that disturb the whole node, one after the other.
-end_to_end_node() { e2e "${LAST[@]}" --test-threads=1; }
+# Those that disturb the whole node, one after the other. Beside them the unit tests that make network namespaces, mounts and cgroups: these
+# may not run beside what compares the machine with what it was before.
+end_to_end_node() {
+	local status=0
+	[ -n "$foreign_cluster" ] || beside other_unit_tests other_unit_tests
+	e2e "${LAST[@]}" --test-threads=1 || status=$?
+	[ -n "$foreign_cluster" ] || ended other_unit_tests || status=$?
+	return "$status"
+}
 
 all_end_to_end() {
 	step "end-to-end tests" end_to_end
 	step "end-to-end tests that disturb the agent, and those that do not mind" end_to_end_agent
-	step "end-to-end tests that disturb the node" end_to_end_node
+	step "end-to-end tests that disturb the node, and the rest of the unit tests" end_to_end_node
 }
 
 # A little of the kill test, other cycles each time; it says by which seed. The long run is a command (hack/chaos).
 chaos() { hack/chaos --cycles 24 --seconds 60; }
 
-# Kills the whole cluster and starts it again, so nothing that needs it runs beside it, but the unit tests that make network namespaces:
-# these may not run beside what compares the machine with what it was before.
-reboot() {
-	local status=0
-	beside other_unit_tests other_unit_tests
-	without_proxy cargo test --locked -p torpor-tests --test reboot || status=$?
-	ended other_unit_tests || status=$?
-	return "$status"
-}
+# Kills the whole cluster and starts it again, so nothing that needs it runs beside it.
+reboot() { without_proxy cargo test --locked -p torpor-tests --test reboot; }
 
 step "toolchains" toolchains
 step "cargo fmt" cargo fmt --all --check
-step "scripts" hack/check-scripts
+beside scripts hack/check-scripts
 step "layers" hack/check-layers
 step "guarantees" hack/check-guarantees
 step "development cluster: format, vet, tests" go_checks
 step "clippy" cargo clippy --locked --workspace --all-targets -- -D warnings
+step "scripts" ended scripts
 if [ -n "${SKIP_E2E:-}" ]; then
 	step "unit tests" all_unit_tests
 	exit 0
@@ -306,13 +307,14 @@ if [ -n "$foreign_cluster" ]; then
 	exit 0
 fi
 beside quiet_unit_tests quiet_unit_tests
-step "Helm chart" "$cluster" check-chart
+beside chart "$cluster" check-chart
 if [ -n "${CI:-}" ] || [ ! -e /var/lib/torpor-dev/machine.json ]; then
 	step "development cluster: selftest" hack/selftest --replace
 else
 	say "a development cluster is there: it is used, and left at the end"
 	KEEP=1
 fi
+step "Helm chart" ended chart
 step "upstream's Python SDK" hack/python-sdk
 step "cluster up" cluster_up
 KUBECONFIG=$("$cluster" kubeconfig)
@@ -322,7 +324,7 @@ if [ -n "${KEEP:-}" ] && [ -e /opt/torpor/bin ]; then
 	step "unit tests that leave the machine alone" ended quiet_unit_tests
 	step "install Torpor" "$cluster" install-torpor
 	all_end_to_end
-	step "reboot of the node, and the rest of the unit tests" reboot
+	step "reboot of the node" reboot
 	exit 0
 fi
 step "install by Helm, and take it off" by_helm
@@ -330,6 +332,6 @@ step "unit tests that leave the machine alone" ended quiet_unit_tests
 step "install Torpor" install
 all_end_to_end
 [ -z "${CI:-}" ] || step "kill test, a short run" chaos
-step "reboot of the node, and the rest of the unit tests" reboot
+step "reboot of the node" reboot
 step "install Torpor again" install_again
 [ -n "${KEEP:-}" ] || step "take Torpor off" uninstall

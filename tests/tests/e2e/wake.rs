@@ -131,10 +131,21 @@ async fn any_packet_over_ipv6_wakes_a_hibernated_pod_and_is_answered() -> anyhow
 }
 
 #[tokio::test]
-async fn any_packet_wakes_a_dozing_pod_and_is_answered() -> anyhow::Result<()> {
+async fn a_connection_and_data_on_one_wake_a_dozing_pod_and_are_answered() -> anyhow::Result<()> {
     let _swap = Swap::on()?;
-    case("packetdoze", async |case| {
-        packets_wake_a_dozing_pod(case, &PACKETS, |pod| Some(pod.clone())).await
+    case("connectdoze", async |case| {
+        let packets = [Packet::First, Packet::Data];
+        packets_wake_a_dozing_pod(case, &packets, |pod| Some(pod.clone())).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_datagram_and_a_ping_wake_a_dozing_pod_and_are_answered() -> anyhow::Result<()> {
+    let _swap = Swap::on()?;
+    case("datagramdoze", async |case| {
+        let packets = [Packet::Datagram, Packet::Echo];
+        packets_wake_a_dozing_pod(case, &packets, |pod| Some(pod.clone())).await
     })
     .await
 }

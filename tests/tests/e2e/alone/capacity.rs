@@ -76,8 +76,8 @@ async fn a_timer_waits_while_somebody_waits_for_a_wake_and_who_asks_does_not() -
     .await
 }
 
-/// Bytes a second: a small image takes some twenty seconds of it, and the SandboxNode tells within five who waits.
-const BANDWIDTH: i64 = 30_000;
+/// Bytes a second: a small image takes some thirteen seconds of it, and the SandboxNode tells within five who waits.
+const BANDWIDTH: i64 = 45_000;
 const BANDWIDTH_LIMIT: Duration = Duration::from_secs(100);
 
 #[tokio::test]
