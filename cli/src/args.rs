@@ -8,6 +8,8 @@ use torpor_api::annotations::is_dns_subdomain;
 
 /// How long `hibernate`, `wake`, `suspend` and `resume` wait unless told otherwise.
 const TIMEOUT: &str = "2m";
+/// The same of `drain`, where many wait for their turns.
+const DRAIN_TIMEOUT: &str = "10m";
 /// Longer nobody waits, and clocks can count so far.
 const LONGEST: Duration = Duration::from_secs(8760 * 3600);
 
@@ -56,6 +58,8 @@ pub enum Command {
     Suspend(Change),
     /// Resume suspended sandboxes in a new Pod
     Resume(Change),
+    /// Keep the memory of a node's sandboxes before the node is drained: cordon it, suspend them; they continue when it is uncordoned
+    Drain(Drain),
     /// Why a sandbox is as it is, in words
     Why(Why),
     /// What sandboxes use now, and what their sleep saves
@@ -110,6 +114,19 @@ pub struct Change {
     pub names: Vec<String>,
     /// How long to wait for the cluster to have done it; 0 does not wait
     #[arg(long, default_value = TIMEOUT, value_parser = duration)]
+    pub timeout: Duration,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct Drain {
+    /// Name of the node
+    #[arg(value_parser = node)]
+    pub node: String,
+    /// Say what would be done with each, and do nothing
+    #[arg(long)]
+    pub dry_run: bool,
+    /// How long to wait for each sandbox to be suspended
+    #[arg(long, default_value = DRAIN_TIMEOUT, value_parser = duration)]
     pub timeout: Duration,
 }
 
@@ -179,6 +196,15 @@ pub fn sandbox(text: &str) -> Result<String, String> {
     match ["sandbox", "sandboxes"].contains(&kind) && is_dns_subdomain(name) {
         true => Ok(name.to_owned()),
         false => Err(format!("{text:?} is not the name of a Sandbox")),
+    }
+}
+
+/// The name of a node, also as `kubectl get nodes -o name` prints it.
+pub fn node(text: &str) -> Result<String, String> {
+    let name = text.strip_prefix("node/").unwrap_or(text);
+    match is_dns_subdomain(name) {
+        true => Ok(name.to_owned()),
+        false => Err(format!("{text:?} is not the name of a node")),
     }
 }
 
@@ -267,6 +293,21 @@ mod tests {
             let parsed = Args::try_parse_from(["kubectl-torpor", "doctor", flag, name]);
             assert_eq!(parsed.is_ok(), good, "{flag} {name:?}");
         }
+    }
+
+    #[rstest]
+    #[case("node-0", Some("node-0"))]
+    #[case("node/ip-10-0-0-1.internal", Some("ip-10-0-0-1.internal"))]
+    #[case("node/../pods", None)]
+    #[case("pod/x", None)]
+    #[case("", None)]
+    fn a_node_is_named_as_kubectl_names_it(#[case] text: &str, #[case] name: Option<&str>) {
+        let parsed = Args::try_parse_from(["kubectl-torpor", "drain", text]);
+        let node = parsed.map(|args| match args.command {
+            Command::Drain(drain) => drain.node,
+            other => panic!("{other:?}"),
+        });
+        assert_eq!(node.ok().as_deref(), name);
     }
 
     #[test]

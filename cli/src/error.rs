@@ -29,6 +29,8 @@ pub enum Error {
     NoAnswer { doing: String, limit: Duration },
     #[error("there is no Sandbox {name} in namespace {namespace}")]
     NoSandbox { namespace: String, name: String },
+    #[error("there is no node {name}")]
+    NoNode { name: String },
     #[error("Sandbox {name}: {message}")]
     Refused { name: String, message: String },
     #[error(
@@ -80,6 +82,7 @@ impl Error {
                 "to wait needs list and watch of Sandboxes; --timeout 0 does not wait"
             }
             Self::NoAnswer { .. } => "is the cluster up? kubectl cluster-info tells",
+            Self::NoNode { .. } => "kubectl get nodes lists them",
             Self::NoSandbox { name, .. } => {
                 return Some(format!(
                     "kubectl torpor get -A lists all; which one a claim holds, kubectl get sandboxclaim {name} -o yaml tells in its status"

@@ -5,6 +5,7 @@
 //! - [`view`]: what the API's objects say of a sandbox, joined. Pure
 //! - [`get`], [`top`], [`why`]: views as text and as data. Pure
 //! - [`change`], [`goal`]: `hibernate`, `wake`, `suspend`, `resume`: one patch, then waiting for conditions; `goal` decides, and is pure
+//! - [`drain`]: the same of all sandboxes of a node that is to be taken away
 //! - [`doctor`]: facts of a cluster, and what is wrong with them. The checks are pure
 //! - [`complete`]: what kubectl and shells ask while somebody types
 //! - [`run`]: from arguments to an exit code
@@ -14,6 +15,7 @@ pub mod change;
 pub mod complete;
 pub mod connect;
 pub mod doctor;
+pub mod drain;
 pub mod error;
 pub mod get;
 pub mod goal;

@@ -6,10 +6,11 @@ use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use jiff::Timestamp;
 
-use crate::args::{Args, Change, Command, Connection, Format, Top, Why};
+use crate::args::{Args, Change, Command, Connection, Drain, Format, Top, Why};
 use crate::change::{Changed, change};
 use crate::connect::{Cluster, call, connect};
 use crate::doctor::{self, facts::Facts};
+use crate::drain::{self, Kept, Part};
 use crate::error::{Error, words};
 use crate::get::{self, Listing};
 use crate::goal::Goal;
@@ -131,6 +132,10 @@ async fn run(args: Args) -> Result<Ended, Error> {
         Command::Wake(asked) => changed(connection, Goal::Wake, asked).await,
         Command::Suspend(asked) => changed(connection, Goal::Suspend, asked).await,
         Command::Resume(asked) => changed(connection, Goal::Resume, asked).await,
+        Command::Drain(asked) => {
+            let cluster = connect(connection).await?;
+            Box::pin(drained(&cluster, asked)).await
+        }
     }
 }
 
@@ -219,15 +224,76 @@ async fn changed(connection: &Connection, goal: Goal, asked: &Change) -> Result<
                 let line = print_done(goal, &done);
                 printed = printed.and(line);
             }
-            // A failure is certain; that something is not known is less than that.
-            Err(error) => match told(&error) {
-                Ended::Unknown if ended == Ended::Done => ended = Ended::Unknown,
-                Ended::Unknown => {}
-                failed => ended = failed,
-            },
+            Err(error) => ended = worse(ended, told(&error)),
         }
     }
     printed.map(|()| ended)
+}
+
+/// The same of a node's sandboxes, each of which is asked to run again.
+pub async fn drained(cluster: &Cluster, asked: &Drain) -> Result<Ended, Error> {
+    let node = &asked.node;
+    if !asked.dry_run {
+        drain::cordon(cluster, node).await?;
+        tell(&format!("node/{node} is cordoned"));
+    }
+    let (parts, unseen) = Box::pin(drain::look(cluster, node)).await?;
+    for unseen in &unseen {
+        tell(&format!("warning: {unseen}"));
+    }
+    let mut ended = match unseen.is_empty() {
+        true => Ended::Done,
+        false => Ended::Unknown,
+    };
+    for part in &parts {
+        match &part.left {
+            Some(why) => {
+                ended = Ended::Failed;
+                tell(&format!(
+                    "warning: {} is left as it is: {why}",
+                    part.words()
+                ));
+            }
+            None if asked.dry_run => print(&format!("{} would be suspended\n", part.words()))?,
+            None => {}
+        }
+    }
+    if asked.dry_run {
+        return Ok(ended);
+    }
+    let (mut kept, mut printed) = (0, Ok(()));
+    let told_of = |part: &Part, result| match result {
+        Ok(Kept::Yes(took)) => {
+            kept += 1;
+            let line = format!("{} is suspended ({})\n", part.words(), units::span(took));
+            if let Err(error) = print(&line) {
+                printed = Err(error);
+            }
+        }
+        Ok(Kept::No(lost)) => {
+            ended = Ended::Failed;
+            tell(&format!("warning: {}: {lost}", part.words()));
+        }
+        Err(error) => ended = worse(ended, told(&error)),
+    };
+    drain::keep(cluster, &parts, asked.timeout, &tell, told_of).await;
+    tell(&match kept {
+        0 => format!("no sandbox was suspended on node {node}"),
+        kept => format!(
+            "{kept} suspended; each continues when its node is back. Next: kubectl drain {node} --ignore-daemonsets, and after the work kubectl uncordon {node}"
+        ),
+    });
+    printed.map(|()| ended)
+}
+
+/// A failure is certain; that something is not known is less than that.
+fn worse(ended: Ended, next: Ended) -> Ended {
+    match (ended, next) {
+        (ended, Ended::Done) => ended,
+        (Ended::Done, next) => next,
+        (ended, Ended::Unknown) => ended,
+        (_, failed) => failed,
+    }
 }
 
 fn print_done(goal: Goal, done: &Changed) -> Result<(), Error> {

@@ -6,14 +6,14 @@ use std::time::Duration;
 use futures::future::join_all;
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
-use torpor_cli::args::Change;
+use torpor_cli::args::{Change, Drain};
 use torpor_cli::change::{self, Changed};
 use torpor_cli::connect::Cluster;
 use torpor_cli::doctor::facts::Facts;
 use torpor_cli::doctor::{Severity, diagnose};
 use torpor_cli::error::{Error, words};
 use torpor_cli::goal::Goal;
-use torpor_cli::run::listing;
+use torpor_cli::run::{Ended, drained, listing};
 use torpor_cli::view::State;
 use torpor_cli::world::{Scope, World};
 use torpor_test_apiserver::{Apiserver, Fault, FaultAnswer};
@@ -542,4 +542,117 @@ async fn doctor_looks_at_the_whole_cluster() {
     assert!(of("controller")[0].text.contains("is missing"));
     assert_eq!(of("nodes")[0].severity, Severity::Warning);
     assert_eq!(of("sandboxes"), []);
+}
+
+/// A Sandbox with its Pod on node-0, by a RuntimeClass of which that node keeps the memory.
+fn on_node(server: &Apiserver, name: &str, annotations: &Value) {
+    let sandbox = create(server, name);
+    let patch = json!({"metadata": {"annotations": annotations}});
+    server.edit("sandboxes", "x", name, &patch);
+    let owner = json!({
+        "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox", "name": name,
+        "uid": sandbox["metadata"]["uid"], "controller": true,
+    });
+    server.create(
+        "pods",
+        json!({
+            "metadata": {"name": name, "namespace": "x", "ownerReferences": [owner]},
+            "spec": {"nodeName": "node-0", "runtimeClassName": "torpor", "containers": []},
+        }),
+    );
+}
+
+fn mode(server: &Apiserver, name: &str) -> Value {
+    server.get("sandboxes", "x", name).unwrap()["spec"]["operatingMode"].clone()
+}
+
+fn node_with_torpor(server: &Apiserver) {
+    server.create("nodes", json!({"metadata": {"name": "node-0"}}));
+    server.create(
+        "runtimeclasses",
+        json!({"metadata": {"name": "torpor"}, "handler": "torpor"}),
+    );
+    server.create(
+        "sandboxnodes",
+        json!({"metadata": {"name": "node-0"}, "spec": {}, "status": {"runtimes": [
+            {"handler": "torpor", "kind": "gVisor", "capabilities": {"hibernate": true}},
+        ]}}),
+    );
+}
+
+fn drain(node: &str, dry_run: bool) -> Drain {
+    Drain {
+        node: node.to_owned(),
+        dry_run,
+        timeout: Duration::from_secs(60),
+    }
+}
+
+#[tokio::test]
+async fn who_drains_a_node_leaves_no_sandbox_suspended_and_none_whose_memory_is_lost() {
+    let server = Apiserver::new();
+    node_with_torpor(&server);
+    on_node(&server, "kept", &json!({}));
+    let stops = json!({"torpor.dev/suspension-strategy": "Stop"});
+    on_node(&server, "stops", &stops);
+    let cluster = cluster(&server);
+    let controller = async {
+        let suspended = |s: &Apiserver| mode(s, "kept") == "Suspended";
+        server.until("it is suspended", suspended).await;
+        let cordoned = server.get("nodes", "", "node-0").unwrap();
+        assert_eq!(
+            cordoned["spec"]["unschedulable"], true,
+            "not cordoned before"
+        );
+        let asleep = [
+            ("Suspended", "True", "PodTerminated"),
+            ("Hibernated", "True", "Hibernated"),
+        ];
+        says(&server, "kept", &asleep);
+    };
+    let asked = drain("node-0", false);
+    let (ended, ()) = tokio::join!(drained(&cluster, &asked), controller);
+    // One is left as it is.
+    assert_eq!(ended.unwrap(), Ended::Failed);
+    assert_eq!(mode(&server, "kept"), "Running");
+    assert_eq!(mode(&server, "stops"), "Running");
+}
+
+#[tokio::test]
+async fn that_memory_was_lost_after_all_is_a_failure_of_the_drain() {
+    let server = Apiserver::new();
+    node_with_torpor(&server);
+    on_node(&server, "lost", &json!({}));
+    let cluster = cluster(&server);
+    let controller = async {
+        let suspended = |s: &Apiserver| mode(s, "lost") == "Suspended";
+        server.until("it is suspended", suspended).await;
+        let lost = [
+            ("Suspended", "True", "PodTerminated"),
+            ("Hibernated", "False", "SaveFailed"),
+        ];
+        says(&server, "lost", &lost);
+    };
+    let asked = drain("node-0", false);
+    let (ended, ()) = tokio::join!(drained(&cluster, &asked), controller);
+    assert_eq!(ended.unwrap(), Ended::Failed);
+    assert_eq!(mode(&server, "lost"), "Running");
+}
+
+#[tokio::test]
+async fn a_drain_that_is_only_tried_changes_nothing_and_a_node_that_is_not_there_is_named() {
+    let server = Apiserver::new();
+    node_with_torpor(&server);
+    on_node(&server, "demo", &json!({}));
+    let cluster = cluster(&server);
+    let ended = drained(&cluster, &drain("node-0", true)).await;
+    assert_eq!(ended.unwrap(), Ended::Done);
+    assert_eq!(mode(&server, "demo"), "Running");
+    let node = server.get("nodes", "", "node-0").unwrap();
+    assert_eq!(node["spec"].get("unschedulable"), None);
+    let error = drained(&cluster, &drain("node-1", false))
+        .await
+        .unwrap_err();
+    assert_eq!(error.to_string(), "there is no node node-1");
+    assert!(error.remedy().unwrap().contains("kubectl get nodes"));
 }

@@ -53,8 +53,9 @@ pub fn halt(root: &Path, sandbox: &str) -> Result<(), Error> {
 /// The sentry first: who connects looks at that, and a gofer that stands still beside a sentry that runs would be seen by nobody.
 fn stop(root: &Path, sandbox: &str, sentry: i32) -> Result<(), Error> {
     let gofers = records::gofers(root, sandbox)?;
+    let of_sentry = process::cgroups(sentry);
     for pid in [sentry].into_iter().chain(gofers) {
-        signal(pid, sentry, Signal::STOP)?;
+        signal(pid, of_sentry.as_deref(), Signal::STOP)?;
     }
     let deadline = Instant::now() + HALT_LIMIT;
     while !process::is_stopped(sentry) {
@@ -72,34 +73,35 @@ pub fn is_halted(root: &Path, sandbox: &str) -> bool {
     records::sentry(root, sandbox).is_ok_and(process::is_stopped)
 }
 
-/// Lets the sandbox go on whose sentry, which lives, is this process.
-pub(crate) fn go_on(root: &Path, sandbox: &str, sentry: i32) -> Result<(), Error> {
+/// Lets the sandbox go on whose sentry, which lives, is this process. Answers with its gofers, of which it has read then; none where it was not stopped.
+pub(crate) fn go_on(root: &Path, sandbox: &str, sentry: i32) -> Result<Option<Vec<i32>>, Error> {
     match process::is_stopped(sentry) {
-        true => let_go_on(root, sandbox, sentry),
-        false => Ok(()),
+        true => let_go_on(root, sandbox, sentry).map(Some),
+        false => Ok(None),
     }
 }
 
 /// The same by runsc's records, for who gets no connection: so many may have tried that the kernel lets nobody in any more.
 pub(crate) fn go_on_by_record(root: &Path, sandbox: &str) -> Result<(), Error> {
-    go_on(root, sandbox, records::sentry(root, sandbox)?)
+    go_on(root, sandbox, records::sentry(root, sandbox)?).map(drop)
 }
 
 /// The gofers first: a sentry that runs has all of them running. What is in the way of one keeps nobody else standing still.
-fn let_go_on(root: &Path, sandbox: &str, sentry: i32) -> Result<(), Error> {
+fn let_go_on(root: &Path, sandbox: &str, sentry: i32) -> Result<Vec<i32>, Error> {
     let gofers = records::gofers(root, sandbox);
     let known = gofers.as_deref().unwrap_or_default();
+    let of_sentry = process::cgroups(sentry);
     let told = known
         .iter()
-        .map(|gofer| signal(*gofer, sentry, Signal::CONT))
+        .map(|gofer| signal(*gofer, of_sentry.as_deref(), Signal::CONT))
         .fold(Ok(()), Result::and);
-    signal(sentry, sentry, Signal::CONT)?;
-    gofers?;
-    told
+    signal(sentry, of_sentry.as_deref(), Signal::CONT)?;
+    let gofers = gofers?;
+    told.map(|()| gofers)
 }
 
-/// Unless it has ended, or is none of the sandbox'.
-fn signal(pid: i32, sentry: i32, signal: Signal) -> Result<(), Error> {
+/// Unless it has ended, or is none of the sandbox', whose sentry is in these cgroups.
+fn signal(pid: i32, of_sentry: Option<&str>, signal: Signal) -> Result<(), Error> {
     let failed = |errno: Errno| Error::Signal {
         pid,
         source: errno.into(),
@@ -112,7 +114,7 @@ fn signal(pid: i32, sentry: i32, signal: Signal) -> Result<(), Error> {
         opened => opened.map_err(failed)?,
     };
     // Only now: from here on the number is no other's.
-    if !is_beside(process::cgroups(pid), process::cgroups(sentry)) {
+    if !is_beside(process::cgroups(pid).as_deref(), of_sentry) {
         return Ok(());
     }
     match pidfd_send_signal(&process, signal) {
@@ -122,7 +124,7 @@ fn signal(pid: i32, sentry: i32, signal: Signal) -> Result<(), Error> {
 }
 
 /// Whether a process in these cgroups is in the sentry's.
-fn is_beside(cgroups: Option<String>, of_sentry: Option<String>) -> bool {
+fn is_beside(cgroups: Option<&str>, of_sentry: Option<&str>) -> bool {
     cgroups.is_some() && cgroups == of_sentry
 }
 
@@ -202,8 +204,9 @@ mod tests {
             assert!(is_halted(root, "s"));
         }
         let sentry = processes.sentry.id().cast_signed();
-        for _ in 0..2 {
-            go_on(root, "s", sentry).expect("they go on");
+        for told in [Some(2), None] {
+            let gofers = go_on(root, "s", sentry).expect("they go on");
+            assert_eq!(gofers.map(|gofers| gofers.len()), told);
             processes.until(&[false; 3]);
             assert!(!is_halted(root, "s"));
         }
@@ -218,7 +221,8 @@ mod tests {
         };
         halt(root, "s").expect("stopped");
         // Who let them go on was killed in between.
-        signal(gofer, sentry, Signal::CONT).expect("signalled");
+        let cgroups = process::cgroups(sentry);
+        signal(gofer, cgroups.as_deref(), Signal::CONT).expect("signalled");
         processes.until(&[false, true]);
         go_on(root, "s", sentry).expect("they go on");
         processes.until(&[false, false]);
@@ -249,10 +253,10 @@ mod tests {
 
     #[test]
     fn a_process_of_other_cgroups_is_none_of_the_sandbox() {
-        let cgroups = |name: &str| Some(format!("4:memory:/{name}\n0::/\n"));
-        assert!(is_beside(cgroups("a"), cgroups("a")));
-        assert!(!is_beside(cgroups("b"), cgroups("a")));
-        assert!(!is_beside(None, cgroups("a")));
+        let (a, b) = ("4:memory:/a\n0::/\n", "4:memory:/b\n0::/\n");
+        assert!(is_beside(Some(a), Some(a)));
+        assert!(!is_beside(Some(b), Some(a)));
+        assert!(!is_beside(None, Some(a)));
         assert!(!is_beside(None, None));
     }
 }

@@ -1,8 +1,19 @@
 //! What the kernel says of a process of the host.
 
+use std::fs::File;
+use std::io::Read;
+
+/// A file of `/proc/<pid>`. Nobody knows its length before: with room for most of them it is read by one call.
+fn text_of(pid: i32, file: &str) -> Option<String> {
+    let mut text = String::with_capacity(4096);
+    let read = File::open(format!("/proc/{pid}/{file}"))
+        .and_then(|mut file| file.read_to_string(&mut text));
+    read.ok().map(|_| text)
+}
+
 /// What follows the name in `/proc/<pid>/stat`: state, parent, and more (proc_pid_stat(5)). None: there is no such process.
 pub fn after_name(pid: i32) -> Option<String> {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let stat = text_of(pid, "stat")?;
     // The name stands in brackets and may hold anything, brackets too: what follows begins after the last one.
     let (_, after) = stat.rsplit_once(')')?;
     Some(after.trim_start().to_owned())
@@ -42,7 +53,7 @@ pub fn goes_on(pid: i32) -> bool {
 }
 
 fn status(pid: i32) -> String {
-    std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default()
+    text_of(pid, "status").unwrap_or_default()
 }
 
 /// Whether the whole process has a SIGKILL before it, by its status (proc_pid_status(5)). It stays there to the end, while a thread that takes it up
@@ -63,7 +74,7 @@ pub fn is_stopped(pid: i32) -> bool {
 
 /// The cgroups that it is in, in the kernel's words; none of one that is gone.
 pub(crate) fn cgroups(pid: i32) -> Option<String> {
-    std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()
+    text_of(pid, "cgroup")
 }
 
 /// Whether what follows the name is of a process that ends, or has ended. Numbers count from the state, which is the third field of

@@ -94,7 +94,8 @@ pub(crate) fn rouse(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyho
         anyhow::Ok(sleeps)
     };
     // The sandbox itself may have ended, too.
-    if node.records.doze(sandbox)?.is_some() && is_broken(node, sandbox)? && restored()? {
+    let is_broken = || anyhow::Ok(!node.runsc.has_its_gofers(sandbox.as_str())?);
+    if node.records.doze(sandbox)?.is_some() && is_broken()? && restored()? {
         return Ok(true);
     }
     match resume(node, sandbox, &mut stages)? {
@@ -159,7 +160,8 @@ fn resume(node: &Node, sandbox: &SandboxId, stages: &mut Stages) -> anyhow::Resu
     };
     let about_to_run = restore::about_to_run(node, sandbox)?;
     // What ends from now on takes the memory along; what ended before this does not.
-    if about_to_run.leaves_an_image() && is_broken(node, sandbox)? {
+    let runsc = &node.runsc;
+    if about_to_run.leaves_an_image() && !runsc.has_its_gofers_beside(sandbox.as_str(), &control)? {
         about_to_run.take_back()?;
         return Ok(Resumed::Broke);
     }
@@ -171,11 +173,6 @@ fn resume(node: &Node, sandbox: &SandboxId, stages: &mut Stages) -> anyhow::Resu
     stages.over("resumed");
     node.records.note_call(sandbox)?;
     Ok(Resumed::Runs)
-}
-
-/// Whether a process without which it cannot run on has ended.
-fn is_broken(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
-    Ok(!node.runsc.has_its_gofers(sandbox.as_str())?)
 }
 
 /// The way to a sandbox that dozes; none to one that does not, or that died while it dozed.

@@ -117,7 +117,8 @@ pub(super) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, Error> {
             });
         }
     };
-    let mut bytes = Vec::new();
+    // Most are smaller, and so are read by one call.
+    let mut bytes = Vec::with_capacity(4096);
     file.take(MAX_RECORD)
         .read_to_end(&mut bytes)
         .map_err(|source| Error::Read {

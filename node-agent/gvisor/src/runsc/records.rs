@@ -11,6 +11,9 @@ use crate::process;
 /// A state holds the container's whole OCI spec.
 const MAX_RECORD: u64 = 16 << 20;
 
+/// What most of them have, and so are read by one call: a sandbox that dozes waits for it.
+const USUAL_RECORD: usize = 32 << 10;
+
 /// What is read of runsc's record of a sandbox.
 #[derive(serde::Deserialize)]
 struct RunscState {
@@ -90,9 +93,15 @@ impl Runsc {
 
     /// Whether each of the sandbox' gofers lives, by runsc's own records. A container without its gofer is killed by gVisor as soon as it may run.
     pub fn has_its_gofers(&self, sandbox: &str) -> Result<bool, Error> {
-        Ok(gofers(&self.root, sandbox)?
-            .into_iter()
-            .all(process::goes_on))
+        Ok(all_go_on(&gofers(&self.root, sandbox)?))
+    }
+
+    /// The same of the sandbox at the other end of the connection.
+    pub fn has_its_gofers_beside(&self, sandbox: &str, control: &Control) -> Result<bool, Error> {
+        match control.gofers() {
+            Some(known) => Ok(all_go_on(known)),
+            None => self.has_its_gofers(sandbox),
+        }
     }
 
     /// User and group that the sandbox' processes run as, from runsc's own record.
@@ -100,6 +109,10 @@ impl Runsc {
         let RunscSandbox { uid, gid, .. } = of_sandbox(&self.root, sandbox)?;
         Ok((uid, gid))
     }
+}
+
+fn all_go_on(processes: &[i32]) -> bool {
+    processes.iter().copied().all(process::goes_on)
 }
 
 /// What runsc, whose root directory this is, has recorded of the sandbox.
@@ -187,7 +200,7 @@ fn read_record<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, Error> 
         source,
     };
     let file = std::fs::File::open(path).map_err(record)?;
-    let mut bytes = Vec::new();
+    let mut bytes = Vec::with_capacity(USUAL_RECORD);
     file.take(MAX_RECORD)
         .read_to_end(&mut bytes)
         .map_err(record)?;

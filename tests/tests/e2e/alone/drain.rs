@@ -119,3 +119,31 @@ async fn that_an_awake_sandbox_lost_its_memory_to_a_drain_is_said() -> anyhow::R
     })
     .await
 }
+
+#[tokio::test]
+async fn an_awake_sandbox_continues_after_a_drain_by_the_plugin() -> anyhow::Result<()> {
+    case_alone("drainplugin", async |case| {
+        case.create(witness()).await?;
+        let pod = case.sandbox_ready("s").await?;
+        let node = pod.spec.as_ref().and_then(|spec| spec.node_name.clone());
+        let node = node.unwrap_or_default();
+        let before = witness::ask(&pod).await?;
+        let drained = async {
+            let said = case.run_plugin(&["torpor", "drain", &node]).await?.ok()?;
+            anyhow::ensure!(
+                said.contains("agents.x-k8s.io/s -n") && said.contains("is suspended"),
+                "{said}"
+            );
+            let waits = |pod: &Pod| condition(pod, "PodScheduled").1 == "Unschedulable";
+            let words = "the next Pod waits for its node";
+            case.pod_until("s", words, LIMIT, waits).await
+        };
+        let drained = drained.await;
+        cordon(case, &node, false).await?;
+        drained?;
+        let back = case.sandbox_ready("s").await?;
+        assert_ne!(uid(&back), uid(&pod));
+        witness::ask(&back).await?.goes_on_from(&before)
+    })
+    .await
+}

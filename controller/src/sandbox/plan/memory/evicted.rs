@@ -121,7 +121,7 @@ fn keep_going(
     }
     let message = format!(
         "The Pod was evicted from node {node:?} while the sandbox was awake; {NOT_KEPT}. \
-         Suspend sandboxes before their node is drained"
+         `kubectl torpor drain` keeps it before a node is drained"
     );
     Some(says(
         conditions::HIBERNATED,
