@@ -14,25 +14,43 @@ use kube::core::DeserializeGuard;
 use kube::{Resource, ResourceExt};
 use serde_json::json;
 use torpor_api::annotations::{Settings, SuspensionStrategy};
+use torpor_api::conditions::{self, HIBERNATED};
+use torpor_api::reasons::hibernated;
 use torpor_api::{OperatingMode, Sandbox, SandboxNode, SandboxWarmPool};
 
 use crate::change::{Changed, change};
 use crate::connect::{Cluster, call};
-use crate::error::Error;
-use crate::goal::Goal;
-use crate::view::{pod_of, pods_by_owner};
+use crate::error::{Error, words};
+use crate::goal::{Goal, RESUMED};
+use crate::view::{conditions_of, pod_of, pods_by_owner};
 use crate::world::{Scope, World, list};
 
 /// Sandboxes that are asked at the same time; their node saves as many at once as it may.
 const AT_ONCE: usize = 16;
+/// How often one is asked to suspend whom somebody resumes meanwhile (a request, its own time).
+const TRIES: u32 = 3;
+/// Between two of these, and between two tries to have it run again.
+const PAUSE: Duration = Duration::from_secs(1);
 
 /// One Sandbox whose Pod is on the node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
     pub namespace: String,
     pub name: String,
-    /// Why its memory cannot be kept; none: it is suspended.
-    pub left: Option<String>,
+    /// Another one may take its name meanwhile.
+    pub uid: Option<String>,
+    pub plan: Plan,
+}
+
+/// What is to be done with one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Plan {
+    /// It is suspended, and asked to run again.
+    Keep,
+    /// Somebody else suspends it: that is waited for.
+    Await,
+    /// Its memory cannot be kept: why.
+    Leave(String),
 }
 
 impl Part {
@@ -46,42 +64,50 @@ impl Part {
 }
 
 /// What became of one.
-#[derive(Debug)]
+#[derive(Debug, PartialEq, Eq)]
 pub enum Kept {
-    /// Suspended with its memory, after so long, and asked to run again.
+    /// Suspended with its memory, after so long.
     Yes(Duration),
-    /// Suspended and asked to run again; its memory is lost, and why.
+    /// Its memory is lost, and why.
     No(String),
+    /// It is not there any more, or was suspended by somebody else: nothing was to be done.
+    Gone,
 }
 
-/// What there is on the node, and what is to be done with each. Who is suspended already needs nothing, and nobody misses what a member of a pool has in
-/// memory that was not claimed yet: its pool makes another elsewhere.
+/// Why it was not kept.
+#[derive(Debug, thiserror::Error)]
+pub enum NotKept {
+    /// It runs on where it is.
+    #[error(transparent)]
+    Runs(Error),
+    /// It is suspended, or will be, and was not asked to run again.
+    #[error("{error}; then it could not be asked to run again ({again})")]
+    StaysSuspended { error: String, again: Error },
+}
+
+/// What there is on the node, and what is to be done with each. Nobody misses what a member of a pool has in memory that was not claimed yet: its pool
+/// makes another elsewhere.
 pub fn parts(world: &World, classes: &[RuntimeClass], node: &str) -> Vec<Part> {
     let pods = pods_by_owner(&world.pods);
-    let on_node = |sandbox: &&Sandbox| {
-        let pod = pod_of(&pods, sandbox);
-        pod.is_some_and(|pod| is_on(pod, node)) && wants_to_run(sandbox)
-    };
     let told = world.nodes.iter().find(|told| told.name_any() == node);
-    let part = |sandbox: &Sandbox| Part {
-        namespace: sandbox.namespace().unwrap_or_default(),
-        name: sandbox.name_any(),
-        left: cannot_keep(sandbox, pod_of(&pods, sandbox), classes, told),
+    let part = |sandbox: &Sandbox| {
+        let pod = pod_of(&pods, sandbox).filter(|pod| is_on(pod, node))?;
+        let may_go = sandbox.metadata.deletion_timestamp.is_none() && !is_unclaimed(sandbox);
+        may_go.then(|| Part {
+            namespace: sandbox.namespace().unwrap_or_default(),
+            name: sandbox.name_any(),
+            uid: sandbox.uid(),
+            plan: plan(sandbox, pod, classes, told),
+        })
     };
-    world.sandboxes.iter().filter(on_node).map(part).collect()
+    world.sandboxes.iter().filter_map(part).collect()
 }
 
+/// Its containers have started and have not ended.
 fn is_on(pod: &Pod, node: &str) -> bool {
     let placed = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
     let phase = pod.status.as_ref().and_then(|now| now.phase.as_deref());
-    let ended = matches!(phase, Some("Succeeded" | "Failed"));
-    placed == Some(node) && !ended && pod.metadata.deletion_timestamp.is_none()
-}
-
-fn wants_to_run(sandbox: &Sandbox) -> bool {
-    sandbox.metadata.deletion_timestamp.is_none()
-        && sandbox.spec.operating_mode != OperatingMode::Suspended
-        && !is_unclaimed(sandbox)
+    placed == Some(node) && phase == Some("Running") && pod.metadata.deletion_timestamp.is_none()
 }
 
 fn is_unclaimed(sandbox: &Sandbox) -> bool {
@@ -89,19 +115,50 @@ fn is_unclaimed(sandbox: &Sandbox) -> bool {
     owners.any(|owner| owner.controller == Some(true) && owner.kind == SandboxWarmPool::kind(&()))
 }
 
-/// Why a suspension would not keep its memory.
+fn plan(
+    sandbox: &Sandbox,
+    pod: &Pod,
+    classes: &[RuntimeClass],
+    node: Option<&SandboxNode>,
+) -> Plan {
+    match cannot_keep(sandbox, pod, classes, node) {
+        Some(why) => Plan::Leave(why),
+        None if sandbox.spec.operating_mode == OperatingMode::Suspended => Plan::Await,
+        None => Plan::Keep,
+    }
+}
+
+/// Why a suspension would not keep its memory, or not until the drain.
 fn cannot_keep(
     sandbox: &Sandbox,
-    pod: Option<&Pod>,
+    pod: &Pod,
     classes: &[RuntimeClass],
     node: Option<&SandboxNode>,
 ) -> Option<String> {
     let annotations = sandbox.metadata.annotations.as_ref();
-    let strategy = Settings::read(annotations, sandbox.spec.pod_template.annotations()).strategy();
+    let settings = Settings::read(annotations, sandbox.spec.pod_template.annotations());
+    let strategy = settings.strategy();
     if strategy != SuspensionStrategy::Hibernate {
         return Some(format!("its suspension-strategy is {strategy:?}"));
     }
-    let class = pod.and_then(|pod| pod.spec.as_ref()?.runtime_class_name.as_deref());
+    let told = conditions::find(conditions_of(sandbox), HIBERNATED);
+    let hides = [
+        hibernated::INVALID_ANNOTATION,
+        hibernated::SNAPSHOT_CLASS_NOT_SUPPORTED,
+    ];
+    if let Some(told) = told.filter(|told| hides.contains(&told.reason.as_str())) {
+        return Some(format!(
+            "its condition would not tell what became of its memory ({}: {})",
+            told.reason, told.message
+        ));
+    }
+    if comes_back_at_once(sandbox, pod) {
+        return Some(
+            "its Pod tolerates a cordoned node, and would come back to it before the drain"
+                .to_owned(),
+        );
+    }
+    let class = pod.spec.as_ref()?.runtime_class_name.as_deref();
     let Some(class) = class else {
         return Some("the default runtime keeps no memory".to_owned());
     };
@@ -111,13 +168,42 @@ fn cannot_keep(
     (!can).then(|| format!("RuntimeClass {class} keeps no memory on this node"))
 }
 
-/// Nothing new comes to the node.
-pub async fn cordon(cluster: &Cluster, node: &str) -> Result<(), Error> {
+/// Whether cordoning does not keep its next Pod away: it is not scheduled at all, or tolerates the taint that the scheduler takes a cordon for (Kubernetes,
+/// `pkg/scheduler/framework/plugins/nodeunschedulable`).
+fn comes_back_at_once(sandbox: &Sandbox, pod: &Pod) -> bool {
+    const TAINT: &str = "node.kubernetes.io/unschedulable";
+    let template = &sandbox.spec.pod_template.spec;
+    let is_placed = template
+        .json()
+        .get("nodeName")
+        .is_some_and(|name| !name.is_null());
+    let mut tolerations = pod
+        .spec
+        .iter()
+        .flat_map(|spec| spec.tolerations.iter().flatten());
+    let tolerates = tolerations.any(|toleration| {
+        let key = toleration.key.as_deref().unwrap_or_default();
+        let effect = toleration.effect.as_deref().unwrap_or_default();
+        let value = toleration.value.as_deref().unwrap_or_default();
+        let exists = toleration.operator.as_deref() == Some("Exists");
+        matches!(effect, "" | "NoSchedule")
+            && (key.is_empty() && exists || key == TAINT && (exists || value.is_empty()))
+    });
+    is_placed || tolerates
+}
+
+/// The node is there, and nothing new comes to it, unless it is only looked at.
+pub async fn cordon(cluster: &Cluster, node: &str, dry_run: bool) -> Result<(), Error> {
     let nodes: Api<Node> = Api::all(cluster.client.clone());
     let patch = Patch::Merge(json!({"spec": {"unschedulable": true}}));
-    let (doing, parameters) = (format!("cordon node {node}"), PatchParams::default());
-    let cordoned = call(&doing, nodes.patch_metadata(node, &parameters, &patch)).await;
-    match cordoned {
+    let done = match dry_run {
+        true => call(&format!("get node {node}"), nodes.get_metadata(node)).await,
+        false => {
+            let (doing, parameters) = (format!("cordon node {node}"), PatchParams::default());
+            call(&doing, nodes.patch_metadata(node, &parameters, &patch)).await
+        }
+    };
+    match done {
         Err(error) if error.is_missing() => Err(Error::NoNode {
             name: node.to_owned(),
         }),
@@ -125,7 +211,7 @@ pub async fn cordon(cluster: &Cluster, node: &str) -> Result<(), Error> {
     }
 }
 
-/// Looks what is on the node.
+/// What is on the node, and what could not be seen.
 pub async fn look(cluster: &Cluster, node: &str) -> Result<(Vec<Part>, Vec<String>), Error> {
     let classes: Api<DeserializeGuard<RuntimeClass>> = Api::all(cluster.client.clone());
     let (world, classes) = tokio::join!(
@@ -133,7 +219,8 @@ pub async fn look(cluster: &Cluster, node: &str) -> Result<(Vec<Part>, Vec<Strin
         list("RuntimeClasses", &classes)
     );
     let (mut world, classes) = (world?, classes?);
-    let unseen = std::mem::take(&mut world.unseen);
+    let mut unseen = std::mem::take(&mut world.unseen);
+    unseen.extend(classes.unread);
     Ok((parts(&world, &classes.items, node), unseen))
 }
 
@@ -143,9 +230,11 @@ pub async fn keep(
     parts: &[Part],
     limit: Duration,
     say: &(dyn Fn(&str) + Sync),
-    mut ended: impl FnMut(&Part, Result<Kept, Error>),
+    mut ended: impl FnMut(&Part, Result<Kept, NotKept>),
 ) {
-    let to_do = parts.iter().filter(|part| part.left.is_none());
+    let to_do = parts
+        .iter()
+        .filter(|part| !matches!(part.plan, Plan::Leave(_)));
     let each = to_do.map(async |part| (part, keep_one(cluster, part, limit, say).await));
     let mut each = std::pin::pin!(futures::stream::iter(each).buffer_unordered(AT_ONCE));
     while let Some((part, result)) = each.next().await {
@@ -158,20 +247,106 @@ async fn keep_one(
     part: &Part,
     limit: Duration,
     say: &(dyn Fn(&str) + Sync),
-) -> Result<Kept, Error> {
+) -> Result<Kept, NotKept> {
     let cluster = &Cluster {
         client: cluster.client.clone(),
         namespace: part.namespace.clone(),
     };
-    let name = part.name.as_str();
-    let Changed { took, note, .. } =
-        Box::pin(change(cluster, Goal::Suspend, name, limit, say)).await?;
-    // Its Pod is gone. The next one waits for the node: that is not waited for.
-    Box::pin(change(cluster, Goal::Resume, name, Duration::ZERO, say)).await?;
-    Ok(match note {
-        None => Kept::Yes(took.unwrap_or_default()),
+    let say: &(dyn Fn(&str) + Sync) = &|text: &str| say(&format!("{}/{text}", part.namespace));
+    let mut left = TRIES;
+    loop {
+        left -= 1;
+        // It may have been its turn long after it was seen.
+        let Some(now) = Box::pin(still_there(cluster, part))
+            .await
+            .map_err(NotKept::Runs)?
+        else {
+            return Ok(Kept::Gone);
+        };
+        let by_others = now.spec.operating_mode == OperatingMode::Suspended;
+        if by_others && part.plan == Plan::Keep && left + 1 == TRIES {
+            return Ok(Kept::Gone);
+        }
+        let suspended = Box::pin(change(cluster, Goal::Suspend, &part.name, limit, say)).await;
+        if part.plan == Plan::Await {
+            return match suspended {
+                Ok(done) => Ok(kept(done)),
+                Err(error) => Err(NotKept::Runs(error)),
+            };
+        }
+        match suspended {
+            Err(Error::Refused { message, .. }) if message == RESUMED && left > 0 => {
+                tokio::time::sleep(PAUSE).await;
+            }
+            Err(error) => return not_suspended(cluster, part, error).await,
+            Ok(done) => return to_run_again(cluster, part, done).await,
+        }
+    }
+}
+
+fn kept(done: Changed) -> Kept {
+    match done.note {
+        None => Kept::Yes(done.took.unwrap_or_default()),
         Some(lost) => Kept::No(lost),
-    })
+    }
+}
+
+/// The Sandbox, unless it has gone, or is another.
+async fn still_there(cluster: &Cluster, part: &Part) -> Result<Option<Sandbox>, Error> {
+    let sandboxes: Api<Sandbox> = Api::namespaced(cluster.client.clone(), &cluster.namespace);
+    let doing = format!("get Sandbox {}", part.name);
+    match call(&doing, sandboxes.get(&part.name)).await {
+        Ok(now) => {
+            let same = now.metadata.uid == part.uid && now.metadata.deletion_timestamp.is_none();
+            Ok(same.then_some(now))
+        }
+        Err(error) if error.is_missing() => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Its Pod is gone. The next one waits for the node: that is not waited for.
+async fn to_run_again(cluster: &Cluster, part: &Part, done: Changed) -> Result<Kept, NotKept> {
+    match Box::pin(resume(cluster, part)).await {
+        Ok(()) => Ok(kept(done)),
+        Err(again) => Err(NotKept::StaysSuspended {
+            error: "it is suspended".to_owned(),
+            again,
+        }),
+    }
+}
+
+/// Whatever was in the way, nobody is left suspended by a command that has ended: a suspension that is under way is called off, and it runs on.
+async fn not_suspended(cluster: &Cluster, part: &Part, error: Error) -> Result<Kept, NotKept> {
+    match Box::pin(resume(cluster, part)).await {
+        Ok(()) => match Box::pin(still_there(cluster, part)).await {
+            Ok(None) => Ok(Kept::Gone),
+            _ => Err(NotKept::Runs(error)),
+        },
+        Err(again) => Err(NotKept::StaysSuspended {
+            error: words(&error),
+            again,
+        }),
+    }
+}
+
+async fn resume(cluster: &Cluster, part: &Part) -> Result<(), Error> {
+    let mut left = TRIES;
+    loop {
+        left -= 1;
+        let asked = async {
+            if Box::pin(still_there(cluster, part)).await?.is_some() {
+                let quietly = &|_: &str| {};
+                let none = Duration::ZERO;
+                Box::pin(change(cluster, Goal::Resume, &part.name, none, quietly)).await?;
+            }
+            Ok(())
+        };
+        match asked.await {
+            Err(_) if left > 0 => tokio::time::sleep(PAUSE).await,
+            other => return other,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -233,9 +408,9 @@ mod tests {
         }]
     }
 
-    fn left(sandbox: Value, pod: Value) -> Option<Option<String>> {
+    fn planned(sandbox: Value, pod: Value) -> Option<Plan> {
         let parts = parts(&world(sandbox, pod), &classes(), "n");
-        parts.into_iter().next().map(|part| part.left)
+        parts.into_iter().next().map(|part| part.plan)
     }
 
     #[test]
@@ -243,11 +418,16 @@ mod tests {
         let parts = parts(&world(json!({}), json!({})), &classes(), "n");
         let words: Vec<_> = parts.iter().map(Part::words).collect();
         assert_eq!(words, ["sandbox.agents.x-k8s.io/s -n x"]);
-        assert_eq!(parts[0].left, None);
+        assert_eq!(parts[0].plan, Plan::Keep);
+    }
+
+    #[test]
+    fn who_is_being_suspended_by_somebody_else_is_waited_for() {
+        let suspended = json!({"spec": {"operatingMode": "Suspended"}});
+        assert_eq!(planned(suspended, json!({})), Some(Plan::Await));
     }
 
     #[rstest]
-    #[case::suspended(json!({"spec": {"operatingMode": "Suspended"}}), json!({}))]
     #[case::a_pools(
         json!({"metadata": {"ownerReferences": [
             {"apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxWarmPool", "name": "w", "uid": "w", "controller": true},
@@ -257,11 +437,20 @@ mod tests {
     #[case::goes(json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}), json!({}))]
     #[case::elsewhere(json!({}), json!({"spec": {"nodeName": "m"}}))]
     #[case::waits_for_a_node(json!({}), json!({"spec": {"nodeName": null}}))]
+    #[case::has_not_started(json!({}), json!({"status": {"phase": "Pending"}}))]
     #[case::has_ended(json!({}), json!({"status": {"phase": "Failed"}}))]
     #[case::is_evicted(json!({}), json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}))]
     #[case::anothers(json!({}), json!({"metadata": {"ownerReferences": null}}))]
     fn nothing_is_done_with_what_does_not_run_there(#[case] sandbox: Value, #[case] pod: Value) {
-        assert_eq!(left(sandbox, pod), None);
+        assert_eq!(planned(sandbox, pod), None);
+    }
+
+    #[test]
+    fn what_every_pod_tolerates_is_no_cordon() {
+        let not_ready = json!({"key": "node.kubernetes.io/not-ready", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300});
+        let all_but_scheduling = json!({"operator": "Exists", "effect": "NoExecute"});
+        let pod = json!({"spec": {"tolerations": [not_ready, all_but_scheduling]}});
+        assert_eq!(planned(json!({}), pod), Some(Plan::Keep));
     }
 
     #[rstest]
@@ -269,6 +458,37 @@ mod tests {
         json!({"metadata": {"annotations": {"torpor.dev/suspension-strategy": "Stop"}}}),
         json!({}),
         "its suspension-strategy is Stop"
+    )]
+    #[case::stays_frozen(
+        json!({
+            "metadata": {"annotations": {"torpor.dev/suspension-strategy": "Freeze"}},
+            "spec": {"operatingMode": "Suspended"},
+        }),
+        json!({}),
+        "its suspension-strategy is Freeze"
+    )]
+    #[case::says_something_else(
+        json!({"status": {"conditions": [{
+            "type": "Hibernated", "status": "False", "reason": "InvalidAnnotation", "message": "which one",
+            "lastTransitionTime": "2026-01-01T00:00:00Z",
+        }]}}),
+        json!({}),
+        "its condition would not tell what became of its memory (InvalidAnnotation: which one)"
+    )]
+    #[case::tolerates_all(
+        json!({}),
+        json!({"spec": {"tolerations": [{"operator": "Exists"}]}}),
+        "its Pod tolerates a cordoned node"
+    )]
+    #[case::tolerates_cordons(
+        json!({}),
+        json!({"spec": {"tolerations": [{"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}]}}),
+        "its Pod tolerates a cordoned node"
+    )]
+    #[case::is_not_scheduled(
+        json!({"spec": {"podTemplate": {"spec": {"nodeName": "n"}}}}),
+        json!({}),
+        "its Pod tolerates a cordoned node"
     )]
     #[case::default_runtime(
         json!({}),
@@ -285,6 +505,9 @@ mod tests {
         #[case] pod: Value,
         #[case] why: &str,
     ) {
-        assert_eq!(left(sandbox, pod), Some(Some(why.to_owned())));
+        let Some(Plan::Leave(said)) = planned(sandbox, pod) else {
+            panic!("it is not left");
+        };
+        assert!(said.starts_with(why), "{said}");
     }
 }

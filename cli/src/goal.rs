@@ -15,6 +15,9 @@ use crate::words;
 /// How far a time that was set by this machine's clock may be ahead of the apiserver's.
 const AHEAD: SignedDuration = SignedDuration::from_secs(2);
 
+/// What is said of one that was asked to suspend, and that somebody has resumed since.
+pub const RESUMED: &str = "it was resumed meanwhile, and runs on";
+
 /// What a command asks of a Sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Goal {
@@ -119,6 +122,9 @@ impl Goal {
         }
         if self.is_reached(now) {
             return Progress::Done;
+        }
+        if self == Self::Suspend && now.spec.operating_mode == OperatingMode::Running {
+            return Progress::Refused(RESUMED.to_owned());
         }
         if let Some(ended) = self.ended(now) {
             return Progress::Refused(format!("its program has ended ({})", said(ended)));
@@ -324,9 +330,20 @@ mod tests {
         #[case] goal: Goal,
         #[case] conditions: &[(&str, &str, &str)],
     ) {
-        let now = sandbox("Running", conditions);
+        let mode = match goal {
+            Goal::Suspend => "Suspended",
+            _ => "Running",
+        };
+        let now = sandbox(mode, conditions);
         let before = sandbox("Running", &[]);
         assert!(matches!(goal.progress(&before, &now), Progress::Waiting(_)));
+    }
+
+    #[test]
+    fn a_suspension_that_somebody_has_taken_back_is_not_waited_for() {
+        let now = sandbox("Running", &[("Hibernated", "False", "Saving")]);
+        let refused = Progress::Refused(RESUMED.to_owned());
+        assert_eq!(Goal::Suspend.progress(&now, &now), refused);
     }
 
     #[rstest]

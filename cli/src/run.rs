@@ -10,7 +10,7 @@ use crate::args::{Args, Change, Command, Connection, Drain, Format, Top, Why};
 use crate::change::{Changed, change};
 use crate::connect::{Cluster, call, connect};
 use crate::doctor::{self, facts::Facts};
-use crate::drain::{self, Kept, Part};
+use crate::drain::{self, Kept, NotKept, Part, Plan};
 use crate::error::{Error, words};
 use crate::get::{self, Listing};
 use crate::goal::Goal;
@@ -233,8 +233,8 @@ async fn changed(connection: &Connection, goal: Goal, asked: &Change) -> Result<
 /// The same of a node's sandboxes, each of which is asked to run again.
 pub async fn drained(cluster: &Cluster, asked: &Drain) -> Result<Ended, Error> {
     let node = &asked.node;
+    drain::cordon(cluster, node, asked.dry_run).await?;
     if !asked.dry_run {
-        drain::cordon(cluster, node).await?;
         tell(&format!("node/{node} is cordoned"));
     }
     let (parts, unseen) = Box::pin(drain::look(cluster, node)).await?;
@@ -246,44 +246,63 @@ pub async fn drained(cluster: &Cluster, asked: &Drain) -> Result<Ended, Error> {
         false => Ended::Unknown,
     };
     for part in &parts {
-        match &part.left {
-            Some(why) => {
+        match &part.plan {
+            Plan::Leave(why) => {
                 ended = Ended::Failed;
-                tell(&format!(
-                    "warning: {} is left as it is: {why}",
-                    part.words()
-                ));
+                let words = part.words();
+                tell(&format!("warning: {words} is left as it is: {why}"));
             }
-            None if asked.dry_run => print(&format!("{} would be suspended\n", part.words()))?,
-            None => {}
+            Plan::Keep | Plan::Await if asked.dry_run => {
+                print(&format!("{} would be suspended\n", part.words()))?;
+            }
+            Plan::Keep | Plan::Await => {}
         }
     }
     if asked.dry_run {
         return Ok(ended);
     }
-    let (mut kept, mut printed) = (0, Ok(()));
-    let told_of = |part: &Part, result| match result {
-        Ok(Kept::Yes(took)) => {
-            kept += 1;
-            let line = format!("{} is suspended ({})\n", part.words(), units::span(took));
-            if let Err(error) = print(&line) {
-                printed = Err(error);
-            }
-        }
-        Ok(Kept::No(lost)) => {
-            ended = Ended::Failed;
-            tell(&format!("warning: {}: {lost}", part.words()));
-        }
-        Err(error) => ended = worse(ended, told(&error)),
+    let mut printed = Ok(());
+    let told_of = |part: &Part, result| match of_drained(part, result) {
+        Ok(one) => ended = worse(ended, one),
+        Err(error) => printed = Err(error),
     };
     drain::keep(cluster, &parts, asked.timeout, &tell, told_of).await;
-    tell(&match kept {
-        0 => format!("no sandbox was suspended on node {node}"),
-        kept => format!(
-            "{kept} suspended; each continues when its node is back. Next: kubectl drain {node} --ignore-daemonsets, and after the work kubectl uncordon {node}"
-        ),
-    });
+    if ended == Ended::Done {
+        tell(&format!(
+            "node/{node} has no sandbox whose memory a drain would lose. Next: kubectl drain {node} --ignore-daemonsets; after the work: kubectl uncordon {node}"
+        ));
+    }
     printed.map(|()| ended)
+}
+
+/// Says what became of one.
+fn of_drained(part: &Part, result: Result<Kept, NotKept>) -> Result<Ended, Error> {
+    let words = part.words();
+    match result {
+        Ok(Kept::Yes(took)) => {
+            let took = units::span(took);
+            print(&format!("{words} is suspended ({took})\n"))?;
+            Ok(Ended::Done)
+        }
+        Ok(Kept::Gone) => Ok(Ended::Done),
+        Ok(Kept::No(lost)) => {
+            tell(&format!("warning: {words}: {lost}"));
+            Ok(Ended::Failed)
+        }
+        Err(NotKept::Runs(error)) => {
+            tell(&format!("warning: {words} is not suspended:"));
+            Ok(told(&error))
+        }
+        Err(stays @ NotKept::StaysSuspended { .. }) => {
+            let Part {
+                namespace, name, ..
+            } = part;
+            tell(&format!(
+                "error: {words}: {stays}. Remedy: kubectl torpor resume {name} -n {namespace}"
+            ));
+            Ok(Ended::Failed)
+        }
+    }
 }
 
 /// A failure is certain; that something is not known is less than that.

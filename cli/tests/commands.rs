@@ -11,6 +11,7 @@ use torpor_cli::change::{self, Changed};
 use torpor_cli::connect::Cluster;
 use torpor_cli::doctor::facts::Facts;
 use torpor_cli::doctor::{Severity, diagnose};
+use torpor_cli::drain::{Kept, NotKept, Part, keep, look};
 use torpor_cli::error::{Error, words};
 use torpor_cli::goal::Goal;
 use torpor_cli::run::{Ended, drained, listing};
@@ -560,6 +561,8 @@ fn on_node(server: &Apiserver, name: &str, annotations: &Value) {
             "spec": {"nodeName": "node-0", "runtimeClassName": "torpor", "containers": []},
         }),
     );
+    let runs = json!({"status": {"phase": "Running"}});
+    server.edit("pods", "x", name, &runs);
 }
 
 fn mode(server: &Apiserver, name: &str) -> Value {
@@ -588,6 +591,35 @@ fn drain(node: &str, dry_run: bool) -> Drain {
     }
 }
 
+const ASLEEP: [(&str, &str, &str); 2] = [
+    ("Suspended", "True", "PodTerminated"),
+    ("Hibernated", "True", "Hibernated"),
+];
+
+/// Of what becomes of `name` when node-0 is drained, where this comes of its suspension.
+async fn drained_of(
+    server: &Apiserver,
+    name: &str,
+    answer: impl AsyncFnOnce(&Apiserver),
+) -> Result<Kept, NotKept> {
+    let cluster = cluster(server);
+    let (parts, unseen) = Box::pin(look(&cluster, "node-0")).await.unwrap();
+    assert_eq!(unseen, Vec::<String>::new());
+    let mut became = Vec::new();
+    let controller = async {
+        let asked = |s: &Apiserver| mode(s, name) == "Suspended";
+        server.until("it is asked to suspend", asked).await;
+        answer(server).await;
+    };
+    let limit = Duration::from_secs(60);
+    let told = |part: &Part, result| became.push((part.name.clone(), result));
+    let kept = keep(&cluster, &parts, limit, &|_| {}, told);
+    tokio::join!(kept, controller);
+    let (of, result) = became.pop().unwrap();
+    assert_eq!((of.as_str(), became.len()), (name, 0));
+    result
+}
+
 #[tokio::test]
 async fn who_drains_a_node_leaves_no_sandbox_suspended_and_none_whose_memory_is_lost() {
     let server = Apiserver::new();
@@ -604,11 +636,7 @@ async fn who_drains_a_node_leaves_no_sandbox_suspended_and_none_whose_memory_is_
             cordoned["spec"]["unschedulable"], true,
             "not cordoned before"
         );
-        let asleep = [
-            ("Suspended", "True", "PodTerminated"),
-            ("Hibernated", "True", "Hibernated"),
-        ];
-        says(&server, "kept", &asleep);
+        says(&server, "kept", &ASLEEP);
     };
     let asked = drain("node-0", false);
     let (ended, ()) = tokio::join!(drained(&cluster, &asked), controller);
@@ -619,24 +647,75 @@ async fn who_drains_a_node_leaves_no_sandbox_suspended_and_none_whose_memory_is_
 }
 
 #[tokio::test]
-async fn that_memory_was_lost_after_all_is_a_failure_of_the_drain() {
+async fn a_drain_says_of_memory_that_was_lost_after_all_and_of_a_sandbox_that_has_gone() {
     let server = Apiserver::new();
     node_with_torpor(&server);
-    on_node(&server, "lost", &json!({}));
-    let cluster = cluster(&server);
-    let controller = async {
-        let suspended = |s: &Apiserver| mode(s, "lost") == "Suspended";
-        server.until("it is suspended", suspended).await;
-        let lost = [
-            ("Suspended", "True", "PodTerminated"),
-            ("Hibernated", "False", "SaveFailed"),
-        ];
-        says(&server, "lost", &lost);
+    on_node(&server, "s", &json!({}));
+    let lost = [
+        ("Suspended", "True", "PodTerminated"),
+        ("Hibernated", "False", "SaveFailed"),
+    ];
+    let became = drained_of(&server, "s", async |s| says(s, "s", &lost)).await;
+    assert!(matches!(became, Ok(Kept::No(why)) if why.contains("SaveFailed")));
+    assert_eq!(mode(&server, "s"), "Running");
+    let goes = async |s: &Apiserver| {
+        s.delete("sandboxes", "x", "s");
     };
-    let asked = drain("node-0", false);
-    let (ended, ()) = tokio::join!(drained(&cluster, &asked), controller);
-    assert_eq!(ended.unwrap(), Ended::Failed);
-    assert_eq!(mode(&server, "lost"), "Running");
+    let became = drained_of(&server, "s", goes).await;
+    assert!(matches!(became, Ok(Kept::Gone)), "{became:?}");
+}
+
+#[tokio::test]
+async fn one_that_somebody_resumes_while_its_node_is_drained_is_asked_again() {
+    let server = Apiserver::new();
+    node_with_torpor(&server);
+    on_node(&server, "s", &json!({}));
+    let resumed_once = async |s: &Apiserver| {
+        s.edit(
+            "sandboxes",
+            "x",
+            "s",
+            &json!({"spec": {"operatingMode": "Running"}}),
+        );
+        let again = |s: &Apiserver| mode(s, "s") == "Suspended";
+        s.until("it is asked again", again).await;
+        says(s, "s", &ASLEEP);
+    };
+    let became = drained_of(&server, "s", resumed_once).await;
+    assert!(matches!(became, Ok(Kept::Yes(_))), "{became:?}");
+    assert_eq!(mode(&server, "s"), "Running");
+}
+
+#[tokio::test]
+async fn a_suspension_that_does_not_end_in_time_is_called_off() {
+    let server = Apiserver::new();
+    node_with_torpor(&server);
+    on_node(&server, "s", &json!({}));
+    let cluster = cluster(&server);
+    let (parts, _) = Box::pin(look(&cluster, "node-0")).await.unwrap();
+    let mut became = Vec::new();
+    let limit = Duration::from_millis(50);
+    keep(&cluster, &parts, limit, &|_| {}, |_, result| {
+        became.push(result)
+    })
+    .await;
+    assert!(
+        matches!(&became[..], [Err(NotKept::Runs(Error::Timeout { .. }))]),
+        "{became:?}"
+    );
+    assert_eq!(mode(&server, "s"), "Running");
+}
+
+#[tokio::test]
+async fn who_is_suspended_by_somebody_else_while_its_node_is_drained_is_not_resumed() {
+    let server = Apiserver::new();
+    node_with_torpor(&server);
+    on_node(&server, "s", &json!({}));
+    let by_others = json!({"spec": {"operatingMode": "Suspended"}});
+    server.edit("sandboxes", "x", "s", &by_others);
+    let became = drained_of(&server, "s", async |s| says(s, "s", &ASLEEP)).await;
+    assert!(matches!(became, Ok(Kept::Yes(_))), "{became:?}");
+    assert_eq!(mode(&server, "s"), "Suspended");
 }
 
 #[tokio::test]
@@ -650,9 +729,10 @@ async fn a_drain_that_is_only_tried_changes_nothing_and_a_node_that_is_not_there
     assert_eq!(mode(&server, "demo"), "Running");
     let node = server.get("nodes", "", "node-0").unwrap();
     assert_eq!(node["spec"].get("unschedulable"), None);
-    let error = drained(&cluster, &drain("node-1", false))
-        .await
-        .unwrap_err();
-    assert_eq!(error.to_string(), "there is no node node-1");
-    assert!(error.remedy().unwrap().contains("kubectl get nodes"));
+    for dry_run in [true, false] {
+        let asked = drain("node-1", dry_run);
+        let error = drained(&cluster, &asked).await.unwrap_err();
+        assert_eq!(error.to_string(), "there is no node node-1");
+        assert!(error.remedy().unwrap().contains("kubectl get nodes"));
+    }
 }

@@ -192,11 +192,12 @@ impl Node {
     }
 }
 
-/// The containerd of this node.
+/// The containerd of this node: none of those that the installer's unit tests start, which may run beside.
 pub fn containerd() -> anyhow::Result<Process> {
+    let folder_of_tests = std::env::temp_dir();
     let found = machine::processes().into_iter().find(|process| {
-        let program = process.command.split(' ').next();
-        program.is_some_and(|program| program.ends_with("/containerd"))
+        let program = Path::new(process.command.split(' ').next().unwrap_or_default());
+        program.ends_with("containerd") && !program.starts_with(&folder_of_tests)
     });
     found.context("containerd does not run on this machine")
 }
