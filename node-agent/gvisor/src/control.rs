@@ -17,7 +17,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::dial::{dial, is_nobody};
-use crate::halt;
+use crate::halt::{self, Gofers};
 
 /// An answer is never larger than this: the longest is the process list of one container.
 const MAX_ANSWER: u64 = 4 << 20;
@@ -141,7 +141,7 @@ pub fn socket_path(runsc_root: &Path, sandbox: &str) -> PathBuf {
 pub struct Control {
     stream: UnixStream,
     /// Those of a sandbox that was stopped and let go on for this connection.
-    gofers: Option<Vec<i32>>,
+    gofers: Option<Gofers>,
 }
 
 /// The connection up to a deadline, which stands for all that is carried over it together: the kernel's own limit begins anew with each
@@ -234,8 +234,8 @@ impl Control {
     }
 
     /// The sandbox' gofers, where they had to be known to connect: to read of them again takes a tenth of a wake's own time.
-    pub(crate) fn gofers(&self) -> Option<&[i32]> {
-        self.gofers.as_deref()
+    pub(crate) fn gofers(&self) -> Option<&Gofers> {
+        self.gofers.as_ref()
     }
 
     /// The raw descriptor, for poll.

@@ -73,8 +73,23 @@ pub fn is_halted(root: &Path, sandbox: &str) -> bool {
     records::sentry(root, sandbox).is_ok_and(process::is_stopped)
 }
 
+/// The gofers of a sandbox that was let go on.
+#[derive(Debug)]
+pub(crate) struct Gofers {
+    pids: Vec<i32>,
+    /// One of them had ended already: its number is nobody's, or another's.
+    ended: bool,
+}
+
+impl Gofers {
+    /// Whether each of them lives.
+    pub(crate) fn all_go_on(&self) -> bool {
+        !self.ended && self.pids.iter().copied().all(process::goes_on)
+    }
+}
+
 /// Lets the sandbox go on whose sentry, which lives, is this process. Answers with its gofers, of which it has read then; none where it was not stopped.
-pub(crate) fn go_on(root: &Path, sandbox: &str, sentry: i32) -> Result<Option<Vec<i32>>, Error> {
+pub(crate) fn go_on(root: &Path, sandbox: &str, sentry: i32) -> Result<Option<Gofers>, Error> {
     match process::is_stopped(sentry) {
         true => let_go_on(root, sandbox, sentry).map(Some),
         false => Ok(None),
@@ -87,38 +102,41 @@ pub(crate) fn go_on_by_record(root: &Path, sandbox: &str) -> Result<(), Error> {
 }
 
 /// The gofers first: a sentry that runs has all of them running. What is in the way of one keeps nobody else standing still.
-fn let_go_on(root: &Path, sandbox: &str, sentry: i32) -> Result<Vec<i32>, Error> {
+fn let_go_on(root: &Path, sandbox: &str, sentry: i32) -> Result<Gofers, Error> {
     let gofers = records::gofers(root, sandbox);
     let known = gofers.as_deref().unwrap_or_default();
     let of_sentry = process::cgroups(sentry);
-    let told = known
-        .iter()
-        .map(|gofer| signal(*gofer, of_sentry.as_deref(), Signal::CONT))
-        .fold(Ok(()), Result::and);
-    signal(sentry, of_sentry.as_deref(), Signal::CONT)?;
-    let gofers = gofers?;
-    told.map(|()| gofers)
+    let tell = |pid: i32| signal(pid, of_sentry.as_deref(), Signal::CONT);
+    let told: Vec<_> = known.iter().copied().map(tell).collect();
+    tell(sentry)?;
+    let pids = gofers?;
+    let told = told.into_iter().collect::<Result<Vec<bool>, _>>()?;
+    Ok(Gofers {
+        pids,
+        ended: told.contains(&false),
+    })
 }
 
-/// Unless it has ended, or is none of the sandbox', whose sentry is in these cgroups.
-fn signal(pid: i32, of_sentry: Option<&str>, signal: Signal) -> Result<(), Error> {
+/// Unless it has ended, or is none of the sandbox', whose sentry is in these cgroups: answers whether it was told.
+fn signal(pid: i32, of_sentry: Option<&str>, signal: Signal) -> Result<bool, Error> {
     let failed = |errno: Errno| Error::Signal {
         pid,
         source: errno.into(),
     };
     let Some(known) = Pid::from_raw(pid) else {
-        return Ok(());
+        return Ok(false);
     };
     let process = match pidfd_open(known, PidfdFlags::empty()) {
-        Err(Errno::SRCH) => return Ok(()),
+        Err(Errno::SRCH) => return Ok(false),
         opened => opened.map_err(failed)?,
     };
     // Only now: from here on the number is no other's.
     if !is_beside(process::cgroups(pid).as_deref(), of_sentry) {
-        return Ok(());
+        return Ok(false);
     }
     match pidfd_send_signal(&process, signal) {
-        Ok(()) | Err(Errno::SRCH) => Ok(()),
+        Ok(()) => Ok(true),
+        Err(Errno::SRCH) => Ok(false),
         Err(errno) => Err(failed(errno)),
     }
 }
@@ -206,7 +224,8 @@ mod tests {
         let sentry = processes.sentry.id().cast_signed();
         for told in [Some(2), None] {
             let gofers = go_on(root, "s", sentry).expect("they go on");
-            assert_eq!(gofers.map(|gofers| gofers.len()), told);
+            assert!(gofers.as_ref().is_none_or(Gofers::all_go_on));
+            assert_eq!(gofers.map(|gofers| gofers.pids.len()), told);
             processes.until(&[false; 3]);
             assert!(!is_halted(root, "s"));
         }
@@ -226,6 +245,21 @@ mod tests {
         processes.until(&[false, true]);
         go_on(root, "s", sentry).expect("they go on");
         processes.until(&[false, false]);
+    }
+
+    #[test]
+    fn a_gofer_that_ended_while_it_stood_still_is_missed() {
+        let mut processes = Processes::with_gofers(2);
+        let root = processes.dir.path().to_owned();
+        halt(&root, "s").expect("stopped");
+        let sentry = processes.sentry.id().cast_signed();
+        let gofer = &mut processes.gofers[0];
+        gofer.kill().expect("killed");
+        // Nobody has its number any more.
+        gofer.wait().expect("it ends");
+        let gofers = go_on(&root, "s", sentry).expect("the others go on");
+        assert!(!gofers.expect("they were stopped").all_go_on());
+        processes.until(&[false; 3]);
     }
 
     #[test]

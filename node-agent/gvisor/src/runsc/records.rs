@@ -93,13 +93,15 @@ impl Runsc {
 
     /// Whether each of the sandbox' gofers lives, by runsc's own records. A container without its gofer is killed by gVisor as soon as it may run.
     pub fn has_its_gofers(&self, sandbox: &str) -> Result<bool, Error> {
-        Ok(all_go_on(&gofers(&self.root, sandbox)?))
+        Ok(gofers(&self.root, sandbox)?
+            .into_iter()
+            .all(process::goes_on))
     }
 
     /// The same of the sandbox at the other end of the connection.
     pub fn has_its_gofers_beside(&self, sandbox: &str, control: &Control) -> Result<bool, Error> {
         match control.gofers() {
-            Some(known) => Ok(all_go_on(known)),
+            Some(known) => Ok(known.all_go_on()),
             None => self.has_its_gofers(sandbox),
         }
     }
@@ -109,10 +111,6 @@ impl Runsc {
         let RunscSandbox { uid, gid, .. } = of_sandbox(&self.root, sandbox)?;
         Ok((uid, gid))
     }
-}
-
-fn all_go_on(processes: &[i32]) -> bool {
-    processes.iter().copied().all(process::goes_on)
 }
 
 /// What runsc, whose root directory this is, has recorded of the sandbox.
