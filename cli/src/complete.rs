@@ -4,13 +4,16 @@
 //! description behind a tab, and at the end a colon and a number that says how to go on.
 
 use std::ffi::OsString;
+use std::fmt::Debug;
 use std::time::Duration;
 
 use clap::{CommandFactory, FromArgMatches};
 use clap_complete::engine::{ArgValueCandidates, CompletionCandidate, complete};
-use kube::ResourceExt;
+use k8s_openapi::api::core::v1::Node;
 use kube::api::Api;
 use kube::core::DeserializeGuard;
+use kube::{Resource, ResourceExt};
+use serde::de::DeserializeOwned;
 use torpor_api::Sandbox;
 
 use crate::args::{Args, Connection};
@@ -21,25 +24,39 @@ use crate::world::list;
 const NO_FILES: u8 = 4;
 /// Who types does not wait.
 const LIMIT: Duration = Duration::from_secs(2);
-/// Commands whose arguments are names of Sandboxes.
-const WITH_NAMES: [&str; 6] = ["get", "hibernate", "wake", "suspend", "resume", "why"];
+/// Commands whose arguments are names, the arguments, and whose names.
+const WITH_NAMES: [(&str, &str, Named); 7] = [
+    ("get", "names", Named::Sandbox),
+    ("hibernate", "names", Named::Sandbox),
+    ("wake", "names", Named::Sandbox),
+    ("suspend", "names", Named::Sandbox),
+    ("resume", "names", Named::Sandbox),
+    ("why", "name", Named::Sandbox),
+    ("drain", "node", Named::Node),
+];
+
+/// What has a name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Named {
+    Sandbox,
+    Node,
+}
 
 /// What kubectl reads for these words.
 pub async fn for_kubectl(words: &[String]) -> String {
     let names = match wants_names(words) {
-        true => names(&connection(words)).await,
-        false => Vec::new(),
+        Some(named) => names(&connection(words), named).await,
+        None => Vec::new(),
     };
     answer(words, &names)
 }
 
-/// The answer, when these are the names of the Sandboxes. Pure.
+/// The answer, when these are the names that may be meant. Pure.
 pub fn answer(words: &[String], names: &[String]) -> String {
     let mut command = Args::command();
-    for name in WITH_NAMES {
+    for (name, id, _) in WITH_NAMES {
         let names = names.to_vec();
         command = command.mut_subcommand(name, |command| {
-            let id = if name == "why" { "name" } else { "names" };
             command.mut_arg(id, |argument| {
                 argument.add(ArgValueCandidates::new(move || {
                     names.iter().map(CompletionCandidate::new).collect()
@@ -67,15 +84,17 @@ pub fn answer(words: &[String], names: &[String]) -> String {
     text
 }
 
-/// Whether a name may be what is typed: only then is the cluster asked.
-fn wants_names(words: &[String]) -> bool {
+/// Whose name may be what is typed: only then is the cluster asked.
+fn wants_names(words: &[String]) -> Option<Named> {
     let (typed, before) = words
         .split_last()
         .map_or(("", words), |(last, before)| (last.as_str(), before));
-    let named = before
-        .iter()
-        .any(|word| WITH_NAMES.contains(&word.as_str()));
-    named && !typed.starts_with('-')
+    let of_command = |word: &String| {
+        let found = WITH_NAMES.iter().find(|(command, ..)| word == command);
+        found.map(|(.., named)| *named)
+    };
+    let named = before.iter().find_map(of_command);
+    named.filter(|_| !typed.starts_with('-'))
 }
 
 /// The flags that say which cluster, as far as they are typed.
@@ -90,17 +109,28 @@ fn connection(words: &[String]) -> Connection {
         .unwrap_or_default()
 }
 
-/// Names of the namespace's Sandboxes; none if the cluster does not answer at once.
-async fn names(connection: &Connection) -> Vec<String> {
+/// Names of the namespace's Sandboxes, or of the nodes; none if the cluster does not answer at once.
+async fn names(connection: &Connection, named: Named) -> Vec<String> {
     let look = async {
         let cluster = connect(connection).await.ok()?;
         let client = cluster.client.clone();
-        let api: Api<DeserializeGuard<Sandbox>> = Api::namespaced(client, &cluster.namespace);
-        Some(list("Sandboxes", &api).await.ok()?.items)
+        match named {
+            Named::Sandbox => {
+                names_of::<Sandbox>(Api::namespaced(client, &cluster.namespace)).await
+            }
+            Named::Node => names_of::<Node>(Api::all(client)).await,
+        }
     };
     let found = tokio::time::timeout(LIMIT, look).await;
-    let found = found.ok().flatten().unwrap_or_default();
-    found.iter().map(ResourceExt::name_any).collect()
+    found.ok().flatten().unwrap_or_default()
+}
+
+async fn names_of<K>(api: Api<DeserializeGuard<K>>) -> Option<Vec<String>>
+where
+    K: Resource + Clone + DeserializeOwned + Debug,
+{
+    let found = list("names", &api).await.ok()?.items;
+    Some(found.iter().map(ResourceExt::name_any).collect())
 }
 
 /// A shell's completion script for `kubectl-torpor` itself.
@@ -141,6 +171,7 @@ mod tests {
         assert_eq!(candidates("-n x why o"), ["other", ":4"]);
         assert_eq!(candidates("get -n x de"), ["demo", "dev", ":4"]);
         assert_eq!(candidates("suspend demo ot"), ["other", ":4"]);
+        assert_eq!(candidates("drain de"), ["demo", "dev", ":4"]);
     }
 
     #[test]
@@ -150,12 +181,16 @@ mod tests {
     }
 
     #[rstest]
-    #[case("wake ", true)]
-    #[case("-n x get de", true)]
-    #[case("wake --ti", false)]
-    #[case("do", false)]
-    #[case("", false)]
-    fn the_cluster_is_asked_only_where_a_name_fits(#[case] line: &str, #[case] expected: bool) {
+    #[case("wake ", Some(Named::Sandbox))]
+    #[case("-n x get de", Some(Named::Sandbox))]
+    #[case("drain ", Some(Named::Node))]
+    #[case("wake --ti", None)]
+    #[case("do", None)]
+    #[case("", None)]
+    fn the_cluster_is_asked_only_where_a_name_fits(
+        #[case] line: &str,
+        #[case] expected: Option<Named>,
+    ) {
         assert_eq!(wants_names(&words(line)), expected);
     }
 
