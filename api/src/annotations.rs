@@ -81,6 +81,9 @@ pub const FREEZE: &str = "torpor.dev/freeze";
 pub const RESTORE_IMAGE: &str = "torpor.dev/restore-image";
 /// `"true"` beside [`RESTORE_IMAGE`]: the user named the image, so that a used one is accepted.
 pub const RESTORE_COPY: &str = "torpor.dev/restore-copy";
+/// Beside [`RESTORE_IMAGE`]: the newest PodSnapshot of the Sandbox, for which upstream's SDK will ask the Pod ([`crate::pod_snapshot::POD_RESTORED`]). The Pod then has
+/// [`crate::conditions::POD_RESTORE_SETTLED`] as a readiness gate.
+pub const POD_SNAPSHOT: &str = "torpor.dev/pod-snapshot";
 /// The Sandbox' [`TRACE_CONTEXT`], which upstream keeps off Pods: the agent's spans belong to that trace.
 pub const POD_TRACE_CONTEXT: &str = "torpor.dev/trace-context";
 
@@ -122,7 +125,7 @@ pub const CLAIM_SETTINGS: [&str; 4] = [
 ];
 
 /// Torpor's annotations on a Pod: the only ones, all written by the controller.
-pub const ON_POD: [&str; 12] = [
+pub const ON_POD: [&str; 13] = [
     HIBERNATE,
     DOZE_AFTER,
     HIBERNATE_AFTER,
@@ -132,6 +135,7 @@ pub const ON_POD: [&str; 12] = [
     FREEZE,
     RESTORE_IMAGE,
     RESTORE_COPY,
+    POD_SNAPSHOT,
     ON_RESTORE_FAILURE,
     ON_CRASH,
     POD_TRACE_CONTEXT,

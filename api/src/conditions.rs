@@ -29,11 +29,13 @@ pub const CONSUMED: &str = "Consumed";
 pub const POD_HIBERNATED: &str = "torpor.dev/Hibernated";
 /// Pod, written by the agent; the Sandbox shows it as [`RESTORED`].
 pub const POD_RESTORED: &str = "torpor.dev/Restored";
+/// Pod, written by the agent together with how the restore went, once that is final. A readiness gate: who reads that as soon as the Pod is Ready finds it.
+pub const POD_RESTORE_SETTLED: &str = "torpor.dev/RestoreSettled";
 /// Pod, written by whoever disrupts it, before its deletion (Kubernetes, "Pod disruption conditions").
 pub const POD_DISRUPTION_TARGET: &str = "DisruptionTarget";
 
 /// Every condition type of this module.
-pub const ALL: [&str; 12] = [
+pub const ALL: [&str; 13] = [
     READY,
     PRESSURE,
     SUSPENDED,
@@ -45,6 +47,7 @@ pub const ALL: [&str; 12] = [
     CONSUMED,
     POD_HIBERNATED,
     POD_RESTORED,
+    POD_RESTORE_SETTLED,
     POD_DISRUPTION_TARGET,
 ];
 

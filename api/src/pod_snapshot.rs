@@ -16,7 +16,7 @@ pub const ORIGIN_POD: &str = "podsnapshot.gke.io/origin-pod";
 pub const NAME: &str = "podsnapshot.gke.io/ps-name";
 /// PodSnapshotManualTrigger: whether the snapshot was taken.
 pub const TRIGGERED: &str = "Triggered";
-/// Pod: whether it was restored from a PodSnapshot; the message names it.
+/// Pod, written by the agent: whether it was restored from a PodSnapshot; the message names it. The SDK reads it once, when the Pod is Ready.
 pub const POD_RESTORED: &str = "PodRestored";
 
 /// Reasons of the conditions above, and of PodSnapshot's Ready.

@@ -10,13 +10,11 @@ use std::{sync::Arc, time::Duration};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
-use serde_json::{Value, json};
-use torpor_api::{
-    PodSnapshot, PodSnapshotManualTrigger, SandboxSnapshot, conditions, labels, pod_snapshot,
-};
+use serde_json::json;
+use torpor_api::{PodSnapshot, PodSnapshotManualTrigger, SandboxSnapshot, conditions};
 
-pub(crate) use self::plan::is_to_be_told;
-use self::plan::{Mark, Step};
+use self::plan::Step;
+pub(crate) use self::plan::newest;
 use crate::{
     calls::{self, Answer},
     context::Context,
@@ -112,7 +110,7 @@ pub async fn trigger(
     Ok(None)
 }
 
-/// One pass over one PodSnapshot: whether it can be had, and whether a Pod that was restored is told so.
+/// One pass over one PodSnapshot: whose its image is, and whether it can be had.
 pub async fn snapshot(
     snapshot: Arc<PodSnapshot>,
     context: Arc<Context>,
@@ -153,26 +151,7 @@ pub async fn snapshot(
         let written = api.patch_status::<PodSnapshot>(&namespace, &name, &patch);
         return settled("PodSnapshot", written.await).map(|()| None);
     }
-    tell_pods(&snapshot, &context).await?;
     Ok(None)
-}
-
-/// The Pods of a snapshot's sandbox that were restored are told so.
-async fn tell_pods(snapshot: &PodSnapshot, context: &Context) -> Result<(), Error> {
-    let namespace = snapshot.namespace().unwrap_or_default();
-    let Some(hash) = snapshot.labels().get(labels::SANDBOX_NAME_HASH) else {
-        return Ok(());
-    };
-    let kept = context.caches.pod_snapshots.indexed(&namespace, hash);
-    for pod in context.caches.pods.indexed(&namespace, hash) {
-        if let Some(mark) = plan::mark(&pod, &kept) {
-            let name = pod.name_any();
-            let patch = mark_patch(&pod, &mark, Timestamp::now());
-            let written = context.api.merge_status::<Pod>(&namespace, &name, &patch);
-            settled("Pod", written.await)?;
-        }
-    }
-    Ok(())
 }
 
 /// What the apiserver itself says is there beside a trigger.
@@ -209,20 +188,6 @@ fn can_be_saved(pod: &Pod, context: &Context) -> Result<(), String> {
     };
     let node = name.unwrap_or_default();
     Err(format!("{runtime} on node {node:?} cannot save memory"))
-}
-
-fn mark_patch(pod: &Pod, mark: &Mark, now: Timestamp) -> Value {
-    let now = jiff::Timestamp::from_second(now.as_second()).unwrap_or(now);
-    json!({
-        "metadata": {"uid": pod.uid()},
-        "status": {"conditions": [{
-            "type": pod_snapshot::POD_RESTORED,
-            "status": mark.status.as_str(),
-            "reason": mark.reason,
-            "message": mark.message,
-            "lastTransitionTime": now.to_string(),
-        }]},
-    })
 }
 
 /// A conflict or an absence means that a newer event is on its way.

@@ -59,7 +59,7 @@ pub struct Caches {
     pub pools: Cache<SandboxWarmPool>,
     pub templates: Cache<SandboxTemplate>,
     pub policies: Cache<NetworkPolicy>,
-    /// Nobody waits for these two: they need not be served.
+    /// These two need not be served: there is none of them then.
     pub triggers: Cache<PodSnapshotManualTrigger>,
     /// Indexed by the name hash of their Sandbox.
     pub pod_snapshots: Cache<PodSnapshot>,
@@ -98,6 +98,7 @@ impl Caches {
             self.nodes.wait_ready(),
             self.runtime_classes.wait_ready(),
             self.snapshot_classes.wait_ready(),
+            self.pod_snapshots.wait_ready(),
         );
         if extensions {
             tokio::join!(
@@ -236,7 +237,6 @@ fn start_dependents(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
             for change in known.caches.pods.apply(event) {
                 let owners = owners(&change);
                 owners.into_iter().for_each(|key| wake_sandbox(&known, key));
-                pod_snapshots::pod_changed(&known, &change);
             }
         },
     ));

@@ -21,6 +21,8 @@ use torpor_snapshots::Manifest;
 
 use crate::desired::condition;
 
+mod told;
+
 /// A call to the apiserver that takes longer is not waited for: its effect will be seen, or it is made again.
 pub(crate) const API_LIMIT: Duration = Duration::from_secs(20);
 
@@ -105,10 +107,18 @@ impl Publisher {
             (conditions::POD_HIBERNATED, &status.hibernated),
             (conditions::POD_RESTORED, &status.restored),
         ];
-        let changed: Vec<PodCondition> = drafts
+        let mut changed: Vec<PodCondition> = drafts
             .into_iter()
             .filter_map(|(kind, draft)| changed_condition(pod, kind, draft.as_ref()?))
             .collect();
+        let with_events = changed.len();
+        if let Some(restored) = &status.restored {
+            let told = told::of_restore(pod, restored);
+            changed.extend(
+                told.iter()
+                    .filter_map(|(kind, draft)| changed_condition(pod, kind, draft)),
+            );
+        }
         if changed.is_empty() {
             return Ok(());
         }
@@ -123,7 +133,7 @@ impl Publisher {
         let what = format!("the conditions of Pod {namespace}/{name}");
         let (parameters, patch) = (PatchParams::default(), Patch::Strategic(patch));
         within(what, pods.patch_status(&name, &parameters, &patch)).await?;
-        for condition in &changed {
+        for condition in changed.iter().take(with_events) {
             self.event(pod.object_ref(&()), condition).await;
         }
         Ok(())

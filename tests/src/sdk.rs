@@ -18,6 +18,13 @@ const INSTALL_LIMIT: Duration = Duration::from_secs(300);
 /// Less than a test may take, so that what the program said is told.
 const LIMIT: Duration = Duration::from_secs(130);
 
+/// GKE's kinds, which the SDK's extension for snapshots asks for.
+const POD_SNAPSHOTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/podsnapshots");
+const POD_SNAPSHOT_DEFINITIONS: [&str; 2] = [
+    "customresourcedefinition/podsnapshots.podsnapshot.gke.io",
+    "customresourcedefinition/podsnapshotmanualtriggers.podsnapshot.gke.io",
+];
+
 static PYTHON: OnceCell<PathBuf> = OnceCell::const_new();
 
 fn repository() -> &'static Path {
@@ -53,6 +60,23 @@ impl Case {
         let service = services.get("sandbox-router-svc").await?;
         let address = service.spec.and_then(|spec| spec.cluster_ip);
         address.context("the router's Service has no address")
+    }
+
+    /// `deploy/podsnapshots` as users apply it, while something goes on: all other tests run without.
+    pub async fn with_pod_snapshots(
+        &self,
+        body: impl AsyncFnOnce() -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
+        let kubectl = &self.kubectl;
+        kubectl.ok(&["apply", "-k", POD_SNAPSHOTS]).await?;
+        let mut established = vec!["wait", "--for=condition=Established", "--timeout=30s"];
+        established.extend(POD_SNAPSHOT_DEFINITIONS);
+        let done = match kubectl.ok(&established).await {
+            Ok(_) => body().await,
+            Err(error) => Err(error),
+        };
+        let removed = kubectl.ok(&["delete", "-k", POD_SNAPSHOTS]).await;
+        done.and_then(|()| removed.map(drop))
     }
 
     /// Runs a program of `tests/e2e/sdk` in the test's namespace to its end, which must be a good one.

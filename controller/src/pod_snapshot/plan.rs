@@ -3,17 +3,17 @@
 use std::{cmp::Reverse, sync::Arc};
 
 use k8s_openapi::{
-    api::core::v1::{Pod, PodCondition},
+    api::core::v1::Pod,
     apimachinery::pkg::apis::meta::v1::{Condition, OwnerReference},
 };
 use kube::{Resource, ResourceExt};
 use serde_json::{Value, json};
 use torpor_api::{
-    PodSnapshot, PodSnapshotManualTrigger, SandboxSnapshot, SnapshotReason, annotations,
+    PodSnapshot, PodSnapshotManualTrigger, SandboxSnapshot, SnapshotReason,
     conditions::{self, Draft, Status},
     labels, name_hash,
     pod_snapshot::{self, reasons},
-    reasons::{restored as restored_reasons, snapshot as image_reasons},
+    reasons::snapshot as image_reasons,
 };
 
 use crate::watches::sandbox_of;
@@ -248,76 +248,14 @@ pub(super) fn ready(snapshot: &PodSnapshot, image: Option<&SandboxSnapshot>) -> 
     (!known).then(|| Draft::new(conditions::READY, status, reason, message))
 }
 
-// --- Pod --------------------------------------------------------------------------------------------------------------------------------
-
-/// What a Pod is told of its restore, in the condition that upstream's SDK reads.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Mark {
-    pub(super) status: Status,
-    pub(super) reason: &'static str,
-    pub(super) message: String,
-}
-
-fn condition_of<'a>(pod: &'a Pod, type_: &str) -> Option<&'a PodCondition> {
-    let all = pod.status.as_ref()?.conditions.as_deref()?;
-    all.iter().find(|condition| condition.type_ == type_)
-}
-
-/// Whether a Pod's agent has said how its restore went, and the Pod was not told yet that it went well.
-pub(crate) fn is_to_be_told(pod: &Pod) -> bool {
-    let said = condition_of(pod, pod_snapshot::POD_RESTORED);
-    !is_deleting(pod)
-        && condition_of(pod, conditions::POD_RESTORED).is_some()
-        && said.is_none_or(|said| said.status != "True")
-}
-
-/// What to tell a Pod whose agent has said how its restore went, once. `kept` are the PodSnapshots of its sandbox.
-///
-/// The SDK asks for the newest one that was there when it resumed. What came back is the memory of the suspension itself, which was saved after it.
-pub(super) fn mark(pod: &Pod, kept: &[Arc<PodSnapshot>]) -> Option<Mark> {
-    if !is_to_be_told(pod) {
-        return None;
-    }
-    let said = condition_of(pod, pod_snapshot::POD_RESTORED);
-    let restored = condition_of(pod, conditions::POD_RESTORED)?;
-    // Those of this very Pod were taken after it was restored.
-    let earlier = kept.iter().filter(|snapshot| {
-        snapshot.is_ready() && Some(&snapshot.spec.pod_uid) != pod.metadata.uid.as_ref()
-    });
-    // Of those of one second the SDK takes the first in the list, which the apiserver orders by name.
-    let newest = earlier.max_by_key(|snapshot| {
+/// Of a Sandbox' PodSnapshots the one that the SDK asks its next Pod for: the newest that can be had. Of those of one second it takes the first in the list, which
+/// the apiserver orders by name.
+pub(crate) fn newest(kept: &[Arc<PodSnapshot>]) -> Option<&PodSnapshot> {
+    let ready = kept.iter().map(AsRef::as_ref).filter(|one| one.is_ready());
+    ready.max_by_key(|snapshot: &&PodSnapshot| {
         let created = snapshot.metadata.creation_timestamp.as_ref();
         (created.map(|time| time.0), Reverse(snapshot.name_any()))
-    })?;
-    let name = newest.name_any();
-    let no = |message: String| Mark {
-        status: Status::False,
-        reason: reasons::NOT_RESTORED,
-        message,
-    };
-    let mark = if let Some(chosen) = pod.annotations().get(pod_snapshot::NAME) {
-        no(format!(
-            "A sandbox goes on from its newest memory, not from PodSnapshot {chosen:?}; annotation torpor.dev/restore-from starts another Sandbox as a copy of SandboxSnapshot {chosen:?}"
-        ))
-    } else if restored.status != "True" {
-        no(restored.message.clone().unwrap_or_default())
-    } else if restored.reason.as_deref() == Some(restored_reasons::ROLLED_BACK)
-        || pod.annotations().contains_key(annotations::RESTORE_COPY)
-    {
-        no("It was not restored with the memory of its suspension".to_owned())
-    } else {
-        Mark {
-            status: Status::True,
-            reason: reasons::RESTORED,
-            message: format!(
-                "Restored with the memory that was saved when it was suspended, after PodSnapshot {name:?}"
-            ),
-        }
-    };
-    let known = said.is_some_and(|said| {
-        said.status == mark.status.as_str() && said.message.as_ref() == Some(&mark.message)
-    });
-    (!known).then_some(mark)
+    })
 }
 
 #[cfg(test)]

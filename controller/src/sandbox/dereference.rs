@@ -16,6 +16,7 @@ use torpor_api::{
 
 use crate::{
     calls::{self, Apiserver},
+    pod_snapshot::newest,
     watches::Caches,
 };
 
@@ -41,6 +42,8 @@ pub struct Observed {
     pub handlers: BTreeMap<String, String>,
     /// The snapshot class that the Sandbox names.
     pub snapshot_class: Option<Arc<SnapshotClass>>,
+    /// Name of the newest of its PodSnapshots that can be had.
+    pub pod_snapshot: Option<String>,
     /// Image of the sandbox runtime, if the controller was given one.
     pub runtime_image: Option<Arc<str>>,
 }
@@ -124,6 +127,8 @@ pub async fn dereference(
         }
     }
     observed.service = caches.services.get(&namespace, &name);
+    let kept = caches.pod_snapshots.indexed(&namespace, &name_hash(&name));
+    observed.pod_snapshot = newest(&kept).map(ResourceExt::name_any);
     for snapshot in caches.snapshots.indexed(&namespace, &name) {
         observed.learn(Fact::Snapshot(snapshot));
     }

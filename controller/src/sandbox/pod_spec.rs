@@ -5,6 +5,7 @@ use serde_json::{Map, Value, json};
 use torpor_api::{
     Sandbox, SandboxSnapshot,
     annotations::{self, OnRestoreFailure},
+    conditions::POD_RESTORE_SETTLED,
     raw::RawPodSpec,
 };
 
@@ -26,6 +27,8 @@ pub struct Memory {
     pub completed: Vec<String>,
     /// Name of the Pod that was saved, which was its hostname.
     pub pod_name: Option<String>,
+    /// The PodSnapshot that the Pod is asked for when it is Ready.
+    pub pod_snapshot: Option<String>,
 }
 
 impl Memory {
@@ -53,6 +56,7 @@ impl Memory {
                 .map(|container| container.name.clone())
                 .collect(),
             pod_name: status.pod_name.clone(),
+            pod_snapshot: None,
         })
     }
 
@@ -104,6 +108,10 @@ pub fn pod(
         if memory.copy {
             on_pod.insert(annotations::RESTORE_COPY.to_owned(), "true".to_owned());
         }
+        if let Some(snapshot) = &memory.pod_snapshot {
+            on_pod.insert(annotations::POD_SNAPSHOT.to_owned(), snapshot.clone());
+            wait_until_settled(&mut spec);
+        }
         continue_from(&mut spec, memory, &name);
     }
     Ok(json!({
@@ -118,6 +126,20 @@ pub fn pod(
         },
         "spec": spec,
     }))
+}
+
+/// The Pod is not Ready before its agent has said how its restore went.
+fn wait_until_settled(spec: &mut Map<String, Value>) {
+    let gate = json!({"conditionType": POD_RESTORE_SETTLED});
+    let gates = spec.entry("readinessGates").or_insert_with(|| json!([]));
+    if !gates.is_array() {
+        *gates = json!([]);
+    }
+    if let Value::Array(gates) = gates
+        && !gates.contains(&gate)
+    {
+        gates.push(gate);
+    }
 }
 
 /// One volume per claim template; it replaces a volume of the same name.

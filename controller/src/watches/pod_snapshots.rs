@@ -3,9 +3,8 @@
 use std::{fmt::Debug, pin::pin, sync::Arc, time::Duration};
 
 use futures::StreamExt;
-use k8s_openapi::api::core::v1::Pod;
 use kube::{
-    Api, Client, Resource, ResourceExt,
+    Api, Client, Resource,
     api::ListParams,
     core::DeserializeGuard,
     runtime::{
@@ -15,13 +14,12 @@ use kube::{
 };
 use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
-use torpor_api::{PodSnapshot, PodSnapshotManualTrigger, SandboxSnapshot, labels};
+use torpor_api::{PodSnapshot, PodSnapshotManualTrigger, SandboxSnapshot};
 
 use super::{in_pages, trim, unguarded};
 use crate::{
     cache::{Change, Key, key_of},
     context::Context,
-    pod_snapshot,
 };
 
 /// How soon it is noticed that the kinds are served from now on. Each look is one small request.
@@ -64,22 +62,6 @@ pub(super) fn image_changed(context: &Context, image: &SandboxSnapshot) {
     }
 }
 
-/// A Pod that is to be told how its restore went is so by any PodSnapshot of its sandbox.
-pub(super) fn pod_changed(context: &Context, change: &Change<Pod>) {
-    let Some(pod) = &change.after else { return };
-    let Some(hash) = pod.labels().get(labels::SANDBOX_NAME_HASH) else {
-        return;
-    };
-    if !pod_snapshot::is_to_be_told(pod) {
-        return;
-    }
-    let namespace = pod.namespace().unwrap_or_default();
-    let kept = context.caches.pod_snapshots.indexed(&namespace, hash);
-    if let Some(snapshot) = kept.first() {
-        context.queues.pod_snapshots.add(key_of(&**snapshot));
-    }
-}
-
 fn key_of_change<K: Resource>(change: &Change<K>) -> Key {
     let object = change.after.as_ref().or(change.before.as_ref());
     object.map(|object| key_of(&**object)).unwrap_or_default()
@@ -98,8 +80,15 @@ where
             Ok(_) => follow_while_served(&all, &mut take).await,
             Err(error) if is_not_served(&error) => {
                 tracing::debug!(kind = %K::kind(&()), %error, "not served here");
+                there_is_none(&mut take);
             }
-            Err(error) => tracing::warn!(kind = %K::kind(&()), %error, "cannot be listed"),
+            Err(error) => {
+                tracing::warn!(kind = %K::kind(&()), %error, "cannot be listed");
+                // All else that is served need not wait for a kind that is somebody else's and does not work.
+                if matches!(error, kube::Error::Api(_)) {
+                    there_is_none(&mut take);
+                }
+            }
         }
         tokio::time::sleep(LOOK).await;
     }
@@ -122,14 +111,18 @@ async fn follow_while_served<K>(
             Err(
                 watcher::Error::InitialListFailed(error) | watcher::Error::WatchStartFailed(error),
             ) if is_not_served(&error) => {
-                // There is none of them any more.
-                take(Event::Init);
-                take(Event::InitDone);
+                there_is_none(take);
                 return;
             }
             Err(error) => tracing::warn!(kind = %K::kind(&()), %error, "watch interrupted"),
         }
     }
+}
+
+/// Known as well as if they had been listed.
+fn there_is_none<K>(take: &mut impl FnMut(Event<K>)) {
+    take(Event::Init);
+    take(Event::InitDone);
 }
 
 /// Whether the kind is not defined, or the controller has no role for it.

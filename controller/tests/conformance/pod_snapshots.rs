@@ -132,30 +132,13 @@ async fn a_snapshot_is_taken_before_a_suspension_and_the_resumed_pod_is_told_of_
     assert!(is_ready(&world, "t"));
 
     suspended_and_resumed(&world).await;
-    settle(&world).await;
-    assert_eq!(
-        said(&world.pod().unwrap(), "PodRestored"),
-        None,
-        "its agent has said nothing"
-    );
-    // A second one is of the Pod that runs now, which was not restored from it.
-    world.api.create(TRIGGERS, trigger("u", "s"));
-    settle(&world).await;
-    agent_saves(&world, "u");
-    settle(&world).await;
-    assert!(is_ready(&world, "u"));
-    world.pod_says(condition("torpor.dev/Restored", "True", "Restored", ""));
-    settle(&world).await;
     let pod = world.pod().unwrap();
-    let (status, _, message) = said(&pod, "PodRestored").unwrap();
-    assert_eq!(status, "True");
-    assert!(message.contains("\"t\""), "{message}");
     assert_eq!(
-        said(&pod, "Ready").unwrap().0,
-        "True",
-        "the kubelet's are left alone"
+        pod["metadata"]["annotations"]["torpor.dev/pod-snapshot"],
+        "t"
     );
-    assert!(said(&pod, "torpor.dev/Restored").is_some());
+    let gate = &pod["spec"]["readinessGates"][0]["conditionType"];
+    assert_eq!(gate, "torpor.dev/RestoreSettled", "its agent says more");
 }
 
 #[rstest]
@@ -270,30 +253,19 @@ async fn a_pod_snapshot_says_when_what_it_held_is_gone() {
     assert_eq!(outcome(&world).unwrap().1, "Complete", "it was taken");
 }
 
-#[rstest]
-#[case::cold("False", "ColdStarted", "no memory", json!({}), "no memory")]
-#[case::another_one_asked_for(
-    "True", "Restored", "", json!({"podsnapshot.gke.io/ps-name": "t"}),
-    "A sandbox goes on from its newest memory, not from PodSnapshot \"t\"; annotation torpor.dev/restore-from starts another Sandbox as a copy of SandboxSnapshot \"t\""
-)]
 #[tokio::test]
-async fn a_pod_that_was_not_restored_from_it_says_so(
-    #[case] status: &str,
-    #[case] reason: &str,
-    #[case] message: &str,
-    #[case] annotations: Value,
-    #[case] told: &str,
-) {
+async fn a_pod_that_starts_cold_or_whose_pod_snapshots_are_gone_waits_for_no_word() {
     let world = asked().await;
     settle(&world).await;
     agent_saves(&world, "t");
     settle(&world).await;
-    suspended_and_resumed(&world).await;
-    world.edit_pod(&json!({"metadata": {"annotations": annotations}}));
-    world.pod_says(condition("torpor.dev/Restored", status, reason, message));
+    let gates = |world: &World| world.pod().unwrap()["spec"].get("readinessGates").cloned();
+    assert_eq!(gates(&world), None);
+    world.api.delete(SNAPSHOTS, NS, "t");
+    world.api.collect_garbage();
     settle(&world).await;
-    let (status, _, message) = said(&world.pod().unwrap(), "PodRestored").unwrap();
-    assert_eq!((status.as_str(), message.as_str()), ("False", told));
+    suspended_and_resumed(&world).await;
+    assert_eq!(gates(&world), None);
 }
 
 #[tokio::test]
@@ -339,7 +311,6 @@ async fn each_write_may_go_wrong(
         ("patch", "sandboxsnapshots"),
         ("patch status", SNAPSHOTS),
         ("patch status", TRIGGERS),
-        ("patch status", "pods"),
     )]
     write: (&'static str, &'static str),
     #[values(
@@ -353,24 +324,13 @@ async fn each_write_may_go_wrong(
     world.ready(torpor_sandbox(json!({}))).await;
     world.api.create(TRIGGERS, trigger("t", "s"));
     let (verb, kind) = write;
-    let resumed = verb == "patch status" && kind == "pods";
-    if !resumed {
-        world.api.fail(Fault { verb, kind, answer });
-    }
+    world.api.fail(Fault { verb, kind, answer });
     let mut went_wrong = 0;
     for round in 0..12 {
         went_wrong += usize::from(pass(&world).await.is_err());
         if round == 3 {
             agent_saves(&world, "t");
         }
-    }
-    if resumed {
-        suspended_and_resumed(&world).await;
-        world.pod_says(condition("torpor.dev/Restored", "True", "Restored", ""));
-        world.api.fail(Fault { verb, kind, answer });
-        went_wrong += usize::from(pass(&world).await.is_err());
-        settle(&world).await;
-        assert!(said(&world.pod().unwrap(), "PodRestored").is_some());
     }
     let somebody_elses_turn = matches!(answer, FaultAnswer::Refuse(409)) && verb != "create";
     assert_eq!(went_wrong, usize::from(!somebody_elses_turn));

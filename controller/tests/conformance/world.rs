@@ -46,6 +46,12 @@ impl World {
         Self::with_timeout(Duration::from_millis(200))
     }
 
+    /// The same cluster with a controller that has seen nothing of it yet.
+    pub(crate) fn restarted(self) -> Self {
+        let context = context(&self.api, Duration::from_secs(20));
+        Self { context, ..self }
+    }
+
     /// Brings every cache up to date.
     pub(crate) fn sync(&self) {
         crate::sync::all(&self.api, &self.context);

@@ -62,7 +62,7 @@ pub struct ConditionDraft {
 }
 
 impl ConditionDraft {
-    pub(crate) fn new(status: Truth, reason: &str, message: impl Into<String>) -> Self {
+    pub fn new(status: Truth, reason: &str, message: impl Into<String>) -> Self {
         Self {
             status,
             reason: reason.to_owned(),

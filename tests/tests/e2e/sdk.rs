@@ -6,7 +6,6 @@ use kube::api::{Patch, PatchParams};
 use serde_json::{Value, json};
 use torpor_api::SandboxWarmPool;
 use torpor_tests::case::{Case, case};
-use torpor_tests::kubectl::Kubectl;
 use torpor_tests::pods::{BUSYBOX, mounts, pod_spec};
 use torpor_tests::sandboxes::LIMIT;
 use torpor_tests::{sdk, wait};
@@ -153,35 +152,13 @@ async fn the_python_sdk_works_with_sandboxds_calls_in_each_way_and_nobody_gets_o
     .await
 }
 
-/// GKE's kinds, which the SDK's extension asks for, as users apply them: for this test alone, so that all others run without.
-const POD_SNAPSHOTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/podsnapshots");
-const DEFINITIONS: [&str; 2] = [
-    "customresourcedefinition/podsnapshots.podsnapshot.gke.io",
-    "customresourcedefinition/podsnapshotmanualtriggers.podsnapshot.gke.io",
-];
-
-async fn with_pod_snapshots(
-    kubectl: &Kubectl,
-    body: impl AsyncFnOnce() -> anyhow::Result<()>,
-) -> anyhow::Result<()> {
-    kubectl.ok(&["apply", "-k", POD_SNAPSHOTS]).await?;
-    let mut established = vec!["wait", "--for=condition=Established", "--timeout=30s"];
-    established.extend(DEFINITIONS);
-    let done = match kubectl.ok(&established).await {
-        Ok(_) => body().await,
-        Err(error) => Err(error),
-    };
-    let removed = kubectl.ok(&["delete", "-k", POD_SNAPSHOTS]).await;
-    done.and_then(|()| removed.map(drop))
-}
-
 #[tokio::test]
 async fn a_sandbox_goes_on_after_a_suspension_by_the_sdk_and_by_kubectl() -> anyhow::Result<()> {
     sdk::python().await?;
     case("sdksuspend", async |case| {
         pool(case, 1).await?;
-        let kubectl = &case.kubectl;
-        with_pod_snapshots(kubectl, async || case.with_sdk("suspend.py").await).await
+        case.with_pod_snapshots(async || case.with_sdk("suspend.py").await)
+            .await
     })
     .await
 }

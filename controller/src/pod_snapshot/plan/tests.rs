@@ -4,10 +4,10 @@ fn object<K: serde::de::DeserializeOwned>(object: Value) -> Arc<K> {
     Arc::new(serde_json::from_value(object).unwrap())
 }
 
-fn pod_snapshot(name: &str, pod_uid: &str, created: &str, ready: &str) -> Arc<PodSnapshot> {
+fn pod_snapshot(name: &str, created: &str, ready: &str) -> Arc<PodSnapshot> {
     object(json!({
         "metadata": {"name": name, "creationTimestamp": created},
-        "spec": {"podUID": pod_uid, "triggerUID": "t"},
+        "spec": {"podUID": "p", "triggerUID": "t"},
         "status": {"conditions": [{
             "type": "Ready", "status": ready, "reason": "R", "message": "",
             "lastTransitionTime": created,
@@ -15,57 +15,16 @@ fn pod_snapshot(name: &str, pod_uid: &str, created: &str, ready: &str) -> Arc<Po
     }))
 }
 
-fn restored_pod(conditions: &Value) -> Arc<Pod> {
-    object(json!({
-        "metadata": {"name": "p", "uid": "now"},
-        "status": {"conditions": conditions},
-    }))
-}
-
-fn restored() -> Value {
-    json!([{"type": "torpor.dev/Restored", "status": "True"}])
-}
-
 #[test]
-fn the_newest_that_can_be_had_and_was_there_before_the_pod_is_named() {
+fn the_newest_that_can_be_had_is_the_one_that_the_sdk_asks_for() {
     let all = [
-        pod_snapshot("old", "before", "2026-01-01T00:00:00Z", "True"),
-        pod_snapshot("newest", "before", "2026-01-02T00:00:00Z", "True"),
-        pod_snapshot(
-            "of-the-same-second",
-            "before",
-            "2026-01-02T00:00:00Z",
-            "True",
-        ),
-        pod_snapshot("gone", "before", "2026-01-03T00:00:00Z", "False"),
-        pod_snapshot("of-this-pod", "now", "2026-01-04T00:00:00Z", "True"),
+        pod_snapshot("old", "2026-01-01T00:00:00Z", "True"),
+        pod_snapshot("newest", "2026-01-02T00:00:00Z", "True"),
+        pod_snapshot("of-the-same-second", "2026-01-02T00:00:00Z", "True"),
+        pod_snapshot("gone", "2026-01-03T00:00:00Z", "False"),
     ];
-    let mark = mark(&restored_pod(&restored()), &all).unwrap();
-    assert_eq!(mark.status, Status::True);
-    assert!(mark.message.contains("\"newest\""), "{}", mark.message);
-}
-
-#[test]
-fn a_pod_is_told_once_and_only_where_somebody_could_ask() {
-    let kept = [pod_snapshot("s", "before", "2026-01-01T00:00:00Z", "True")];
-    assert_eq!(mark(&restored_pod(&json!([])), &kept), None, "not restored");
-    assert_eq!(
-        mark(&restored_pod(&restored()), &[]),
-        None,
-        "no PodSnapshots"
-    );
-    let told = json!([
-        {"type": "torpor.dev/Restored", "status": "True"},
-        {"type": "PodRestored", "status": "True", "message": "after PodSnapshot \"r\""},
-    ]);
-    assert_eq!(mark(&restored_pod(&told), &kept), None);
-    // A restore that failed is tried again.
-    let failed_before = json!([
-        {"type": "torpor.dev/Restored", "status": "True"},
-        {"type": "PodRestored", "status": "False", "message": "no room"},
-    ]);
-    let mark = mark(&restored_pod(&failed_before), &kept).unwrap();
-    assert_eq!(mark.status, Status::True);
+    assert_eq!(newest(&all).map(ResourceExt::name_any).unwrap(), "newest");
+    assert_eq!(newest(&all[3..]), None);
 }
 
 #[test]

@@ -25,6 +25,7 @@ fn memory() -> Memory {
         containers: vec![("c".into(), "registry.example/img@sha256:abc".into())],
         completed: Vec::new(),
         pod_name: Some("s".into()),
+        pod_snapshot: None,
     }
 }
 
@@ -205,6 +206,35 @@ fn a_copy_says_that_it_is_one() {
             "torpor.dev/on-restore-failure": "Fail",
         })
     );
+}
+
+#[rstest]
+#[case::alone(json!({}), json!([{"conditionType": "torpor.dev/RestoreSettled"}]))]
+#[case::beside_others(
+    json!([{"conditionType": "x"}]),
+    json!([{"conditionType": "x"}, {"conditionType": "torpor.dev/RestoreSettled"}])
+)]
+#[case::there_already(
+    json!([{"conditionType": "torpor.dev/RestoreSettled"}]),
+    json!([{"conditionType": "torpor.dev/RestoreSettled"}])
+)]
+fn who_is_asked_for_a_pod_snapshot_is_not_ready_before_it_was_told(
+    #[case] gates: Value,
+    #[case] wanted: Value,
+) {
+    let asked = Memory {
+        pod_snapshot: Some("t-1".into()),
+        ..memory()
+    };
+    let sandbox = sandbox(json!({"containers": [{"name": "c"}], "readinessGates": gates}));
+    let told = pod(&sandbox, &[], Some(&asked));
+    assert_eq!(
+        told["metadata"]["annotations"]["torpor.dev/pod-snapshot"],
+        "t-1"
+    );
+    assert_eq!(told["spec"]["readinessGates"], wanted);
+    let plain = pod(&sandbox, &[], Some(&memory()));
+    assert_eq!(plain["spec"]["readinessGates"], gates);
 }
 
 #[test]

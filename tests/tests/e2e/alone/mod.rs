@@ -5,4 +5,5 @@ mod crash;
 mod drain;
 mod kata;
 mod killed;
+mod speechless;
 mod tracing;

@@ -246,6 +246,10 @@ fn create_pod(
     );
     wishes.extend(trace(desired).map(|carrier| (annotations::POD_TRACE_CONTEXT, carrier)));
     let (memory, image) = start.unzip();
+    let memory = memory.map(|memory| Memory {
+        pod_snapshot: observed.pod_snapshot.clone(),
+        ..memory
+    });
     let pod = runtime_image(desired, observed, memory.as_ref())
         .and_then(|runtime| pod_spec::pod(desired.sandbox, &wishes, memory.as_ref(), runtime));
     match pod {
