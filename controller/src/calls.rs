@@ -263,29 +263,8 @@ impl Apiserver {
         name: &str,
         patch: &Value,
     ) -> Result<K, Error> {
-        self.patch_status_by(namespace, name, Patch::Merge(patch))
-            .await
-    }
-
-    /// Strategic merge patch of the status of an object that is built into Kubernetes: of conditions, those of other types are left alone.
-    pub async fn merge_status<K: Namespaced>(
-        &self,
-        namespace: &str,
-        name: &str,
-        patch: &Value,
-    ) -> Result<K, Error> {
-        self.patch_status_by(namespace, name, Patch::Strategic(patch))
-            .await
-    }
-
-    async fn patch_status_by<K: Namespaced>(
-        &self,
-        namespace: &str,
-        name: &str,
-        patch: Patch<&Value>,
-    ) -> Result<K, Error> {
         let api: Api<K> = Api::namespaced(self.client(), namespace);
-        let params = PatchParams::default();
+        let (params, patch) = (PatchParams::default(), Patch::Merge(patch));
         self.limited(|| api.patch_status(name, &params, &patch))
             .await
     }
