@@ -177,6 +177,7 @@ for turn in range(rounds):
     woken(hibernated_exec, execs, Pod.exec)
     kubectl("annotate", "pod", "--all", "torpor.dev/hibernate-")
 say("dozing, first packet to first byte, small", dozing, base)
+say("    the first of each round, when all others sleep", dozing[::len(smalls)], base)
 say_stages(stages_dozing)
 say("dozing, the same, 100 MB of which 5 are touched", dozing_large, base_large)
 say("dozing, exec", dozing_exec, base_exec)

@@ -15,12 +15,13 @@ use torpor_gvisor::record::{
     self, ContainerRecord, Depth, NOT_HELD_OPEN, PodLock, PodRecord, WakeCause, WakeNote,
 };
 use torpor_gvisor::spec::Role;
-use torpor_gvisor::{pause, save};
+use torpor_gvisor::{pause, programs, save};
 use torpor_snapshots::{
     LedgerFile, Listed, ManifestDraft, Partial, Removed, SaveError, ledger_file,
 };
 
 use crate::driver::saved_name;
+use crate::install::OCI;
 use crate::lull;
 use crate::node::{CALL_LIMIT, Node};
 use crate::observe::words;
@@ -177,7 +178,7 @@ fn act(
             outcome
         }
         Action::Doze => doze(context),
-        Action::Reclaim { image: Some(image) } => run_verb(context, Verb::Doze, image),
+        Action::Reclaim { image: Some(image) } => reclaim(context, image),
         Action::Reclaim { image: None } => without_image(),
         Action::Resume => match left {
             Some(image) if is_broken(context) => sleep_on(context, ledger, image),
@@ -539,6 +540,19 @@ fn run_verb(context: &Context<'_>, verb: Verb, image: &ImageId) -> Outcome {
             message: words(&error),
         },
     }
+}
+
+fn reclaim(context: &Context<'_>, image: &ImageId) -> Outcome {
+    let outcome = run_verb(context, Verb::Doze, image);
+    if let (Outcome::Done, Some((record, _))) = (&outcome, context.sandbox) {
+        for program in [record.runsc.clone(), record.runsc.with_file_name(OCI)] {
+            // Without it the next wake takes longer, and nothing else is wrong.
+            if let Err(error) = programs::keep_in_memory(&program) {
+                tracing::warn!(error = words(&error), "a program is not kept in memory");
+            }
+        }
+    }
+    outcome
 }
 
 fn forget_sleep(context: &Context<'_>) -> Outcome {

@@ -17,7 +17,7 @@ mod plan;
 mod restart;
 mod zram;
 
-pub(crate) use apply::Outcome;
+pub(crate) use apply::{OCI, Outcome};
 pub(crate) use error::Error;
 
 use crate::args::{InstallArgs, UninstallArgs};

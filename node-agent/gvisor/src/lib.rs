@@ -42,6 +42,7 @@ pub mod net;
 pub mod pause;
 pub mod probe;
 pub mod process;
+pub mod programs;
 pub mod record;
 pub mod runsc;
 pub mod save;

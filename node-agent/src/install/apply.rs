@@ -25,7 +25,8 @@ use super::restart;
 use super::zram::Zram;
 use crate::args::{ContainerdArgs, InstallArgs, NodePaths, ShareOfMemory, UninstallArgs};
 
-const OCI: &str = "torpor-oci";
+/// Name of the runtime's program, beside the builds of runsc.
+pub(crate) const OCI: &str = "torpor-oci";
 const RUNSC: &str = "runsc";
 const DROP_IN: &str = "torpor.toml";
 const EXECUTABLE: Mode = Mode::New(0o755);

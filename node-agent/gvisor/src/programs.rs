@@ -1,0 +1,134 @@
+//! What every sandbox of the node runs, kept in memory: the code and the constants of runsc and of torpor-oci.
+//!
+//! The kernel charges a page of a file to the cgroup of whoever touches it first. That is a pod, as a rule, and such pages are pushed out with the
+//! pod's memory when it dozes: not into swap but to the disk where they are from. The first packet to a sandbox that is alone on its node then
+//! waits for that disk, page after page. So the agent has them read again, into its own cgroup: no pod's doze takes them away from then on, and
+//! the kernel may whenever it needs the memory.
+
+use std::io::Read;
+use std::num::NonZeroU64;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use object::elf::{FileHeader64, PF_W, PT_LOAD};
+use object::read::elf::{FileHeader, ProgramHeader};
+use object::{Endianness, read};
+use rustix::fs::{Advice, Mode, OFlags};
+
+/// The headers of a program come first, and there are some ten of them.
+const HEADERS: u64 = 64 << 10;
+
+/// Bytes that are asked for at once. Of more than its window for reading ahead the kernel reads the beginning only; this is the window by default.
+const AT_ONCE: usize = 128 << 10;
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("cannot read {}", path.display())]
+    Read {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("{} is no program", path.display())]
+    NoProgram {
+        path: PathBuf,
+        #[source]
+        source: read::Error,
+    },
+}
+
+/// Has the kernel read what of a program is not in memory. Returns before it is there. How many bytes it should be.
+pub fn keep_in_memory(program: &Path) -> Result<u64, Error> {
+    let failed = |source: std::io::Error| Error::Read {
+        path: program.into(),
+        source,
+    };
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let file =
+        rustix::fs::open(program, flags, Mode::empty()).map_err(|error| failed(error.into()))?;
+    let file = std::fs::File::from(file);
+    let mut headers = Vec::new();
+    (&file)
+        .take(HEADERS)
+        .read_to_end(&mut headers)
+        .map_err(failed)?;
+    let shared = shared(&headers).map_err(|source| Error::NoProgram {
+        path: program.into(),
+        source,
+    })?;
+    let mut bytes = 0;
+    for range in shared {
+        for begin in range.clone().step_by(AT_ONCE) {
+            let length = (AT_ONCE as u64).min(range.end - begin);
+            rustix::fs::fadvise(&file, begin, NonZeroU64::new(length), Advice::WillNeed)
+                .map_err(|error| failed(error.into()))?;
+            bytes += length;
+        }
+    }
+    Ok(bytes)
+}
+
+/// The parts of a program's file that all who run it have in common: whoever writes to another part has it for himself.
+fn shared(headers: &[u8]) -> read::Result<Vec<Range<u64>>> {
+    let header = FileHeader64::<Endianness>::parse(headers)?;
+    let endian = header.endian()?;
+    let segments = header.program_headers(endian, headers)?.iter();
+    let loaded = segments.filter(|segment| segment.p_type(endian) == PT_LOAD);
+    let read_only = loaded.filter(|segment| segment.p_flags(endian) & PF_W == 0);
+    Ok(read_only
+        .map(|segment| {
+            let (begin, length) = segment.file_range(endian);
+            begin..begin.saturating_add(length)
+        })
+        .collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_a_program_it_is_what_nobody_writes_to() {
+        let program = std::env::current_exe().expect("this program");
+        let all = std::fs::metadata(&program).expect("its size").len();
+        let kept = keep_in_memory(&program).expect("read");
+        assert!(0 < kept && kept < all, "{kept} of {all}");
+        let headers = std::fs::read(&program).expect("read");
+        let shared = shared(&headers[..4096]).expect("headers");
+        // The code is among it, this very function.
+        assert!(shared.len() >= 2, "{shared:?}");
+        assert!(
+            shared
+                .iter()
+                .all(|range| range.start < range.end && range.end <= all)
+        );
+    }
+
+    #[test]
+    fn what_is_no_program_is_refused_by_name() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let file = dir.path().join("p");
+        std::fs::write(&file, "#!/bin/sh").expect("written");
+        let error = keep_in_memory(&file).expect_err("no program");
+        assert!(
+            error.to_string().contains(file.to_str().expect("a path")),
+            "{error}"
+        );
+        let link = dir.path().join("l");
+        std::os::unix::fs::symlink(std::env::current_exe().expect("this program"), &link)
+            .expect("made");
+        assert!(
+            matches!(keep_in_memory(&link), Err(Error::Read { .. })),
+            "a link"
+        );
+        std::fs::write(
+            &file,
+            &std::fs::read(std::env::current_exe().expect("this program")).expect("read")[..100],
+        )
+        .expect("cut");
+        assert!(
+            matches!(keep_in_memory(&file), Err(Error::NoProgram { .. })),
+            "cut off"
+        );
+    }
+}
