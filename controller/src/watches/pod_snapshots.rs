@@ -25,6 +25,9 @@ use crate::{
 /// How soon it is noticed that the kinds are served from now on. Each look is one small request.
 const LOOK: Duration = Duration::from_secs(5);
 
+/// How often in all an apiserver may refuse a list before it is taken for one without the kinds: half a minute.
+const PATIENCE: u32 = 6;
+
 /// Starts the watches.
 pub(super) fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
     let client = context.api.client();
@@ -74,6 +77,7 @@ where
 {
     let all = Api::<DeserializeGuard<K>>::all(client);
     let one = ListParams::default().limit(1);
+    let mut refused = 0;
     loop {
         // A watcher warns of each refusal by itself.
         match all.list(&one).await {
@@ -84,8 +88,11 @@ where
             }
             Err(error) => {
                 tracing::warn!(kind = %K::kind(&()), %error, "cannot be listed");
-                // All else that is served need not wait for a kind that is somebody else's and does not work.
+                // All else that is served need not wait for ever for a kind that may be somebody else's and does not work.
                 if matches!(error, kube::Error::Api(_)) {
+                    refused += 1;
+                }
+                if refused == PATIENCE {
                     there_is_none(&mut take);
                 }
             }

@@ -260,7 +260,13 @@ async fn a_pod_that_starts_cold_or_whose_pod_snapshots_are_gone_waits_for_no_wor
     agent_saves(&world, "t");
     settle(&world).await;
     let gates = |world: &World| world.pod().unwrap()["spec"].get("readinessGates").cloned();
+    let before = world.pod_uid();
+    world.api.remove("pods", NS, "s");
+    world.settle().await;
+    assert_ne!(world.pod_uid(), before, "one that starts cold");
     assert_eq!(gates(&world), None);
+    world.pod_becomes_ready();
+    world.settle().await;
     world.api.delete(SNAPSHOTS, NS, "t");
     world.api.collect_garbage();
     settle(&world).await;

@@ -29,7 +29,7 @@ mod sandbox;
 mod source;
 
 pub(crate) use memory::{about_to_run, memory_image, sleep_on, stands_in};
-use recorded::wake_recorded;
+use recorded::{Restored, wake_recorded};
 pub(crate) use sandbox::{end_processes, kill_processes, put_quotas_back};
 use source::{Source, last_image, source};
 
@@ -77,6 +77,7 @@ pub(crate) fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result
         .annotation(RESTORE_IMAGE)
         .map(ImageId::parse)
         .transpose()?;
+    let was_restored = given.is_some();
     let copy = spec.annotation(RESTORE_COPY) == Some("true");
     let store = store(node)?;
     let ledger = store.ledger(&pod.pod_uid)?;
@@ -90,7 +91,7 @@ pub(crate) fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result
     let state = match source(&known, held, given, copy, last) {
         Source::Cold => {
             if known.seq > 0 {
-                report_cold_start(node, pod, goes_back)?;
+                report_cold_start(node, pod, goes_back, was_restored)?;
             }
             SandboxState::Running
         }
@@ -126,10 +127,20 @@ pub(crate) fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result
 }
 
 /// A Pod that has run starts anew: that there is no memory is told where somebody wished for it, or where the last report
-/// says that there is some.
-fn report_cold_start(node: &Node, pod: &PodRecord, goes_back: bool) -> anyhow::Result<()> {
+/// says that there is some. Of a Pod that `was_restored` the report may be gone (a reboot takes it), and who waits for its word waits on.
+fn report_cold_start(
+    node: &Node,
+    pod: &PodRecord,
+    goes_back: bool,
+    was_restored: bool,
+) -> anyhow::Result<()> {
     let told = node.records.report(&pod.pod_uid)?;
-    if !goes_back && !matches!(told, Some(RestoreReport::Restored { .. })) {
+    let is_news = match told {
+        Some(RestoreReport::Restored { .. }) => true,
+        Some(RestoreReport::ColdStarted { .. }) => false,
+        Some(RestoreReport::Failed { .. }) | None => was_restored,
+    };
+    if !goes_back && !is_news {
         return Ok(());
     }
     let message = match goes_back {
@@ -441,16 +452,20 @@ pub(crate) fn arrive(
     let takes = image.pod() != &pod.pod_uid && !is_copy(node, pod)?;
     let pause = node.records.container_dir(&pod.sandbox.clone().into());
     sandbox::hold_packets(pod, &pause);
-    match wake_recorded(node, pod, &opened, &parts, &ledger, WakeCause::Asked, takes) {
+    let report = RestoreReport::Restored {
+        image: image.clone(),
+        rolled_back: goes_back.then(|| rolled_back(opened.manifest())),
+    };
+    let anew = Restored::Anew {
+        takes,
+        report: &report,
+    };
+    match wake_recorded(node, pod, &opened, &parts, &ledger, &anew) {
         Ok(stages) => {
             // It runs: that nobody learns where the time went is no reason to end it.
             let note = stages.restore_note(image);
             let _ = node.records.write_restore(&pod.sandbox, &note);
-            let report = RestoreReport::Restored {
-                image: image.clone(),
-                rolled_back: goes_back.then(|| rolled_back(opened.manifest())),
-            };
-            Ok(node.records.write_report(&pod.pod_uid, &report)?)
+            Ok(())
         }
         Err(error) => {
             // A keeper that is gone holds nothing.
@@ -505,7 +520,8 @@ pub(crate) fn wake_locked(
     let ledger = store.ledger(&pod.pod_uid)?;
     let image = store.image(&pod.namespace, &id)?;
     let parts = parts_of(node, sandbox, &image)?;
-    let stages = wake_recorded(node, &pod, &image, &parts, &ledger, cause, false)
+    let in_place = Restored::InPlace(cause);
+    let stages = wake_recorded(node, &pod, &image, &parts, &ledger, &in_place)
         .context("cannot wake the hibernated sandbox")?;
     node.records.note_call(sandbox)?;
     node.records

@@ -92,6 +92,53 @@ async fn a_late_status_takes_away_nothing_that_was_written_since() {
     assert!(server.take_writes().is_empty(), "it is said already");
 }
 
+#[tokio::test]
+async fn a_restored_pod_is_told_everything_by_one_write_that_leaves_the_kubelets_words_alone() {
+    let server = Apiserver::new();
+    server.create(
+        "pods",
+        json!({
+            "metadata": { "name": "p", "namespace": "n", "annotations": { "torpor.dev/pod-snapshot": "t" } },
+            "spec": { "containers": [], "readinessGates": [{ "conditionType": "torpor.dev/RestoreSettled" }] },
+        }),
+    );
+    let by_kubelet =
+        json!({ "status": { "conditions": [{ "type": "ContainersReady", "status": "True" }] } });
+    let pod = server.edit("pods", "n", "p", &by_kubelet);
+    let read = |object| serde_json::from_value::<Pod>(object).expect("a Pod");
+    let publisher = Publisher::new(server.client(), "node".to_owned());
+    let draft = ConditionDraft::new(
+        torpor_core::status::Truth::True,
+        core::RESTORED,
+        "The Pod goes on from image i.",
+    );
+    let status = StatusDraft {
+        phase: torpor_core::status::Phase::Running,
+        hibernated: None,
+        restored: Some(draft),
+        snapshots: Vec::new(),
+    };
+    server.take_writes();
+    publisher.pod(&read(pod), &status).await.expect("told");
+    assert_eq!(server.take_writes().len(), 1);
+    let told = read(server.get("pods", "n", "p").expect("the Pod"));
+    for kind in [
+        "ContainersReady",
+        "torpor.dev/Restored",
+        "PodRestored",
+        "torpor.dev/RestoreSettled",
+    ] {
+        let said = condition(&told, kind);
+        assert_eq!(
+            said.map(|said| said.status.as_str()),
+            Some("True"),
+            "{kind}"
+        );
+    }
+    publisher.pod(&told, &status).await.expect("told");
+    assert!(server.take_writes().is_empty(), "it is said already");
+}
+
 /// The planner knows nothing of Kubernetes and so has words of its own; they must be the API's.
 #[test]
 fn every_reason_of_the_planner_is_one_of_the_api() {

@@ -59,6 +59,7 @@ fn of_pod_snapshot(pod: &Pod, snapshot: &str, restored: &ConditionDraft) -> Cond
         ConditionDraft::new(Truth::False, pod_snapshot::reasons::NOT_RESTORED, words)
     };
     if let Some(chosen) = pod.annotations().get(pod_snapshot::NAME) {
+        let chosen: String = chosen.chars().take(LONGEST_NAME).collect();
         return no(format!(
             "A sandbox goes on from its newest memory, not from PodSnapshot {chosen:?}; annotation torpor.dev/restore-from starts another Sandbox as a copy of SandboxSnapshot {chosen:?}"
         ));

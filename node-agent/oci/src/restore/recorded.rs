@@ -2,7 +2,7 @@
 
 use torpor_core::Entry;
 use torpor_core::ids::ImageId;
-use torpor_gvisor::record::{ContainerRecord, PodRecord, WakeCause};
+use torpor_gvisor::record::{ContainerRecord, PodRecord, RestoreReport, WakeCause};
 use torpor_snapshots::ledger_file::Error::Fenced;
 use torpor_snapshots::{Image, LedgerFile};
 
@@ -10,22 +10,46 @@ use super::{Refusal, sandbox};
 use crate::node::Node;
 use crate::stages::Stages;
 
-/// Restores with the ledger's entries around it. A Pod that goes on from another's image `takes` it: the marker is there before anything runs, and
-/// from before it on the ledger tells whether this Pod has run. One that has not gives the image back. The caller holds the lock.
+/// What a restore is for.
+pub(super) enum Restored<'a> {
+    /// A sandbox that was hibernated in place goes on.
+    InPlace(WakeCause),
+    /// A new sandbox goes on from an image. `takes`: it is another Pod's, which nobody else may go on from.
+    Anew {
+        takes: bool,
+        report: &'a RestoreReport,
+    },
+}
+
+impl Restored<'_> {
+    fn cause(&self) -> WakeCause {
+        match self {
+            Self::InPlace(cause) => *cause,
+            Self::Anew { .. } => WakeCause::Asked,
+        }
+    }
+
+    fn takes(&self) -> bool {
+        matches!(self, Self::Anew { takes: true, .. })
+    }
+}
+
+/// Restores with the ledger's entries around it. A Pod that goes on from another's image takes it: the marker is there before anything runs, and
+/// from before it on the ledger tells whether this Pod has run. One that has not gives the image back. What is reported of a sandbox that goes on
+/// is there before it is recorded that it does: nobody who finds it running would report it. The caller holds the lock.
 pub(super) fn wake_recorded(
     node: &Node,
     pod: &PodRecord,
     image: &Image,
     parts: &[ContainerRecord],
     ledger: &LedgerFile,
-    cause: WakeCause,
-    takes: bool,
+    what: &Restored<'_>,
 ) -> anyhow::Result<Stages> {
     let waking = ledger.append(&Entry::Waking {
         image: image.id().clone(),
     })?;
     let take = || -> anyhow::Result<()> {
-        if takes {
+        if what.takes() {
             image.mark_consumed(&pod.pod_uid).map_err(Refusal::from)?;
         }
         Ok(())
@@ -33,13 +57,17 @@ pub(super) fn wake_recorded(
     // Once more: an earlier sandbox of this Pod may have given it back meanwhile.
     let awake = || {
         take()?;
+        if let Restored::Anew { report, .. } = what {
+            node.records.write_report(&pod.pod_uid, report)?;
+        }
         Ok(ledger.append_at(waking.seq, &Entry::Awake).map(drop)?)
     };
-    let restored = take().and_then(|()| sandbox::restore(node, pod, image, parts, cause, awake));
+    let restored =
+        take().and_then(|()| sandbox::restore(node, pod, image, parts, what.cause(), awake));
     // A Pod that starts cold instead leaves its memory behind for good.
     if restored.is_err()
         && has_failed(ledger, waking.seq, image.id())?
-        && takes
+        && what.takes()
         && !pod.cold_start_on_failure
     {
         image.release(&pod.pod_uid).map_err(Refusal::from)?;

@@ -178,3 +178,45 @@ fn a_sandbox_that_is_being_suspended_is_woken_by_nobody() {
         assert!(matches!(memory, Memory::Asleep { .. }), "{memory:?}");
     }
 }
+
+/// Somebody may wait for the word on how the restore of such a Pod went.
+#[test]
+fn a_pod_that_was_restored_says_that_it_starts_anew_also_where_its_report_is_gone() {
+    let restored = || RestoreReport::Restored {
+        image: other(),
+        rolled_back: None,
+    };
+    let failed = || RestoreReport::Failed {
+        image: other(),
+        reason: "RestoreFailed".to_owned(),
+        message: "no room".to_owned(),
+    };
+    for (was_restored, last, is_told) in [
+        (true, None, true),
+        (true, Some(failed()), true),
+        (true, Some(restored()), true),
+        (false, Some(restored()), true),
+        (false, None, false),
+    ] {
+        let (_dir, node, pod) = one_pod();
+        let ledger = store(&node).and_then(|store| Ok(store.ledger(&pod.pod_uid)?));
+        let ledger = ledger.expect("a ledger");
+        for entry in [Entry::Waking { image: other() }, Entry::Awake] {
+            ledger.append(&entry).expect("written");
+        }
+        if let Some(last) = &last {
+            let written = node.records.write_report(&pod.pod_uid, last);
+            written.expect("written");
+        }
+        let annotations = match was_restored {
+            true => serde_json::json!({ RESTORE_IMAGE: other().to_string() }),
+            false => serde_json::json!({}),
+        };
+        let spec = Spec(serde_json::json!({ "annotations": annotations }));
+        let state = begin(&node, &pod, &spec).expect("it begins");
+        assert_eq!(state, SandboxState::Running);
+        let report = node.records.report(&pod.pod_uid).expect("read");
+        let told = matches!(report, Some(RestoreReport::ColdStarted { .. }));
+        assert_eq!(told, is_told, "{was_restored}, {last:?}");
+    }
+}
