@@ -5,7 +5,10 @@ use std::{fmt::Debug, pin::pin, sync::Arc};
 use futures::StreamExt;
 use k8s_openapi::{
     api::{
-        core::v1::{PersistentVolumeClaim, Pod, PodSpec, Service, ServiceSpec},
+        core::v1::{
+            ContainerState, ContainerStateRunning, ContainerStatus, PersistentVolumeClaim, Pod,
+            PodSpec, Service, ServiceSpec,
+        },
         networking::v1::NetworkPolicy,
         node::v1::RuntimeClass,
     },
@@ -458,7 +461,7 @@ fn trim_node(node: &mut SandboxNode) {
 }
 
 /// A Pod without what nobody here reads, which is most of it.
-fn trim_pod(pod: &mut Pod) {
+pub fn trim_pod(pod: &mut Pod) {
     trim(pod);
     if let Some(spec) = pod.spec.take() {
         pod.spec = Some(PodSpec {
@@ -468,7 +471,17 @@ fn trim_pod(pod: &mut Pod) {
         });
     }
     if let Some(status) = &mut pod.status {
-        status.container_statuses = None;
+        // Whether they run tells a Pod that was refused its image from one that has memory of its own.
+        for container in status.container_statuses.iter_mut().flatten() {
+            let running = container.state.take().and_then(|state| state.running);
+            *container = ContainerStatus {
+                state: Some(ContainerState {
+                    running: running.map(|_| ContainerStateRunning::default()),
+                    ..ContainerState::default()
+                }),
+                ..ContainerStatus::default()
+            };
+        }
         status.init_container_statuses = None;
         status.ephemeral_container_statuses = None;
     }

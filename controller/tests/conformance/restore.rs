@@ -503,6 +503,33 @@ async fn a_stale_image_is_left_behind_and_the_sandbox_starts_cold() {
     );
 }
 
+/// The kubelet says that it runs, because it has started its container in vain before.
+#[tokio::test]
+async fn a_pod_that_was_refused_its_image_is_suspended_without_another() {
+    let (world, name) = asleep(json!({})).await;
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    world.edit_pod(&json!({
+        "spec": {"nodeName": "n1"},
+        "status": {"phase": "Running", "containerStatuses": [{
+            "name": "c", "image": "i", "imageID": "i", "ready": false, "restartCount": 3,
+            "state": {"waiting": {"reason": "RunContainerError"}},
+            "lastState": {"terminated": {"exitCode": 128, "reason": "StartError"}},
+        }]},
+    }));
+    let refused = condition("torpor.dev/Restored", "False", "SpecMismatch", "another");
+    world.pod_says(refused);
+    world.settle().await;
+    world.edit_sandbox(&mode("Suspended"));
+    world.settle().await;
+    assert!(world.pod_is_going());
+    assert_eq!(
+        world.snapshot(),
+        name,
+        "the image that it was to go on from"
+    );
+}
+
 #[tokio::test]
 async fn a_restore_that_fails_on_the_node_keeps_pod_and_image() {
     let (world, name) = asleep(json!({})).await;

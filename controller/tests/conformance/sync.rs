@@ -37,7 +37,7 @@ pub(crate) fn all(api: &Apiserver, context: &Context) {
             .get("agents.x-k8s.io/sandbox-name-hash")
             .is_some()
     };
-    fill(api, pods, "pods", hashed);
+    fill_trimmed(api, pods, "pods", hashed, watches::trim_pod);
     fill(api, volume_claims, "persistentvolumeclaims", hashed);
     fill(api, services, "services", |_| true);
     fill(api, snapshots, "sandboxsnapshots", |_| true);
@@ -70,10 +70,25 @@ fn fill<K>(
 where
     K: Resource + DeserializeOwned + Debug,
 {
+    fill_trimmed(api, cache, kind, shown, |_| {})
+}
+
+/// Of each object what the watch keeps.
+fn fill_trimmed<K>(
+    api: &Apiserver,
+    cache: &Cache<K>,
+    kind: &str,
+    shown: impl Fn(&Value) -> bool,
+    trim: fn(&mut K),
+) -> Vec<Change<K>>
+where
+    K: Resource + DeserializeOwned + Debug,
+{
     cache.apply(Event::Init);
     for object in api.list(kind).into_iter().filter(|object| shown(object)) {
         // As the watch does with an object that cannot be read.
-        if let Ok(object) = serde_json::from_value(object) {
+        if let Ok(mut object) = serde_json::from_value(object) {
+            trim(&mut object);
             cache.apply(Event::InitApply(object));
         }
     }
