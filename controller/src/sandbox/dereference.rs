@@ -106,7 +106,8 @@ pub async fn dereference(
         sandbox: Arc::clone(&sandbox),
         ..Observed::default()
     };
-    for pod in caches.pods.indexed(&namespace, &name_hash(&name)) {
+    let hash = name_hash(&name);
+    for pod in caches.pods.indexed(&namespace, &hash) {
         observed.learn(Fact::Pod(pod));
     }
     let pod_name = pod_name(&sandbox);
@@ -127,7 +128,7 @@ pub async fn dereference(
         }
     }
     observed.service = caches.services.get(&namespace, &name);
-    let kept = caches.pod_snapshots.indexed(&namespace, &name_hash(&name));
+    let kept = caches.pod_snapshots.indexed(&namespace, &hash);
     observed.pod_snapshot = newest(&kept).map(ResourceExt::name_any);
     for snapshot in caches.snapshots.indexed(&namespace, &name) {
         observed.learn(Fact::Snapshot(snapshot));

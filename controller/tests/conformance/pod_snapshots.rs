@@ -90,10 +90,8 @@ fn agent_saves(world: &World, name: &str) {
 async fn suspended_and_resumed(world: &World) {
     world.edit_sandbox(&mode("Suspended"));
     world.settle().await;
-    let all = world.snapshots();
-    let own = all.iter().find(|one| one["spec"]["reason"] == "Suspend");
-    let name = own.unwrap()["metadata"]["name"].as_str().unwrap();
-    world.edit_snapshot(name, &committed("i.own", "n1"));
+    let own = world.image_of_suspension().unwrap();
+    world.edit_snapshot(&own, &committed("i.own", "n1"));
     world.settle().await;
     world.pod_ends();
     world.settle().await;

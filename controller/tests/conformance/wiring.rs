@@ -61,9 +61,9 @@ impl Running {
     async fn is_suspended(&self) {
         let world = &self.world;
         world.edit_sandbox(&mode("Suspended"));
-        let made = |api: &Apiserver| image_of_suspension(api).is_some();
+        let made = |_: &Apiserver| world.image_of_suspension().is_some();
         world.api.until("there is a snapshot", made).await;
-        let name = image_of_suspension(&world.api).unwrap();
+        let name = world.image_of_suspension().unwrap();
         world.edit_snapshot(&name, &committed("i.1", "n1"));
         let going = |_: &Apiserver| world.pod_is_going();
         world.api.until("the Pod is being deleted", going).await;
@@ -78,13 +78,6 @@ impl Running {
             .unwrap();
         self.world
     }
-}
-
-/// Name of the image that a suspension asked for.
-fn image_of_suspension(api: &Apiserver) -> Option<String> {
-    let all = api.list("sandboxsnapshots");
-    let own = all.iter().find(|one| one["spec"]["reason"] == "Suspend")?;
-    own["metadata"]["name"].as_str().map(str::to_owned)
 }
 
 #[tokio::test]

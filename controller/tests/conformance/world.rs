@@ -185,6 +185,13 @@ impl World {
         self.edit_pod(&json!({"status": {"conditions": all}}));
     }
 
+    /// Name of the SandboxSnapshot that a suspension asked for.
+    pub(crate) fn image_of_suspension(&self) -> Option<String> {
+        let all = self.snapshots();
+        let own = all.iter().find(|one| one["spec"]["reason"] == "Suspend")?;
+        own["metadata"]["name"].as_str().map(str::to_owned)
+    }
+
     pub(crate) fn edit_snapshot(&self, name: &str, patch: &Value) {
         self.api.edit("sandboxsnapshots", NS, name, patch);
     }
