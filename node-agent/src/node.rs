@@ -10,10 +10,9 @@ use torpor_cgroup::{Hierarchies, swap};
 use torpor_core::ids::{ImageId, PodUid, SandboxId};
 use torpor_gvisor::config::Config;
 use torpor_gvisor::control::{self, Control};
-use torpor_gvisor::halt;
 use torpor_gvisor::keeper::{self, Answer, Request, Verb};
 use torpor_gvisor::record::{PodLock, PodRecord, Records, WakeCause};
-use torpor_gvisor::runsc::Runsc;
+use torpor_gvisor::runsc::NodeRunsc;
 use torpor_snapshots::{Fingerprint, SaveError, Store};
 
 use crate::known::Known;
@@ -31,7 +30,7 @@ pub(crate) struct Ability {
 
 #[derive(Debug)]
 pub(crate) struct Node {
-    pub(crate) runsc: Runsc,
+    pub(crate) runsc: NodeRunsc,
     pub(crate) records: Records,
     known: Known,
     pub(crate) store: Store,
@@ -53,7 +52,7 @@ impl Node {
         cgroup_root: &Path,
         swap: Arc<SwapRoom>,
     ) -> Result<Self, SaveError> {
-        let runsc = Runsc::new(&config);
+        let runsc = NodeRunsc::new(&config);
         Ok(Self {
             ability: probe(&config, &runsc),
             records: Records::new(&config),
@@ -123,12 +122,12 @@ impl Node {
     /// The way to the sandbox. One that was stopped while it dozed goes on: the agent may signal nobody, so its keeper does it.
     pub(crate) fn connect(&self, sandbox: &SandboxId) -> Result<Control, control::Error> {
         self.let_go_on(sandbox);
-        Control::connect(self.runsc.root(), sandbox.as_str())
+        self.runsc.connect(sandbox.as_str())
     }
 
     /// For who connects by himself.
     pub(crate) fn let_go_on(&self, sandbox: &SandboxId) {
-        if halt::is_halted(self.runsc.root(), sandbox.as_str()) {
+        if self.runsc.is_halted(sandbox.as_str()) {
             let dir = self.pause_dir(sandbox);
             // Where that fails, so does the connection, and says why.
             let _ = keeper::ask(&dir, &Request::GoOn, &[], CALL_LIMIT);
@@ -141,7 +140,7 @@ impl Node {
     }
 }
 
-fn probe(config: &Config, runsc: &Runsc) -> Result<Ability, String> {
+fn probe(config: &Config, runsc: &NodeRunsc) -> Result<Ability, String> {
     let asked = || -> Result<Ability, torpor_gvisor::probe::Error> {
         let capabilities = torpor_gvisor::probe::capabilities(runsc)?;
         let version = runsc.version(CALL_LIMIT)?;

@@ -4,8 +4,7 @@ use std::collections::BTreeSet;
 
 use torpor_core::ids::{ContainerName, ImageId, PodUid};
 use torpor_core::state::{Doze, Failures, ImageObserved, Live, Observed, Record, Restore};
-use torpor_gvisor::control::{self, Control};
-use torpor_gvisor::halt;
+use torpor_gvisor::control;
 use torpor_gvisor::pause::{self, PauseMark};
 use torpor_gvisor::record::{self, PodRecord, RestoreReport, SandboxState, Session};
 use torpor_gvisor::spec::Role;
@@ -108,10 +107,10 @@ pub(crate) fn words(error: &(dyn std::error::Error + 'static)) -> String {
 fn live(node: &Node, record: &PodRecord, busy: bool) -> Live {
     let sandbox = &record.sandbox;
     // It stands still, and whoever connects lets its processes go on.
-    if halt::is_halted(node.runsc.root(), sandbox.as_str()) {
+    if node.runsc.is_halted(sandbox.as_str()) {
         return Live::Paused;
     }
-    let mut control = match Control::connect(node.runsc.root(), sandbox.as_str()) {
+    let mut control = match node.runsc.connect(sandbox.as_str()) {
         Ok(control) => control,
         Err(control::Error::NotRunning { .. }) => return Live::None,
         Err(_) => return Live::Unknown,
@@ -137,7 +136,7 @@ fn live(node: &Node, record: &PodRecord, busy: bool) -> Live {
 /// The containers that run in the sandbox, or have run: one that was created and not started is not part of an image yet.
 fn started(node: &Node, record: &PodRecord) -> BTreeSet<ContainerName> {
     let sandbox = record.sandbox.as_str();
-    let Ok(mut control) = Control::connect(node.runsc.root(), sandbox) else {
+    let Ok(mut control) = node.runsc.connect(sandbox) else {
         return BTreeSet::new();
     };
     let recorded = node

@@ -16,8 +16,6 @@ use torpor_api::node::{
 };
 use torpor_core::pressure::Resource;
 use torpor_core::state::ImageState;
-use torpor_gvisor::control::Control;
-use torpor_gvisor::halt;
 use torpor_gvisor::record::SandboxState;
 use torpor_snapshots::Listed;
 
@@ -281,9 +279,8 @@ fn counts(node: &Node) -> SandboxCounts {
         match node.records.state(&pod.sandbox) {
             Ok(SandboxState::Hibernated { .. }) => counts.hibernated += 1,
             Ok(SandboxState::Running) => {
-                let (root, sandbox) = (node.runsc.root(), pod.sandbox.as_str());
-                let lives =
-                    halt::is_halted(root, sandbox) || Control::connect(root, sandbox).is_ok();
+                let sandbox = pod.sandbox.as_str();
+                let lives = node.runsc.is_halted(sandbox) || node.runsc.connect(sandbox).is_ok();
                 let paused = node.records.is_noted_paused(&pod.sandbox);
                 let dozes = paused && matches!(node.records.doze(&pod.sandbox), Ok(Some(_)));
                 counts.dozing += i32::from(lives && dozes);

@@ -6,7 +6,7 @@ use std::time::Duration;
 use torpor_snapshots::{Digest, Fingerprint};
 
 use crate::config::Config;
-use crate::runsc::{self, Runsc, SANDBOX_FLAGS};
+use crate::runsc::{self, NodeRunsc, SANDBOX_FLAGS};
 
 const LIMIT: Duration = Duration::from_secs(20);
 
@@ -32,7 +32,7 @@ pub struct Capabilities {
 }
 
 /// Asks runsc, by its help texts (gVisor has no other way to be asked).
-pub fn capabilities(runsc: &Runsc) -> Result<Capabilities, Error> {
+pub fn capabilities(runsc: &NodeRunsc) -> Result<Capabilities, Error> {
     let checkpoint = runsc.capture("help", &["checkpoint"], LIMIT)?;
     let restore = runsc.capture("help", &["restore"], LIMIT)?;
     let commands = runsc.capture("help", &[], LIMIT)?;

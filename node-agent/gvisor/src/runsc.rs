@@ -10,7 +10,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::MemfdFlags;
 
 use crate::config::Config;
-use crate::control::Control;
+use crate::control::{self, Control};
+use crate::halt;
 
 pub(crate) mod records;
 
@@ -68,7 +69,76 @@ pub struct Stdio3 {
     pub stderr: OwnedFd,
 }
 
-/// The runsc of this node, with its root directory and flags.
+/// The runsc of this node with its flags, and the directory that holds the root directories of its sandboxes.
+#[derive(Debug, Clone)]
+pub struct NodeRunsc(Runsc);
+
+impl NodeRunsc {
+    pub fn new(config: &Config) -> Self {
+        Self(Runsc {
+            path: config.runsc.clone(),
+            root: config.runsc_root(),
+            platform: config.platform.clone(),
+            debug_log_dir: config.debug_log_dir.clone(),
+            lenient: false,
+        })
+    }
+
+    /// `runsc --root` for a sandbox: see [`records::root_of`].
+    pub fn root_of(&self, sandbox: &str) -> PathBuf {
+        records::root_of(&self.0.root, sandbox)
+    }
+
+    /// The runsc for one sandbox and its containers.
+    pub fn of(&self, sandbox: &str) -> Runsc {
+        Runsc {
+            root: self.root_of(sandbox),
+            ..self.0.clone()
+        }
+    }
+
+    /// The way to the sandbox, which goes on if it was stopped.
+    pub fn connect(&self, sandbox: &str) -> Result<Control, control::Error> {
+        Control::connect(&self.root_of(sandbox), sandbox)
+    }
+
+    /// Whether the sandbox' processes were stopped while it dozes.
+    pub fn is_halted(&self, sandbox: &str) -> bool {
+        halt::is_halted(&self.root_of(sandbox), sandbox)
+    }
+
+    /// First line of `runsc --version`, without its prefix.
+    pub fn version(&self, limit: Duration) -> Result<String, Error> {
+        let text = self.capture("--version", &[], limit)?;
+        let line = text.lines().next().unwrap_or_default();
+        Ok(line
+            .strip_prefix("runsc version ")
+            .unwrap_or(line)
+            .trim()
+            .to_owned())
+    }
+
+    /// What a command that only prints text prints, stdout and stderr together.
+    pub fn capture(&self, name: &str, args: &[&str], limit: Duration) -> Result<String, Error> {
+        let output = memory_file(name, MemfdFlags::CLOEXEC)?;
+        let mut command = Command::new(&self.0.path);
+        command.arg(name).args(args).stdin(Stdio::null());
+        write_to(&mut command, name, &output)?;
+        let status = finish(name, command, limit)?;
+        let text = read_head(output.into(), PRINTED_OUTPUT);
+        if status.success() {
+            Ok(text)
+        } else {
+            Err(Error::Failed {
+                command: name.to_owned(),
+                status,
+                output: text,
+            })
+        }
+    }
+}
+
+/// The runsc of a sandbox, with its root directory and flags.
 #[derive(Debug, Clone)]
 pub struct Runsc {
     path: PathBuf,
@@ -79,16 +149,6 @@ pub struct Runsc {
 }
 
 impl Runsc {
-    pub fn new(config: &Config) -> Self {
-        Self {
-            path: config.runsc.clone(),
-            root: config.runsc_root(),
-            platform: config.platform.clone(),
-            debug_log_dir: config.debug_log_dir.clone(),
-            lenient: false,
-        }
-    }
-
     /// The same with the build that runs a given pod.
     #[must_use]
     pub fn build(&self, path: &Path) -> Self {
@@ -193,36 +253,6 @@ impl Runsc {
         self.run("delete", None, limit, |command| {
             command.arg("--force").arg(id);
         })
-    }
-
-    /// First line of `runsc --version`, without its prefix.
-    pub fn version(&self, limit: Duration) -> Result<String, Error> {
-        let text = self.capture("--version", &[], limit)?;
-        let line = text.lines().next().unwrap_or_default();
-        Ok(line
-            .strip_prefix("runsc version ")
-            .unwrap_or(line)
-            .trim()
-            .to_owned())
-    }
-
-    /// What a command that only prints text prints, stdout and stderr together.
-    pub fn capture(&self, name: &str, args: &[&str], limit: Duration) -> Result<String, Error> {
-        let output = memory_file(name, MemfdFlags::CLOEXEC)?;
-        let mut command = Command::new(&self.path);
-        command.arg(name).args(args).stdin(Stdio::null());
-        write_to(&mut command, name, &output)?;
-        let status = finish(name, command, limit)?;
-        let text = read_head(output.into(), PRINTED_OUTPUT);
-        if status.success() {
-            Ok(text)
-        } else {
-            Err(Error::Failed {
-                command: name.to_owned(),
-                status,
-                output: text,
-            })
-        }
     }
 
     /// Output goes to memory files and not to pipes: runsc's long-lived children inherit it, and a pipe would never end.
@@ -359,7 +389,7 @@ mod tests {
     #[test]
     fn a_command_that_does_not_end_is_stopped_and_its_effect_unknown() {
         let limit = Duration::from_millis(50);
-        let error = runsc_that_is("sleep")
+        let error = NodeRunsc(runsc_that_is("sleep"))
             .capture("60", &[], limit)
             .expect_err("too slow");
         assert!(matches!(error, Error::TimedOut { .. }));
@@ -368,7 +398,7 @@ mod tests {
     #[test]
     fn a_failure_carries_what_the_command_printed() {
         let limit = Duration::from_secs(5);
-        let error = runsc_that_is("ls")
+        let error = NodeRunsc(runsc_that_is("ls"))
             .capture("/does-not-exist", &[], limit)
             .expect_err("fails");
         assert!(error.to_string().contains("does-not-exist"), "{error}");

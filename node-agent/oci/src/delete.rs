@@ -110,7 +110,8 @@ fn delete_sandbox(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
         node,
         &cgroup::beside(&record.cgroup, record.sandbox.as_str()),
     )?;
-    node.runsc.sweep(record.sandbox.as_str())?;
+    let runsc = node.runsc.of(record.sandbox.as_str());
+    runsc.sweep(record.sandbox.as_str())?;
     end_keeper(node, record)?;
     remove_cgroup(node, &record.cgroup)?;
     node.records.remove_container(&record.id)?;
@@ -128,7 +129,9 @@ fn forget_pod(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
 
 /// `create` failed before there was a record of the container.
 fn forget_half_made(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
-    node.runsc.delete(id.as_str(), COMMAND_LIMIT)?;
+    for runsc in node.runsc.that_know(id.as_str())? {
+        runsc.delete(id.as_str(), COMMAND_LIMIT)?;
+    }
     node.records.remove_container(id)?;
     let Ok(sandbox) = SandboxId::try_from(id.as_str().to_owned()) else {
         return Ok(());

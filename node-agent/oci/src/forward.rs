@@ -114,10 +114,9 @@ impl Helper {
         let program = File::open("/proc/self/exe").context("cannot open the own program")?;
         let port = port.to_string();
         let args = helper_args(&["torpor-forward", "forward-inside", &port], pause.as_str())?;
-        let root = node.runsc.root();
         // Both connections before the helper: what has begun can be waited for.
-        let mut control = Control::connect(root, sandbox.as_str())?;
-        let mut waiting = Control::connect(root, sandbox.as_str())?;
+        let mut control = node.runsc.connect(sandbox.as_str())?;
+        let mut waiting = node.runsc.connect(sandbox.as_str())?;
         let files = [
             theirs.as_fd(),
             nothing.as_fd(),
@@ -140,9 +139,12 @@ impl Helper {
     fn end(mut self, node: &Node, sandbox: &SandboxId) {
         let (pause, scope) = (self.pause.as_str(), SignalScope::Process);
         // One that has ended by itself, or with its sandbox, needs no signal.
-        let _ = Control::connect(node.runsc.root(), sandbox.as_str()).and_then(|mut control| {
-            control.signal(pause, self.pid, Signal::SIGKILL as i32, scope, END_LIMIT)
-        });
+        let _ = node
+            .runsc
+            .connect(sandbox.as_str())
+            .and_then(|mut control| {
+                control.signal(pause, self.pid, Signal::SIGKILL as i32, scope, END_LIMIT)
+            });
         let _ = self.waiting.wait_result_within(END_LIMIT);
     }
 }

@@ -18,7 +18,6 @@ use rustix::termios::Termios;
 use torpor_core::ids::ContainerId;
 use torpor_core::state::NOT_WATCHED;
 use torpor_gvisor::control::{self, Control};
-use torpor_gvisor::halt;
 use torpor_gvisor::keeper::{Answer, Rules};
 use torpor_gvisor::record::{ContainerRecord, SandboxState, WakeCause};
 use torpor_gvisor::spec::Role;
@@ -160,7 +159,7 @@ impl Keeper<'_> {
         if let Some(watch) = &mut self.watch {
             let sandbox = self.record.sandbox.as_str();
             // Somebody may have let it go on without waking it.
-            if watch.is_halted() && !halt::is_halted(self.node.runsc.root(), sandbox) {
+            if watch.is_halted() && !self.node.runsc.is_halted(sandbox) {
                 watch.go_on();
             }
             let next = watch.turn();
@@ -505,7 +504,7 @@ impl Keeper<'_> {
 
     fn attach(&self) -> Result<Control, control::Error> {
         let sandbox = self.record.sandbox.as_str();
-        let mut control = Control::connect(self.node.runsc.root(), sandbox)?;
+        let mut control = self.node.runsc.connect(sandbox)?;
         control.begin_wait(self.record.id.as_str())?;
         Ok(control)
     }

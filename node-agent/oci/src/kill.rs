@@ -6,7 +6,7 @@ use anyhow::{Context, bail, ensure};
 use nix::sys::signal::Signal;
 use torpor_cgroup as cgroup;
 use torpor_core::ids::{ContainerId, SandboxId};
-use torpor_gvisor::control::{self, Control, SignalScope};
+use torpor_gvisor::control::{self, SignalScope};
 use torpor_gvisor::keeper::{self, Request};
 use torpor_gvisor::pause;
 use torpor_gvisor::record::{ContainerRecord, SandboxState, WakeCause};
@@ -170,7 +170,7 @@ fn end_orphaned(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
     }
     // Somebody died who had paused it for a save: as long as it stands still its programs do not end either.
     run_on(node, record)?;
-    let connected = Control::connect(node.runsc.root(), record.sandbox.as_str());
+    let connected = node.runsc.connect(record.sandbox.as_str());
     let ended = connected.and_then(|mut control| {
         let (all, kill) = (SignalScope::All, Signal::SIGKILL as i32);
         control.signal(record.id.as_str(), 0, kill, all, CALL_LIMIT)
@@ -208,7 +208,7 @@ fn is_saved_and_paused(node: &Node, record: &ContainerRecord) -> anyhow::Result<
 /// Resumes the container's sandbox if it stands still. The caller holds the lock.
 fn run_on(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
     let (sandbox, records) = (&record.sandbox, &node.records);
-    let Ok(mut control) = Control::connect(node.runsc.root(), sandbox.as_str()) else {
+    let Ok(mut control) = node.runsc.connect(sandbox.as_str()) else {
         return Ok(());
     };
     if pause::is_paused(records, &mut control, sandbox, CALL_LIMIT)? {
@@ -236,7 +236,9 @@ fn send(node: &Node, record: &ContainerRecord, signal: Number, all: bool) -> any
     } else {
         SignalScope::Process
     };
-    let sent = Control::connect(node.runsc.root(), record.sandbox.as_str())
+    let sent = node
+        .runsc
+        .connect(record.sandbox.as_str())
         .and_then(|mut control| control.signal(record.id.as_str(), 0, signal.0, scope, CALL_LIMIT));
     match sent {
         Ok(()) => Ok(()),

@@ -12,7 +12,7 @@ use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_gvisor::config::Config;
 use torpor_gvisor::expedite::{self, Expedited};
 use torpor_gvisor::record::{ContainerRecord, Records};
-use torpor_gvisor::runsc::Runsc;
+use torpor_gvisor::runsc::{NodeRunsc, Runsc};
 
 /// A runsc command that takes longer hangs: the slowest, a restore, loads a gigabyte per second or so. The kubelet's own
 /// limit for a call is two minutes.
@@ -39,7 +39,7 @@ pub(crate) fn read_oci_json(path: &Path, what: &str) -> anyhow::Result<Value> {
 
 pub(crate) struct Node {
     pub(crate) config: Config,
-    pub(crate) runsc: Runsc,
+    pub(crate) runsc: NodeRunsc,
     pub(crate) records: Records,
     pub(crate) cgroups: Hierarchies,
 }
@@ -48,7 +48,7 @@ impl Node {
     pub(crate) fn here() -> anyhow::Result<Self> {
         let config = Config::beside_own_binary()?;
         Ok(Self {
-            runsc: Runsc::new(&config),
+            runsc: NodeRunsc::new(&config),
             records: Records::new(&config),
             cgroups: Hierarchies::find(Path::new(CGROUP_ROOT))?,
             config,
@@ -63,9 +63,10 @@ impl Node {
 
     /// The runsc of a pod; of one that is not known, the node's.
     pub(crate) fn runsc_of(&self, sandbox: &SandboxId) -> Runsc {
+        let runsc = self.runsc.of(sandbox.as_str());
         match self.records.pod(sandbox) {
-            Ok(pod) => self.runsc.build(&pod.runsc),
-            Err(_) => self.runsc.clone(),
+            Ok(pod) => runsc.build(&pod.runsc),
+            Err(_) => runsc,
         }
     }
 
@@ -121,7 +122,7 @@ pub(crate) mod tests {
         };
         std::fs::create_dir(&config.store_dir).expect("made");
         let node = Node {
-            runsc: Runsc::new(&config),
+            runsc: NodeRunsc::new(&config),
             records: Records::new(&config),
             cgroups: Hierarchies::find(dir.path()).expect("found"),
             config,

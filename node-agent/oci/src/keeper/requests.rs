@@ -6,7 +6,6 @@ use std::process::{Command, Stdio};
 
 use nix::sys::socket::{SockFlag, accept4};
 use torpor_core::ids::ImageId;
-use torpor_gvisor::control::Control;
 use torpor_gvisor::keeper::{Answer, Request, Verb, receive, send};
 use torpor_gvisor::record::WakeCause;
 use torpor_wake::sensor::Next;
@@ -146,7 +145,7 @@ impl Keeper<'_> {
             }
             Request::GoOn => {
                 let sandbox = self.record.sandbox.as_str();
-                let connected = Control::connect(self.node.runsc.root(), sandbox);
+                let connected = self.node.runsc.connect(sandbox);
                 if let Some(watch) = &mut self.watch {
                     watch.go_on();
                 }

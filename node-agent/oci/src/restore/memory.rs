@@ -4,7 +4,6 @@ use anyhow::ensure;
 use torpor_core::Entry;
 use torpor_core::ids::{ImageId, SandboxId};
 use torpor_core::ledger::Memory;
-use torpor_gvisor::control::Control;
 use torpor_gvisor::pause;
 use torpor_gvisor::record::NOT_HELD_OPEN;
 use torpor_snapshots::{ImageError, LedgerFile};
@@ -26,7 +25,7 @@ pub(crate) fn memory_image(node: &Node, sandbox: &SandboxId) -> anyhow::Result<O
 
 /// The image that is the memory of a sandbox that stands still, for as long as it does. The caller holds the lock.
 pub(crate) fn stands_in(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Option<ImageId>> {
-    let Ok(mut control) = Control::connect(node.runsc.root(), sandbox.as_str()) else {
+    let Ok(mut control) = node.runsc.connect(sandbox.as_str()) else {
         return Ok(None);
     };
     if !pause::is_paused(&node.records, &mut control, sandbox, CALL_LIMIT)? {

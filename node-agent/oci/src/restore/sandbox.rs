@@ -347,13 +347,14 @@ fn remove_remains(node: &Node, pod: &PodRecord, parts: &[ContainerRecord]) -> an
     kill_processes(node, &pod.cgroup)?;
     // The root container last: the others' records name it.
     for part in parts.iter().rev() {
-        if node.runsc.knows(part.id.as_str(), pod.sandbox.as_str()) {
-            node.runsc_of(&pod.sandbox)
-                .delete(part.id.as_str(), COMMAND_LIMIT)?;
+        let runsc = node.runsc_of(&pod.sandbox);
+        if runsc.knows(part.id.as_str(), pod.sandbox.as_str()) {
+            runsc.delete(part.id.as_str(), COMMAND_LIMIT)?;
         }
     }
     // Nothing of it lives: what there still is belongs to a container that is gone, and the next restore would read it.
-    node.runsc.sweep(pod.sandbox.as_str())?;
+    let runsc = node.runsc.of(pod.sandbox.as_str());
+    runsc.sweep(pod.sandbox.as_str())?;
     // What does not run is not paused either.
     node.records.forget_pause(&pod.sandbox)?;
     remove_filestores(node, pod, parts)?;
