@@ -103,14 +103,14 @@ fn delete_sandbox(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
             delete_container(node, &container)?;
         }
     }
-    node.runsc_of(&record.sandbox)
-        .delete(record.sandbox.as_str(), COMMAND_LIMIT)?;
+    // Once, for all of it: where a sandbox' records are is seen by those of its root container.
+    let runsc = node.runsc_of(&record.sandbox);
+    runsc.delete(record.sandbox.as_str(), COMMAND_LIMIT)?;
     // Not from the pod's record: what is to go must go also when that cannot be read.
     remove_cgroup(
         node,
         &cgroup::beside(&record.cgroup, record.sandbox.as_str()),
     )?;
-    let runsc = node.runsc.of(record.sandbox.as_str());
     runsc.sweep(record.sandbox.as_str())?;
     end_keeper(node, record)?;
     remove_cgroup(node, &record.cgroup)?;

@@ -345,15 +345,15 @@ pub(super) fn end(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
 
 fn remove_remains(node: &Node, pod: &PodRecord, parts: &[ContainerRecord]) -> anyhow::Result<()> {
     kill_processes(node, &pod.cgroup)?;
+    // Once, for all of it: where a sandbox' records are is seen by those of its root container.
+    let runsc = node.runsc_of(&pod.sandbox);
     // The root container last: the others' records name it.
     for part in parts.iter().rev() {
-        let runsc = node.runsc_of(&pod.sandbox);
         if runsc.knows(part.id.as_str(), pod.sandbox.as_str()) {
             runsc.delete(part.id.as_str(), COMMAND_LIMIT)?;
         }
     }
     // Nothing of it lives: what there still is belongs to a container that is gone, and the next restore would read it.
-    let runsc = node.runsc.of(pod.sandbox.as_str());
     runsc.sweep(pod.sandbox.as_str())?;
     // What does not run is not paused either.
     node.records.forget_pause(&pod.sandbox)?;
