@@ -211,8 +211,8 @@ fn act(
 /// Whether a process without which the sandbox cannot run on has ended while it stood still.
 fn is_broken(context: &Context<'_>) -> bool {
     let has_gofers = |record: &PodRecord| {
-        let sandbox = record.sandbox.as_str();
-        context.node.runsc.of(sandbox).has_its_gofers(sandbox)
+        let runsc = context.node.runsc.of(&record.sandbox);
+        runsc.has_its_gofers(record.sandbox.as_str())
     };
     context
         .sandbox
@@ -405,7 +405,7 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
         return unwatched;
     }
     context.node.let_go_on(&record.sandbox);
-    let root = context.node.runsc.root_of(record.sandbox.as_str());
+    let root = context.node.runsc.root_of(&record.sandbox);
     let saved = match containers_in(context, &record.sandbox) {
         Ok(all) => save::checkpoint(&root, &record.sandbox, &all, &partial, save_limit(memory)),
         Err(error) => return failed("NoRecord", &error),

@@ -122,12 +122,12 @@ impl Node {
     /// The way to the sandbox. One that was stopped while it dozed goes on: the agent may signal nobody, so its keeper does it.
     pub(crate) fn connect(&self, sandbox: &SandboxId) -> Result<Control, control::Error> {
         self.let_go_on(sandbox);
-        self.runsc.connect(sandbox.as_str())
+        self.runsc.connect(sandbox)
     }
 
     /// For who connects by himself.
     pub(crate) fn let_go_on(&self, sandbox: &SandboxId) {
-        if self.runsc.is_halted(sandbox.as_str()) {
+        if self.runsc.is_halted(sandbox) {
             let dir = self.pause_dir(sandbox);
             // Where that fails, so does the connection, and says why.
             let _ = keeper::ask(&dir, &Request::GoOn, &[], CALL_LIMIT);

@@ -107,10 +107,10 @@ pub(crate) fn words(error: &(dyn std::error::Error + 'static)) -> String {
 fn live(node: &Node, record: &PodRecord, busy: bool) -> Live {
     let sandbox = &record.sandbox;
     // It stands still, and whoever connects lets its processes go on.
-    if node.runsc.is_halted(sandbox.as_str()) {
+    if node.runsc.is_halted(sandbox) {
         return Live::Paused;
     }
-    let mut control = match node.runsc.connect(sandbox.as_str()) {
+    let mut control = match node.runsc.connect(sandbox) {
         Ok(control) => control,
         Err(control::Error::NotRunning { .. }) => return Live::None,
         Err(_) => return Live::Unknown,
@@ -135,7 +135,7 @@ fn live(node: &Node, record: &PodRecord, busy: bool) -> Live {
 
 /// The containers that run in the sandbox, or have run: one that was created and not started is not part of an image yet.
 fn started(node: &Node, record: &PodRecord) -> BTreeSet<ContainerName> {
-    let sandbox = record.sandbox.as_str();
+    let sandbox = &record.sandbox;
     let Ok(mut control) = node.runsc.connect(sandbox) else {
         return BTreeSet::new();
     };

@@ -279,7 +279,7 @@ fn counts(node: &Node) -> SandboxCounts {
         match node.records.state(&pod.sandbox) {
             Ok(SandboxState::Hibernated { .. }) => counts.hibernated += 1,
             Ok(SandboxState::Running) => {
-                let sandbox = pod.sandbox.as_str();
+                let sandbox = &pod.sandbox;
                 let lives = node.runsc.is_halted(sandbox) || node.runsc.connect(sandbox).is_ok();
                 let paused = node.records.is_noted_paused(&pod.sandbox);
                 let dozes = paused && matches!(node.records.doze(&pod.sandbox), Ok(Some(_)));

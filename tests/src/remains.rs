@@ -97,13 +97,15 @@ impl Footprint {
         let cgroups = machine::cgroups_naming(&words).into_iter();
         let cgroups = cgroups.map(|path| format!("cgroup {}", path.display()));
         let state = &node.config.state_dir;
-        let files = ["runsc", "pods", "containers"].into_iter().flat_map(|dir| {
-            let names = std::fs::read_dir(state.join(dir))
-                .into_iter()
-                .flatten()
-                .flatten();
-            names.map(|entry| entry.path()).collect::<Vec<PathBuf>>()
-        });
+        let names = |dir: PathBuf| {
+            let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+            entries.map(|entry| entry.path()).collect::<Vec<PathBuf>>()
+        };
+        let mut dirs = vec![state.join("pods"), state.join("containers")];
+        // What is in it, and in each of the root directories in it.
+        dirs.extend(names(state.join("runsc")));
+        dirs.push(state.join("runsc"));
+        let files = dirs.into_iter().flat_map(names);
         let files = files
             .filter(|path| {
                 words

@@ -111,8 +111,8 @@ impl Config {
         (plain && path.is_file()).then_some(path)
     }
 
-    /// `runsc --root`.
-    pub fn runsc_root(&self) -> PathBuf {
+    /// What holds the root directories of runsc: see [`crate::runsc::NodeRunsc::root_of`].
+    pub fn runsc_base(&self) -> PathBuf {
         self.state_dir.join("runsc")
     }
 
@@ -128,8 +128,18 @@ impl Config {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
+
+    /// Of a node whose state is in this directory.
+    pub(crate) fn on(state_dir: &Path) -> Config {
+        let text = r#"{"runsc":"/r","runsc_digest":"blake3:00","state_dir":"","store_dir":"/i","kubelet_root":"/k"}"#;
+        let config: Config = serde_json::from_str(text).expect("understood");
+        Config {
+            state_dir: state_dir.to_owned(),
+            ..config
+        }
+    }
 
     #[test]
     fn a_configuration_of_a_newer_version_is_read() {

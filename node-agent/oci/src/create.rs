@@ -221,6 +221,8 @@ fn record_pod(node: &Node, spec: &Spec, sandbox: &SandboxId) -> anyhow::Result<(
         pod_uid,
     };
     node.records.create_pod_dir(sandbox)?;
+    // Before runsc runs, and for as long as the pod lives.
+    node.records.note_spread(sandbox)?;
     node.cgroups.create(&pod.cgroup)?;
     node.records.write_pod(&pod)?;
     Ok(())

@@ -64,8 +64,9 @@ fn halt(node: &Node, sandbox: &SandboxId) {
     let pause = node.records.container_dir(&sandbox.clone().into());
     let spoken_for = keeper::ask(&pause, &Request::Halt, &[], CALL_LIMIT);
     let halted = match spoken_for {
-        Ok(_) => halt::halt(&node.runsc.root_of(sandbox.as_str()), sandbox.as_str())
-            .map_err(anyhow::Error::new),
+        Ok(_) => {
+            halt::halt(&node.runsc.root_of(sandbox), sandbox.as_str()).map_err(anyhow::Error::new)
+        }
         Err(error) => Err(error.into()),
     };
     if let Err(error) = halted {
@@ -95,14 +96,7 @@ pub(crate) fn rouse(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyho
         anyhow::Ok(sleeps)
     };
     // The sandbox itself may have ended, too.
-    let is_broken = || {
-        anyhow::Ok(
-            !node
-                .runsc
-                .of(sandbox.as_str())
-                .has_its_gofers(sandbox.as_str())?,
-        )
-    };
+    let is_broken = || anyhow::Ok(!node.runsc.of(sandbox).has_its_gofers(sandbox.as_str())?);
     if node.records.doze(sandbox)?.is_some() && is_broken()? && restored()? {
         return Ok(true);
     }
@@ -168,7 +162,7 @@ fn resume(node: &Node, sandbox: &SandboxId, stages: &mut Stages) -> anyhow::Resu
     };
     let about_to_run = restore::about_to_run(node, sandbox)?;
     // What ends from now on takes the memory along; what ended before this does not.
-    let runsc = node.runsc.of(sandbox.as_str());
+    let runsc = node.runsc.of(sandbox);
     if about_to_run.leaves_an_image() && !runsc.has_its_gofers_beside(sandbox.as_str(), &control)? {
         about_to_run.take_back()?;
         return Ok(Resumed::Broke);
@@ -188,7 +182,7 @@ fn dozing(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Option<Control>> {
     if node.records.doze(sandbox)?.is_none() {
         return Ok(None);
     }
-    let Ok(mut control) = node.runsc.connect(sandbox.as_str()) else {
+    let Ok(mut control) = node.runsc.connect(sandbox) else {
         return Ok(None);
     };
     let dozes = pause::is_dozing(&node.records, &mut control, sandbox, CALL_LIMIT)?;

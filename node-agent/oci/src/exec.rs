@@ -208,10 +208,7 @@ fn start(
         Some(terminal) => [terminal.as_fd(); 3],
         None => [stdin.as_fd(), stdout.as_fd(), stderr.as_fd()],
     };
-    let (uid, gid) = node
-        .runsc
-        .of(sandbox.as_str())
-        .sandbox_user(sandbox.as_str())?;
+    let (uid, gid) = node.runsc.of(sandbox).sandbox_user(sandbox.as_str())?;
     for file in files {
         match fchown(file, Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid))) {
             // What has no owner (or one that cannot be changed) is used as it is.
@@ -219,7 +216,7 @@ fn start(
             Err(error) => return Err(error).context("cannot give the streams to the sandbox"),
         }
     }
-    let mut control = node.runsc.connect(sandbox.as_str())?;
+    let mut control = node.runsc.connect(sandbox)?;
     Ok(control.execute(request, &files, CALL_LIMIT)?)
 }
 
@@ -278,12 +275,12 @@ pub(crate) fn wait(
 ) -> anyhow::Result<ExitCode> {
     // The agent does not put the sandbox to sleep under a session. Without the lock it might, which ends only the session.
     let _session = node.records.join_sessions(sandbox, session).ok();
-    let mut control = node.runsc.connect(sandbox.as_str())?;
+    let mut control = node.runsc.connect(sandbox)?;
     control.begin_wait_pid(container.as_str(), pid)?;
     if terminal {
         nix::unistd::setsid().context("cannot begin a session")?;
         rustix::process::ioctl_tiocsctty(std::io::stdin()).context("cannot take the terminal")?;
-        let (root, sandbox) = (node.runsc.root_of(sandbox.as_str()), sandbox.clone());
+        let (root, sandbox) = (node.runsc.root_of(sandbox), sandbox.clone());
         let container = container.clone();
         let signals = terminal_signals();
         signals.thread_block().context("cannot block signals")?;
@@ -314,7 +311,7 @@ pub(crate) fn end(node: &Node, container: &ContainerId, pid: i32) {
     // One whose container was removed has ended with it.
     if let Ok(record) = node.container(container) {
         end_process(
-            &node.runsc.root_of(record.sandbox.as_str()),
+            &node.runsc.root_of(&record.sandbox),
             &record.sandbox,
             container,
             pid,

@@ -115,8 +115,8 @@ impl Helper {
         let port = port.to_string();
         let args = helper_args(&["torpor-forward", "forward-inside", &port], pause.as_str())?;
         // Both connections before the helper: what has begun can be waited for.
-        let mut control = node.runsc.connect(sandbox.as_str())?;
-        let mut waiting = node.runsc.connect(sandbox.as_str())?;
+        let mut control = node.runsc.connect(sandbox)?;
+        let mut waiting = node.runsc.connect(sandbox)?;
         let files = [
             theirs.as_fd(),
             nothing.as_fd(),
@@ -139,12 +139,9 @@ impl Helper {
     fn end(mut self, node: &Node, sandbox: &SandboxId) {
         let (pause, scope) = (self.pause.as_str(), SignalScope::Process);
         // One that has ended by itself, or with its sandbox, needs no signal.
-        let _ = node
-            .runsc
-            .connect(sandbox.as_str())
-            .and_then(|mut control| {
-                control.signal(pause, self.pid, Signal::SIGKILL as i32, scope, END_LIMIT)
-            });
+        let _ = node.runsc.connect(sandbox).and_then(|mut control| {
+            control.signal(pause, self.pid, Signal::SIGKILL as i32, scope, END_LIMIT)
+        });
         let _ = self.waiting.wait_result_within(END_LIMIT);
     }
 }

@@ -157,7 +157,7 @@ impl Keeper<'_> {
             self.end_exec(pid);
         }
         if let Some(watch) = &mut self.watch {
-            let sandbox = self.record.sandbox.as_str();
+            let sandbox = &self.record.sandbox;
             // Somebody may have let it go on without waking it.
             if watch.is_halted() && !self.node.runsc.is_halted(sandbox) {
                 watch.go_on();
@@ -503,7 +503,7 @@ impl Keeper<'_> {
     }
 
     fn attach(&self) -> Result<Control, control::Error> {
-        let sandbox = self.record.sandbox.as_str();
+        let sandbox = &self.record.sandbox;
         let mut control = self.node.runsc.connect(sandbox)?;
         control.begin_wait(self.record.id.as_str())?;
         Ok(control)

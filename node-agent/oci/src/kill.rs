@@ -170,7 +170,7 @@ fn end_orphaned(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
     }
     // Somebody died who had paused it for a save: as long as it stands still its programs do not end either.
     run_on(node, record)?;
-    let connected = node.runsc.connect(record.sandbox.as_str());
+    let connected = node.runsc.connect(&record.sandbox);
     let ended = connected.and_then(|mut control| {
         let (all, kill) = (SignalScope::All, Signal::SIGKILL as i32);
         control.signal(record.id.as_str(), 0, kill, all, CALL_LIMIT)
@@ -208,7 +208,7 @@ fn is_saved_and_paused(node: &Node, record: &ContainerRecord) -> anyhow::Result<
 /// Resumes the container's sandbox if it stands still. The caller holds the lock.
 fn run_on(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
     let (sandbox, records) = (&record.sandbox, &node.records);
-    let Ok(mut control) = node.runsc.connect(sandbox.as_str()) else {
+    let Ok(mut control) = node.runsc.connect(sandbox) else {
         return Ok(());
     };
     if pause::is_paused(records, &mut control, sandbox, CALL_LIMIT)? {
@@ -238,7 +238,7 @@ fn send(node: &Node, record: &ContainerRecord, signal: Number, all: bool) -> any
     };
     let sent = node
         .runsc
-        .connect(record.sandbox.as_str())
+        .connect(&record.sandbox)
         .and_then(|mut control| control.signal(record.id.as_str(), 0, signal.0, scope, CALL_LIMIT));
     match sent {
         Ok(()) => Ok(()),

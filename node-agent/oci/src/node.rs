@@ -63,7 +63,7 @@ impl Node {
 
     /// The runsc of a pod; of one that is not known, the node's.
     pub(crate) fn runsc_of(&self, sandbox: &SandboxId) -> Runsc {
-        let runsc = self.runsc.of(sandbox.as_str());
+        let runsc = self.runsc.of(sandbox);
         match self.records.pod(sandbox) {
             Ok(pod) => runsc.build(&pod.runsc),
             Err(_) => runsc,

@@ -54,7 +54,7 @@ pub(crate) fn pause(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
     if node.records.state(&record.sandbox)? != SandboxState::Running {
         bail!("the sandbox is not running");
     }
-    let mut control = node.runsc.connect(record.sandbox.as_str())?;
+    let mut control = node.runsc.connect(&record.sandbox)?;
     let now = SystemTime::now();
     pause::pause(
         &node.records,
@@ -69,7 +69,7 @@ pub(crate) fn pause(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
 pub(crate) fn resume(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
     let record = node.container(id)?;
     let _lock = node.records.lock(&record.sandbox)?;
-    let mut control = node.runsc.connect(record.sandbox.as_str())?;
+    let mut control = node.runsc.connect(&record.sandbox)?;
     let about_to_run = restore::about_to_run(node, &record.sandbox)?;
     let resumed = pause::resume(&node.records, &mut control, &record.sandbox, CALL_LIMIT);
     if !about_to_run.settle(resumed)? {
@@ -99,14 +99,12 @@ pub(crate) fn refuse_frozen(node: &Node, sandbox: &SandboxId) -> anyhow::Result<
 /// Whether it lives and is paused, whatever for. The caller holds the lock.
 pub(crate) fn stands_still(node: &Node, sandbox: &SandboxId) -> bool {
     // Whoever connects would let it go on.
-    if node.runsc.is_halted(sandbox.as_str()) {
+    if node.runsc.is_halted(sandbox) {
         return true;
     }
-    node.runsc
-        .connect(sandbox.as_str())
-        .is_ok_and(|mut control| {
-            pause::is_paused(&node.records, &mut control, sandbox, CALL_LIMIT).unwrap_or(false)
-        })
+    node.runsc.connect(sandbox).is_ok_and(|mut control| {
+        pause::is_paused(&node.records, &mut control, sandbox, CALL_LIMIT).unwrap_or(false)
+    })
 }
 
 /// OCI runtime-spec features document.

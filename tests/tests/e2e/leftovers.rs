@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
+use torpor_gvisor::runsc::NodeRunsc;
 use torpor_tests::case::{Case, START_LIMIT, case, uid};
 use torpor_tests::node::PAUSE;
 use torpor_tests::pods::{COUNT, mounts, pod, shell, with};
@@ -138,6 +139,34 @@ async fn the_kubelet_recovers_a_pod_whose_gofer_was_killed() -> anyhow::Result<(
     .await
 }
 
+/// Of a Pod from before runsc's records were spread the keepers look for them where they were then.
+#[tokio::test]
+async fn a_pod_of_before_wakes_where_its_keepers_look_for_it() -> anyhow::Result<()> {
+    case("unspread", async |case| {
+        let pod = case.start(two_containers()).await?;
+        let mut footprint = Footprint::take(&case.node, &case.namespace, &uid(&pod))?;
+        let sandbox = case.node.sandbox_of(&uid(&pod))?.sandbox;
+        let runsc = NodeRunsc::new(&case.node.config);
+        let record = format!(
+            "{sandbox}_sandbox:{sandbox}.state",
+            sandbox = sandbox.as_str()
+        );
+        let spread = runsc.root_of(&sandbox).join(&record);
+        assert!(spread.exists(), "{}", spread.display());
+        case.hibernate("p").await?;
+        std::fs::remove_file(case.node.records.pod_dir(&sandbox).join("spread"))?;
+        let base = case.node.config.runsc_base();
+        assert_eq!(runsc.root_of(&sandbox), base);
+        assert_eq!(case.kubectl.sh("p", "b", "echo here").await?, "here");
+        assert!(base.join(&record).exists() && !spread.exists());
+        let woken = case.wake("p").await?;
+        assert!(restarts(&woken) == 0 && is_ready(&woken));
+        footprint.add(&case.node)?;
+        nothing_is_left(case, &footprint).await
+    })
+    .await
+}
+
 /// runsc writes its state of a container in its place: one that is killed meanwhile leaves a part of it, which no runsc reads.
 #[tokio::test]
 async fn a_container_whose_state_a_killed_runsc_left_half_written_is_brought_back()
@@ -147,7 +176,7 @@ async fn a_container_whose_state_a_killed_runsc_left_half_written_is_brought_bac
         let mut footprint = Footprint::take(&case.node, &case.namespace, &uid(&pod))?;
         let record = case.node.container(&uid(&pod), "a")?;
         let (id, sandbox) = (record.id.as_str(), record.sandbox.as_str());
-        let state = case.node.config.runsc_root();
+        let state = NodeRunsc::new(&case.node.config).root_of(&record.sandbox);
         let state = state.join(format!("{id}_sandbox:{sandbox}.state"));
         std::fs::OpenOptions::new()
             .write(true)

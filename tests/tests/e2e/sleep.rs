@@ -13,9 +13,9 @@ use tokio::process::Command;
 use torpor_api::annotations::{DOZE_AFTER, HIBERNATE_AFTER};
 use torpor_api::conditions::POD_HIBERNATED;
 use torpor_api::reasons::hibernated::AWAKE;
-use torpor_gvisor::control::Control;
 use torpor_gvisor::programs;
 use torpor_gvisor::record::SandboxState;
+use torpor_gvisor::runsc::NodeRunsc;
 use torpor_tests::attached::{self, Attached};
 use torpor_tests::case::{Case, START_LIMIT, case, condition, uid};
 use torpor_tests::node::PAUSE;
@@ -218,7 +218,7 @@ async fn a_dozing_pod_gives_its_memory_back_and_an_exec_finds_it_as_it_was() -> 
         assert!(!sentry.is_stopped() && !gofer.is_stopped());
         // Who puts it to sleep goes on without it where gVisor does not do it.
         let sandbox = case.node.sandbox_of(&uid)?.sandbox;
-        let control = Control::connect(&case.node.config.runsc_root(), sandbox.as_str());
+        let control = NodeRunsc::new(&case.node.config).connect(&sandbox);
         control?.collect_garbage(SLEEP_LIMIT)?;
         let awake = case.pod_until("p", "it is awake", SLEEP_LIMIT, is_awake).await?;
         assert_eq!((restarts(&awake), torpor_tests::case::uid(&awake)), (0, uid));

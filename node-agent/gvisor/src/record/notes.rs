@@ -325,6 +325,21 @@ impl Records {
             && keepers.all(|one| one.keeper_lives()))
     }
 
+    /// Notes that runsc's records of the pod lie in the root directory of its beginning: see [`crate::runsc::NodeRunsc::root_of`].
+    pub fn note_spread(&self, sandbox: &SandboxId) -> Result<(), Error> {
+        let path = self.spread_path(sandbox);
+        std::fs::write(&path, "").map_err(|source| write_error(&path, source))
+    }
+
+    /// What [`Self::note_spread`] noted.
+    pub fn is_spread(&self, sandbox: &SandboxId) -> bool {
+        self.spread_path(sandbox).exists()
+    }
+
+    fn spread_path(&self, sandbox: &SandboxId) -> PathBuf {
+        self.pod_dir(sandbox).join("spread")
+    }
+
     /// Notes why the pod's loopback cannot be forwarded.
     pub fn note_not_forwarded(&self, sandbox: &SandboxId, why: &str) -> Result<(), Error> {
         let path = self.pod_dir(sandbox).join("not-forwarded");

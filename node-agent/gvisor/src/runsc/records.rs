@@ -14,25 +14,12 @@ const MAX_RECORD: u64 = 16 << 20;
 /// What most of them have, and so are read by one call: a sandbox that dozes waits for it.
 const USUAL_RECORD: usize = 32 << 10;
 
-/// `runsc --root` for a sandbox, of all that lie in `base`: they are spread by the beginning of their ids.
-///
-/// A restore goes through the names of its root directory several times, each time by patterns: with the records of 300 sandboxes in one
-/// it took a fifth longer. Until 2026-11-25 all were in `base` itself; a sandbox whose records are there stays there for as long as it runs.
-pub(crate) fn root_of(base: &Path, sandbox: &str) -> PathBuf {
-    let socket = crate::control::socket_path(base, sandbox);
-    if state_path(base, sandbox, sandbox).exists() || socket.exists() {
-        return base.to_owned();
-    }
-    // Short: the path of a socket has room for 107 bytes, and its name takes 74.
-    base.join(sandbox.get(..SPREAD).unwrap_or(sandbox))
-}
-
 fn state_path(root: &Path, id: &str, sandbox: &str) -> PathBuf {
     root.join(format!("{id}_sandbox:{sandbox}.state"))
 }
 
 /// Of a sandbox' id, which is in hexadecimal: 256 root directories.
-const SPREAD: usize = 2;
+pub(super) const SPREAD: usize = 2;
 
 /// What is read of runsc's record of a sandbox.
 #[derive(serde::Deserialize)]
@@ -64,12 +51,12 @@ impl NodeRunsc {
     /// at all of them.
     pub fn that_know(&self, id: &str) -> Result<Vec<Runsc>, Error> {
         let mut found = Vec::new();
-        let mut roots = vec![self.0.root.clone()];
-        roots.extend(records(&self.0.root, |name| name.len() <= SPREAD)?);
+        let mut roots = vec![self.runsc.root.clone()];
+        roots.extend(records(&self.runsc.root, |name| name.len() <= SPREAD)?);
         for root in roots {
             let runsc = Runsc {
                 root,
-                ..self.0.clone()
+                ..self.runsc.clone()
             };
             if !runsc.states_of(id)?.is_empty() {
                 found.push(runsc);
@@ -247,6 +234,8 @@ fn read_record<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, Error> 
 mod tests {
     use std::process::Command;
 
+    use torpor_core::ids::SandboxId;
+
     use super::*;
 
     fn runsc_in(root: &Path) -> Runsc {
@@ -259,34 +248,45 @@ mod tests {
         }
     }
 
-    #[test]
-    fn sandboxes_are_spread_and_one_of_before_stays_where_it_is() {
+    fn node() -> (tempfile::TempDir, NodeRunsc) {
         let dir = tempfile::tempdir().expect("a directory");
-        let base = dir.path();
-        let of = |sandbox: &str| root_of(base, sandbox);
-        assert_eq!(of("ab12"), base.join("ab"));
-        assert_eq!(of("ab34"), of("ab12"));
-        assert_ne!(of("cd12"), of("ab12"));
-        std::fs::write(state_path(base, "ab12", "ab12"), "{}").expect("written");
-        // Its sentry came first, or its record is gone already.
-        std::fs::write(crate::control::socket_path(base, "ab34"), "").expect("written");
-        assert_eq!((of("ab12"), of("ab34")), (base.into(), base.into()));
-        assert_eq!(of("ab56"), base.join("ab"));
-        std::fs::remove_file(state_path(base, "ab12", "ab12")).expect("removed");
-        assert_eq!(of("ab12"), base.join("ab"));
-        let usual = of(&"5".repeat(64)).join(format!("runsc-{}.sock", "5".repeat(64)));
-        let usual = Path::new("/run/torpor/runsc").join(usual.strip_prefix(base).expect("in it"));
-        assert!(usual.as_os_str().len() <= 107, "{usual:?}");
+        let node = NodeRunsc::new(&crate::config::tests::on(dir.path()));
+        (dir, node)
+    }
+
+    #[test]
+    fn sandboxes_are_spread_and_one_of_before_stays_in_the_base() {
+        let (dir, node) = node();
+        let base = dir.path().join("runsc");
+        let id = |beginning: &str| {
+            SandboxId::new(format!("{beginning}{}", "5".repeat(60))).expect("an id")
+        };
+        let [old, new, beside, other] = ["ab12", "ab34", "ab56", "cd12"].map(id);
+        for sandbox in [&old, &new, &beside, &other] {
+            node.records.create_pod_dir(sandbox).expect("made");
+        }
+        for sandbox in [&new, &beside, &other] {
+            node.records.note_spread(sandbox).expect("noted");
+        }
+        assert_eq!(node.root_of(&new), base.join("ab"));
+        assert_eq!(node.root_of(&beside), node.root_of(&new));
+        assert_eq!(node.root_of(&other), base.join("cd"));
+        // It hibernates: there is nothing of it in the base, and its keepers look there all the same.
+        assert_eq!(node.root_of(&old), base);
+        let socket = crate::control::socket_path(&node.root_of(&new), new.as_str());
+        let socket = Path::new("/run/torpor").join(socket.strip_prefix(dir.path()).expect("in it"));
+        assert!(socket.as_os_str().len() <= 107, "{socket:?}");
     }
 
     #[test]
     fn a_container_of_which_only_the_name_is_known_is_found_wherever_it_is() {
-        let dir = tempfile::tempdir().expect("a directory");
-        let node = NodeRunsc(runsc_in(dir.path()));
+        let (dir, node) = node();
         assert!(node.that_know("c").expect("looked").is_empty());
-        let roots = [dir.path().to_owned(), node.root_of("ab12")];
-        std::fs::create_dir(&roots[1]).expect("made");
-        std::fs::create_dir(node.root_of("cd12")).expect("made");
+        let base = dir.path().join("runsc");
+        let roots = [base.clone(), base.join("ab")];
+        for root in [&roots[1], &base.join("cd")] {
+            std::fs::create_dir_all(root).expect("made");
+        }
         std::fs::write(state_path(&roots[0], "d", "s"), "{}").expect("written");
         std::fs::write(state_path(&roots[1], "c", "ab12"), "{}").expect("written");
         for (id, root) in [("d", &roots[0]), ("c", &roots[1])] {

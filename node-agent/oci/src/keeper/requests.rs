@@ -144,7 +144,7 @@ impl Keeper<'_> {
                 }
             }
             Request::GoOn => {
-                let sandbox = self.record.sandbox.as_str();
+                let sandbox = &self.record.sandbox;
                 let connected = self.node.runsc.connect(sandbox);
                 if let Some(watch) = &mut self.watch {
                     watch.go_on();

@@ -25,7 +25,7 @@ pub(crate) fn memory_image(node: &Node, sandbox: &SandboxId) -> anyhow::Result<O
 
 /// The image that is the memory of a sandbox that stands still, for as long as it does. The caller holds the lock.
 pub(crate) fn stands_in(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Option<ImageId>> {
-    let Ok(mut control) = node.runsc.connect(sandbox.as_str()) else {
+    let Ok(mut control) = node.runsc.connect(sandbox) else {
         return Ok(None);
     };
     if !pause::is_paused(&node.records, &mut control, sandbox, CALL_LIMIT)? {

@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# Measures what gVisor alone takes to restore many pods: each of two containers, a pause and a program of 30 MB, with runsc's own commands and
+# Torpor's flags, without Kubernetes, containerd and Torpor. What hack/bench-many.sh says of hibernated sandboxes contains as much.
+# usage: hack/bench-bare.sh [PODS [AT-ONCE…]]        (default 50, 2 and 4 at once; needs a development cluster with Torpor for its runsc, best idle)
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+PODS=${1:-50}
+shift || true
+[ $# -gt 0 ] || set -- 2 4
+FLAGS=(--ignore-cgroups --network=sandbox --allow-connected-on-save --platform=systrap)
+EXPEDITED=/sys/kernel/rcu_expedited
+need_torpor "starts sandboxes"
+RUNSC=$(sed -n 's/.*"runsc": *"\([^"]*\)".*/\1/p' /opt/torpor/bin/torpor-oci.json)
+PYTHON=$(realpath "$(command -v python3)")
+PROGRAM='import os,time; held = bytearray(os.urandom(26 << 20)); print(len(held), flush=True); time.sleep(1e6)'
+
+TMP=$(mktemp -d)
+expedited_before=$(cat "$EXPEDITED")
+cleanup() {
+	echo "$expedited_before" >"$EXPEDITED"
+	for n in $(seq 0 "$PODS"); do
+		remove "$n" >/dev/null 2>&1 || true
+		ip netns del "torpor-bare-$n" 2>/dev/null || true
+	done
+	umount "$TMP/root/null-netns" 2>/dev/null || true
+	rm -rf "$TMP"
+}
+trap cleanup EXIT
+
+bare() { timeout 120 "$RUNSC" --root "$TMP/root" "${FLAGS[@]}" "$@" </dev/null >>"$TMP/bare.log" 2>&1; }
+
+bundle() { # DIRECTORY POD ARGUMENTS-JSON ANNOTATIONS-JSON
+	mkdir -p "$1"
+	cat >"$1/config.json" <<-J
+		{"ociVersion": "1.2.0", "root": {"path": "/", "readonly": true}, "annotations": $4,
+		 "process": {"user": {"uid": 0, "gid": 0}, "args": $3, "cwd": "/", "env": ["PATH=/usr/bin:/bin"]},
+		 "mounts": [{"destination": "/proc", "type": "proc", "source": "proc"}, {"destination": "/tmp", "type": "tmpfs", "source": "tmpfs"}],
+		 "linux": {"namespaces": [{"type": "pid"}, {"type": "mount"}, {"type": "network", "path": "/run/netns/torpor-bare-$2"}]}}
+	J
+}
+
+prepare() { # POD
+	local kind='"io.kubernetes.cri.container-type"' name='"io.kubernetes.cri.container-name"'
+	ip netns add "torpor-bare-$1"
+	bundle "$TMP/pause-$1" "$1" '["/bin/sleep", "infinity"]' "{$kind: \"sandbox\"}"
+	bundle "$TMP/main-$1" "$1" "[\"$PYTHON\", \"-c\", \"$PROGRAM\"]" "{$kind: \"container\", $name: \"main\", \"io.kubernetes.cri.sandbox-id\": \"pause-$1\"}"
+}
+
+remove() { # POD
+	bare delete --force "main-$1"
+	bare delete --force "pause-$1"
+}
+
+# One image for all: a pod's spec differs from another's in its network namespace only, which runsc does not compare.
+save() {
+	local deadline=$((SECONDS + 60))
+	prepare 0
+	bare create --bundle "$TMP/pause-0" pause-0
+	bare start pause-0
+	"$RUNSC" --root "$TMP/root" "${FLAGS[@]}" create --bundle "$TMP/main-0" main-0 </dev/null >"$TMP/said" 2>>"$TMP/bare.log"
+	bare start main-0
+	until [ -s "$TMP/said" ]; do
+		[ "$SECONDS" -lt "$deadline" ] || die "the program does not begin: $(tail -3 "$TMP/bare.log")"
+		sleep 0.1
+	done
+	bare checkpoint --leave-running --compression=none --exclude-committed-zero-pages --image-path="$TMP/image" pause-0
+	remove 0
+}
+
+restore() { # POD: every step of it must succeed, each in a process of xargs' own
+	bare create --bundle "$TMP/pause-$1" "pause-$1"
+	bare restore --detach --bundle "$TMP/pause-$1" --image-path "$TMP/image" "pause-$1"
+	bare restore --detach --bundle "$TMP/main-$1" --image-path "$TMP/image" "main-$1"
+}
+
+# busy: the processor time of the whole machine since it started, in hundredths of a second.
+busy() { awk '/^cpu / { print $2 + $3 + $4 + $7 + $8 }' /proc/stat; }
+
+printf '%s, %s processors\n' "$(uname -srm)" "$(nproc)"
+save
+for n in $(seq "$PODS"); do prepare "$n"; done
+export -f bare restore
+export RUNSC TMP FLAGS_TEXT="${FLAGS[*]}"
+for at_once in "$@"; do
+	# As Torpor does for the time of a wake.
+	echo 1 >"$EXPEDITED"
+	before=$(busy) began=$(date +%s%N)
+	seq "$PODS" | xargs -P "$at_once" -I{} bash -ec 'read -ra FLAGS <<<"$FLAGS_TEXT"; restore {}'
+	took=$((($(date +%s%N) - began) / 1000000)) used=$(($(busy) - before))
+	echo "$expedited_before" >"$EXPEDITED"
+	printf '%s pods restored by bare runsc, %s at a time: %6d ms; %d ms of processor time each\n' "$PODS" "$at_once" "$took" "$((used * 10 / PODS))"
+	for n in $(seq "$PODS"); do remove "$n"; done
+done
