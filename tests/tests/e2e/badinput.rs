@@ -1,6 +1,7 @@
 //! Damaged images and ledgers, and disks that are full: refused in words, nothing lost, and well again once mended.
 
 use std::fs;
+use std::io::Write as _;
 use std::os::unix::fs::{DirBuilderExt, symlink};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -45,6 +46,12 @@ fn is_refusal(ran: &Ran, image: &Path, words: &[&str]) -> anyhow::Result<()> {
         image.display()
     );
     Ok(())
+}
+
+/// Without emptying the file first: the agent, which looks at it at any time, would find a Pod that never slept, and discard its image.
+fn write_over(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
+    let mut file = fs::OpenOptions::new().write(true).open(path)?;
+    Ok(file.write_all(bytes)?)
 }
 
 /// Wakes the mended Pod: it is the one that went to sleep.
@@ -329,14 +336,14 @@ async fn a_ledger_that_cannot_be_trusted_stops_saves_and_wakes_and_is_named() ->
         // In the first record: a torn last one would be a crash, which is no damage.
         let mut damaged = whole.clone();
         damaged[whole.len() / 4] ^= 1;
-        fs::write(&ledger, &damaged)?;
+        write_over(&ledger, &damaged)?;
         // What a user is told.
         let ran = case.kubectl.exec("p", "a", &["cat", "/n"]).await?;
         is_refusal(&ran, &image, &[&ledger.display().to_string()])?;
         let told = |pod: &Pod| condition(pod, POD_HIBERNATED).2.contains("ledger");
         case.pod_until("p", "its condition names the ledger", SLEEP_LIMIT, told)
             .await?;
-        fs::write(&ledger, &whole)?;
+        write_over(&ledger, &whole)?;
         wakes_as_it_was(case, counted).await
     })
     .await
