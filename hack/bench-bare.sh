@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures what gVisor alone takes to restore many pods: each of two containers, a pause and a program of 30 MB, with runsc's own commands and
 # Torpor's flags, without Kubernetes, containerd and Torpor. What hack/bench-many.sh says of hibernated sandboxes contains as much.
-# usage: hack/bench-bare.sh [PODS [AT-ONCE…]]        (default 50, 2 and 4 at once; needs a development cluster with Torpor for its runsc, best idle)
+# usage: hack/bench-bare.sh [PODS [AT-ONCE…]]        (default 50, 2 and 4 at once; RUNSC=PATH, or else the runsc of the Torpor that is installed here)
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -10,8 +10,10 @@ shift || true
 [ $# -gt 0 ] || set -- 2 4
 FLAGS=(--ignore-cgroups --network=sandbox --allow-connected-on-save --platform=systrap)
 EXPEDITED=/sys/kernel/rcu_expedited
-need_torpor "starts sandboxes"
-RUNSC=$(sed -n 's/.*"runsc": *"\([^"]*\)".*/\1/p' /opt/torpor/bin/torpor-oci.json)
+if [ -z "${RUNSC:-}" ]; then
+	need_torpor "starts sandboxes"
+	RUNSC=$(sed -n 's/.*"runsc": *"\([^"]*\)".*/\1/p' /opt/torpor/bin/torpor-oci.json)
+fi
 PYTHON=$(realpath "$(command -v python3)")
 PROGRAM='import os,time; held = bytearray(os.urandom(26 << 20)); print(len(held), flush=True); time.sleep(1e6)'
 
