@@ -21,10 +21,8 @@ TMP=$(mktemp -d)
 expedited_before=$(cat "$EXPEDITED")
 cleanup() {
 	echo "$expedited_before" >"$EXPEDITED"
-	for n in $(seq 0 "$PODS"); do
-		remove "$n" >/dev/null 2>&1 || true
-		ip netns del "torpor-bare-$n" 2>/dev/null || true
-	done
+	end_all || true
+	for n in $(seq 0 "$PODS"); do ip netns del "torpor-bare-$n" 2>/dev/null || true; done
 	umount "$TMP/root/null-netns" 2>/dev/null || true
 	rm -rf "$TMP"
 }
@@ -54,14 +52,30 @@ remove() { # POD
 	bare delete --force "pause-$1"
 }
 
+# All that this run has started: runsc's own removal takes a second or two for each pod.
+end_all() {
+	pkill -KILL -f -- "$TMP/root" || true
+	until_gone 30 "$TMP/root"
+	rm -f "$TMP"/root/*.state "$TMP"/root/*.lock "$TMP"/root/*.sock
+}
+
+until_gone() { # SECONDS WORDS
+	local deadline=$((SECONDS + $1))
+	while pgrep -f -- "$2" >/dev/null; do
+		[ "$SECONDS" -lt "$deadline" ] || die "processes of $2 do not end"
+		sleep 0.1
+	done
+}
+
 # One image for all: a pod's spec differs from another's in its network namespace only, which runsc does not compare.
 save() {
 	local deadline=$((SECONDS + 60))
 	prepare 0
 	bare create --bundle "$TMP/pause-0" pause-0
 	bare start pause-0
-	"$RUNSC" --root "$TMP/root" "${FLAGS[@]}" create --bundle "$TMP/main-0" main-0 </dev/null >"$TMP/said" 2>>"$TMP/bare.log"
-	bare start main-0
+	bare create --bundle "$TMP/main-0" main-0
+	# The container has the streams of the command that starts it.
+	"$RUNSC" --root "$TMP/root" "${FLAGS[@]}" start main-0 </dev/null >"$TMP/said" 2>>"$TMP/bare.log"
 	until [ -s "$TMP/said" ]; do
 		[ "$SECONDS" -lt "$deadline" ] || die "the program does not begin: $(tail -3 "$TMP/bare.log")"
 		sleep 0.1
@@ -92,5 +106,5 @@ for at_once in "$@"; do
 	took=$((($(date +%s%N) - began) / 1000000)) used=$(($(busy) - before))
 	echo "$expedited_before" >"$EXPEDITED"
 	printf '%s pods restored by bare runsc, %s at a time: %6d ms; %d ms of processor time each\n' "$PODS" "$at_once" "$took" "$((used * 10 / PODS))"
-	for n in $(seq "$PODS"); do remove "$n"; done
+	end_all
 done
