@@ -4,15 +4,15 @@
 # usage: hack/bench-bare.sh [PODS [AT-ONCE…]]        (default 50, 2 and 4 at once; RUNSC=PATH, or else the runsc of the Torpor that is installed here)
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+. "$REPO_ROOT/hack/benchrunsc.sh"
 
 PODS=${1:-50}
 shift || true
 [ $# -gt 0 ] || set -- 2 4
-FLAGS=(--ignore-cgroups --network=sandbox --allow-connected-on-save --platform=systrap)
 EXPEDITED=/sys/kernel/rcu_expedited
 if [ -z "${RUNSC:-}" ]; then
 	need_torpor "starts sandboxes"
-	RUNSC=$(sed -n 's/.*"runsc": *"\([^"]*\)".*/\1/p' /opt/torpor/bin/torpor-oci.json)
+	RUNSC=$(installed_runsc)
 fi
 PYTHON=$(realpath "$(command -v python3)")
 PROGRAM='import os,time; held = bytearray(os.urandom(26 << 20)); print(len(held), flush=True); time.sleep(1e6)'
@@ -47,41 +47,27 @@ prepare() { # POD
 	bundle "$TMP/main-$1" "$1" "[\"$PYTHON\", \"-c\", \"$PROGRAM\"]" "{$kind: \"container\", $name: \"main\", \"io.kubernetes.cri.sandbox-id\": \"pause-$1\"}"
 }
 
-remove() { # POD
-	bare delete --force "main-$1"
-	bare delete --force "pause-$1"
-}
-
 # All that this run has started: runsc's own removal takes a second or two for each pod.
 end_all() {
 	pkill -KILL -f -- "$TMP/root" || true
-	until_gone 30 "$TMP/root"
+	until_true 30 all_have_ended
 	rm -f "$TMP"/root/*.state "$TMP"/root/*.lock "$TMP"/root/*.sock
 }
 
-until_gone() { # SECONDS WORDS
-	local deadline=$((SECONDS + $1))
-	while pgrep -f -- "$2" >/dev/null; do
-		[ "$SECONDS" -lt "$deadline" ] || die "processes of $2 do not end"
-		sleep 0.1
-	done
-}
+all_have_ended() { ! pgrep -f -- "$TMP/root" >/dev/null; }
 
 # One image for all: a pod's spec differs from another's in its network namespace only, which runsc does not compare.
 save() {
-	local deadline=$((SECONDS + 60))
 	prepare 0
 	bare create --bundle "$TMP/pause-0" pause-0
 	bare start pause-0
 	bare create --bundle "$TMP/main-0" main-0
 	# The container has the streams of the command that starts it.
 	"$RUNSC" --root "$TMP/root" "${FLAGS[@]}" start main-0 </dev/null >"$TMP/said" 2>>"$TMP/bare.log"
-	until [ -s "$TMP/said" ]; do
-		[ "$SECONDS" -lt "$deadline" ] || die "the program does not begin: $(tail -3 "$TMP/bare.log")"
-		sleep 0.1
-	done
+	# The program has its memory when it says so.
+	until_true 60 test -s "$TMP/said"
 	bare checkpoint --leave-running --compression=none --exclude-committed-zero-pages --image-path="$TMP/image" pause-0
-	remove 0
+	end_all
 }
 
 restore() { # POD: every step of it must succeed, each in a process of xargs' own

@@ -3,18 +3,18 @@
 # usage: hack/bench.sh [RUNS]        (default 20; needs a running development cluster with Torpor: hack/demo.sh leaves one)
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+. "$REPO_ROOT/hack/benchrunsc.sh"
 
 RUNS=${1:-20}
 NAMESPACE=torpor-bench
 SLEEPERS=${SLEEPERS:-19}
 CLUSTER=/var/lib/torpor-dev
 ENDPOINT=unix:///run/torpor-dev/node-0/containerd.sock
-FLAGS=(--ignore-cgroups --network=sandbox --allow-connected-on-save --platform=systrap)
 k() { timeout 120 "$CLUSTER/bin/kubectl" --kubeconfig "$CLUSTER/admin.kubeconfig" "$@"; }
 
 [ "$(id -u)" = 0 ] || die "must run as root: it reads the pods' processes"
 [ -x "$CLUSTER/bin/cri-execsync" ] || die "no development cluster with its programs: run hack/cluster up"
-RUNSC=$(sed -n 's/.*"runsc": *"\([^"]*\)".*/\1/p' /opt/torpor/bin/torpor-oci.json)
+RUNSC=$(installed_runsc)
 [ -x "$RUNSC" ] || die "Torpor is not installed on this node: run hack/cluster install-torpor"
 
 TMP=$(mktemp -d)
@@ -51,15 +51,6 @@ pod() { # NAME IMAGE COMMAND-JSON
 		  terminationGracePeriodSeconds: 1
 		  containers: [{name: main, image: "$2", imagePullPolicy: Never, command: $3}]
 	Y
-}
-
-until_true() { # SECONDS COMMAND…
-	local deadline=$((SECONDS + $1))
-	shift
-	until "$@"; do
-		[ "$SECONDS" -lt "$deadline" ] || die "not seen in time: $*"
-		sleep 0.05
-	done
 }
 
 # record NAME: SANDBOX and CONTAINER of the pod, from the node's own records.
