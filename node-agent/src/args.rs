@@ -1,7 +1,7 @@
 //! The command line. Each option has a fallback in the environment.
 
 use std::net::SocketAddr;
-use std::num::NonZeroU64;
+use std::num::{NonZeroU32, NonZeroU64};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
@@ -226,6 +226,10 @@ pub(crate) struct InstallArgs {
     pub(crate) paths: NodePaths,
     #[command(flatten)]
     pub(crate) containerd: ContainerdArgs,
+    /// How often containerd 2.3 and later measures what each container uses, asleep or awake: whole seconds (10s), or unchanged. A period that its main configuration file names is left
+    // By itself it does so each second, ten times as often as the kubelet asks.
+    #[arg(long, default_value = "10s", env = "TORPOR_STATS_PERIOD")]
+    pub(crate) stats_period: StatsPeriod,
     /// Where the host's root directory is mounted
     #[arg(long, default_value = "/host", value_parser = absolute, env = "TORPOR_HOST_ROOT")]
     pub(crate) host_root: PathBuf,
@@ -302,6 +306,28 @@ pub(crate) struct ContainerdArgs {
     /// Name of the runtime handler, as in the RuntimeClass
     #[arg(long, default_value = "torpor", value_parser = handler, env = "TORPOR_RUNTIME_HANDLER")]
     pub(crate) runtime_handler: String,
+}
+
+/// What the installer says of containerd's `stats_collect_period`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum StatsPeriod {
+    /// Nothing.
+    Unchanged,
+    Seconds(NonZeroU32),
+}
+
+impl FromStr for StatsPeriod {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "unchanged" {
+            return Ok(Self::Unchanged);
+        }
+        text.strip_suffix('s')
+            .and_then(|seconds| seconds.parse().ok())
+            .map(Self::Seconds)
+            .ok_or_else(|| "allowed are whole seconds, such as 10s, and unchanged".to_owned())
+    }
 }
 
 /// How containerd is made to read its configuration again.
@@ -454,6 +480,16 @@ mod tests {
             "99999999999Gi",
         ] {
             assert!(read(wrong).is_err(), "{wrong:?} was read");
+        }
+    }
+
+    #[test]
+    fn the_period_of_containerds_figures_is_read_and_can_be_left_alone() {
+        let seconds = |seconds| NonZeroU32::new(seconds).map(StatsPeriod::Seconds);
+        assert_eq!("10s".parse().ok(), seconds(10));
+        assert_eq!("unchanged".parse(), Ok(StatsPeriod::Unchanged));
+        for wrong in ["", "10", "0s", "-1s", "1m", "1.5s", "s", "off", "1s\""] {
+            assert!(wrong.parse::<StatsPeriod>().is_err(), "{wrong:?} was read");
         }
     }
 

@@ -23,7 +23,9 @@ use super::host::{self, HostRoot, Mode};
 use super::plan::{self, Change, Current, MainEdit, Plan, Restart, Wanted};
 use super::restart;
 use super::zram::Zram;
-use crate::args::{ContainerdArgs, InstallArgs, NodePaths, ShareOfMemory, UninstallArgs};
+use crate::args::{
+    ContainerdArgs, InstallArgs, NodePaths, ShareOfMemory, StatsPeriod, UninstallArgs,
+};
 
 /// Name of the runtime's program, beside the builds of runsc.
 pub(crate) const OCI: &str = "torpor-oci";
@@ -65,7 +67,12 @@ struct Node {
 }
 
 impl Node {
-    fn new(root: &Path, paths: &NodePaths, containerd: &ContainerdArgs) -> Result<Self, Error> {
+    fn new(
+        root: &Path,
+        paths: &NodePaths,
+        containerd: &ContainerdArgs,
+        stats_period: StatsPeriod,
+    ) -> Result<Self, Error> {
         let root = HostRoot::new(root);
         let drop_in = containerd.containerd_conf_dir.join(DROP_IN);
         Ok(Self {
@@ -80,6 +87,7 @@ impl Node {
                     name: containerd.runtime_handler.clone(),
                     binary: paths.bin_dir().join(OCI),
                 },
+                stats_period,
             },
             root,
         })
@@ -174,7 +182,12 @@ impl Node {
 
 /// Installs. What is there and right is left alone.
 pub(super) fn install(args: &InstallArgs) -> Result<Outcome, Error> {
-    let node = Node::new(&args.host_root, &args.paths, &args.containerd)?;
+    let node = Node::new(
+        &args.host_root,
+        &args.paths,
+        &args.containerd,
+        args.stats_period,
+    )?;
     let state = node.root.path(&args.paths.state_dir)?;
     let store = node.root.path(&args.paths.store_dir)?;
     let conf_dir = node.root.path(&args.containerd.containerd_conf_dir)?;
@@ -351,7 +364,12 @@ fn write_json(path: &Path, value: &impl Serialize, mode: Mode) -> Result<bool, E
 
 /// Removes what [`install`] placed. Images and ledgers stay, unless they are to be purged.
 pub(super) fn uninstall(args: &UninstallArgs) -> Result<Outcome, Error> {
-    let node = Node::new(&args.host_root, &args.paths, &args.containerd)?;
+    let node = Node::new(
+        &args.host_root,
+        &args.paths,
+        &args.containerd,
+        StatsPeriod::Unchanged,
+    )?;
     let state = node.root.path(&args.paths.state_dir)?;
     let store = node.root.path(&args.paths.store_dir)?;
     let limit = Duration::from_secs(args.wait_for_pods);

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use toml_edit::{Array, DocumentMut, Item, Value};
 
 use super::error::Error;
+use crate::args::StatsPeriod;
 
 const BEGIN: &str =
     "# begin torpor (written by torpor-agent install, removed by torpor-agent uninstall)\n";
@@ -91,12 +92,29 @@ fn sections(plugin: &str, handler: &Handler) -> String {
     )
 }
 
+/// The plugin of containerd 2 that has the handlers.
+const RUNTIME_PLUGIN: &str = "io.containerd.cri.v1.runtime";
+
+/// containerd 2.3 and later asks each shim so often what its containers use (default: each second; containerd pull request
+/// 12629); older ones warn that they do not know it.
+const STATS_PERIOD: &str = "stats_collect_period";
+
 /// The content of our own file.
-pub(super) fn drop_in(handler: &Handler) -> String {
-    format!(
-        "{BEGIN}version = 3\n{}{END}",
-        sections("io.containerd.cri.v1.runtime", handler)
-    )
+pub(super) fn drop_in(main: &DocumentMut, handler: &Handler, stats: StatsPeriod) -> String {
+    let stats = match stats {
+        StatsPeriod::Seconds(seconds) if !has_stats_period(main) => {
+            format!("[plugins.\"{RUNTIME_PLUGIN}\"]\n{STATS_PERIOD} = \"{seconds}s\"\n")
+        }
+        _ => String::new(),
+    };
+    let handler = sections(RUNTIME_PLUGIN, handler);
+    format!("{BEGIN}version = 3\n{stats}{handler}{END}")
+}
+
+fn has_stats_period(main: &DocumentMut) -> bool {
+    main.get("plugins")
+        .and_then(|plugins| plugins.get(RUNTIME_PLUGIN)?.get(STATS_PERIOD))
+        .is_some()
 }
 
 /// The block for the main file.

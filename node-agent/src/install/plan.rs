@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::containerd::{self, Handler, Place};
 use super::error::Error;
+use crate::args::StatsPeriod;
 
 /// Written where there is no main file: containerd 1.7 and 2 both read this version.
 const NEW_MAIN: &str = "version = 2\n";
@@ -16,6 +17,7 @@ pub(super) struct Wanted {
     pub(super) main: PathBuf,
     pub(super) drop_in: PathBuf,
     pub(super) handler: Handler,
+    pub(super) stats_period: StatsPeriod,
 }
 
 /// What the files hold now.
@@ -100,8 +102,10 @@ fn change(current: Option<&str>, wanted: Option<String>) -> Change {
 /// Plans the installation. The same files give the same plan, and a plan's result gives an empty one.
 pub(super) fn install(wanted: &Wanted, current: &Current) -> Result<Plan, Error> {
     let text = current.main.as_deref().unwrap_or(NEW_MAIN);
-    let place = containerd::place(&wanted.main, &containerd::parse(&wanted.main, text)?)?;
-    let drop_in = (place == Place::DropIn).then(|| containerd::drop_in(&wanted.handler));
+    let main = containerd::parse(&wanted.main, text)?;
+    let place = containerd::place(&wanted.main, &main)?;
+    let drop_in = (place == Place::DropIn)
+        .then(|| containerd::drop_in(&main, &wanted.handler, wanted.stats_period));
     if current.main.is_some() && settled(wanted, text, place)? {
         return Ok(Plan::new(
             current,

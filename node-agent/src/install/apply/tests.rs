@@ -115,6 +115,7 @@ impl Host {
             wakes_at_once: None,
             paths: self.paths(),
             containerd: self.containerd(),
+            stats_period: StatsPeriod::Unchanged,
             host_root: self.root(),
             payload_dir: self.dir.path().join("payload"),
             runsc_platform: "systrap".into(),
@@ -477,7 +478,13 @@ fn two_installers_do_not_work_at_once() {
     let host = Host::new("version = 3\n");
     let args = host.install_args();
     fs::create_dir_all(host.root().join("opt/torpor")).expect("directory");
-    let node = Node::new(&args.host_root, &args.paths, &args.containerd).expect("node");
+    let node = Node::new(
+        &args.host_root,
+        &args.paths,
+        &args.containerd,
+        args.stats_period,
+    )
+    .expect("node");
     let lock = node.lock().expect("the first");
     assert_eq!(install(&args).expect_err("the second").reason(), "Busy");
     drop(lock);

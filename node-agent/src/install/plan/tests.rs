@@ -12,6 +12,7 @@ fn wanted() -> Wanted {
             name: "torpor".into(),
             binary: "/opt/torpor/bin/torpor-oci".into(),
         },
+        stats_period: "10s".parse().expect("a period"),
     }
 }
 
@@ -156,6 +157,35 @@ fn containerd_finds_the_handler_where_its_version_looks() {
             "{case}"
         );
     }
+}
+
+/// The period at which containerd is told to measure its containers, by our own file.
+fn stats_period(wanted: &Wanted, main: &str) -> Option<String> {
+    let plan = install(wanted, &holding(main)).expect("a plan");
+    let Change::Write(text) = plan.drop_in else {
+        panic!("no drop-in for {main:?}")
+    };
+    let document: toml_edit::DocumentMut = text.parse().expect("TOML");
+    let plugin = &document["plugins"]["io.containerd.cri.v1.runtime"];
+    let period = plugin.get("stats_collect_period")?.as_str();
+    Some(period.expect("a string").to_owned())
+}
+
+#[test]
+fn containerd_measures_as_often_as_is_said_unless_the_node_says_it_itself() {
+    let plain = "version = 3\n";
+    assert_eq!(stats_period(&wanted(), plain).as_deref(), Some("10s"));
+    let others =
+        "version = 3\n[plugins.\"io.containerd.cri.v1.images\"]\nstats_collect_period = 5\n";
+    assert_eq!(stats_period(&wanted(), others).as_deref(), Some("10s"));
+    let own =
+        "version = 3\n[plugins.\"io.containerd.cri.v1.runtime\"]\nstats_collect_period = \"1s\"\n";
+    assert_eq!(stats_period(&wanted(), own), None);
+    let unchanged = Wanted {
+        stats_period: StatsPeriod::Unchanged,
+        ..wanted()
+    };
+    assert_eq!(stats_period(&unchanged, plain), None);
 }
 
 #[test]
