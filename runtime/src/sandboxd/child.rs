@@ -8,6 +8,7 @@ use std::{
     process::Stdio,
 };
 
+use nix::sys::signal::{SigHandler, Signal, signal};
 use tokio::process::Command;
 
 /// Starts the command in a directory that is open, wherever its name leads by then.
@@ -16,7 +17,8 @@ pub fn start_in(command: &mut Command, directory: OwnedFd) -> &mut Command {
     unsafe { command.pre_exec(move || Ok(rustix::process::fchdir(&directory)?)) }
 }
 
-/// Gives the command a terminal as its input and output, in a session of its own.
+/// Gives the command a terminal as its input and output, in a session of its own. It hears when the terminal hangs up, also
+/// where the runtime was started by something that ignores that (nohup): a program inherits what is ignored.
 pub fn attach(command: &mut Command, terminal: OwnedFd) -> io::Result<()> {
     let terminal = File::from(terminal);
     command.stdin(Stdio::from(terminal.try_clone()?));
@@ -24,11 +26,13 @@ pub fn attach(command: &mut Command, terminal: OwnedFd) -> io::Result<()> {
     command.stderr(Stdio::from(terminal));
     let controlling = || {
         rustix::process::setsid()?;
+        // SAFETY: no handler of ours is taken away, the default one is set.
+        unsafe { signal(Signal::SIGHUP, SigHandler::SigDfl)? };
         // SAFETY: the child's standard input is open: it is the terminal by now.
         let terminal = unsafe { BorrowedFd::borrow_raw(0) };
         Ok(rustix::process::ioctl_tiocsctty(terminal)?)
     };
-    // SAFETY: two system calls, and nothing else: no allocation, no lock.
+    // SAFETY: three system calls, and nothing else: no allocation, no lock.
     unsafe { command.pre_exec(controlling) };
     Ok(())
 }

@@ -52,6 +52,15 @@ async fn a_terminal_is_typed_on_resized_and_hung_up() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_hang_up_is_heard_where_the_runtime_ignores_it() {
+    let runtime = Runtime::start_by_nohup();
+    let mut client = connect(&runtime).await;
+    let (mut events, id) = start(&mut client, shell("read line"), Some(SIZE)).await;
+    write(&mut client, id, Payload::Eof(())).await.unwrap();
+    assert_eq!(drain(&mut events).await.exit_code, Some(-1));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_interrupt_that_is_typed_reaches_the_command() {
     let runtime = Runtime::start(&[]);
     let mut client = connect(&runtime).await;

@@ -15,6 +15,7 @@ use tempfile::TempDir;
 
 /// How long anything may take before a test fails.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+const PROGRAM: &str = env!("CARGO_BIN_EXE_sandbox-runtime");
 const BOUNDARY: &str = "b0undary";
 
 pub(crate) struct Runtime {
@@ -35,8 +36,19 @@ pub(crate) struct Answer {
 impl Runtime {
     /// Starts it on a free port, with the root `app` in a directory of its own.
     pub(crate) fn start(flags: &[&str]) -> Self {
+        Self::started(Command::new(PROGRAM), flags)
+    }
+
+    /// By a program that ignores SIGHUP, which the runtime inherits.
+    pub(crate) fn start_by_nohup() -> Self {
+        let mut nohup = Command::new("nohup");
+        nohup.arg(PROGRAM);
+        Self::started(nohup, &[])
+    }
+
+    fn started(mut command: Command, flags: &[&str]) -> Self {
         let world = TempDir::new().unwrap();
-        let mut process = Command::new(env!("CARGO_BIN_EXE_sandbox-runtime"))
+        let mut process = command
             .arg("--legacy-bind-address=127.0.0.1:0")
             .arg("--rest-bind-address=127.0.0.1:0")
             .arg("--grpc-bind-address=127.0.0.1:0")
