@@ -1,19 +1,14 @@
 //! Sandboxes that fall asleep by themselves: when they may, when they must not, and what wakes them.
 
-use std::fs::File;
-use std::path::Path;
 use std::time::Duration;
 
 use anyhow::Context;
 use k8s_openapi::api::core::v1::Pod;
-use rustix::fs::Advice;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::process::Command;
 use torpor_api::annotations::{DOZE_AFTER, HIBERNATE_AFTER};
 use torpor_api::conditions::POD_HIBERNATED;
 use torpor_api::reasons::hibernated::AWAKE;
-use torpor_gvisor::programs;
 use torpor_gvisor::record::SandboxState;
 use torpor_gvisor::runsc::NodeRunsc;
 use torpor_tests::attached::{self, Attached};
@@ -224,47 +219,6 @@ async fn a_dozing_pod_gives_its_memory_back_and_an_exec_finds_it_as_it_was() -> 
         assert_eq!((restarts(&awake), torpor_tests::case::uid(&awake)), (0, uid));
         drop(pod);
         dozes(case, 12 * MIB).await.map(drop)
-    })
-    .await
-}
-
-/// Bytes of a file that are in main memory.
-async fn resident(file: &Path) -> anyhow::Result<u64> {
-    let mut fincore = Command::new("fincore");
-    fincore.args(["--bytes", "--noheadings", "--output", "RES"]);
-    let said = fincore.arg(file).output().await?;
-    let said = String::from_utf8(said.stdout)?;
-    said.trim()
-        .parse()
-        .with_context(|| format!("fincore: {said:?}"))
-}
-
-/// A pod's memory takes the pages of files along that were touched by the pod first.
-#[tokio::test]
-async fn what_every_sandbox_runs_is_in_main_memory_after_a_doze() -> anyhow::Result<()> {
-    let _swap = Swap::on()?;
-    case("dozeprograms", async |case| {
-        let spec = json!({ "containers": [shell("a", IDLE)] });
-        case.start(sleepy(DOZE_AFTER, spec)).await?;
-        let runsc = &case.node.config.runsc;
-        let wanted = programs::keep_in_memory(runsc)?;
-        // What nobody runs at this moment; what is being read stays, and another test's pod may doze.
-        wait::until("some of it is on the disk", SLEEP_LIMIT, async || {
-            rustix::fs::fadvise(File::open(runsc)?, 0, None, Advice::DontNeed)?;
-            let left = resident(runsc).await?;
-            wait::holds(left < wanted * 19 / 20, || {
-                format!("{left} of {wanted} bytes")
-            })
-        })
-        .await?;
-        dozes(case, 12 * MIB).await?;
-        wait::until("it was read again", SLEEP_LIMIT, async || {
-            let found = resident(runsc).await?;
-            wait::holds(found >= wanted * 19 / 20, || {
-                format!("{found} of {wanted} bytes")
-            })
-        })
-        .await
     })
     .await
 }

@@ -5,5 +5,6 @@ mod crash;
 mod drain;
 mod kata;
 mod killed;
+mod programs;
 mod speechless;
 mod tracing;
