@@ -1,56 +1,79 @@
 //! Swap for tests on a machine that has none.
 
-use std::path::PathBuf;
+use std::fs::{self, File, Permissions};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 use std::process::Command;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::Context;
+use nix::fcntl::{FallocateFlags, fallocate};
 
-/// Tests that run side by side share it.
-static SWAP: Mutex<Weak<Swap>> = Mutex::new(Weak::new());
+const FILE: &str = "/var/tmp/torpor-e2e.swap";
+const SIZE: i64 = 256 << 20;
+
+/// Tests that run side by side share it. Locked also while it is made and taken away: one that wants it meanwhile waits, and does not take what is
+/// just going for what the machine has.
+static USERS: Mutex<Users> = Mutex::new(Users {
+    count: 0,
+    made: false,
+});
+
+struct Users {
+    count: usize,
+    made: bool,
+}
+
+fn users() -> MutexGuard<'static, Users> {
+    USERS.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Swap that this machine has for as long as this lives; what it had before stays.
 #[derive(Debug)]
-pub struct Swap(Option<PathBuf>);
+pub struct Swap(());
 
 impl Swap {
     /// Makes a swap file of 256 MiB, unless there is swap.
-    pub fn on() -> anyhow::Result<Arc<Self>> {
-        let mut shared = SWAP.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(swap) = shared.upgrade() {
-            return Ok(swap);
+    pub fn on() -> anyhow::Result<Self> {
+        let mut users = users();
+        if users.count == 0 {
+            users.made = fs::read_to_string("/proc/swaps")?.lines().count() <= 1;
+            if users.made {
+                make().inspect_err(|_| take_away())?;
+            }
         }
-        let swap = Arc::new(Self::make()?);
-        *shared = Arc::downgrade(&swap);
-        Ok(swap)
+        users.count += 1;
+        Ok(Self(()))
     }
+}
 
-    fn make() -> anyhow::Result<Self> {
-        if std::fs::read_to_string("/proc/swaps")?.lines().count() > 1 {
-            return Ok(Self(None));
-        }
-        let path = PathBuf::from("/var/tmp/torpor-e2e.swap");
-        let file = std::fs::File::create(&path).context("no swap file")?;
-        // A file with holes is refused.
-        nix::fcntl::fallocate(&file, nix::fcntl::FallocateFlags::empty(), 0, 256 << 20)?;
-        let swap = Self(Some(path.clone()));
-        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
-        for program in ["mkswap", "swapon"] {
-            let done = Command::new(program).arg(&path).output();
-            let done = done.with_context(|| format!("cannot run {program}"))?;
-            let words = String::from_utf8_lossy(&done.stderr);
-            anyhow::ensure!(done.status.success(), "{program}: {words}");
-        }
-        Ok(swap)
+fn make() -> anyhow::Result<()> {
+    let path = Path::new(FILE);
+    let file = File::create(path).context("no swap file")?;
+    // A file with holes is refused.
+    fallocate(&file, FallocateFlags::empty(), 0, SIZE)?;
+    fs::set_permissions(path, Permissions::from_mode(0o600))?;
+    for program in ["mkswap", "swapon"] {
+        let done = Command::new(program).arg(path).output();
+        let done = done.with_context(|| format!("cannot run {program}"))?;
+        let words = String::from_utf8_lossy(&done.stderr);
+        anyhow::ensure!(done.status.success(), "{program}: {words}");
     }
+    Ok(())
+}
+
+/// What is in it goes back to memory first; a file that is still in use is told of by the next test that wants to make it.
+fn take_away() {
+    let _ = Command::new("swapoff").arg(FILE).status();
+    let _ = fs::remove_file(FILE);
 }
 
 impl Drop for Swap {
     fn drop(&mut self) {
-        if let Some(path) = &self.0 {
-            // What is in it goes back to memory first; a file that is still in use is told of by the next test that wants to make it.
-            let _ = Command::new("swapoff").arg(path).status();
-            let _ = std::fs::remove_file(path);
+        let mut users = users();
+        users.count -= 1;
+        if users.count == 0 && users.made {
+            take_away();
         }
     }
 }
