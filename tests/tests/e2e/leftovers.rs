@@ -1,9 +1,11 @@
 //! After a Pod is deleted nothing of it is left on the node, whatever was killed before.
 
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
+use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_gvisor::runsc::NodeRunsc;
 use torpor_tests::case::{Case, START_LIMIT, case, uid};
 use torpor_tests::node::PAUSE;
@@ -139,6 +141,12 @@ async fn the_kubelet_recovers_a_pod_whose_gofer_was_killed() -> anyhow::Result<(
     .await
 }
 
+/// runsc's record of a container in this root directory.
+fn state_in(root: &Path, container: &ContainerId, sandbox: &SandboxId) -> PathBuf {
+    let (container, sandbox) = (container.as_str(), sandbox.as_str());
+    root.join(format!("{container}_sandbox:{sandbox}.state"))
+}
+
 /// Of a Pod from before runsc's records were spread the keepers look for them where they were then.
 #[tokio::test]
 async fn a_pod_of_before_wakes_where_its_keepers_look_for_it() -> anyhow::Result<()> {
@@ -147,18 +155,15 @@ async fn a_pod_of_before_wakes_where_its_keepers_look_for_it() -> anyhow::Result
         let mut footprint = Footprint::take(&case.node, &case.namespace, &uid(&pod))?;
         let sandbox = case.node.sandbox_of(&uid(&pod))?.sandbox;
         let runsc = NodeRunsc::new(&case.node.config);
-        let record = format!(
-            "{sandbox}_sandbox:{sandbox}.state",
-            sandbox = sandbox.as_str()
-        );
-        let spread = runsc.root_of(&sandbox).join(&record);
+        let root_container = sandbox.clone().into();
+        let spread = state_in(&runsc.root_of(&sandbox), &root_container, &sandbox);
         assert!(spread.exists(), "{}", spread.display());
         case.hibernate("p").await?;
         std::fs::remove_file(case.node.records.pod_dir(&sandbox).join("spread"))?;
         let base = case.node.config.runsc_base();
         assert_eq!(runsc.root_of(&sandbox), base);
         assert_eq!(case.kubectl.sh("p", "b", "echo here").await?, "here");
-        assert!(base.join(&record).exists() && !spread.exists());
+        assert!(state_in(&base, &root_container, &sandbox).exists() && !spread.exists());
         let woken = case.wake("p").await?;
         assert!(restarts(&woken) == 0 && is_ready(&woken));
         footprint.add(&case.node)?;
@@ -175,9 +180,8 @@ async fn a_container_whose_state_a_killed_runsc_left_half_written_is_brought_bac
         let pod = case.start(two_containers()).await?;
         let mut footprint = Footprint::take(&case.node, &case.namespace, &uid(&pod))?;
         let record = case.node.container(&uid(&pod), "a")?;
-        let (id, sandbox) = (record.id.as_str(), record.sandbox.as_str());
-        let state = NodeRunsc::new(&case.node.config).root_of(&record.sandbox);
-        let state = state.join(format!("{id}_sandbox:{sandbox}.state"));
+        let root = NodeRunsc::new(&case.node.config).root_of(&record.sandbox);
+        let state = state_in(&root, &record.id, &record.sandbox);
         std::fs::OpenOptions::new()
             .write(true)
             .open(&state)?

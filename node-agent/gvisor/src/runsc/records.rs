@@ -14,6 +14,7 @@ const MAX_RECORD: u64 = 16 << 20;
 /// What most of them have, and so are read by one call: a sandbox that dozes waits for it.
 const USUAL_RECORD: usize = 32 << 10;
 
+/// runsc's record of a container of the sandbox.
 fn state_path(root: &Path, id: &str, sandbox: &str) -> PathBuf {
     root.join(format!("{id}_sandbox:{sandbox}.state"))
 }
@@ -301,9 +302,7 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let runsc = runsc_in(dir.path());
         let write = |container: &str, sandbox: &str, pid: u32| {
-            let path = dir
-                .path()
-                .join(format!("{container}_sandbox:{sandbox}.state"));
+            let path = state_path(dir.path(), container, sandbox);
             std::fs::write(path, format!(r#"{{"goferPid":{pid}}}"#)).expect("written");
         };
         let mut gone = Command::new("true").spawn().expect("a process");
@@ -320,7 +319,7 @@ mod tests {
     fn a_state_that_a_killed_runsc_has_left_half_written_goes_and_no_other() {
         let dir = tempfile::tempdir().expect("a directory");
         let runsc = runsc_in(dir.path());
-        let path = |container: &str| dir.path().join(format!("{container}_sandbox:s.state"));
+        let path = |container: &str| state_path(dir.path(), container, "s");
         let whole = r#"{"goferPid":0}"#;
         for (container, state) in [
             ("s", whole),
