@@ -11,12 +11,14 @@
 //! | [`runsc`] | the commands: create, start, restore, exec, delete |
 //! | [`spec`] | what is changed in an OCI spec before runsc sees it, and its digest |
 //! | [`record`] | what is known of a pod on this node, under `/run/torpor` |
+//! | [`root`] | the pause container's root file system |
 //! | [`loopback`] | connections to the loopback of the pod's network namespace |
 //! | [`net`] | the pod's addresses and routes: read once, put back before each wake |
 //! | [`exec`] | an OCI process in gVisor's words |
 //! | [`expedite`] | short RCU grace periods while a sandbox wakes |
 //! | [`forward`] | who forwards a connection into a sandbox, and how a save ends it |
 //! | [`halt`] | stopping the host's processes of a sandbox that dozes |
+//! | [`hearing`] | the packet sockets of a sandbox' network stack |
 //! | [`hush`] | what a waking pod receives before it can answer is dropped |
 //! | [`keeper`] | talking to a keeper over its socket |
 //! | [`probe`] | what this node's runsc can do; its fingerprint |
@@ -34,6 +36,7 @@ pub mod exec;
 pub mod expedite;
 pub mod forward;
 pub mod halt;
+pub mod hearing;
 pub mod hush;
 pub mod keeper;
 mod locks;
@@ -44,6 +47,7 @@ pub mod probe;
 pub mod process;
 pub mod programs;
 pub mod record;
+pub mod root;
 pub mod runsc;
 pub mod save;
 pub mod spec;

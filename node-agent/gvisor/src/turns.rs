@@ -28,8 +28,9 @@ use crate::record::WakeCause;
 mod line;
 use line::{Line, Waiting};
 
-/// Between two tries of those that are next. A restore takes some thirty times as long.
-const TRY_AGAIN: Duration = Duration::from_millis(5);
+/// Between two tries of those that are next. A restore takes some ten times as long, and those that have their turns need the processors: each try
+/// reads the line.
+const TRY_AGAIN: Duration = Duration::from_millis(20);
 /// Of those that are behind, for each restore that has to end before: less than half of what the fastest takes, so that nothing is lost. Each try
 /// reads the line, and who restores needs the processors.
 const A_RESTORE: Duration = Duration::from_millis(50);

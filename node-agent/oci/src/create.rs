@@ -17,11 +17,13 @@ use torpor_core::ids::{Namespace, PodUid, SandboxId};
 use torpor_gvisor::keeper::{self, Request};
 use torpor_gvisor::loopback::{self, Loopback};
 use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState, WakeCause};
+use torpor_gvisor::root::Root;
 use torpor_gvisor::spec::{
     CRI_SANDBOX_NAME, CRI_SANDBOX_NAMESPACE, CRI_SANDBOX_UID, Role, SandboxVolume, Spec, digest,
     rewrite, sandbox_volumes,
 };
 use torpor_gvisor::{net, traffic, unacknowledged};
+use torpor_snapshots::Digest;
 
 use crate::args::CreateArgs;
 use crate::console::{Terminal, create_with_console, hand_over};
@@ -56,13 +58,18 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Vec<anyho
             restore::join(node, &sandbox)?
         }
     };
+    let swap_limit = spec.swap_limit().map(str::to_owned);
+    let mut rewritten = rewrite(spec, &args.bundle, &pod.volumes)?;
+    if role == Role::Sandbox
+        && let Some((under, spec_digest)) = under_own_root(node, &pod, &state, &rewritten)?
+    {
+        (rewritten, record.spec_digest) = (under, spec_digest);
+    }
     if let SandboxState::Restoring { image, .. } = &state {
         record.completed = restore::completed(node, &pod, image, &record)?;
     }
     node.records.create_container_dir(&record.id)?;
     let dir = node.records.container_dir(&record.id);
-    let swap_limit = spec.swap_limit().map(str::to_owned);
-    let rewritten = rewrite(spec, &args.bundle, &pod.volumes)?;
     node.records.write_spec(&record.id, &rewritten.0)?;
     node.cgroups.create(&record.cgroup)?;
     if let Some(bytes) = swap_limit {
@@ -101,6 +108,24 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Vec<anyho
             .with_context(|| format!("cannot write {}", path.display()))?;
     }
     Ok(warnings)
+}
+
+/// The pause container's spec with the root file system that Torpor brings along, and its digest; none where it has its files from a gofer: an emptyDir is
+/// mounted in it, the root is not installed, or the image was saved with a gofer.
+fn under_own_root(
+    node: &Node,
+    pod: &PodRecord,
+    state: &SandboxState,
+    rewritten: &Spec,
+) -> anyhow::Result<Option<(Spec, Digest)>> {
+    let Some(root) = Root::installed(&node.config) else {
+        return Ok(None);
+    };
+    let saved = match state {
+        SandboxState::Restoring { image, .. } => Some(restore::saved_pause(node, pod, image)?),
+        SandboxState::Running | SandboxState::Hibernated { .. } => None,
+    };
+    Ok(root.serve(rewritten, saved))
 }
 
 /// A container that the Pod has not had before (`kubectl debug` adds such) is somebody who needs the sandbox, and wakes it as an exec does. One

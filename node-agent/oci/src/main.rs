@@ -9,6 +9,7 @@ mod delete;
 mod doze;
 mod exec;
 mod forward;
+mod hearing;
 mod keeper;
 mod kill;
 mod node;

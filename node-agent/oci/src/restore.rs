@@ -9,7 +9,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, bail, ensure};
 use jiff::Timestamp;
-use torpor_core::ids::{ContainerName, ImageId, SandboxId};
+use torpor_core::ids::{ImageId, SandboxId};
 use torpor_core::ledger::Memory;
 use torpor_core::{Entry, RolledBack};
 use torpor_gvisor::keeper::{self, Answer, Request};
@@ -18,16 +18,19 @@ use torpor_gvisor::record::{
     ContainerRecord, Depth, PodRecord, RestoreReport, SandboxState, SleepNote, WakeCause,
 };
 use torpor_gvisor::spec::{Role, Spec};
-use torpor_snapshots::{Image, LedgerFile, Manifest, Mismatch, SavedName, Store};
+use torpor_snapshots::{Image, LedgerFile, Manifest, Mismatch, Store};
 
 use crate::node::{CALL_LIMIT, Node};
 
+mod known;
 mod memory;
 mod recorded;
 pub(crate) mod room;
 mod sandbox;
 mod source;
 
+use known::saved_name;
+pub(crate) use known::{completed, is_new, saved_pause};
 pub(crate) use memory::{about_to_run, memory_image, sleep_on, stands_in};
 use recorded::{Restored, wake_recorded};
 pub(crate) use sandbox::{end_processes, kill_processes, put_quotas_back};
@@ -331,62 +334,6 @@ pub(crate) fn join(node: &Node, sandbox: &SandboxId) -> anyhow::Result<SandboxSt
     let state = SandboxState::Restoring { image, started };
     node.records.write_state(sandbox, &state)?;
     Ok(state)
-}
-
-/// Whether the image knows nothing of the container.
-pub(crate) fn is_new(
-    node: &Node,
-    pod: &PodRecord,
-    image: &ImageId,
-    record: &ContainerRecord,
-) -> anyhow::Result<bool> {
-    let opened = store(node)?
-        .image(&pod.namespace, image)
-        .map_err(Refusal::from)?;
-    let place = place_in(opened.manifest(), record);
-    Ok(matches!(place, Err(Mismatch::ContainerAdded { .. })))
-}
-
-/// The exit code of a container that had ended when the image was saved; none for one that is part of the image.
-pub(crate) fn completed(
-    node: &Node,
-    pod: &PodRecord,
-    image: &ImageId,
-    record: &ContainerRecord,
-) -> anyhow::Result<Option<u8>> {
-    let opened = store(node)?
-        .image(&pod.namespace, image)
-        .map_err(Refusal::from)?;
-    match place_in(opened.manifest(), record) {
-        Ok(code) => Ok(code),
-        Err(mismatch) => Err(fail(node, pod, image, mismatch.into())?),
-    }
-}
-
-fn saved_name(record: &ContainerRecord) -> Result<SavedName, Mismatch> {
-    match record.role {
-        Role::Sandbox => Ok(SavedName::Root),
-        Role::Container => ContainerName::new(record.name.clone())
-            .map(SavedName::Named)
-            .map_err(|_| Mismatch::ContainerMissing {
-                name: SavedName::Root,
-            }),
-    }
-}
-
-fn place_in(manifest: &Manifest, record: &ContainerRecord) -> Result<Option<u8>, Mismatch> {
-    let name = saved_name(record)?;
-    if let SavedName::Named(own) = &name
-        && let Some(done) = manifest.completed.iter().find(|done| done.name == *own)
-    {
-        return Ok(Some(u8::try_from(done.exit_code).unwrap_or(255)));
-    }
-    let saved = manifest.containers.iter().find(|saved| saved.name == name);
-    match saved {
-        None => Err(Mismatch::ContainerAdded { name }),
-        Some(saved) if saved.spec_digest != record.spec_digest => Err(Mismatch::Spec { name }),
-        Some(_) => Ok(None),
-    }
 }
 
 /// A restore has failed. With policy ColdStart the pod's sandbox is ended, so that the kubelet makes a new one, which

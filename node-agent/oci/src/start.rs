@@ -5,8 +5,10 @@ use torpor_core::ids::ContainerId;
 use torpor_gvisor::keeper::{self, Request};
 use torpor_gvisor::record::{SandboxState, WakeCause};
 use torpor_gvisor::runsc::Stdio3;
+use torpor_gvisor::spec::Role;
 
 use crate::doze;
+use crate::hearing;
 use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
 use crate::restore;
 
@@ -31,6 +33,9 @@ pub(crate) fn start(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
             };
             node.runsc_of(&record.sandbox)
                 .start(id.as_str(), stdio, COMMAND_LIMIT)?;
+            if record.role == Role::Sandbox {
+                hearing::narrow(node, &record.sandbox);
+            }
             keeper::ask(&dir, &Request::Attach, &[], CALL_LIMIT)?;
             Ok(())
         }

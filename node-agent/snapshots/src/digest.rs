@@ -30,6 +30,10 @@ impl Digest {
         Self(*blake3::hash(bytes).as_bytes())
     }
 
+    pub fn as_bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+
     /// The digest of the first `len` bytes of an open file, read with up to `threads` threads. The file's position is not used.
     /// `UnexpectedEof` if the file is shorter.
     pub fn of_file(file: BorrowedFd<'_>, len: u64, threads: usize) -> io::Result<Self> {

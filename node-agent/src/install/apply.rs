@@ -1,7 +1,7 @@
 //! Carries out an installation and its removal on the host's files.
 //!
 //! ```text
-//! <install dir>/bin/torpor-oci, torpor-oci.json, runsc-<12 hex digits of its digest>
+//! <install dir>/bin/torpor-oci, torpor-oci.json, runsc-<12 hex digits of its digest>, pause-<the same of its own>.erofs
 //! <install dir>/installed.json      what is to be undone: written before anything else is changed
 //! <install dir>/restart-pending     containerd's configuration changed, and no restart was observed since
 //! <install dir>/lock                held by a running install or uninstall
@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 use torpor_gvisor::config::{self, Config};
+use torpor_gvisor::root;
 use tracing::{info, warn};
 
 use super::containerd::Handler;
@@ -301,6 +302,7 @@ fn place_binaries(node: &Node, args: &InstallArgs) -> Result<bool, Error> {
     })?;
     let runsc = format!("{RUNSC}-{}", &digest.to_hex()[..12]);
     let mut changed = place(&payload, &node.bin.join(&runsc))?;
+    changed |= place_pause(node)?;
     let config = Config {
         runsc: args.paths.bin_dir().join(&runsc),
         runsc_digest: format!("blake3:{}", digest.to_hex()),
@@ -316,6 +318,15 @@ fn place_binaries(node: &Node, args: &InstallArgs) -> Result<bool, Error> {
     changed |= write_json(&node.bin.join(config::FILE_NAME), &config, Mode::New(0o644))?;
     changed |= place(&args.payload_dir.join(OCI), &node.bin.join(OCI))?;
     Ok(changed)
+}
+
+/// The pause containers' root file system. Returns whether it was written.
+fn place_pause(node: &Node) -> Result<bool, Error> {
+    let Some(image) = root::image() else {
+        return Ok(false);
+    };
+    let to = node.bin.join(root::file_name(&image));
+    write(&to, &image, Mode::New(0o644))
 }
 
 /// Copies a binary, unless the same one is there. Returns whether it was copied.
@@ -355,10 +366,15 @@ fn write_json(path: &Path, value: &impl Serialize, mode: Mode) -> Result<bool, E
         source: source.into(),
     })?;
     bytes.push(b'\n');
+    write(path, &bytes, mode)
+}
+
+/// Writes a file, unless it is there. Returns whether it was written.
+fn write(path: &Path, mut bytes: &[u8], mode: Mode) -> Result<bool, Error> {
     if host::read(path)?.is_some_and(|found| found == bytes) {
         return Ok(false);
     }
-    host::replace(path, mode, &mut bytes.as_slice())?;
+    host::replace(path, mode, &mut bytes)?;
     Ok(true)
 }
 
@@ -483,7 +499,10 @@ fn remove_binaries(bin: &Path) -> Result<bool, Error> {
 fn is_ours(name: &str) -> bool {
     let is_build =
         |digits: &str| digits.len() == 12 && digits.bytes().all(|c| c.is_ascii_hexdigit());
-    name == OCI || name == config::FILE_NAME || name.strip_prefix("runsc-").is_some_and(is_build)
+    name == OCI
+        || name == config::FILE_NAME
+        || name.strip_prefix("runsc-").is_some_and(is_build)
+        || root::is_file_name(name)
 }
 
 #[cfg(test)]

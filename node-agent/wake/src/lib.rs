@@ -5,6 +5,7 @@
 //! |---|---|
 //! | [`packet`] | what a frame means for a sleeping sandbox (pure) |
 //! | [`doubt`] | connections of the kubelet that may be a probe or a hook (pure) |
+//! | [`filter`] | what is for routers, and concerns no sandbox |
 //! | [`held`] | the frames that wait, bounded (pure) |
 //! | [`keepalive`] | answering the keepalives of peers whose connections sleep (pure) |
 //! | [`neighbour`] | telling where a pod's addresses are (pure) |
@@ -19,6 +20,7 @@
 
 mod acknowledgement;
 pub mod doubt;
+pub mod filter;
 pub mod held;
 pub mod keepalive;
 pub mod neighbour;

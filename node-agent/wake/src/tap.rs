@@ -3,7 +3,7 @@
 //! A packet socket on that end sees every frame on its way to the pod, whatever becomes of it in the pod's namespace, and
 //! what it sends arrives there as any other. Frames carry a `virtio_net_hdr` (PACKET_VNET_HDR), so that one whose checksum
 //! or segmentation the kernel has left to the link comes back as it was. Numbers and layouts are the kernel's ABI
-//! (packet(7), include/uapi/linux/{if_packet,filter,virtio_net}.h).
+//! (packet(7), include/uapi/linux/{if_packet,virtio_net}.h).
 
 #![allow(unsafe_code)]
 
@@ -12,6 +12,8 @@ use std::mem::{size_of, zeroed};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use nix::libc;
+
+use crate::filter;
 
 /// Before each frame.
 pub const HEADER: usize = 10;
@@ -63,13 +65,7 @@ impl Tap {
     /// On the link with this index in the calling thread's network namespace.
     pub fn open(index: u32) -> Result<Self, Error> {
         let socket = open()?;
-        set(
-            &socket,
-            "SO_ATTACH_FILTER",
-            libc::SOL_SOCKET,
-            libc::SO_ATTACH_FILTER,
-            &filter(),
-        )?;
+        filter::take_outgoing(&socket)?;
         set(
             &socket,
             "PACKET_VNET_HDR",
@@ -207,17 +203,18 @@ fn length_of<T>() -> libc::socklen_t {
     libc::socklen_t::try_from(size_of::<T>()).unwrap_or(libc::socklen_t::MAX)
 }
 
-fn set<T>(
-    socket: &OwnedFd,
+/// `value`: what the option's name promises, as the kernel lays it out.
+pub(crate) fn set<T>(
+    socket: impl AsFd,
     what: &'static str,
     level: libc::c_int,
     option: libc::c_int,
     value: &T,
 ) -> Result<(), Error> {
-    // SAFETY: the kernel reads the value, by its size; what a filter's value points to is static.
+    // SAFETY: the kernel reads the value, by its size, and of a filter what it points to, which lives until then.
     let done = unsafe {
         libc::setsockopt(
-            socket.as_raw_fd(),
+            socket.as_fd().as_raw_fd(),
             level,
             option,
             std::ptr::from_ref(value).cast(),
@@ -233,42 +230,6 @@ fn set<T>(
     Ok(())
 }
 
-/// Takes what goes out of the link only, that is into the pod, and all of it.
-fn filter() -> libc::sock_fprog {
-    // SKF_AD_OFF + SKF_AD_PKTTYPE: not of the frame, but whose it is.
-    const KIND_OF_PACKET: u32 = (-0x1000_i32).cast_unsigned() + 4;
-    const OUTGOING: u32 = libc::PACKET_OUTGOING as u32;
-    static CODE: Code = those_with(KIND_OF_PACKET, OUTGOING);
-    program(&CODE)
-}
-
-/// A filter's instructions.
-type Code = [libc::sock_filter; 4];
-
-/// All of the frames with this value there.
-const fn those_with(place: u32, value: u32) -> Code {
-    const LOAD_WORD_AT: u16 = 0x20;
-    const JUMP_IF_EQUAL: u16 = 0x15;
-    const RETURN: u16 = 0x06;
-    const fn op(code: u16, jt: u8, jf: u8, k: u32) -> libc::sock_filter {
-        libc::sock_filter { code, jt, jf, k }
-    }
-    [
-        op(LOAD_WORD_AT, 0, 0, place),
-        op(JUMP_IF_EQUAL, 0, 1, value),
-        op(RETURN, 0, 0, u32::MAX),
-        op(RETURN, 0, 0, 0),
-    ]
-}
-
-fn program(code: &'static Code) -> libc::sock_fprog {
-    libc::sock_fprog {
-        len: 4,
-        // The kernel only reads it.
-        filter: code.as_ptr().cast_mut(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::net::UdpSocket;
@@ -276,6 +237,7 @@ mod tests {
     use nix::sys::socket::{getsockopt, sockopt};
 
     use super::*;
+    use crate::filter::tests::take_marked;
 
     /// Needs root, as the development cluster does.
     #[test]
@@ -293,17 +255,8 @@ mod tests {
         const MARK: u32 = 0x7001;
         // The first link of every namespace.
         const LOOPBACK: u32 = 1;
-        // SKF_AD_OFF + SKF_AD_MARK: not of the frame.
-        static MARKED: Code = those_with((-0x1000_i32).cast_unsigned() + 20, MARK);
         let mut tap = Tap::open(LOOPBACK).expect("a tap");
-        set(
-            &tap.socket,
-            "SO_ATTACH_FILTER",
-            libc::SOL_SOCKET,
-            libc::SO_ATTACH_FILTER,
-            &program(&MARKED),
-        )
-        .expect("set");
+        take_marked(&tap.socket, MARK);
         // What was there before the filter.
         while tap.receive().expect("read").is_some() {}
         // Of a kind that is nobody's: IEEE 802's first for experiments.

@@ -11,6 +11,7 @@ mod clock;
 mod connections;
 mod debug;
 mod forwards;
+mod hearing;
 mod hibernate;
 mod hooks;
 mod inject;

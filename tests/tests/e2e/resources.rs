@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use serde_json::json;
-use torpor_tests::case::{START_LIMIT, case, uid};
+use torpor_tests::case::{Case, START_LIMIT, case, uid};
 use torpor_tests::machine;
 use torpor_tests::pods::{COUNT, pod, python, shell, with};
 use torpor_tests::sleep::{is_ready, restarts};
@@ -15,50 +15,61 @@ const LIMIT_IS_BACK: Duration = Duration::from_secs(90);
 #[tokio::test]
 async fn every_process_of_a_sandbox_is_in_its_pods_cgroup() -> anyhow::Result<()> {
     case("cgroup", async |case| {
-        let pod = case
-            .start(pod(
-                "p",
-                json!({ "containers": [shell("a", COUNT), shell("b", COUNT)] }),
-            ))
-            .await?;
-        let uid = uid(&pod);
-        let record = case.node.sandbox_of(&uid)?;
-        let cgroup = record.cgroup.display().to_string();
-        assert!(cgroup.contains(&format!("pod{uid}/torpor-")), "{cgroup}");
-        let inside = machine::processes_in(&record.cgroup);
-        let containers = case.node.records.containers_of(&record.sandbox)?;
-        let ids: Vec<String> = containers
-            .iter()
-            .map(|container| container.id.to_string())
-            .collect();
-        let named = machine::processes_naming(&ids);
-        let of_gvisor: Vec<_> = named
-            .iter()
-            .filter(|p| p.command.starts_with("runsc-"))
-            .collect();
-        assert_eq!(
-            of_gvisor.len(),
-            4,
-            "a sentry, and a gofer for each container: {named:?}"
-        );
-        for process in of_gvisor {
-            assert!(
-                inside.contains(process),
-                "{process:?} is outside of {cgroup}"
-            );
-        }
-        for name in ["a", "b"] {
-            let container = case.node.container(&uid, name)?;
-            let keeper = case.node.keeper(&uid, name)?;
-            assert_eq!(
-                machine::processes_in(&container.cgroup),
-                [keeper],
-                "each keeper in its container's cgroup"
-            );
+        // The pause container has a gofer only for what is mounted in it.
+        for (name, volumes, gofers) in [
+            ("p", json!([]), 2),
+            (
+                "with-volume",
+                json!([{ "name": "work", "emptyDir": {} }]),
+                3,
+            ),
+        ] {
+            let containers = [shell("a", COUNT), shell("b", COUNT)];
+            let spec = json!({ "containers": containers, "volumes": volumes });
+            let pod = case.start(pod(name, spec)).await?;
+            every_process_is_in_its_place(case, &uid(&pod), gofers)?;
         }
         Ok(())
     })
     .await
+}
+
+fn every_process_is_in_its_place(case: &Case, uid: &str, gofers: usize) -> anyhow::Result<()> {
+    let record = case.node.sandbox_of(uid)?;
+    let cgroup = record.cgroup.display().to_string();
+    assert!(cgroup.contains(&format!("pod{uid}/torpor-")), "{cgroup}");
+    let inside = machine::processes_in(&record.cgroup);
+    let containers = case.node.records.containers_of(&record.sandbox)?;
+    let ids: Vec<String> = containers
+        .iter()
+        .map(|container| container.id.to_string())
+        .collect();
+    let named = machine::processes_naming(&ids);
+    let of_gvisor: Vec<_> = named
+        .iter()
+        .filter(|p| p.command.starts_with("runsc-"))
+        .collect();
+    assert_eq!(
+        of_gvisor.len(),
+        1 + gofers,
+        "a sentry, and a gofer for each container that needs one: {named:?}"
+    );
+    for process in of_gvisor {
+        assert!(
+            inside.contains(process),
+            "{process:?} is outside of {cgroup}"
+        );
+    }
+    for name in ["a", "b"] {
+        let container = case.node.container(uid, name)?;
+        let keeper = case.node.keeper(uid, name)?;
+        assert_eq!(
+            machine::processes_in(&container.cgroup),
+            [keeper],
+            "each keeper in its container's cgroup"
+        );
+    }
+    Ok(())
 }
 
 #[tokio::test]

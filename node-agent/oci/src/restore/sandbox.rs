@@ -25,6 +25,7 @@ use torpor_snapshots::Image;
 use super::memory::ensure_held_open;
 use super::room;
 use crate::console::Terminal;
+use crate::hearing;
 use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
 use crate::stages::Stages;
 use crate::start::stdio_of;
@@ -208,6 +209,8 @@ fn attempt(
     barriers.clear();
     let_be_heard(node, pod, &root_dir);
     stages.over("attached");
+    // Nobody waits for it any more.
+    hearing::narrow(node, &pod.sandbox);
     Ok(())
 }
 

@@ -219,6 +219,9 @@ fn an_installation_places_everything_and_restarts_containerd_once() {
                 .expect("its name")
         )
     );
+    let root = root::image().map(|image| root::file_name(&image));
+    let pause = root.map(|name| host.root().join("opt/torpor/bin").join(name));
+    assert!(pause.is_none_or(|path| path.is_file()));
     let tree = host.tree();
     let mode = |path: &str| tree[&host.root().join(path)].0 & 0o7777;
     assert_eq!(mode("opt/torpor/bin/torpor-oci"), 0o755);
