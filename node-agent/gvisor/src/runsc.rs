@@ -236,17 +236,17 @@ impl Runsc {
         })
     }
 
-    /// Restores a created container from the image directory. The last container of an image does the work and returns
+    /// Restores a container from the image directory, and creates it where it is not there: with a root container, the sandbox. The last container of an image does the work and returns
     /// when the sandbox runs; the others return at once.
     pub fn restore(
         &self,
         id: &str,
         bundle: &Path,
         image: &Path,
-        stdio: Stdio3,
+        stdio: Option<Stdio3>,
         limit: Duration,
     ) -> Result<(), Error> {
-        self.run("restore", Some(stdio), limit, |command| {
+        self.run("restore", stdio, limit, |command| {
             command.arg("--detach").arg("--bundle").arg(bundle);
             command.arg("--image-path").arg(image).arg(id);
         })

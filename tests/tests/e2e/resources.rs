@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde_json::json;
 use torpor_tests::case::{Case, START_LIMIT, case, uid};
 use torpor_tests::machine;
-use torpor_tests::pods::{COUNT, pod, python, shell, with};
+use torpor_tests::pods::{COUNT, mounts, pod, python, shell, with};
 use torpor_tests::sleep::{is_ready, restarts};
 use torpor_tests::wait;
 
@@ -16,15 +16,13 @@ const LIMIT_IS_BACK: Duration = Duration::from_secs(90);
 async fn every_process_of_a_sandbox_is_in_its_pods_cgroup() -> anyhow::Result<()> {
     case("cgroup", async |case| {
         // The pause container has a gofer only for what is mounted in it.
-        for (name, volumes, gofers) in [
-            ("p", json!([]), 2),
-            (
-                "with-volume",
-                json!([{ "name": "work", "emptyDir": {} }]),
-                3,
-            ),
+        let volume = json!([{ "name": "work", "emptyDir": {} }]);
+        for (name, volumes, at, gofers) in [
+            ("p", json!([]), mounts(&[]), 2),
+            ("with-volume", volume, mounts(&[("work", "/work")]), 3),
         ] {
-            let containers = [shell("a", COUNT), shell("b", COUNT)];
+            let mounting = json!({ "volumeMounts": at });
+            let containers = ["a", "b"].map(|name| with(shell(name, COUNT), mounting.clone()));
             let spec = json!({ "containers": containers, "volumes": volumes });
             let pod = case.start(pod(name, spec)).await?;
             every_process_is_in_its_place(case, &uid(&pod), gofers)?;

@@ -134,34 +134,38 @@ fn attempt(
     stages.over("prepared");
 
     let path = image.path();
-    let runsc = runsc_for(node, pod, parts);
+    let runsc = &runsc_for(node, pod, parts);
     let terminals = subs
         .iter()
         .map(|sub| terminal_of(node, sub))
         .collect::<anyhow::Result<Vec<_>>>()?;
     let hush = std::thread::scope(|scope| -> anyhow::Result<Option<Hush>> {
-        let verified = scope.spawn(|| image.verify());
+        let verify = || -> anyhow::Result<()> { Ok(image.verify()?) };
+        // Nothing of the image runs before all of it has been verified: of a pod of several containers nothing does before the last one is there.
+        let verified = match subs {
+            [] => verify().map(|()| None)?,
+            _ => Some(scope.spawn(verify)),
+        };
         let root_dir = node.records.container_dir(&root.id);
-        runsc.create(root.id.as_str(), &root_dir, None, COMMAND_LIMIT)?;
-        stages.over("sandboxCreated");
-        // Nothing of the image runs before all of it has been verified.
-        join(verified)??;
-        stages.over("verified");
         let hush = hush(pod, image);
         *barriers = mute(pod, &root_dir);
         if let Some(namespace) = &pod.network_namespace {
             net::put_back(namespace, &pod.addresses)?;
         }
 
-        // The root container's restore only hands the image over; the last of them all does the work. What each of them
+        // The root container's restore makes the sandbox and hands the image over; the last of them all does the work. What each of the others
         // needs before that (a process, a gofer) is made side by side: they begin when the image is about to be handed
         // over, and need longer to be ready for it.
         let handing_over = watch_addresses(pod)?;
         let (root_is_over, ends_with_root) = UnixStream::pair()?;
         let restored_root = scope.spawn(move || {
             let _ends_with_root = ends_with_root;
-            restore_container(node, root, None, path)
+            restore_container(node, runsc, root, None, path)
         });
+        if let Some(verified) = verified {
+            join(verified)??;
+        }
+        stages.over("verified");
         if let Some(handing_over) = handing_over {
             handing_over.wait(root_is_over.as_fd())?;
         }
@@ -170,7 +174,8 @@ fn attempt(
             .zip(&terminals)
             .map(|(sub, terminal)| {
                 let terminal = terminal.as_ref();
-                let restored = scope.spawn(move || restore_container(node, sub, terminal, path));
+                let restored =
+                    scope.spawn(move || restore_container(node, runsc, sub, terminal, path));
                 (sub, terminal, restored)
             })
             .collect();
@@ -181,7 +186,7 @@ fn attempt(
                 Err(error) if came_too_early(&error) => {
                     runsc.delete(sub.id.as_str(), COMMAND_LIMIT)?;
                     remove_filestores(node, pod, std::slice::from_ref(sub))?;
-                    restore_container(node, sub, terminal, path)?;
+                    restore_container(node, runsc, sub, terminal, path)?;
                 }
                 other => other?,
             }
@@ -313,20 +318,22 @@ fn came_too_early(error: &anyhow::Error) -> bool {
 
 fn restore_container(
     node: &Node,
+    runsc: &Runsc,
     record: &ContainerRecord,
     terminal: Option<&Terminal>,
     image: &Path,
 ) -> anyhow::Result<()> {
     let dir = node.records.container_dir(&record.id);
-    let stdio = match terminal {
-        Some(terminal) => Stdio3 {
+    let stdio = match (record.role, terminal) {
+        // A program that says nothing.
+        (Role::Sandbox, _) => None,
+        (Role::Container, Some(terminal)) => Some(Stdio3 {
             stdin: terminal.slave.try_clone()?,
             stdout: terminal.slave.try_clone()?,
             stderr: terminal.slave.try_clone()?,
-        },
-        None => stdio_of(&dir)?,
+        }),
+        (Role::Container, None) => Some(stdio_of(&dir)?),
     };
-    let runsc = node.runsc_of(&record.sandbox);
     let restored = runsc.restore(record.id.as_str(), &dir, image, stdio, COMMAND_LIMIT);
     restored.with_context(|| match record.role {
         Role::Sandbox => "cannot restore the sandbox".to_owned(),
