@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Measures what gVisor alone takes to restore many pods: each of two containers, a pause and a program of 30 MB, with runsc's own commands and
 # Torpor's flags, without Kubernetes, containerd and Torpor. What hack/bench-many.sh says of hibernated sandboxes contains as much.
+# The pause containers have the root file system that Torpor has placed beside runsc, if there is one.
 # usage: hack/bench-bare.sh [PODS [AT-ONCE…]]        (default 50, 2 and 4 at once; RUNSC=PATH, or else the runsc of the Torpor that is installed here)
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
@@ -14,6 +15,8 @@ if [ -z "${RUNSC:-}" ]; then
 	need_torpor "starts sandboxes"
 	RUNSC=$(installed_runsc)
 fi
+# The pause containers' root file system, where Torpor has placed it beside runsc: without it they are served by a gofer.
+PAUSE=$(find "$(dirname "$RUNSC")" -maxdepth 1 -name 'pause-*.erofs' | head -n 1)
 PYTHON=$(realpath "$(command -v python3)")
 PROGRAM='import os,time; held = bytearray(os.urandom(26 << 20)); print(len(held), flush=True); time.sleep(1e6)'
 
@@ -43,7 +46,12 @@ bundle() { # DIRECTORY POD ARGUMENTS-JSON ANNOTATIONS-JSON
 prepare() { # POD
 	local kind='"io.kubernetes.cri.container-type"' name='"io.kubernetes.cri.container-name"'
 	ip netns add "torpor-bare-$1"
-	bundle "$TMP/pause-$1" "$1" '["/bin/sleep", "infinity"]' "{$kind: \"sandbox\"}"
+	if [ -n "$PAUSE" ]; then
+		local root='"dev.gvisor.spec.rootfs'
+		bundle "$TMP/pause-$1" "$1" '["/pause"]' "{$kind: \"sandbox\", $root.source\": \"$PAUSE\", $root.type\": \"erofs\"}"
+	else
+		bundle "$TMP/pause-$1" "$1" '["/bin/sleep", "infinity"]' "{$kind: \"sandbox\"}"
+	fi
 	bundle "$TMP/main-$1" "$1" "[\"$PYTHON\", \"-c\", \"$PROGRAM\"]" "{$kind: \"container\", $name: \"main\", \"io.kubernetes.cri.sandbox-id\": \"pause-$1\"}"
 }
 
@@ -71,7 +79,6 @@ save() {
 }
 
 restore() { # POD: every step of it must succeed, each in a process of xargs' own
-	bare create --bundle "$TMP/pause-$1" "pause-$1"
 	bare restore --detach --bundle "$TMP/pause-$1" --image-path "$TMP/image" "pause-$1"
 	bare restore --detach --bundle "$TMP/main-$1" --image-path "$TMP/image" "main-$1"
 }
