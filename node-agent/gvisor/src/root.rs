@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use torpor_snapshots::Digest;
 
 use crate::config::Config;
-use crate::spec::{PAUSE_VOLUMES, Spec};
+use crate::spec::Spec;
 
 mod image;
 mod program;
@@ -93,11 +93,12 @@ impl Root {
         Some(spec)
     }
 
-    /// In place of [`crate::spec::digest`]: an image of a sandbox whose pause container has this root is restored with the same one, and no image of
+    /// In place of [`crate::spec::digest`]: an image of a sandbox whose pause container has this root is restored with the same one, in the same place (gVisor compares the annotation), and no image of
     /// another is with this.
     fn digest(&self, under: &Spec) -> Digest {
         let spec = crate::spec::digest(under);
-        Digest::of(format!("{} {spec}", self.digest).as_bytes())
+        let path = self.path.display();
+        Digest::of(format!("{path} {} {spec}", self.digest).as_bytes())
     }
 }
 
@@ -110,14 +111,14 @@ fn is_not_read(mount: &Value) -> bool {
     NOT_READ.contains(&destination(mount))
 }
 
-/// Neither a part of the host nor one of the Pod's volumes, and there is a directory for it.
+/// No part of the host, and there is a directory for it; for the Pod's volumes there is none.
 fn is_gvisors_own(mount: &Value) -> bool {
     let destination = destination(mount);
     let options = mount.get("options").and_then(Value::as_array);
     let is_bound = mount.get("type").and_then(Value::as_str) == Some("bind")
         || (options.into_iter().flatten()).any(|option| option == "bind" || option == "rbind");
     let first = destination.split('/').nth(1).unwrap_or_default();
-    !is_bound && !destination.starts_with(PAUSE_VOLUMES) && DIRECTORIES.contains(&first)
+    !is_bound && DIRECTORIES.contains(&first)
 }
 
 /// Fields of a structure in a file, little endian: each value with its width in bytes; what is wider than a value is zero.

@@ -81,6 +81,17 @@ pub(crate) fn take_outgoing(socket: impl AsFd) -> Result<(), Error> {
     attach(socket, &OUTGOING)
 }
 
+/// The socket takes all that goes out of its link: what a pod says is for routers too.
+pub(crate) fn take_all_outgoing(socket: impl AsFd) -> Result<(), Error> {
+    let code = [
+        OUTGOING[0],
+        op(IF_EQUAL, 0, 1, libc::PACKET_OUTGOING as u32),
+        op(RETURN, 0, 0, u32::MAX),
+        op(RETURN, 0, 0, 0),
+    ];
+    attach(socket, &code)
+}
+
 /// A sandbox' packet socket leaves out what is for routers from now on.
 pub fn leave_out_for_routers(socket: impl AsFd) -> Result<(), Error> {
     attach(socket, &BUT_FOR_ROUTERS)

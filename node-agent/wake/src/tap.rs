@@ -62,10 +62,21 @@ impl AsFd for Tap {
 }
 
 impl Tap {
-    /// On the link with this index in the calling thread's network namespace.
+    /// On the link with this index in the calling thread's network namespace, at the host's end: what is for routers is left out.
     pub fn open(index: u32) -> Result<Self, Error> {
         let socket = open()?;
         filter::take_outgoing(&socket)?;
+        Self::on(socket, index)
+    }
+
+    /// The same at the pod's end: all that the pod says.
+    pub fn of_pod(index: u32) -> Result<Self, Error> {
+        let socket = open()?;
+        filter::take_all_outgoing(&socket)?;
+        Self::on(socket, index)
+    }
+
+    fn on(socket: OwnedFd, index: u32) -> Result<Self, Error> {
         set(
             &socket,
             "PACKET_VNET_HDR",
@@ -248,6 +259,33 @@ mod tests {
         // The kernel doubles it, for what it needs itself. It takes no memory before there is something to keep.
         let room = getsockopt(&socket, sockopt::RcvBuf).expect("told");
         assert_eq!(Some(room), usize::try_from(2 * MUCH).ok());
+    }
+
+    #[test]
+    fn what_a_pod_says_to_routers_is_collected_and_what_it_hears_of_others_is_not() {
+        const LOOPBACK: u32 = 1;
+        let (mut host, mut pod) = (
+            Tap::open(LOOPBACK).expect("a tap"),
+            Tap::of_pod(LOOPBACK).expect("a tap"),
+        );
+        // A router solicitation, known by its sender.
+        let mut said = [
+            &[0x33, 0x33, 0, 0, 0, 2, 2, 0x70, 1, 2, 3, 4, 0x86, 0xdd][..],
+            &[0; 48],
+        ]
+        .concat();
+        (said[14], said[19], said[20], said[54]) = (0x60, 8, 58, 133);
+        let mouth = Mouth::open(LOOPBACK, 0).expect("a mouth");
+        mouth.send(&said).expect("sent");
+        let hears = |tap: &mut Tap| {
+            while let Some(frame) = tap.receive().expect("read") {
+                if ethernet(frame) == said {
+                    return true;
+                }
+            }
+            false
+        };
+        assert!(hears(&mut pod) && !hears(&mut host));
     }
 
     #[test]

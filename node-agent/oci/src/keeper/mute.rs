@@ -29,7 +29,7 @@ impl Muted {
     pub(super) fn begin(namespace: &Path, pairs: &[Pair], known: Sender) -> anyhow::Result<Self> {
         // In this order: what comes in between is lost as on any link. The other way round it would be heard twice.
         let mute = Mute::begin(pairs, known)?;
-        let open = || pairs.iter().map(|pair| Tap::open(pair.pod)).collect();
+        let open = || pairs.iter().map(|pair| Tap::of_pod(pair.pod)).collect();
         let taps: Result<Vec<Tap>, _> = net::inside(namespace, open)?;
         Ok(Self {
             mute,

@@ -142,8 +142,8 @@ fn attempt(
     let hush = std::thread::scope(|scope| -> anyhow::Result<Option<Hush>> {
         let verify = || -> anyhow::Result<()> { Ok(image.verify()?) };
         // Nothing of the image runs before all of it has been verified: of a pod of several containers nothing does before the last one is there.
-        let verified = match subs {
-            [] => verify().map(|()| None)?,
+        let verified = match &image.manifest().containers[..] {
+            [] | [_] => verify().map(|()| None)?,
             _ => Some(scope.spawn(verify)),
         };
         let root_dir = node.records.container_dir(&root.id);
@@ -214,7 +214,7 @@ fn attempt(
     barriers.clear();
     let_be_heard(node, pod, &root_dir);
     stages.over("attached");
-    // Nobody waits for it any more.
+    // Who waits for a packet's answer has it already.
     hearing::narrow(node, &pod.sandbox);
     Ok(())
 }
