@@ -31,6 +31,20 @@ const fn load(code: u16, place: u32) -> sock_filter {
     op(code, 0, 0, place)
 }
 
+// SKF_AD_OFF + SKF_AD_PKTTYPE: not of the frame, but whose it is.
+const KIND_OF_PACKET: u32 = (-0x1000_i32).cast_unsigned() + 4;
+const TO_BE_SENT: u32 = libc::PACKET_OUTGOING as u32;
+
+/// Takes all of the frames with this value there.
+const fn those_with(place: u32, value: u32) -> [sock_filter; 4] {
+    [
+        load(LOAD_WORD, place),
+        op(IF_EQUAL, 0, 1, value),
+        op(RETURN, 0, 0, u32::MAX),
+        op(RETURN, 0, 0, 0),
+    ]
+}
+
 /// Takes all but multicasts that are listener reports or router solicitations.
 const BUT_FOR_ROUTERS: [sock_filter; FOR_ROUTERS] = {
     const IPV6: u32 = 0x86dd;
@@ -65,9 +79,8 @@ const BUT_FOR_ROUTERS: [sock_filter; FOR_ROUTERS] = {
 const OUTGOING: [sock_filter; 2 + FOR_ROUTERS] = {
     const TO_THE_END: u8 = 19;
     let mut code = [op(RETURN, 0, 0, 0); 2 + FOR_ROUTERS];
-    // SKF_AD_OFF + SKF_AD_PKTTYPE: not of the frame, but whose it is.
-    code[0] = load(LOAD_WORD, (-0x1000_i32).cast_unsigned() + 4);
-    code[1] = op(IF_EQUAL, 0, TO_THE_END, libc::PACKET_OUTGOING as u32);
+    code[0] = load(LOAD_WORD, KIND_OF_PACKET);
+    code[1] = op(IF_EQUAL, 0, TO_THE_END, TO_BE_SENT);
     let mut n = 0;
     while n < FOR_ROUTERS {
         code[2 + n] = BUT_FOR_ROUTERS[n];
@@ -83,13 +96,7 @@ pub(crate) fn take_outgoing(socket: impl AsFd) -> Result<(), Error> {
 
 /// The socket takes all that goes out of its link: what a pod says is for routers too.
 pub(crate) fn take_all_outgoing(socket: impl AsFd) -> Result<(), Error> {
-    let code = [
-        OUTGOING[0],
-        op(IF_EQUAL, 0, 1, libc::PACKET_OUTGOING as u32),
-        op(RETURN, 0, 0, u32::MAX),
-        op(RETURN, 0, 0, 0),
-    ];
-    attach(socket, &code)
+    attach(socket, &those_with(KIND_OF_PACKET, TO_BE_SENT))
 }
 
 /// A sandbox' packet socket leaves out what is for routers from now on.
@@ -119,13 +126,8 @@ pub(crate) mod tests {
 
     /// Takes the frames with this mark (SO_MARK).
     pub(crate) fn take_marked(socket: impl AsFd, mark: u32) {
-        let code = [
-            // SKF_AD_OFF + SKF_AD_MARK: not of the frame.
-            load(LOAD_WORD, (-0x1000_i32).cast_unsigned() + 20),
-            op(IF_EQUAL, 0, 1, mark),
-            op(RETURN, 0, 0, u32::MAX),
-            op(RETURN, 0, 0, 0),
-        ];
+        // SKF_AD_OFF + SKF_AD_MARK: not of the frame.
+        let code = those_with((-0x1000_i32).cast_unsigned() + 20, mark);
         attach(socket, &code).expect("attached");
     }
 
