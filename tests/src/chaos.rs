@@ -26,6 +26,7 @@ use crate::swap::Swap;
 pub mod client;
 pub mod commands;
 pub mod counting;
+mod excuses;
 pub mod lane;
 pub mod schedule;
 pub mod strike;

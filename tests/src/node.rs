@@ -95,12 +95,16 @@ impl Node {
             .with_context(|| format!("the keeper of container {name:?} does not run"))
     }
 
-    /// containerd's shim of the Pod.
+    /// containerd's shim of the Pod; not its commands, one of which removes what is left of a shim that has died.
     pub fn shim(&self, uid: &str) -> anyhow::Result<Process> {
         let sandbox = self.sandbox_of(uid)?.sandbox;
+        let is_at_work = |shim: &Process| {
+            let verb = shim.command.rsplit(' ').next();
+            verb.is_some_and(|verb| ["start", "delete"].contains(&verb))
+        };
         let mut shims = self.shims_of(&sandbox).into_iter();
         shims
-            .next()
+            .find(|shim| !is_at_work(shim))
             .with_context(|| format!("no shim runs for sandbox {sandbox}"))
     }
 

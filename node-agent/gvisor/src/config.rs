@@ -32,6 +32,9 @@ pub struct Config {
     /// Whether the kernel's RCU grace periods may be expedited for the moment of a wake (see [`crate::expedite`]).
     #[serde(default = "yes", skip_serializing_if = "is_yes")]
     pub expedite_wakes: bool,
+    /// Whether a sandbox that wakes may be begun without runsc's command (see [`crate::sentry`]).
+    #[serde(default = "yes", skip_serializing_if = "is_yes")]
+    pub begin_sandboxes: bool,
     /// Most sandboxes that are restored at once (see [`crate::turns`]); 0: as many as want to.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub wakes_at_once: u32,

@@ -211,6 +211,11 @@ impl Control {
         }
     }
 
+    /// To a sandbox that has just begun: nobody has stopped it, and there may be no record of it yet.
+    pub(crate) fn connect_to_new(runsc_root: &Path, sandbox: &str) -> Result<Self, Error> {
+        Self::connect_within(socket_path(runsc_root, sandbox), CONNECT_LIMIT)
+    }
+
     /// The process that listens; 0 where it cannot be seen from here.
     fn sentry(&self) -> i32 {
         let listens = getsockopt(&self.stream, sockopt::PeerCredentials);

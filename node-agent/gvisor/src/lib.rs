@@ -24,6 +24,7 @@
 //! | [`probe`] | what this node's runsc can do; its fingerprint |
 //! | [`pause`] | pausing exactly once |
 //! | [`traffic`] | when a pod last sent or received a packet |
+//! | [`sentry`] | the first process of a restored sandbox |
 //! | [`save`] | reading a sandbox' memory into an image |
 //! | [`turns`] | how many sandboxes are restored at once |
 //! | [`unacknowledged`] | what a pod has said over TCP and nobody has acknowledged |
@@ -50,6 +51,7 @@ pub mod record;
 pub mod root;
 pub mod runsc;
 pub mod save;
+pub mod sentry;
 pub mod spec;
 pub mod traffic;
 pub mod turns;

@@ -270,7 +270,7 @@ fn has_route(address: &AddressMessage, routes: &[RouteMessage]) -> bool {
 }
 
 /// The address with nothing but its first `length` bits.
-fn network(ip: IpAddr, length: u8) -> IpAddr {
+pub(crate) fn network(ip: IpAddr, length: u8) -> IpAddr {
     match ip {
         IpAddr::V4(ip) => {
             let rest = u32::MAX.checked_shr(length.into()).unwrap_or(0);
@@ -314,13 +314,14 @@ pub(crate) fn within<T: Send, E: From<Error> + Send>(
     })
 }
 
-struct Netlink {
+/// A connection to the kernel's routing, in the namespace of the thread that opened it.
+pub(crate) struct Netlink {
     socket: Socket,
     sequence: u32,
 }
 
 impl Netlink {
-    fn open() -> Result<Self, Error> {
+    pub(crate) fn open() -> Result<Self, Error> {
         let mut socket = Socket::new(NETLINK_ROUTE).map_err(Error::Socket)?;
         socket.bind_auto().map_err(Error::Socket)?;
         socket
@@ -362,7 +363,10 @@ impl Netlink {
         Ok(messages)
     }
 
-    fn dump(&mut self, request: RouteNetlinkMessage) -> Result<Vec<RouteNetlinkMessage>, Error> {
+    pub(crate) fn dump(
+        &mut self,
+        request: RouteNetlinkMessage,
+    ) -> Result<Vec<RouteNetlinkMessage>, Error> {
         self.send(request, NLM_F_REQUEST | NLM_F_DUMP)?;
         let mut found = Vec::new();
         loop {
@@ -380,6 +384,19 @@ impl Netlink {
                     _ => {}
                 }
             }
+        }
+    }
+
+    /// One that is gone already is removed.
+    pub(crate) fn remove_address(&mut self, address: AddressMessage) -> Result<(), Error> {
+        let message = RouteNetlinkMessage::DelAddress(address);
+        match self.change("that the pod's address is taken away", message, 0) {
+            Err(Error::Refused { source, .. })
+                if source.kind() == std::io::ErrorKind::AddrNotAvailable =>
+            {
+                Ok(())
+            }
+            removed => removed,
         }
     }
 

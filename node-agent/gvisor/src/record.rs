@@ -10,6 +10,7 @@
 //! pods/<sandbox id>/wake.json       how long the last wake took ([`WakeNote`]); when: the time of the file
 //! pods/<sandbox id>/restore.json    how long its restore took that its containers' starts began ([`RestoreNote`]); when: the time of the file
 //! pods/<sandbox id>/sleep.json      what the pod's memory was before and after its last sleep began ([`SleepNote`])
+//! pods/<sandbox id>/runsc.json      what runsc recorded of its sandbox when that last ran ([`crate::sentry::Kept`]); there if Torpor may begin it by itself
 //! pods/<sandbox id>/lock            held by whoever changes the sandbox
 //! pods/<sandbox id>/sessions        locked (shared) by every process that exec runs in the sandbox; its time: when one last began or ended
 //! pods/<sandbox id>/forwards        a pipe, open for reading by whoever forwards a connection ([`crate::forward`])

@@ -192,17 +192,34 @@ impl Runsc {
         &self.root
     }
 
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether the flags are all that is said to it.
+    pub(crate) fn is_plain(&self) -> bool {
+        self.debug_log_dir.is_none()
+    }
+
+    /// Of all commands and processes of the sandbox.
+    pub(crate) fn flags(&self) -> Vec<String> {
+        let mut flags = vec![
+            "--log-format=json".to_owned(),
+            format!("--root={}", self.root.display()),
+        ];
+        flags.extend(SANDBOX_FLAGS.map(str::to_owned));
+        flags.push(format!("--platform={}", self.platform));
+        if self.lenient {
+            flags.push("--restore-spec-validation=warning".to_owned());
+        }
+        flags
+    }
+
     /// runsc writes why it failed to its stderr, which may be the container's own; its log takes the same words.
     fn command(&self, name: &str, log: &OwnedFd) -> Command {
         let mut command = Command::new(&self.path);
-        command
-            .arg(format!("--log=/proc/self/fd/{}", log.as_raw_fd()))
-            .arg("--log-format=json");
-        command.arg("--root").arg(&self.root).args(SANDBOX_FLAGS);
-        command.arg(format!("--platform={}", self.platform));
-        if self.lenient {
-            command.arg("--restore-spec-validation=warning");
-        }
+        command.arg(format!("--log=/proc/self/fd/{}", log.as_raw_fd()));
+        command.args(self.flags());
         if let Some(dir) = &self.debug_log_dir {
             command
                 .arg("--debug")
@@ -302,13 +319,17 @@ impl Runsc {
         if status.success() {
             return Ok(());
         }
-        let output = last_message(&read_head(log.into(), KEPT_OUTPUT));
         Err(Error::Failed {
             command: name.to_owned(),
             status,
-            output,
+            output: last_words(log.into()),
         })
     }
+}
+
+/// Why it failed, by its log.
+pub(crate) fn last_words(log: std::fs::File) -> String {
+    last_message(&read_head(log, KEPT_OUTPUT))
 }
 
 /// The last JSON line's `msg`: what runsc calls its fatal error, without the stack traces that may follow it. Falls back

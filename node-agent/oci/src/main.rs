@@ -51,6 +51,11 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         forward::inside(port)?;
         return Ok(ExitCode::SUCCESS);
     }
+    if let Command::SandboxProcess { .. } = cli.command {
+        // Of the node it has what it is given.
+        torpor_gvisor::sentry::become_sandbox()?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let node = Node::here()?;
     match &cli.command {
         Command::Create(args) => {
@@ -113,7 +118,10 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         }
         Command::Keeper(args) => return keeper::run(&node, args),
         Command::Forward { sandbox } => forward::forward(&node, sandbox)?,
-        Command::Features | Command::ProbeAnswer | Command::ForwardInside { .. } => {}
+        Command::Features
+        | Command::ProbeAnswer
+        | Command::SandboxProcess { .. }
+        | Command::ForwardInside { .. } => {}
     }
     Ok(ExitCode::SUCCESS)
 }

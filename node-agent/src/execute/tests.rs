@@ -34,6 +34,7 @@ pub(crate) fn node_in(dir: &Path) -> Node {
         kubelet_port: 10250,
         platform: String::new(),
         expedite_wakes: false,
+        begin_sandboxes: true,
         wakes_at_once: 0,
         debug_log_dir: None,
     };

@@ -312,6 +312,7 @@ fn place_binaries(node: &Node, args: &InstallArgs) -> Result<bool, Error> {
         kubelet_port: args.kubelet_port,
         platform: args.runsc_platform.clone(),
         expedite_wakes: args.expedite_wakes,
+        begin_sandboxes: args.begin_sandboxes,
         wakes_at_once: args.wakes_at_once.unwrap_or_else(default_wakes),
         debug_log_dir: args.runsc_debug_dir.clone(),
     };

@@ -1,15 +1,16 @@
-//! Commands that run for a moment, by their command lines: torpor-oci as containerd's runtime, and runsc.
+//! Commands that run for a moment, by their command lines: torpor-oci as containerd's runtime, and runsc or what stands in for it.
 
 use anyhow::Context;
 use torpor_core::ledger::LedgerState;
 use torpor_gvisor::record::SandboxState;
+use torpor_gvisor::sentry;
 
 use super::strike::is_in_image;
 use crate::machine::{self, Process};
 use crate::node::Node;
 
 const VERBS_OF_OCI: [&str; 3] = ["create", "start", "delete"];
-const VERBS_OF_RUNSC: [&str; 3] = ["create", "restore", "delete"];
+const VERBS_OF_RUNSC: [&str; 4] = ["create", "restore", "delete", sentry::COMMAND];
 /// How torpor-oci begins the arguments of each runsc that it runs (`torpor_gvisor::runsc`).
 const LOG_OF_RUNSC: &str = "--log=/proc/self/fd/";
 
@@ -29,11 +30,12 @@ pub fn of_oci(command: &str) -> Option<AtWork<'_>> {
     is_oci.then(|| AtWork::parse(command, &VERBS_OF_OCI))?
 }
 
-/// runsc, run by torpor-oci; not what it leaves behind (`runsc-sandbox`, `runsc-gofer`).
+/// runsc, run by torpor-oci; not what it leaves behind (`runsc-sandbox`, `runsc-gofer`). And what begins a sandbox in its place.
 pub fn of_runsc(command: &str) -> Option<AtWork<'_>> {
     let mut words = command.split(' ');
-    let stays = words.next()?.starts_with("runsc-");
-    let is_runsc = !stays && words.next()?.starts_with(LOG_OF_RUNSC);
+    let (program, first) = (words.next()?, words.next()?);
+    let stays = program.starts_with("runsc-");
+    let is_runsc = !stays && first.starts_with(LOG_OF_RUNSC) || first == sentry::COMMAND;
     is_runsc.then(|| AtWork::parse(command, &VERBS_OF_RUNSC))?
 }
 
@@ -114,6 +116,14 @@ mod tests {
         };
         assert_eq!(of_runsc(runsc), Some(delete));
         assert_eq!(of_oci(runsc), None);
+        let begins = AtWork {
+            verb: "sandbox-process",
+            ..delete
+        };
+        assert_eq!(
+            of_runsc("torpor-sandbox sandbox-process c0ffee"),
+            Some(begins)
+        );
         for other in [
             "/usr/local/bin/torpor-oci --root /run/x state c0ffee",
             "/usr/local/bin/torpor-oci --root /run/x exec --process /tmp/start c0ffee",

@@ -1,9 +1,7 @@
 //! One sandbox after another, cycle by cycle, with its client.
 
 use std::cell::{Cell, RefCell};
-use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use k8s_openapi::api::core::v1::Pod;
@@ -18,6 +16,7 @@ use torpor_gvisor::record::SandboxState;
 
 use super::client::{Client, Unanswered, pod_spec};
 use super::counting::News;
+use super::excuses::{Excuse, Excuses};
 use super::schedule::{Cycle, Depth, Moment, Strike, Victim, Waker};
 use super::strike::{is_in_image, ledger, strike};
 use super::trouble::{Done, Trouble};
@@ -55,35 +54,7 @@ const FLEETING: Duration = Duration::from_millis(300);
 pub struct Common {
     /// Somebody killed the agent.
     pub agent_killed: Notify,
-    /// By name of the sandbox: something was killed that it ran on while it may have been awake; noticed in so many cycles.
-    excuses: Mutex<HashMap<String, u8>>,
-}
-
-impl Common {
-    fn excuses(&self) -> MutexGuard<'_, HashMap<String, u8>> {
-        self.excuses.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// In this cycle or the next.
-    fn excuse(&self, name: String) {
-        self.excuses().insert(name, 2);
-    }
-
-    fn is_excused(&self, name: &str) -> bool {
-        self.excuses().get(name).is_some_and(|left| *left > 0)
-    }
-
-    /// Another cycle begins.
-    fn fade(&self, name: &str) {
-        if let Some(left) = self.excuses().get_mut(name) {
-            *left = left.saturating_sub(1);
-        }
-    }
-
-    /// Whether there was one.
-    fn take(&self, name: &str) -> bool {
-        self.excuses().remove(name).is_some_and(|left| left > 0)
-    }
+    excuses: Excuses,
 }
 
 /// What kills and the client have in common.
@@ -158,7 +129,7 @@ impl<'a> Lane<'a> {
         let shared = &self.shared;
         shared.done.take();
         shared.wanted.set(true);
-        shared.common.fade(&shared.name);
+        shared.common.excuses.fade(&shared.name);
         shared.ready().await?;
         answered(shared, &mut self.client, false).await?;
         note(shared, &mut self.footprints).await?;
@@ -371,12 +342,12 @@ async fn ask(
         client.hang_up();
         return Ok(Err("no address".to_owned()));
     };
-    let excused = || shared.common.is_excused(&shared.name);
+    let excused = || shared.common.excuses.is_excused(&shared.name);
     match client.ask(&address, excused).await {
         Ok(News::GoneOn) => Ok(Ok(())),
         Ok(News::StartedAnew) => {
             // The first life of all is no other one.
-            if shared.common.take(&shared.name) {
+            if shared.common.excuses.take(&shared.name) {
                 shared.done.borrow_mut().started_anew += 1;
             }
             Ok(Ok(()))
@@ -637,10 +608,12 @@ impl Shared<'_> {
             self.common.agent_killed.notify_one();
         }
         if struck.costs_memory {
-            self.common.excuse(self.name.clone());
+            self.common
+                .excuses
+                .excuse(self.name.clone(), Excuse::Struck);
         }
         for name in struck.others {
-            self.common.excuse(name);
+            self.common.excuses.excuse(name, Excuse::CutOff);
         }
         Ok(true)
     }

@@ -6,6 +6,7 @@
 
 mod alone;
 mod badinput;
+mod begun;
 mod claims;
 mod clock;
 mod connections;

@@ -28,7 +28,7 @@ impl Namespace {
         &self.0
     }
 
-    fn with_addresses() -> Self {
+    pub(crate) fn with_addresses() -> Self {
         let namespace = Self::empty("test");
         let name = namespace.name();
         sh(&format!(

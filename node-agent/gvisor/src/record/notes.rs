@@ -11,6 +11,7 @@ use torpor_core::ids::{ImageId, SandboxId};
 use super::files::{modified, read_if_there, read_json, remove_file, write_error, write_json};
 use super::{Error, PodLock, Records};
 use crate::locks;
+use crate::sentry::Kept;
 use crate::traffic::Watch;
 use crate::unacknowledged::Noted;
 
@@ -323,6 +324,25 @@ impl Records {
         Ok(pause.keeper_lives()
             && !pause.has_lost_its_shim()
             && keepers.all(|one| one.keeper_lives()))
+    }
+
+    /// Keeps what runsc recorded of the sandbox, which is about to lose its processes and with them runsc's record.
+    pub fn keep(&self, sandbox: &SandboxId, kept: &Kept) -> Result<(), Error> {
+        write_json(&self.kept_path(sandbox), kept)
+    }
+
+    /// What [`Self::keep`] keeps, from the last time.
+    pub fn kept(&self, sandbox: &SandboxId) -> Result<Option<Kept>, Error> {
+        read_if_there(&self.kept_path(sandbox))
+    }
+
+    /// From now on runsc begins the sandbox, until it has fallen asleep the next time.
+    pub fn forget_kept(&self, sandbox: &SandboxId) -> Result<(), Error> {
+        remove_file(&self.kept_path(sandbox))
+    }
+
+    fn kept_path(&self, sandbox: &SandboxId) -> PathBuf {
+        self.pod_dir(sandbox).join("runsc.json")
     }
 
     /// Notes that runsc's records of the pod lie in the root directory of its beginning: see [`crate::runsc::NodeRunsc::root_of`].

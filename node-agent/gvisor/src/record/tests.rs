@@ -14,6 +14,7 @@ pub(crate) fn one_pod() -> (tempfile::TempDir, Records, SandboxId) {
         kubelet_port: 10250,
         platform: String::new(),
         expedite_wakes: false,
+        begin_sandboxes: true,
         wakes_at_once: 0,
         debug_log_dir: None,
     });

@@ -1,12 +1,14 @@
 //! runsc's own records: a state and a lock for each container, in its root directory.
 
-use std::io::{ErrorKind, Read};
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::{Error, NodeRunsc, Runsc};
 use crate::control::Control;
 use crate::process;
+use crate::sentry::Kept;
 
 /// A state holds the container's whole OCI spec.
 const MAX_RECORD: u64 = 16 << 20;
@@ -117,6 +119,11 @@ impl Runsc {
         left.iter().try_for_each(|path| remove(path))
     }
 
+    /// What is known of how runsc began the sandbox, for [`crate::sentry`]; none where runsc knows nothing of it.
+    pub fn kept(&self, sandbox: &str) -> Result<Option<Kept>, Error> {
+        Ok(of_first(&self.root, sandbox)?.map(Kept::new))
+    }
+
     /// Whether each of the sandbox' gofers lives, by runsc's own records. A container without its gofer is killed by gVisor as soon as it may run.
     pub fn has_its_gofers(&self, sandbox: &str) -> Result<bool, Error> {
         Ok(gofers(&self.root, sandbox)?
@@ -163,6 +170,35 @@ pub(crate) fn gofers(root: &Path, sandbox: &str) -> Result<Vec<i32>, Error> {
         }
     }
     Ok(found)
+}
+
+/// What runsc has recorded of the sandbox' first container. None where it has nothing.
+pub(crate) fn of_first(root: &Path, sandbox: &str) -> Result<Option<serde_json::Value>, Error> {
+    match read_record(&state_path(root, sandbox, sandbox)) {
+        Err(Error::Record { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
+        record => record.map(Some),
+    }
+}
+
+/// Writes that record, where runsc has not begun the sandbox: in its place when it is whole, because other commands of runsc's look for it.
+pub(crate) fn write(root: &Path, sandbox: &str, record: &serde_json::Value) -> Result<(), Error> {
+    let path = state_path(root, sandbox, sandbox);
+    let unfinished = path.with_extension("state.new");
+    let bytes = record.to_string();
+    let written = || -> std::io::Result<()> {
+        let mut file = std::fs::File::options()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o640)
+            .open(&unfinished)?;
+        file.write_all(bytes.as_bytes())?;
+        std::fs::rename(&unfinished, &path)
+    };
+    written().map_err(|source| Error::Record {
+        path: path.clone(),
+        source,
+    })
 }
 
 fn records(root: &Path, wanted: impl Fn(&str) -> bool) -> Result<Vec<PathBuf>, Error> {

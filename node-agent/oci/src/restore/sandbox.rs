@@ -18,6 +18,7 @@ use torpor_gvisor::net::{self, AddressWatch};
 use torpor_gvisor::process::is_zombie;
 use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState, WakeCause};
 use torpor_gvisor::runsc::{Runsc, Stdio3};
+use torpor_gvisor::sentry::{Kept, Start};
 use torpor_gvisor::spec::{Role, Spec};
 use torpor_gvisor::turns::Turns;
 use torpor_snapshots::Image;
@@ -36,6 +37,11 @@ const KILL_LIMIT: Duration = Duration::from_secs(10);
 /// inherits them, and some ask every two seconds only.
 const REAP_LIMIT: Duration = Duration::from_secs(3);
 
+/// A restore failed of a sandbox that was not begun by runsc, which may know better.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot restore a sandbox that Torpor has begun by itself")]
+struct BegunByUs;
+
 /// Restores the pod from the image. On success the sandbox runs, its state says so, and its keepers wait for its
 /// containers' ends. On failure nothing of it runs. `awake` records that the image is stale: it is called when the sandbox
 /// runs and nobody has heard of it yet, so that whoever is answered by it is answered by what no crash takes back.
@@ -45,7 +51,7 @@ pub(super) fn restore(
     image: &Image,
     parts: &[ContainerRecord],
     cause: WakeCause,
-    awake: impl FnOnce() -> anyhow::Result<()>,
+    awake: impl Fn() -> anyhow::Result<()>,
 ) -> anyhow::Result<Stages> {
     let mut stages = Stages::new();
     let turns = Turns::new(&node.config.state_dir, node.config.wakes_at_once);
@@ -55,8 +61,14 @@ pub(super) fn restore(
     // Stand until nothing runs of a sandbox that could not be restored.
     let mut barriers = Vec::new();
     room::make(node, pod);
-    let result = without_quotas(node, pod, || {
-        attempt(node, pod, image, parts, awake, &mut stages, &mut barriers)
+    let mut attempt = || attempt(node, pod, image, parts, &awake, &mut stages, &mut barriers);
+    let result = without_quotas(node, pod, || match attempt() {
+        Err(error) if error.is::<BegunByUs>() => {
+            eprintln!("torpor-oci: {error:#}; runsc begins it");
+            node.records.forget_kept(&pod.sandbox)?;
+            attempt()
+        }
+        result => result,
     });
     drop(expedited);
     let result = result.flatten();
@@ -114,7 +126,7 @@ fn attempt(
     pod: &PodRecord,
     image: &Image,
     parts: &[ContainerRecord],
-    awake: impl FnOnce() -> anyhow::Result<()>,
+    awake: &impl Fn() -> anyhow::Result<()>,
     stages: &mut Stages,
     barriers: &mut Vec<OwnedFd>,
 ) -> anyhow::Result<()> {
@@ -139,14 +151,18 @@ fn attempt(
         .iter()
         .map(|sub| terminal_of(node, sub))
         .collect::<anyhow::Result<Vec<_>>>()?;
-    let hush = std::thread::scope(|scope| -> anyhow::Result<Option<Hush>> {
+    let kept = kept(node, pod);
+    let root_dir = node.records.container_dir(&root.id);
+    let network = pod.network_namespace.as_deref();
+    let of = |kept| Start::new(runsc, kept, pod.sandbox.as_str(), &root_dir, network);
+    let start = &kept.as_ref().and_then(of);
+    let restored = std::thread::scope(|scope| -> anyhow::Result<Option<Hush>> {
         let verify = || -> anyhow::Result<()> { Ok(image.verify()?) };
         // Nothing of the image runs before all of it has been verified: of a pod of several containers nothing does before the last one is there.
         let verified = match &image.manifest().containers[..] {
             [] | [_] => verify().map(|()| None)?,
             _ => Some(scope.spawn(verify)),
         };
-        let root_dir = node.records.container_dir(&root.id);
         let hush = hush(pod, image);
         *barriers = mute(pod, &root_dir);
         if let Some(namespace) = &pod.network_namespace {
@@ -160,7 +176,7 @@ fn attempt(
         let (root_is_over, ends_with_root) = UnixStream::pair()?;
         let restored_root = scope.spawn(move || {
             let _ends_with_root = ends_with_root;
-            restore_container(node, runsc, root, None, path)
+            restore_root(node, runsc, root, start.as_ref(), path)
         });
         if let Some(verified) = verified {
             join(verified)??;
@@ -193,7 +209,12 @@ fn attempt(
         }
         stages.over("restored");
         Ok(hush)
-    })?;
+    });
+    // What was wrong with its start may be seen as late as when its last container has come.
+    let hush = match start {
+        Some(_) => restored.context(BegunByUs)?,
+        None => restored?,
+    };
 
     for (sub, terminal) in subs.iter().zip(&terminals) {
         let dir = node.records.container_dir(&sub.id);
@@ -204,7 +225,6 @@ fn attempt(
         keeper::ask(&dir, &Request::Attach, &[], CALL_LIMIT)?;
     }
     // A pod without its first keeper or its shim is about to be taken away: as long as nobody has heard the sandbox, its memory is the image's.
-    let root_dir = node.records.container_dir(&root.id);
     keeper::ask(&root_dir, &Request::Stdio, &[], CALL_LIMIT)?;
     ensure_held_open(node, &pod.sandbox)?;
     awake()?;
@@ -316,6 +336,27 @@ fn came_too_early(error: &anyhow::Error) -> bool {
     format!("{error:#}").contains("sandbox is not being restored")
 }
 
+/// What a sandbox is begun from that runsc does not begin.
+fn kept(node: &Node, pod: &PodRecord) -> Option<Kept> {
+    // What cannot be read is no reason not to wake: runsc needs none of it.
+    let kept = || node.records.kept(&pod.sandbox).ok()?;
+    (node.config.begin_sandboxes).then(kept)?
+}
+
+/// Begins the sandbox, by ourselves where we know how.
+fn restore_root(
+    node: &Node,
+    runsc: &Runsc,
+    root: &ContainerRecord,
+    start: Option<&Start<'_>>,
+    image: &Path,
+) -> anyhow::Result<()> {
+    match start {
+        Some(start) => Ok(start.restore(image, COMMAND_LIMIT)?),
+        None => restore_container(node, runsc, root, None, image),
+    }
+}
+
 fn restore_container(
     node: &Node,
     runsc: &Runsc,
@@ -347,8 +388,12 @@ fn join<T>(handle: std::thread::ScopedJoinHandle<'_, T>) -> anyhow::Result<T> {
         .map_err(|_| anyhow::anyhow!("a thread of the restore panicked"))
 }
 
-/// Ends the processes of a pod and removes what runsc keeps of it.
+/// Ends the processes of a pod and removes what runsc keeps of it, but for what its next start is told from.
 pub(super) fn end(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
+    // Of one that has been removed already, the first time has kept it.
+    if let Ok(Some(kept)) = node.runsc_of(&pod.sandbox).kept(pod.sandbox.as_str()) {
+        node.records.keep(&pod.sandbox, &kept)?;
+    }
     let parts = node.records.containers_of(&pod.sandbox)?;
     remove_remains(node, pod, &parts)
 }

@@ -112,6 +112,7 @@ impl Host {
             kubelet_port: 10250,
             doze_swap: None,
             expedite_wakes: true,
+            begin_sandboxes: true,
             wakes_at_once: None,
             paths: self.paths(),
             containerd: self.containerd(),

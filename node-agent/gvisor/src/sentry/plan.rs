@@ -1,0 +1,186 @@
+//! What a sandbox' first process is given, told from what runsc recorded of it when it last ran.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+/// Releases of gVisor of which it was read that they begin a restored sandbox as this module does (runsc/sandbox/sandbox.go, runsc/sandbox/network.go, runsc/cmd/boot.go,
+/// runsc/cmd/chroot.go). Sandboxes of all others are begun by their own runsc.
+const KNOWN_RELEASES: [&str; 1] = ["release-20260701.0"];
+
+/// What a record says of the sandbox where nothing is configured that would have to be done as runsc does it (`runsc/config.Config.MetricMetadata`).
+const USUAL: [(&str, &str); 5] = [
+    ("platform", "systrap"),
+    ("network", "sandbox"),
+    ("fsmode", "directfs"),
+    ("coretags", "false"),
+    ("experiment", ""),
+];
+
+/// Of a root file system that is an EROFS image, with nothing over it: no gofer (gVisor, `runsc/specutils.GoferMountConf`).
+const EROFS_ALONE: &str = r#"[{"lower":2,"upper":0}]"#;
+
+/// runsc leaves IPv6 addresses on the pod's links by it.
+const NO_IPV6: &str = "/spec/linux/sysctl/net.ipv6.conf.all.disable_ipv6";
+
+/// runsc's record of the first container of a sandbox, from the time when it last ran.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Kept(Value);
+
+/// How its next process begins.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Plan {
+    pub(super) root: PathBuf,
+    pub(super) network_namespace: PathBuf,
+    /// Lines of `/proc/<pid>/uid_map` and `gid_map` (user_namespaces(7)).
+    pub(super) uid_map: String,
+    pub(super) gid_map: String,
+}
+
+impl Kept {
+    pub(crate) fn new(record: Value) -> Self {
+        Self(record)
+    }
+
+    fn text(&self, pointer: &str) -> Option<&str> {
+        self.0.pointer(pointer)?.as_str()
+    }
+
+    /// None where anything is not as this module knows it: runsc knows.
+    pub(super) fn plan(&self) -> Option<Plan> {
+        let release = self.text("/sandbox/metricMetadata/version")?;
+        // Builds have a suffix.
+        let is_known = |known: &str| {
+            let build = release.strip_prefix(known);
+            build.is_some_and(|build| build.is_empty() || build.starts_with('-'))
+        };
+        (KNOWN_RELEASES.into_iter().any(is_known)).then_some(())?;
+        let usual = |(key, value): &(&str, &str)| {
+            self.text(&format!("/sandbox/metricMetadata/{key}")) == Some(value)
+        };
+        let alone = serde_json::from_str::<Value>(EROFS_ALONE).ok();
+        let nothing = |pointer: &str| {
+            let value = self.0.pointer(pointer);
+            value.is_none_or(|value| [json!(null), json!(false), json!({})].contains(value))
+        };
+        let plain = USUAL.iter().all(usual)
+            && self.0.get("goferMountConfs") == alone.as_ref()
+            && self.0.get("goferPid") == Some(&json!(0))
+            && ["/spec/process/terminal", "/spec/hooks"]
+                .into_iter()
+                .all(nothing)
+            && self.text(NO_IPV6).is_none_or(|value| value == "0");
+        if !plain {
+            return None;
+        }
+        let annotation = |name: &str| {
+            let annotations = self.0.pointer("/spec/annotations")?;
+            annotations
+                .get(format!("dev.gvisor.spec.rootfs.{name}"))?
+                .as_str()
+        };
+        if annotation("type") != Some("erofs") || annotation("overlay").is_some() {
+            return None;
+        }
+        // runsc makes one where the pod has none, and records it.
+        (self.namespace("user")?.is_none()).then_some(())?;
+        Some(Plan {
+            root: annotation("source")?.into(),
+            network_namespace: self.namespace("network")??.into(),
+            uid_map: self.id_map("uidMappings")?,
+            gid_map: self.id_map("gidMappings")?,
+        })
+    }
+
+    /// The path of the namespace of this kind; none if it is a new one. None if there is not exactly one.
+    fn namespace(&self, kind: &str) -> Option<Option<&str>> {
+        let all = self.0.pointer("/spec/linux/namespaces")?.as_array()?;
+        let mut of_kind = all.iter().filter(|namespace| namespace["type"] == kind);
+        let (namespace, others) = (of_kind.next()?, of_kind.next());
+        let path = namespace.get("path").and_then(Value::as_str);
+        others
+            .is_none()
+            .then_some(path.filter(|path| !path.is_empty()))
+    }
+
+    fn id_map(&self, name: &str) -> Option<String> {
+        let mappings = self.0.pointer("/spec/linux")?.get(name)?.as_array()?;
+        let line = |mapping: &Value| {
+            let number = |key: &str| mapping.get(key)?.as_u64();
+            let (inside, outside) = (number("containerID")?, number("hostID")?);
+            Some(format!("{inside} {outside} {}\n", number("size")?))
+        };
+        let map = mappings.iter().map(line).collect::<Option<String>>()?;
+        (!map.is_empty()).then_some(map)
+    }
+
+    /// The record of the sandbox that has this process now, for runsc.
+    pub(super) fn running(&self, pid: i32) -> Value {
+        let mut record = self.0.clone();
+        let mut set = |pointer: &str, value: Value| {
+            if let Some(place) = record.pointer_mut(pointer) {
+                *place = value;
+            }
+        };
+        set("/status", json!("running"));
+        set("/sandbox/pid", json!(pid));
+        set("/sandbox/checkpointed", json!(false));
+        set("/sandbox/restored", json!(true));
+        record
+    }
+}
+
+/// What the node has that the process cannot read where it is: beside the flags of runsc's that make its kernel the one that was saved.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Order {
+    /// Of all commands of runsc's.
+    pub(super) flags: Vec<String>,
+    pub(super) bundle: PathBuf,
+    pub(super) sandbox: String,
+    /// Bytes that the machine has.
+    pub(super) memory: u64,
+    /// Flags of `runsc boot` with what it would read from `/sys`.
+    pub(super) told: Vec<String>,
+}
+
+/// The numbers of the descriptors that the process inherits.
+#[derive(Debug)]
+pub(super) struct Numbers {
+    pub(super) log: i32,
+    pub(super) root: i32,
+    pub(super) booted: i32,
+    pub(super) control: i32,
+    pub(super) spec: i32,
+    /// Standard input, output and error of the first container, whose program says nothing.
+    pub(super) nothing: [i32; 3],
+    /// A byte in it has `/proc` unmounted.
+    pub(super) unmount: i32,
+}
+
+impl Order {
+    /// The words of `runsc boot` once the process is where it is to be, as runsc executes itself for the last time.
+    pub(super) fn words(&self, fds: &Numbers) -> Vec<String> {
+        let [stdin, stdout, stderr] = fds.nothing;
+        let mut words = self.flags.clone();
+        words.push(format!("--log-fd={}", fds.log));
+        words.push("boot".to_owned());
+        words.extend(self.told.iter().cloned());
+        words.extend([
+            "--apply-caps=false".to_owned(),
+            "--setup-root=false".to_owned(),
+            format!("--bundle={}", self.bundle.display()),
+            "--gofer-mount-confs=erofs:none".to_owned(),
+            format!("--total-host-memory={}", self.memory),
+            format!("--total-memory={}", self.memory),
+            format!("--io-fds={}", fds.root),
+            format!("--start-sync-fd={}", fds.booted),
+            format!("--controller-fd={}", fds.control),
+            format!("--spec-fd={}", fds.spec),
+            format!("--stdio-fds={stdin},{stdout},{stderr}"),
+            format!("--proc-mount-sync-fd={}", fds.unmount),
+            self.sandbox.clone(),
+        ]);
+        words
+    }
+}
