@@ -9,8 +9,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use netlink_packet_core::{
-    NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_EXCL, NLM_F_REPLACE, NLM_F_REQUEST, NetlinkHeader,
-    NetlinkMessage, NetlinkPayload,
+    NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_EXCL, NLM_F_REPLACE, NLM_F_REQUEST,
+    NetlinkHeader, NetlinkMessage, NetlinkPayload,
 };
 use netlink_packet_route::RouteNetlinkMessage;
 use netlink_packet_route::address::{
@@ -92,25 +92,29 @@ impl Addresses {
         let mut ips = Vec::new();
         for hex in &self.addresses {
             if let RouteNetlinkMessage::NewAddress(address) = from_hex(hex)? {
-                // On a point-to-point link the other attribute is the other end's address; IPv6 has only that one.
-                let attributes = &address.attributes;
-                let local = attributes.iter().find_map(|a| match a {
-                    AddressAttribute::Local(ip) => Some(*ip),
-                    _ => None,
-                });
-                let any = || {
-                    attributes.iter().find_map(|a| match a {
-                        AddressAttribute::Address(ip) => Some(*ip),
-                        _ => None,
-                    })
-                };
                 let is_of_link =
                     |ip: &IpAddr| matches!(ip, IpAddr::V6(v6) if v6.is_unicast_link_local());
-                ips.extend(local.or_else(any).filter(|ip| !is_of_link(ip)));
+                ips.extend(own_ip(&address).filter(|ip| !is_of_link(ip)));
             }
         }
         Ok(ips)
     }
+}
+
+/// On a point-to-point link the other attribute is the other end's address; IPv6 has only that one.
+pub(crate) fn own_ip(address: &AddressMessage) -> Option<IpAddr> {
+    let attributes = &address.attributes;
+    let local = attributes.iter().find_map(|a| match a {
+        AddressAttribute::Local(ip) => Some(*ip),
+        _ => None,
+    });
+    let any = || {
+        attributes.iter().find_map(|a| match a {
+            AddressAttribute::Address(ip) => Some(*ip),
+            _ => None,
+        })
+    };
+    local.or_else(any)
 }
 
 /// Runs `work` on a thread of its own inside the namespace at `path`.
@@ -363,16 +367,35 @@ impl Netlink {
         Ok(messages)
     }
 
+    /// One that a change interrupts is begun anew: what it says may be neither what was nor what is.
     pub(crate) fn dump(
         &mut self,
         request: RouteNetlinkMessage,
     ) -> Result<Vec<RouteNetlinkMessage>, Error> {
+        const TRIES: usize = 10;
+        for _ in 0..TRIES {
+            if let Some(found) = self.dump_once(request.clone())? {
+                return Ok(found);
+            }
+        }
+        Err(Error::Refused {
+            what: "a dump in which nothing changes".to_owned(),
+            source: std::io::ErrorKind::Interrupted.into(),
+        })
+    }
+
+    /// None when it was interrupted.
+    fn dump_once(
+        &mut self,
+        request: RouteNetlinkMessage,
+    ) -> Result<Option<Vec<RouteNetlinkMessage>>, Error> {
         self.send(request, NLM_F_REQUEST | NLM_F_DUMP)?;
-        let mut found = Vec::new();
+        let (mut found, mut whole) = (Vec::new(), true);
         loop {
             for message in self.receive()? {
+                whole &= message.header.flags & NLM_F_DUMP_INTR == 0;
                 match message.payload {
-                    NetlinkPayload::Done(_) => return Ok(found),
+                    NetlinkPayload::Done(_) => return Ok(whole.then_some(found)),
                     NetlinkPayload::InnerMessage(message) => found.push(message),
                     NetlinkPayload::Error(error) => {
                         let source = error.to_io();

@@ -1,7 +1,7 @@
 //! The runsc commands. Each runs with a time limit; one that does not end in time is killed and its effect unknown.
 
 use std::io::{Read, Seek};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -42,6 +42,12 @@ pub enum Error {
     },
     #[error("cannot read runsc's record {path}")]
     Record {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("cannot write runsc's record {path}")]
+    WriteRecord {
         path: PathBuf,
         #[source]
         source: std::io::Error,
@@ -196,9 +202,9 @@ impl Runsc {
         &self.path
     }
 
-    /// Whether the flags are all that is said to it.
+    /// Whether its flags are all that a sandbox' process is told of it: another platform has more, and debug logs have files.
     pub(crate) fn is_plain(&self) -> bool {
-        self.debug_log_dir.is_none()
+        self.debug_log_dir.is_none() && self.platform == "systrap"
     }
 
     /// Of all commands and processes of the sandbox.
@@ -345,7 +351,8 @@ fn last_message(log: &str) -> String {
         .unwrap_or_else(|| log.to_owned())
 }
 
-fn memory_file(name: &str, flags: MemfdFlags) -> Result<OwnedFd, Error> {
+/// For what runsc has to say.
+pub(crate) fn memory_file(name: &str, flags: MemfdFlags) -> Result<OwnedFd, Error> {
     rustix::fs::memfd_create("runsc-output", flags).map_err(|errno| Error::Wait {
         command: name.to_owned(),
         source: errno.into(),
@@ -392,21 +399,25 @@ fn read_head(mut file: std::fs::File, kept: u64) -> String {
 fn wait_within(mut child: Child, limit: Duration) -> std::io::Result<Option<ExitStatus>> {
     let pid = rustix::process::Pid::from_child(&child);
     let pidfd = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty())?;
-    let deadline = Instant::now() + limit;
+    if !can_be_read(&pidfd, Instant::now() + limit)? {
+        child.kill()?;
+        child.wait()?;
+        return Ok(None);
+    }
+    child.wait().map(Some)
+}
+
+/// Waits until there is something to read, or the other end is closed; false when it is too late.
+pub(crate) fn can_be_read(fd: impl AsFd, deadline: Instant) -> std::io::Result<bool> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         let timeout = Timespec {
             tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: left.subsec_nanos().into(),
         };
-        let mut fds = [PollFd::new(&pidfd, PollFlags::IN)];
+        let mut fds = [PollFd::new(&fd, PollFlags::IN)];
         match poll(&mut fds, Some(&timeout)) {
-            Ok(0) => {
-                child.kill()?;
-                child.wait()?;
-                return Ok(None);
-            }
-            Ok(_) => return child.wait().map(Some),
+            Ok(ready) => return Ok(ready > 0),
             Err(rustix::io::Errno::INTR) => {}
             Err(errno) => return Err(errno.into()),
         }

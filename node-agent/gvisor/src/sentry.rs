@@ -22,20 +22,17 @@ use netlink_packet_route::link::LinkMessage;
 use netlink_packet_route::neighbour::NeighbourMessage;
 use netlink_packet_route::route::RouteMessage;
 use nix::libc;
-use nix::sys::socket::{
-    AddressFamily, SockFlag, SockType, UnixAddr, bind, setsockopt, socket, socketpair, sockopt,
-};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, bind, socket, socketpair};
 use rustix::fs::MemfdFlags;
 use serde_json::json;
 
 use crate::control::{self, Control, socket_path};
-use crate::dial::time_val;
 use crate::net::{self, Netlink};
-use crate::runsc::{self, Runsc, records};
+use crate::runsc::{self, Runsc, can_be_read, records};
+use crate::save::FILES;
 
 pub use plan::Kept;
-use plan::{Order, Plan};
+use plan::{BootArgs, Plan};
 pub use process::become_sandbox;
 use process::{Word, hear, say};
 
@@ -69,9 +66,9 @@ pub enum Error {
     Failed(String),
     #[error("gVisor's kernel ended as it started: {0}")]
     Ended(String),
-    /// The effect is unknown: observe again.
-    #[error("gVisor's kernel did not start within {0:?}")]
-    TimedOut(Duration),
+    /// It may still start: whoever goes on ends it first.
+    #[error("gVisor's kernel did not start within {limit:?}: {said}")]
+    TimedOut { limit: Duration, said: String },
     #[error(transparent)]
     Record(#[from] runsc::Error),
     #[error(transparent)]
@@ -111,35 +108,37 @@ impl<'a> Start<'a> {
         })
     }
 
-    /// Begins the sandbox and hands it the image, as `runsc restore` of its first container does. On failure processes and records may be left of it, as by runsc's
-    /// command. Returns when gVisor has the image; it restores nothing before its last container is there.
+    /// Begins the sandbox and hands it the image, as `runsc restore` of its first container does. On failure a process and records may be left of it, which
+    /// runsc's command would remove. Returns when gVisor has the image; it restores nothing before its last container is there.
     pub fn restore(&self, image: &Path, limit: Duration) -> Result<(), Error> {
-        let deadline = Instant::now() + limit;
-        let left = || deadline.saturating_duration_since(Instant::now());
-        let log = memory_file()?;
+        let until = Limit {
+            limit,
+            end: Instant::now() + limit,
+        };
+        std::fs::create_dir_all(self.runsc.root()).map_err(prepare("make runsc's directory"))?;
+        let _other_containers_wait = records::lock(self.runsc.root(), self.sandbox)?;
+        let log: File = runsc::memory_file("boot", MemfdFlags::CLOEXEC)?.into();
         let (booted, boots) = std::io::pipe().map_err(prepare("make a pipe"))?;
-        let control = self.control_socket()?;
+        // Where the node has them: they may be links.
+        let of_node = |path: &Path| File::open(path).map_err(cannot_open(path));
         let files = [
-            open(&self.plan.network_namespace)?,
-            // Where the node has it: it may be a link.
-            File::open(self.runsc.path())
-                .map_err(cannot_open(self.runsc.path()))?
-                .into(),
-            log.try_clone().map_err(prepare("share its log"))?.into(),
+            of_node(&self.plan.network_namespace)?.into(),
+            of_node(self.runsc.path())?.into(),
+            append_only(&log)?,
             open(&self.plan.root)?,
             boots.into(),
-            control,
+            self.control_socket()?,
             open(&self.bundle.join("config.json"))?,
         ];
-        let pid = self.begin(&files.each_ref().map(AsFd::as_fd), limit)?;
+        let pid = self.begin(&files.each_ref().map(AsFd::as_fd), until)?;
         // gVisor's kernel has the only ends now: they close when it ends.
         drop(files);
-        await_boot(&booted.into(), log, limit, left())?;
+        await_boot(&booted.into(), log, until)?;
         let record = self.kept.running(pid);
         records::write(self.runsc.root(), self.sandbox, &record)?;
         let mut control = Control::connect_to_new(self.runsc.root(), self.sandbox)?;
-        self.connect(&mut control, left())?;
-        hand_over(&mut control, image, left())
+        self.connect(&mut control, until.left())?;
+        hand_over(&mut control, image, until.left())
     }
 
     /// Where gVisor's control server will listen.
@@ -155,7 +154,7 @@ impl<'a> Start<'a> {
     }
 
     /// Answers the number of the process that executes runsc.
-    fn begin(&self, files: &[BorrowedFd<'_>], limit: Duration) -> Result<i32, Error> {
+    fn begin(&self, files: &[BorrowedFd<'_>], until: Limit) -> Result<i32, Error> {
         let (unix, packets, cloexec) = (
             AddressFamily::Unix,
             SockType::SeqPacket,
@@ -163,8 +162,6 @@ impl<'a> Start<'a> {
         );
         let (ours, theirs) =
             socketpair(unix, packets, None, cloexec).map_err(prepare("make a socket"))?;
-        setsockopt(&ours, sockopt::ReceiveTimeout, &time_val(limit))
-            .map_err(prepare("limit a socket"))?;
         let mut child = Command::new("/proc/self/exe")
             .arg0("torpor-sandbox")
             .args([COMMAND, self.sandbox])
@@ -175,7 +172,7 @@ impl<'a> Start<'a> {
             .env_clear()
             .spawn()
             .map_err(prepare("begin a process"))?;
-        let begun = self.converse(&ours, &child, files);
+        let begun = self.converse(&ours, &child, files, until);
         if begun.is_err() {
             // It may wait for a word that will not come.
             let _ = child.kill();
@@ -189,18 +186,22 @@ impl<'a> Start<'a> {
         with: &OwnedFd,
         child: &Child,
         files: &[BorrowedFd<'_>],
+        until: Limit,
     ) -> Result<i32, Error> {
-        say(with, &Word::Be(self.order()?), files).map_err(Error::Talk)?;
+        say(with, &Word::Boot(self.boot_args()?), files).map_err(Error::Talk)?;
         let mut pid = None;
         loop {
+            if !can_be_read(with, until.end).map_err(Error::Talk)? {
+                return Err(until.is_over("it has not begun"));
+            }
             match hear(with).map_err(Error::Talk)? {
-                Some((Word::Apart, _)) => {
+                Some((Word::Unshared, _)) => {
                     self.map_users(child.id())?;
                     say(with, &Word::Mapped, &[]).map_err(Error::Talk)?;
                 }
                 Some((Word::Forked { pid: forked }, _)) => pid = Some(forked),
                 Some((Word::Failed { message }, _)) => return Err(Error::Failed(message)),
-                Some((Word::Be(_) | Word::Mapped, _)) => {}
+                Some((Word::Boot(_) | Word::Mapped, _)) => {}
                 None => return pid.ok_or_else(|| Error::Failed("ended without a word".to_owned())),
             }
         }
@@ -212,19 +213,19 @@ impl<'a> Start<'a> {
             ("setgroups", "deny"),
             ("gid_map", &self.plan.gid_map),
         ] {
-            let path = PathBuf::from(format!("/proc/{pid}/{name}"));
-            std::fs::write(&path, map).map_err(|source| Error::Open { path, source })?;
+            let path = format!("/proc/{pid}/{name}");
+            std::fs::write(path, map).map_err(prepare("map the users"))?;
         }
         Ok(())
     }
 
-    fn order(&self) -> Result<Order, Error> {
-        Ok(Order {
+    fn boot_args(&self) -> Result<BootArgs, Error> {
+        Ok(BootArgs {
             flags: self.runsc.flags(),
             bundle: self.bundle.to_owned(),
             sandbox: self.sandbox.to_owned(),
             memory: machine_memory().map_err(prepare("read the machine's memory"))?,
-            told: told(|path| std::fs::read_to_string(path).ok()),
+            host_flags: host_flags(|path| std::fs::read_to_string(path).ok()),
         })
     }
 
@@ -235,6 +236,26 @@ impl<'a> Start<'a> {
         let method = "containerManager.CreateLinksAndRoutes";
         control.call::<serde_json::Value>(method, &arguments, &sockets, limit)?;
         Ok(())
+    }
+}
+
+/// How long all of it may take.
+#[derive(Debug, Clone, Copy)]
+struct Limit {
+    limit: Duration,
+    end: Instant,
+}
+
+impl Limit {
+    fn left(self) -> Duration {
+        self.end.saturating_duration_since(Instant::now())
+    }
+
+    fn is_over(self, said: &str) -> Error {
+        Error::TimedOut {
+            limit: self.limit,
+            said: said.to_owned(),
+        }
     }
 }
 
@@ -261,9 +282,11 @@ fn cannot_open(path: &Path) -> impl Fn(std::io::Error) -> Error {
     }
 }
 
-fn memory_file() -> Result<File, Error> {
-    let file = rustix::fs::memfd_create("runsc-output", MemfdFlags::CLOEXEC);
-    file.map(Into::into).map_err(prepare("make its log"))
+/// For who only adds to it: where it ends is not shared.
+fn append_only(log: &File) -> Result<OwnedFd, Error> {
+    let path = PathBuf::from(format!("/proc/self/fd/{}", log.as_raw_fd()));
+    let opened = File::options().append(true).open(&path);
+    Ok(opened.map_err(cannot_open(&path))?.into())
 }
 
 fn machine_memory() -> std::io::Result<u64> {
@@ -281,7 +304,7 @@ fn total_memory(meminfo: &str) -> Option<u64> {
 }
 
 /// What `runsc boot` reads of the machine before it leaves the host's root.
-fn told(read: impl Fn(&str) -> Option<String>) -> Vec<String> {
+fn host_flags(read: impl Fn(&str) -> Option<String>) -> Vec<String> {
     let mut flags = Vec::new();
     let product = read("/sys/devices/virtual/dmi/id/product_name");
     flags.extend(product.map(|name| format!("--product-name={}", name.trim())));
@@ -300,23 +323,11 @@ fn told(read: impl Fn(&str) -> Option<String>) -> Vec<String> {
 }
 
 /// Waits for the byte that gVisor's kernel writes when its control server listens.
-fn await_boot(booted: &OwnedFd, log: File, limit: Duration, left: Duration) -> Result<(), Error> {
-    let deadline = Instant::now() + left;
-    loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let timeout = Timespec {
-            tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
-            tv_nsec: left.subsec_nanos().into(),
-        };
-        let mut fds = [PollFd::new(booted, PollFlags::IN)];
-        match poll(&mut fds, Some(&timeout)) {
-            Ok(0) => return Err(Error::TimedOut(limit)),
-            Ok(_) => break,
-            Err(rustix::io::Errno::INTR) => {}
-            Err(errno) => return Err(Error::Talk(errno.into())),
-        }
+fn await_boot(booted: &OwnedFd, log: File, until: Limit) -> Result<(), Error> {
+    if !can_be_read(booted, until.end).map_err(Error::Talk)? {
+        return Err(until.is_over(&runsc::last_words(log)));
     }
-    match rustix::io::read(booted, &mut [0; 1]) {
+    match rustix::io::retry_on_intr(|| rustix::io::read(booted, &mut [0; 1])) {
         Ok(1) => Ok(()),
         Ok(_) => Err(Error::Ended(runsc::last_words(log))),
         Err(errno) => Err(Error::Talk(errno.into())),
@@ -360,8 +371,7 @@ fn take_links() -> Result<(serde_json::Value, Vec<OwnedFd>), Error> {
 
 /// gVisor begins to read the memory at once, and waits for the other containers.
 fn hand_over(control: &mut Control, image: &Path, limit: Duration) -> Result<(), Error> {
-    let [state, metadata, pages] =
-        ["checkpoint.img", "pages_meta.img", "pages.img"].map(|name| open(&image.join(name)));
+    let [state, metadata, pages] = FILES.map(|name| open(&image.join(name)));
     let (state, mut files) = (state?, Vec::new());
     // An image that is compressed has one file.
     let has_pages = match metadata {

@@ -22,6 +22,7 @@ use torpor_snapshots::{Image, LedgerFile, Manifest, Mismatch, Store};
 
 use crate::node::{CALL_LIMIT, Node};
 
+mod begin;
 mod known;
 mod memory;
 mod recorded;

@@ -195,7 +195,28 @@ pub(crate) fn write(root: &Path, sandbox: &str, record: &serde_json::Value) -> R
         file.write_all(bytes.as_bytes())?;
         std::fs::rename(&unfinished, &path)
     };
-    written().map_err(|source| Error::Record {
+    written().map_err(|source| Error::WriteRecord {
+        path: path.clone(),
+        source,
+    })
+}
+
+/// What runsc holds while it makes a sandbox, and again until it has handed the image over: its commands for the other containers wait for it, and so come
+/// neither before there is a sandbox nor before that has the image (gVisor, `runsc/container/state_file.go`). The kernel gives it back with the file.
+pub(crate) fn lock(root: &Path, sandbox: &str) -> Result<std::fs::File, Error> {
+    let path = state_path(root, sandbox, sandbox).with_extension("lock");
+    let locked = || -> std::io::Result<std::fs::File> {
+        let file = std::fs::File::options()
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(&path)?;
+        // Who has it looks whether a record is whole, or was killed with it.
+        rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive)?;
+        Ok(file)
+    };
+    locked().map_err(|source| Error::WriteRecord {
         path: path.clone(),
         source,
     })

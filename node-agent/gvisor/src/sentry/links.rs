@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use netlink_packet_route::RouteNetlinkMessage;
-use netlink_packet_route::address::{AddressAttribute, AddressMessage};
+use netlink_packet_route::address::AddressMessage;
 use netlink_packet_route::link::{LinkAttribute, LinkFlags, LinkMessage};
 use netlink_packet_route::neighbour::{
     NeighbourAddress, NeighbourAttribute, NeighbourMessage, NeighbourState,
@@ -15,7 +15,7 @@ use netlink_packet_route::route::{
 };
 use serde_json::{Value, json};
 
-use crate::net::network;
+use crate::net::{network, own_ip};
 
 /// gVisor's own segmentation offload, where the host's link has none (pkg/tcpip/stack.GVisorGSOMaxSize).
 const SOFTWARE_GSO: u32 = 1 << 16;
@@ -56,7 +56,7 @@ impl Found {
             .addresses
             .iter()
             .filter(move |address| address.header.index == link);
-        of_link.filter_map(|address| Some((local(address)?, address.header.prefix_len)))
+        of_link.filter_map(|address| Some((own_ip(address)?, address.header.prefix_len)))
     }
 
     /// Links of the sandbox, loopback aside: those that are up and have an address.
@@ -69,17 +69,13 @@ impl Found {
         });
         let known = of_sandbox.map(|link| {
             let attributes = &link.attributes;
-            let name = attributes.iter().find_map(|a| match a {
-                LinkAttribute::IfName(name) => Some(name.clone()),
-                _ => None,
-            });
             let gso = attributes.iter().find_map(|a| match a {
                 LinkAttribute::GsoMaxSize(size) => Some(*size),
                 _ => None,
             });
             Link {
                 index: link.header.index,
-                name: name.unwrap_or_default(),
+                name: name_of(link).to_owned(),
                 gso: gso.unwrap_or_default(),
             }
         });
@@ -116,14 +112,11 @@ impl Found {
             .addresses_of(index)
             .map(|(ip, length)| route(network(ip, length), length, None, 0));
         let routes: Vec<Value> = own.chain(self.routes_of(index)).collect();
-        let name = link.attributes.iter().find_map(|a| match a {
-            LinkAttribute::IfName(name) => Some(name.as_str()),
-            _ => None,
-        });
-        json!({ "Name": name, "Addresses": self.prefixes(index), "Routes": routes })
+        json!({ "Name": name_of(link), "Addresses": self.prefixes(index), "Routes": routes })
     }
 
     fn link(&self, link: &Link, offload: bool) -> Value {
+        let offload = offload && link.gso > 0;
         let attributes = self
             .links
             .iter()
@@ -132,7 +125,10 @@ impl Found {
         for attribute in attributes.iter().flat_map(|link| &link.attributes) {
             match attribute {
                 LinkAttribute::Mtu(bytes) => mtu = *bytes,
-                LinkAttribute::Address(address) => hardware = address,
+                // Of zeros is none.
+                LinkAttribute::Address(address) if address.iter().any(|byte| *byte != 0) => {
+                    hardware = address;
+                }
                 _ => {}
             }
         }
@@ -213,21 +209,12 @@ impl Found {
     }
 }
 
-/// On a point-to-point link the other attribute is the other end's; IPv6 has only that one.
-fn local(address: &AddressMessage) -> Option<IpAddr> {
-    let of = |wanted: fn(&AddressAttribute) -> Option<IpAddr>| {
-        address.attributes.iter().find_map(wanted)
-    };
-    let own = of(|a| match a {
-        AddressAttribute::Local(ip) => Some(*ip),
+fn name_of(link: &LinkMessage) -> &str {
+    let name = link.attributes.iter().find_map(|a| match a {
+        LinkAttribute::IfName(name) => Some(name.as_str()),
         _ => None,
     });
-    own.or_else(|| {
-        of(|a| match a {
-            AddressAttribute::Address(ip) => Some(*ip),
-            _ => None,
-        })
-    })
+    name.unwrap_or_default()
 }
 
 fn ip(address: &RouteAddress) -> Option<IpAddr> {

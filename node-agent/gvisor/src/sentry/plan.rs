@@ -7,7 +7,8 @@ use serde_json::{Value, json};
 
 /// Releases of gVisor of which it was read that they begin a restored sandbox as this module does (runsc/sandbox/sandbox.go, runsc/sandbox/network.go, runsc/cmd/boot.go,
 /// runsc/cmd/chroot.go). Sandboxes of all others are begun by their own runsc.
-const KNOWN_RELEASES: [&str; 1] = ["release-20260701.0"];
+/// As `runsc --version` says them: one that Google built, and the development cluster's.
+const KNOWN_RELEASES: [&str; 2] = ["release-20260701.0", "release-20260701.0-torpor"];
 
 /// What a record says of the sandbox where nothing is configured that would have to be done as runsc does it (`runsc/config.Config.MetricMetadata`).
 const USUAL: [(&str, &str); 5] = [
@@ -50,12 +51,7 @@ impl Kept {
     /// None where anything is not as this module knows it: runsc knows.
     pub(super) fn plan(&self) -> Option<Plan> {
         let release = self.text("/sandbox/metricMetadata/version")?;
-        // Builds have a suffix.
-        let is_known = |known: &str| {
-            let build = release.strip_prefix(known);
-            build.is_some_and(|build| build.is_empty() || build.starts_with('-'))
-        };
-        (KNOWN_RELEASES.into_iter().any(is_known)).then_some(())?;
+        KNOWN_RELEASES.contains(&release).then_some(())?;
         let usual = |(key, value): &(&str, &str)| {
             self.text(&format!("/sandbox/metricMetadata/{key}")) == Some(value)
         };
@@ -131,41 +127,41 @@ impl Kept {
     }
 }
 
-/// What the node has that the process cannot read where it is: beside the flags of runsc's that make its kernel the one that was saved.
+/// What `runsc boot` is told, beside the numbers of its descriptors.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Order {
+pub(super) struct BootArgs {
     /// Of all commands of runsc's.
     pub(super) flags: Vec<String>,
     pub(super) bundle: PathBuf,
     pub(super) sandbox: String,
     /// Bytes that the machine has.
     pub(super) memory: u64,
-    /// Flags of `runsc boot` with what it would read from `/sys`.
-    pub(super) told: Vec<String>,
+    /// What it would read from `/sys`, where it is not any more.
+    pub(super) host_flags: Vec<String>,
 }
 
-/// The numbers of the descriptors that the process inherits.
+/// The descriptors that the process inherits.
 #[derive(Debug)]
-pub(super) struct Numbers {
+pub(super) struct Descriptors {
     pub(super) log: i32,
     pub(super) root: i32,
     pub(super) booted: i32,
     pub(super) control: i32,
     pub(super) spec: i32,
     /// Standard input, output and error of the first container, whose program says nothing.
-    pub(super) nothing: [i32; 3],
+    pub(super) stdio: [i32; 3],
     /// A byte in it has `/proc` unmounted.
-    pub(super) unmount: i32,
+    pub(super) proc_sync: i32,
 }
 
-impl Order {
+impl BootArgs {
     /// The words of `runsc boot` once the process is where it is to be, as runsc executes itself for the last time.
-    pub(super) fn words(&self, fds: &Numbers) -> Vec<String> {
-        let [stdin, stdout, stderr] = fds.nothing;
+    pub(super) fn words(&self, fds: &Descriptors) -> Vec<String> {
+        let [stdin, stdout, stderr] = fds.stdio;
         let mut words = self.flags.clone();
         words.push(format!("--log-fd={}", fds.log));
         words.push("boot".to_owned());
-        words.extend(self.told.iter().cloned());
+        words.extend(self.host_flags.iter().cloned());
         words.extend([
             "--apply-caps=false".to_owned(),
             "--setup-root=false".to_owned(),
@@ -178,7 +174,7 @@ impl Order {
             format!("--controller-fd={}", fds.control),
             format!("--spec-fd={}", fds.spec),
             format!("--stdio-fds={stdin},{stdout},{stderr}"),
-            format!("--proc-mount-sync-fd={}", fds.unmount),
+            format!("--proc-mount-sync-fd={}", fds.proc_sync),
             self.sandbox.clone(),
         ]);
         words

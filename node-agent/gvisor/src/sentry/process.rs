@@ -21,17 +21,17 @@ use rustix::thread::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::plan::{Numbers, Order};
+use super::plan::{BootArgs, Descriptors};
 use super::root;
 use crate::keeper::{receive, send};
 
 /// What the process and the wake that began it say to one another.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Word {
-    /// What to be. With the files of [`FILES`].
-    Be(Order),
-    /// It is in its user namespace, which has no users yet.
-    Apart,
+    /// What to execute. With the files of [`FILES`].
+    Boot(BootArgs),
+    /// It is in its namespaces. That of users has none yet.
+    Unshared,
     /// The users are there.
     Mapped,
     /// It has a child, which is to be the sandbox.
@@ -40,7 +40,7 @@ pub(super) enum Word {
     Failed { message: String },
 }
 
-/// Files that come with the order: the network namespace, the program, and what it inherits.
+/// Files that come with [`Word::Boot`]: the network namespace, the program, and what it inherits.
 pub(super) const FILES: usize = 7;
 
 /// What a sandbox' first process is allowed to do in its user namespace, whose users are the host's: it serves the sandbox' files (directfs), and its
@@ -58,7 +58,7 @@ fn of(what: &'static str) -> impl Fn(nix::Error) -> (&'static str, std::io::Erro
     move |errno| (what, errno.into())
 }
 
-fn io(what: &'static str) -> impl Fn(rustix::io::Errno) -> (&'static str, std::io::Error) {
+fn errno(what: &'static str) -> impl Fn(rustix::io::Errno) -> (&'static str, std::io::Error) {
     move |errno| (what, errno.into())
 }
 
@@ -84,7 +84,7 @@ pub fn become_sandbox() -> std::io::Result<()> {
     let wake = std::io::stdin().as_fd().try_clone_to_owned()?;
     let nothing = File::options().read(true).write(true).open("/dev/null")?;
     dup2_stdin(&nothing)?;
-    let failed = match go(&wake) {
+    let failed = match fork_sandbox(&wake) {
         Ok(()) => return Ok(()),
         Err((what, error)) => Word::Failed {
             message: format!("cannot {what}: {error}"),
@@ -93,10 +93,11 @@ pub fn become_sandbox() -> std::io::Result<()> {
     say(&wake, &failed, &[])
 }
 
-fn go(wake: &OwnedFd) -> Step<()> {
-    let heard = |source| ("hear what to be", source);
+/// Enters the namespaces and leaves its child in them.
+fn fork_sandbox(wake: &OwnedFd) -> Step<()> {
+    let heard = |source| ("hear what to execute", source);
     let silence = || heard(std::io::ErrorKind::UnexpectedEof.into());
-    let Some((Word::Be(order), files)) = hear(wake).map_err(heard)? else {
+    let Some((Word::Boot(args), files)) = hear(wake).map_err(heard)? else {
         return Err(silence());
     };
     let [network, program, inherited @ ..]: [OwnedFd; FILES] =
@@ -107,12 +108,12 @@ fn go(wake: &OwnedFd) -> Step<()> {
         maximum: None,
     };
     let _ = setrlimit(Resource::Memlock, unlimited);
-    // Afterwards nobody may, in its user namespace.
+    // runsc's has those of who ran runsc. Afterwards nobody may, in its user namespace.
     setgroups(&[]).map_err(of("leave its groups"))?;
     setns(&network, CloneFlags::CLONE_NEWNET).map_err(of("enter the pod's network namespace"))?;
     drop(network);
     // Of the host's mounts, as long as they are this program's.
-    let nothing = nothing()?;
+    let stdio = no_stdio()?;
     let own = CloneFlags::CLONE_NEWUSER
         | CloneFlags::CLONE_NEWNS
         | CloneFlags::CLONE_NEWIPC
@@ -120,7 +121,7 @@ fn go(wake: &OwnedFd) -> Step<()> {
         | CloneFlags::CLONE_NEWPID;
     unshare(own).map_err(of("make its namespaces"))?;
     let told = |source| ("talk to who began it", source);
-    say(wake, &Word::Apart, &[]).map_err(told)?;
+    say(wake, &Word::Unshared, &[]).map_err(told)?;
     let Some((Word::Mapped, _)) = hear(wake).map_err(told)? else {
         return Err(told(std::io::ErrorKind::UnexpectedEof.into()));
     };
@@ -130,48 +131,46 @@ fn go(wake: &OwnedFd) -> Step<()> {
             let pid = child.as_raw();
             say(wake, &Word::Forked { pid }, &[]).map_err(told)
         }
-        ForkResult::Child => {
-            run(&order, &program, &inherited, &nothing).map(|never| match never {})
-        }
+        ForkResult::Child => run(&args, &program, &inherited, &stdio).map(|never| match never {}),
     }
 }
 
 /// The first process of the new PID namespace.
 fn run(
-    order: &Order,
+    args: &BootArgs,
     program: &OwnedFd,
     inherited: &[OwnedFd; FILES - 2],
-    nothing: &[OwnedFd; 3],
+    stdio: &[OwnedFd; 3],
 ) -> Step<Infallible> {
     setsid().map_err(of("begin a session"))?;
     setgid(Gid::from_raw(0)).map_err(of("be its group"))?;
     setuid(Uid::from_raw(0)).map_err(of("be its user"))?;
     root::enter(program.as_raw_fd())?;
-    let unmount = unmounter()?;
+    let proc_sync = unmounter()?;
     let [log, root, booted, control, spec] = inherited.each_ref().map(AsRawFd::as_raw_fd);
-    let numbers = Numbers {
+    let descriptors = Descriptors {
         log,
         root,
         booted,
         control,
         spec,
-        nothing: nothing.each_ref().map(AsRawFd::as_raw_fd),
-        unmount: unmount.as_raw_fd(),
+        stdio: stdio.each_ref().map(AsRawFd::as_raw_fd),
+        proc_sync: proc_sync.as_raw_fd(),
     };
-    for fd in inherited.iter().chain(nothing).chain([&unmount]) {
-        fcntl_setfd(fd, FdFlags::empty()).map_err(io("hand a file on"))?;
+    for fd in inherited.iter().chain(stdio).chain([&proc_sync]) {
+        fcntl_setfd(fd, FdFlags::empty()).map_err(errno("hand a file on"))?;
     }
     drop_capabilities()?;
     let error = Command::new(root::PROGRAM)
         .arg0("runsc-sandbox")
-        .args(order.words(&numbers))
+        .args(args.words(&descriptors))
         .env_clear()
         .exec();
     Err(("execute runsc", error))
 }
 
 /// Standard input, output and error of a program that reads and says nothing.
-fn nothing() -> Step<[OwnedFd; 3]> {
+fn no_stdio() -> Step<[OwnedFd; 3]> {
     let open = |write: bool| -> Step<OwnedFd> {
         let opened = File::options().read(!write).write(write).open("/dev/null");
         Ok(opened.map_err(|error| ("open /dev/null", error))?.into())
@@ -209,16 +208,16 @@ fn drop_capabilities() -> Step<()> {
             Ok(()) => {}
             // The kernel has no more.
             Err(rustix::io::Errno::INVAL) => break,
-            Err(errno) => return Err(io("give capabilities up")(errno)),
+            Err(refused) => return Err(errno("give capabilities up")(refused)),
         }
     }
-    clear_ambient_capability_set().map_err(io("give ambient capabilities up"))?;
+    clear_ambient_capability_set().map_err(errno("give ambient capabilities up"))?;
     let sets = CapabilitySets {
         effective: CAPABILITIES,
         permitted: CAPABILITIES,
         inheritable: CapabilitySet::empty(),
     };
-    set_capabilities(None, sets).map_err(io("give capabilities up"))
+    set_capabilities(None, sets).map_err(errno("give capabilities up"))
 }
 
 /// Closes every descriptor from this number on.

@@ -2,7 +2,7 @@ use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use serde_json::Value;
 
-use super::plan::Numbers;
+use super::plan::Descriptors;
 use super::*;
 use crate::net::tests::{Namespace, sh};
 
@@ -66,10 +66,11 @@ fn what_is_not_known_is_left_to_runsc() {
         Kept::new(record).plan().is_some()
     };
     let metadata = |key: &str| format!("/sandbox/metricMetadata/{key}");
-    for version in ["release-20260701.0", "release-20260701.0-12-gabc"] {
+    for version in ["release-20260701.0", "release-20260701.0-torpor"] {
         assert!(known(&metadata("version"), json!(version)), "{version}");
     }
     for version in [
+        "release-20260701.0-12-gabc",
         "release-20260701.01",
         "release-20260801.0",
         "",
@@ -155,26 +156,26 @@ fn runsc_finds_in_its_record_the_sandbox_that_runs_now() {
 
 #[test]
 fn the_last_execution_of_runsc_has_the_words_that_its_own_has() {
-    let order = Order {
+    let args = BootArgs {
         flags: vec!["--root=/r".to_owned(), "--platform=systrap".to_owned()],
         bundle: "/b".into(),
         sandbox: "s".to_owned(),
         memory: 4096,
-        told: vec!["--product-name=Box 1".to_owned()],
+        host_flags: vec!["--product-name=Box 1".to_owned()],
     };
-    let numbers = Numbers {
+    let descriptors = Descriptors {
         log: 3,
         root: 4,
         booted: 5,
         control: 6,
         spec: 7,
-        nothing: [8, 9, 10],
-        unmount: 11,
+        stdio: [8, 9, 10],
+        proc_sync: 11,
     };
     let words = "--root=/r --platform=systrap --log-fd=3 boot --product-name=Box_1 --apply-caps=false --setup-root=false --bundle=/b \
                  --gofer-mount-confs=erofs:none --total-host-memory=4096 --total-memory=4096 --io-fds=4 --start-sync-fd=5 \
                  --controller-fd=6 --spec-fd=7 --stdio-fds=8,9,10 --proc-mount-sync-fd=11 s";
-    let said: Vec<String> = (order.words(&numbers).iter())
+    let said: Vec<String> = (args.words(&descriptors).iter())
         .map(|word| word.replace(' ', "_"))
         .collect();
     assert_eq!(said.join(" "), words);
@@ -190,11 +191,11 @@ fn what_gvisor_cannot_read_in_its_root_it_is_told() {
         _ => None,
     };
     assert_eq!(
-        told(machine),
+        host_flags(machine),
         ["--product-name=Box 1", "--host-thp-shmem-enabled=advise"]
     );
-    assert_eq!(told(|_| None), Vec::<String>::new());
-    assert_eq!(told(|_| Some("[".to_owned())), ["--product-name=["]);
+    assert_eq!(host_flags(|_| None), Vec::<String>::new());
+    assert_eq!(host_flags(|_| Some("[".to_owned())), ["--product-name=["]);
     assert_eq!(
         total_memory("MemTotal:       24684084 kB\nMemFree: 1 kB\n"),
         Some(25_276_502_016)

@@ -23,6 +23,7 @@ use torpor_gvisor::spec::{Role, Spec};
 use torpor_gvisor::turns::Turns;
 use torpor_snapshots::Image;
 
+use super::begin::{self, BegunByUs, SECOND_TRY_LIMIT};
 use super::memory::ensure_held_open;
 use super::room;
 use crate::console::Terminal;
@@ -36,11 +37,6 @@ const KILL_LIMIT: Duration = Duration::from_secs(10);
 /// The shim, parent of the sandbox' processes, asks for their status at once; where it died, the machine's first process
 /// inherits them, and some ask every two seconds only.
 const REAP_LIMIT: Duration = Duration::from_secs(3);
-
-/// A restore failed of a sandbox that was not begun by runsc, which may know better.
-#[derive(Debug, thiserror::Error)]
-#[error("cannot restore a sandbox that Torpor has begun by itself")]
-struct BegunByUs;
 
 /// Restores the pod from the image. On success the sandbox runs, its state says so, and its keepers wait for its
 /// containers' ends. On failure nothing of it runs. `awake` records that the image is stale: it is called when the sandbox
@@ -61,12 +57,22 @@ pub(super) fn restore(
     // Stand until nothing runs of a sandbox that could not be restored.
     let mut barriers = Vec::new();
     room::make(node, pod);
-    let mut attempt = || attempt(node, pod, image, parts, &awake, &mut stages, &mut barriers);
-    let result = without_quotas(node, pod, || match attempt() {
+    let restore = Restore {
+        node,
+        pod,
+        image,
+        parts,
+    };
+    let mut attempt = |kept| restore.attempt(kept, &awake, &mut stages, &mut barriers);
+    let began = Instant::now();
+    let result = without_quotas(node, pod, || match attempt(begin::kept(node, pod)) {
         Err(error) if error.is::<BegunByUs>() => {
+            begin::forget(node, pod);
+            if began.elapsed() > SECOND_TRY_LIMIT {
+                return Err(error);
+            }
             eprintln!("torpor-oci: {error:#}; runsc begins it");
-            node.records.forget_kept(&pod.sandbox)?;
-            attempt()
+            attempt(None)
         }
         result => result,
     });
@@ -121,122 +127,150 @@ pub(crate) fn put_quotas_back(node: &Node, sandbox: &SandboxId) {
     }
 }
 
-fn attempt(
-    node: &Node,
-    pod: &PodRecord,
-    image: &Image,
-    parts: &[ContainerRecord],
-    awake: &impl Fn() -> anyhow::Result<()>,
-    stages: &mut Stages,
-    barriers: &mut Vec<OwnedFd>,
-) -> anyhow::Result<()> {
-    let Some((root, subs)) = parts
-        .split_first()
-        .filter(|(root, _)| root.role == Role::Sandbox)
-    else {
-        bail!("the pod has no pause container");
-    };
-    remove_remains(node, pod, parts)?;
-    // Of a sandbox that was put to sleep, by somebody who died before he could take it away: the one that comes is not paused.
-    node.records.write_doze(&pod.sandbox, None)?;
-    node.cgroups.create(&pod.cgroup)?;
-    swap::keep_in_memory(&node.cgroups, &pod.cgroup)?;
-    // runsc's children, the sentry and the gofers, inherit the place.
-    node.cgroups.place(&pod.cgroup, std::process::id())?;
-    stages.over("prepared");
+/// What is restored.
+struct Restore<'a> {
+    node: &'a Node,
+    pod: &'a PodRecord,
+    image: &'a Image,
+    parts: &'a [ContainerRecord],
+}
 
-    let path = image.path();
-    let runsc = &runsc_for(node, pod, parts);
-    let terminals = subs
-        .iter()
-        .map(|sub| terminal_of(node, sub))
-        .collect::<anyhow::Result<Vec<_>>>()?;
-    let kept = kept(node, pod);
-    let root_dir = node.records.container_dir(&root.id);
-    let network = pod.network_namespace.as_deref();
-    let of = |kept| Start::new(runsc, kept, pod.sandbox.as_str(), &root_dir, network);
-    let start = &kept.as_ref().and_then(of);
-    let restored = std::thread::scope(|scope| -> anyhow::Result<Option<Hush>> {
-        let verify = || -> anyhow::Result<()> { Ok(image.verify()?) };
-        // Nothing of the image runs before all of it has been verified: of a pod of several containers nothing does before the last one is there.
-        let verified = match &image.manifest().containers[..] {
-            [] | [_] => verify().map(|()| None)?,
-            _ => Some(scope.spawn(verify)),
+impl Restore<'_> {
+    /// `kept`: what the sandbox is begun from; runsc begins it if there is nothing.
+    fn attempt(
+        &self,
+        kept: Option<Kept>,
+        awake: &impl Fn() -> anyhow::Result<()>,
+        stages: &mut Stages,
+        barriers: &mut Vec<OwnedFd>,
+    ) -> anyhow::Result<()> {
+        let Self {
+            node, pod, parts, ..
+        } = *self;
+        let Some((root, subs)) = parts
+            .split_first()
+            .filter(|(root, _)| root.role == Role::Sandbox)
+        else {
+            bail!("the pod has no pause container");
         };
-        let hush = hush(pod, image);
-        *barriers = mute(pod, &root_dir);
-        if let Some(namespace) = &pod.network_namespace {
-            net::put_back(namespace, &pod.addresses)?;
-        }
+        remove_remains(node, pod, parts)?;
+        // Of a sandbox that was put to sleep, by somebody who died before he could take it away: the one that comes is not paused.
+        node.records.write_doze(&pod.sandbox, None)?;
+        node.cgroups.create(&pod.cgroup)?;
+        swap::keep_in_memory(&node.cgroups, &pod.cgroup)?;
+        // runsc's children, the sentry and the gofers, inherit the place.
+        node.cgroups.place(&pod.cgroup, std::process::id())?;
+        stages.over("prepared");
 
-        // The root container's restore makes the sandbox and hands the image over; the last of them all does the work. What each of the others
-        // needs before that (a process, a gofer) is made side by side: they begin when the image is about to be handed
-        // over, and need longer to be ready for it.
-        let handing_over = watch_addresses(pod)?;
-        let (root_is_over, ends_with_root) = UnixStream::pair()?;
-        let restored_root = scope.spawn(move || {
-            let _ends_with_root = ends_with_root;
-            restore_root(node, runsc, root, start.as_ref(), path)
-        });
-        if let Some(verified) = verified {
-            join(verified)??;
-        }
-        stages.over("verified");
-        if let Some(handing_over) = handing_over {
-            handing_over.wait(root_is_over.as_fd())?;
-        }
-        let restored_others: Vec<_> = subs
+        let terminals = subs
             .iter()
-            .zip(&terminals)
-            .map(|(sub, terminal)| {
-                let terminal = terminal.as_ref();
-                let restored =
-                    scope.spawn(move || restore_container(node, runsc, sub, terminal, path));
-                (sub, terminal, restored)
-            })
-            .collect();
-        join(restored_root)??;
-        stages.over("imageHandedOver");
-        for (sub, terminal, restored) in restored_others {
-            match join(restored)? {
-                Err(error) if came_too_early(&error) => {
-                    runsc.delete(sub.id.as_str(), COMMAND_LIMIT)?;
-                    remove_filestores(node, pod, std::slice::from_ref(sub))?;
-                    restore_container(node, runsc, sub, terminal, path)?;
-                }
-                other => other?,
-            }
-        }
-        stages.over("restored");
-        Ok(hush)
-    });
-    // What was wrong with its start may be seen as late as when its last container has come.
-    let hush = match start {
-        Some(_) => restored.context(BegunByUs)?,
-        None => restored?,
-    };
+            .map(|sub| terminal_of(node, sub))
+            .collect::<anyhow::Result<Vec<_>>>()?;
+        let root_dir = node.records.container_dir(&root.id);
+        let hush = self.bring_back(root, subs, &terminals, kept, stages, barriers)?;
 
-    for (sub, terminal) in subs.iter().zip(&terminals) {
-        let dir = node.records.container_dir(&sub.id);
-        if let Some(terminal) = terminal {
-            let console = [terminal.master.as_fd()];
-            keeper::ask(&dir, &Request::Console, &console, CALL_LIMIT)?;
+        for (sub, terminal) in subs.iter().zip(&terminals) {
+            let dir = node.records.container_dir(&sub.id);
+            if let Some(terminal) = terminal {
+                let console = [terminal.master.as_fd()];
+                keeper::ask(&dir, &Request::Console, &console, CALL_LIMIT)?;
+            }
+            keeper::ask(&dir, &Request::Attach, &[], CALL_LIMIT)?;
         }
-        keeper::ask(&dir, &Request::Attach, &[], CALL_LIMIT)?;
+        // A pod without its first keeper or its shim is about to be taken away: as long as nobody has heard the sandbox, its memory is the image's.
+        keeper::ask(&root_dir, &Request::Stdio, &[], CALL_LIMIT)?;
+        ensure_held_open(node, &pod.sandbox)?;
+        awake()?;
+        stages.over("recorded");
+        drop(hush);
+        // Before the keeper lets through what it held: what is said after that would be lost.
+        barriers.clear();
+        let_be_heard(node, pod, &root_dir);
+        stages.over("attached");
+        // Who waits for a packet's answer has it already.
+        hearing::narrow(node, &pod.sandbox);
+        Ok(())
     }
-    // A pod without its first keeper or its shim is about to be taken away: as long as nobody has heard the sandbox, its memory is the image's.
-    keeper::ask(&root_dir, &Request::Stdio, &[], CALL_LIMIT)?;
-    ensure_held_open(node, &pod.sandbox)?;
-    awake()?;
-    stages.over("recorded");
-    drop(hush);
-    // Before the keeper lets through what it held: what is said after that would be lost.
-    barriers.clear();
-    let_be_heard(node, pod, &root_dir);
-    stages.over("attached");
-    // Who waits for a packet's answer has it already.
-    hearing::narrow(node, &pod.sandbox);
-    Ok(())
+
+    /// Makes the sandbox and restores its containers: when it returns it runs, and nobody has heard it.
+    fn bring_back(
+        &self,
+        root: &ContainerRecord,
+        subs: &[ContainerRecord],
+        terminals: &[Option<Terminal>],
+        kept: Option<Kept>,
+        stages: &mut Stages,
+        barriers: &mut Vec<OwnedFd>,
+    ) -> anyhow::Result<Option<Hush>> {
+        let Self {
+            node, pod, image, ..
+        } = *self;
+        let path = image.path();
+        let runsc = &runsc_for(node, pod, subs);
+        let root_dir = node.records.container_dir(&root.id);
+        let network = pod.network_namespace.as_deref();
+        let of = |kept| Start::new(runsc, kept, pod.sandbox.as_str(), &root_dir, network);
+        let start = &kept.as_ref().and_then(of);
+        // What was wrong with its start may be seen as late as when its last container has come.
+        let begun = |error: anyhow::Error| match start {
+            Some(_) => error.context(BegunByUs),
+            None => error,
+        };
+        std::thread::scope(|scope| {
+            let verify = || -> anyhow::Result<()> { Ok(image.verify()?) };
+            // Nothing of the image runs before all of it has been verified: of a pod of several containers nothing does before the last one is there.
+            let verified = match &image.manifest().containers[..] {
+                [] | [_] => verify().map(|()| None)?,
+                _ => Some(scope.spawn(verify)),
+            };
+            let hush = hush(pod, image);
+            *barriers = mute(pod, &root_dir);
+            if let Some(namespace) = &pod.network_namespace {
+                net::put_back(namespace, &pod.addresses)?;
+            }
+
+            // The root container's restore makes the sandbox and hands the image over; the last of them all does the work. What each of the others
+            // needs before that (a process, a gofer) is made side by side: they begin when the image is about to be handed
+            // over, and need longer to be ready for it.
+            let handing_over = watch_addresses(pod)?;
+            let (root_is_over, ends_with_root) = UnixStream::pair()?;
+            let restored_root = scope.spawn(move || {
+                let _ends_with_root = ends_with_root;
+                begin::restore_root(node, runsc, root, start.as_ref(), path)
+            });
+            if let Some(verified) = verified {
+                join(verified)??;
+            }
+            stages.over("verified");
+            if let Some(handing_over) = handing_over {
+                handing_over.wait(root_is_over.as_fd())?;
+            }
+            let restored_others: Vec<_> = subs
+                .iter()
+                .zip(terminals)
+                .map(|(sub, terminal)| {
+                    let terminal = terminal.as_ref();
+                    let restored =
+                        scope.spawn(move || restore_container(node, runsc, sub, terminal, path));
+                    (sub, terminal, restored)
+                })
+                .collect();
+            join(restored_root)?.map_err(begun)?;
+            stages.over("imageHandedOver");
+            for (sub, terminal, restored) in restored_others {
+                match join(restored)? {
+                    Err(error) if came_too_early(&error) => {
+                        runsc.delete(sub.id.as_str(), COMMAND_LIMIT)?;
+                        remove_filestores(node, pod, std::slice::from_ref(sub))?;
+                        restore_container(node, runsc, sub, terminal, path)?;
+                    }
+                    other => other.map_err(begun)?,
+                }
+            }
+            stages.over("restored");
+            Ok(hush)
+        })
+    }
 }
 
 /// Nobody is to hear the sandbox before it is recorded that its image is stale, also when this program is killed in between: then the
@@ -336,28 +370,7 @@ fn came_too_early(error: &anyhow::Error) -> bool {
     format!("{error:#}").contains("sandbox is not being restored")
 }
 
-/// What a sandbox is begun from that runsc does not begin.
-fn kept(node: &Node, pod: &PodRecord) -> Option<Kept> {
-    // What cannot be read is no reason not to wake: runsc needs none of it.
-    let kept = || node.records.kept(&pod.sandbox).ok()?;
-    (node.config.begin_sandboxes).then(kept)?
-}
-
-/// Begins the sandbox, by ourselves where we know how.
-fn restore_root(
-    node: &Node,
-    runsc: &Runsc,
-    root: &ContainerRecord,
-    start: Option<&Start<'_>>,
-    image: &Path,
-) -> anyhow::Result<()> {
-    match start {
-        Some(start) => Ok(start.restore(image, COMMAND_LIMIT)?),
-        None => restore_container(node, runsc, root, None, image),
-    }
-}
-
-fn restore_container(
+pub(super) fn restore_container(
     node: &Node,
     runsc: &Runsc,
     record: &ContainerRecord,
@@ -390,10 +403,7 @@ fn join<T>(handle: std::thread::ScopedJoinHandle<'_, T>) -> anyhow::Result<T> {
 
 /// Ends the processes of a pod and removes what runsc keeps of it, but for what its next start is told from.
 pub(super) fn end(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
-    // Of one that has been removed already, the first time has kept it.
-    if let Ok(Some(kept)) = node.runsc_of(&pod.sandbox).kept(pod.sandbox.as_str()) {
-        node.records.keep(&pod.sandbox, &kept)?;
-    }
+    begin::keep(node, pod);
     let parts = node.records.containers_of(&pod.sandbox)?;
     remove_remains(node, pod, &parts)
 }
