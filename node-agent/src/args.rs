@@ -248,7 +248,7 @@ pub(crate) struct InstallArgs {
     /// Whether a hibernated sandbox that wakes is begun without runsc's command, a fifth faster, where that is known of the release of gVisor
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set)]
     pub(crate) begin_sandboxes: bool,
-    /// Most hibernated sandboxes that are restored at once; 0: as many as want to. Default: twice the node's processors
+    /// Most hibernated sandboxes that are restored at once; 0: as many as want to. Default: one more than the node's processors
     #[arg(long, env = "TORPOR_WAKES_AT_ONCE")]
     pub(crate) wakes_at_once: Option<u32>,
     /// Swap for dozing sandboxes that this makes: zram:<percent>% of the node's memory, compressed in memory. Without it the node's own is used, if any

@@ -285,12 +285,13 @@ fn take_back(node: &Node, record: &mut Record, zram: &Zram, device: u32) {
     }
 }
 
-/// Twice the node's processors: a restore waits for others (processes that begin, the disk) about half of its time.
+/// One more than the node's processors: a restore waits for the disk now and then, and more that run beside one another take longer for all of it
+/// (docs/performance.md: of 50 at once on two processors, two, three, four and six in turns).
 fn default_wakes() -> u32 {
     // Of the machine, not of the installer's own limits.
     let online = nix::unistd::sysconf(nix::unistd::SysconfVar::_NPROCESSORS_ONLN);
     let online = online.ok().flatten().unwrap_or(1);
-    u32::try_from(online).unwrap_or(1).saturating_mul(2)
+    u32::try_from(online).unwrap_or(1).saturating_add(1)
 }
 
 /// Places runsc first and what uses it last. Returns whether anything was written.
