@@ -8,6 +8,7 @@ use std::time::Duration;
 use jiff::Timestamp;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
+use torpor_cgroup::meminfo;
 use torpor_core::ids::PodUid;
 use torpor_core::pressure::{Candidate, Limits, Readings, Resource, Watch};
 use torpor_core::state::Desired;
@@ -154,14 +155,9 @@ fn readings() -> std::io::Result<Readings> {
     })
 }
 
-/// proc_meminfo(5): a name, a number of KiB.
+/// Of what is not there nothing is left.
 fn of_meminfo(text: &str) -> Readings {
-    let bytes = |name: &str| {
-        let mut lines = text.lines();
-        let line = lines.find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
-        let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
-        kib.unwrap_or(0).saturating_mul(1024)
-    };
+    let bytes = |name: &str| meminfo::bytes(text, name).unwrap_or(0);
     Readings {
         memory_total: bytes("MemTotal"),
         memory_available: bytes("MemAvailable"),

@@ -1,4 +1,4 @@
-//! The cgroups of a pod, for every runtime of ours; [`reclaim`] pushes the memory of one into swap, [`swap`] tells who forbids that.
+//! The cgroups of a pod, for every runtime of ours; [`reclaim`] pushes the memory of one into swap, [`swap`] tells who forbids that, [`meminfo`] what the machine has.
 //!
 //! runsc runs with `--ignore-cgroups`; the pod's processes are placed here instead, the same way on cgroup v1, v2 and
 //! the hybrid of both:
@@ -13,6 +13,7 @@ use std::io::Write;
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
+pub mod meminfo;
 pub mod reclaim;
 pub mod room;
 pub mod swap;

@@ -1,6 +1,6 @@
 //! The packet sockets by which a sandbox' network stack hears its links.
 //!
-//! runsc opens them and gives them to the sentry. A filter that is attached to one by whoever has a copy holds for the sentry's too.
+//! Whoever begins the sandbox opens them and gives them to the sentry: runsc, or [`crate::sentry`]. A filter that is attached to one by whoever has a copy holds for the sentry's too.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;

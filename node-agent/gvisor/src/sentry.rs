@@ -25,6 +25,7 @@ use nix::libc;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, bind, socket, socketpair};
 use rustix::fs::MemfdFlags;
 use serde_json::json;
+use torpor_cgroup::meminfo;
 
 use crate::control::{self, Control, socket_path};
 use crate::net::{self, Netlink};
@@ -291,16 +292,7 @@ fn append_only(log: &File) -> Result<OwnedFd, Error> {
 
 fn machine_memory() -> std::io::Result<u64> {
     let text = std::fs::read_to_string("/proc/meminfo")?;
-    total_memory(&text).ok_or_else(|| std::io::ErrorKind::InvalidData.into())
-}
-
-/// Bytes, of `/proc/meminfo`.
-fn total_memory(meminfo: &str) -> Option<u64> {
-    let line = meminfo
-        .lines()
-        .find_map(|line| line.strip_prefix("MemTotal:"))?;
-    let kibibytes: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    kibibytes.checked_mul(1024)
+    meminfo::bytes(&text, "MemTotal").ok_or_else(|| std::io::ErrorKind::InvalidData.into())
 }
 
 /// What `runsc boot` reads of the machine before it leaves the host's root.
@@ -334,9 +326,8 @@ fn await_boot(booted: &OwnedFd, log: File, until: Limit) -> Result<(), Error> {
     }
 }
 
-/// What is set in the thread's network namespace.
-fn found() -> Result<links::Found, Error> {
-    let mut netlink = Netlink::open()?;
+/// What is set in the network namespace.
+fn found(netlink: &mut Netlink) -> Result<links::Found, Error> {
     let mut found = links::Found::default();
     for request in [
         RouteNetlinkMessage::GetLink(LinkMessage::default()),
@@ -353,9 +344,9 @@ fn found() -> Result<links::Found, Error> {
 /// Takes the addresses away from the links of the thread's network namespace that are the sandbox', and opens a packet socket on each. Answers gVisor's
 /// arguments and the sockets.
 fn take_links() -> Result<(serde_json::Value, Vec<OwnedFd>), Error> {
-    let found = found()?;
-    let links = found.links();
     let mut netlink = Netlink::open()?;
+    let found = found(&mut netlink)?;
+    let links = found.links();
     for address in found.taken(&links) {
         netlink.remove_address(address.clone())?;
     }

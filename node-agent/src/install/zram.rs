@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 
 use nix::libc;
 use nix::unistd::{SysconfVar, sysconf};
+use torpor_cgroup::meminfo;
 
 use super::error::Error;
 use super::host::{self, HostRoot};
@@ -59,9 +60,12 @@ impl Zram {
     /// Makes the device swap of this share of the node's memory.
     pub(super) fn switch_on(&self, device: u32, share: ShareOfMemory) -> Result<(), Error> {
         let meminfo = host::read_text(&self.meminfo)?.unwrap_or_default();
-        let bytes = share.of(total_bytes(&meminfo).ok_or_else(|| Error::NoZram {
-            path: self.meminfo.clone(),
-        })?);
+        let bytes =
+            share.of(
+                meminfo::bytes(&meminfo, "MemTotal").ok_or_else(|| Error::NoZram {
+                    path: self.meminfo.clone(),
+                })?,
+            );
         let size = self.block.join(format!("zram{device}/disksize"));
         write(&size, &bytes.to_string())?;
         let path = self.dev.join(format!("zram{device}"));
@@ -101,14 +105,6 @@ fn names_device(swaps: &str, device: u32) -> bool {
         .skip(1)
         .filter_map(|line| line.split_whitespace().next());
     paths.any(|path| path.ends_with(&name))
-}
-
-fn total_bytes(meminfo: &str) -> Option<u64> {
-    let line = meminfo
-        .lines()
-        .find_map(|line| line.strip_prefix("MemTotal:"))?;
-    let kibibytes: u64 = line.split_whitespace().next()?.parse().ok()?;
-    kibibytes.checked_mul(1024)
 }
 
 /// The first page of a swap area (the kernel's `union swap_header`, version 1): without a name, and without bad pages.
@@ -185,8 +181,8 @@ mod tests {
     #[test]
     fn memory_is_read_in_bytes() {
         let meminfo = "MemTotal:       24731604 kB\nMemFree:  1 kB\n";
-        assert_eq!(total_bytes(meminfo), Some(24_731_604 * 1024));
-        assert_eq!(total_bytes("MemFree: 1 kB\n"), None);
+        assert_eq!(meminfo::bytes(meminfo, "MemTotal"), Some(24_731_604 * 1024));
+        assert_eq!(meminfo::bytes("MemFree: 1 kB\n", "MemTotal"), None);
     }
 
     /// Needs root and the zram module, as the development cluster does.

@@ -52,14 +52,13 @@ const CAPABILITIES: CapabilitySet = CapabilitySet::CHOWN
     .union(CapabilitySet::FSETID)
     .union(CapabilitySet::SYS_PTRACE);
 
-type Step<T> = Result<T, (&'static str, std::io::Error)>;
+/// What could not be done, and why.
+pub(super) type Step<T> = Result<T, (&'static str, std::io::Error)>;
 
-fn of(what: &'static str) -> impl Fn(nix::Error) -> (&'static str, std::io::Error) {
-    move |errno| (what, errno.into())
-}
-
-fn errno(what: &'static str) -> impl Fn(rustix::io::Errno) -> (&'static str, std::io::Error) {
-    move |errno| (what, errno.into())
+pub(super) fn cannot<E: Into<std::io::Error>>(
+    what: &'static str,
+) -> impl Fn(E) -> (&'static str, std::io::Error) + Copy {
+    move |error| (what, error.into())
 }
 
 pub(super) fn say(to: &OwnedFd, word: &Word, files: &[BorrowedFd<'_>]) -> std::io::Result<()> {
@@ -95,7 +94,7 @@ pub fn become_sandbox() -> std::io::Result<()> {
 
 /// Enters the namespaces and leaves its child in them.
 fn fork_sandbox(wake: &OwnedFd) -> Step<()> {
-    let heard = |source| ("hear what to execute", source);
+    let heard = cannot("hear what to execute");
     let silence = || heard(std::io::ErrorKind::UnexpectedEof.into());
     let Some((Word::Boot(args), files)) = hear(wake).map_err(heard)? else {
         return Err(silence());
@@ -109,8 +108,9 @@ fn fork_sandbox(wake: &OwnedFd) -> Step<()> {
     };
     let _ = setrlimit(Resource::Memlock, unlimited);
     // runsc's has those of who ran runsc. Afterwards nobody may, in its user namespace.
-    setgroups(&[]).map_err(of("leave its groups"))?;
-    setns(&network, CloneFlags::CLONE_NEWNET).map_err(of("enter the pod's network namespace"))?;
+    setgroups(&[]).map_err(cannot("leave its groups"))?;
+    setns(&network, CloneFlags::CLONE_NEWNET)
+        .map_err(cannot("enter the pod's network namespace"))?;
     drop(network);
     // Of the host's mounts, as long as they are this program's.
     let stdio = no_stdio()?;
@@ -119,14 +119,14 @@ fn fork_sandbox(wake: &OwnedFd) -> Step<()> {
         | CloneFlags::CLONE_NEWIPC
         | CloneFlags::CLONE_NEWUTS
         | CloneFlags::CLONE_NEWPID;
-    unshare(own).map_err(of("make its namespaces"))?;
-    let told = |source| ("talk to who began it", source);
+    unshare(own).map_err(cannot("make its namespaces"))?;
+    let told = cannot("talk to who began it");
     say(wake, &Word::Unshared, &[]).map_err(told)?;
     let Some((Word::Mapped, _)) = hear(wake).map_err(told)? else {
         return Err(told(std::io::ErrorKind::UnexpectedEof.into()));
     };
     // SAFETY: this program has one thread.
-    match unsafe { fork() }.map_err(of("make the first process of its PID namespace"))? {
+    match unsafe { fork() }.map_err(cannot("make the first process of its PID namespace"))? {
         ForkResult::Parent { child } => {
             let pid = child.as_raw();
             say(wake, &Word::Forked { pid }, &[]).map_err(told)
@@ -142,9 +142,9 @@ fn run(
     inherited: &[OwnedFd; FILES - 2],
     stdio: &[OwnedFd; 3],
 ) -> Step<Infallible> {
-    setsid().map_err(of("begin a session"))?;
-    setgid(Gid::from_raw(0)).map_err(of("be its group"))?;
-    setuid(Uid::from_raw(0)).map_err(of("be its user"))?;
+    setsid().map_err(cannot("begin a session"))?;
+    setgid(Gid::from_raw(0)).map_err(cannot("be its group"))?;
+    setuid(Uid::from_raw(0)).map_err(cannot("be its user"))?;
     root::enter(program.as_raw_fd())?;
     let proc_sync = unmounter()?;
     let [log, root, booted, control, spec] = inherited.each_ref().map(AsRawFd::as_raw_fd);
@@ -158,7 +158,7 @@ fn run(
         proc_sync: proc_sync.as_raw_fd(),
     };
     for fd in inherited.iter().chain(stdio).chain([&proc_sync]) {
-        fcntl_setfd(fd, FdFlags::empty()).map_err(errno("hand a file on"))?;
+        fcntl_setfd(fd, FdFlags::empty()).map_err(cannot("hand a file on"))?;
     }
     drop_capabilities()?;
     let error = Command::new(root::PROGRAM)
@@ -173,7 +173,7 @@ fn run(
 fn no_stdio() -> Step<[OwnedFd; 3]> {
     let open = |write: bool| -> Step<OwnedFd> {
         let opened = File::options().read(!write).write(write).open("/dev/null");
-        Ok(opened.map_err(|error| ("open /dev/null", error))?.into())
+        Ok(opened.map_err(cannot("open /dev/null"))?.into())
     };
     Ok([open(false)?, open(true)?, open(true)?])
 }
@@ -181,9 +181,9 @@ fn no_stdio() -> Step<[OwnedFd; 3]> {
 /// Begins a child that unmounts `/proc` when it is told, as gVisor needs it once more after it has lost the right to: it waits for the child's end, and
 /// goes no further if it has failed. Answers where it is told.
 fn unmounter() -> Step<OwnedFd> {
-    let (told, tell) = std::io::pipe().map_err(|error| ("make a pipe", error))?;
+    let (told, tell) = std::io::pipe().map_err(cannot("make a pipe"))?;
     // SAFETY: this program has one thread.
-    match unsafe { fork() }.map_err(of("make the process that unmounts /proc"))? {
+    match unsafe { fork() }.map_err(cannot("make the process that unmounts /proc"))? {
         ForkResult::Parent { .. } => Ok(tell.into()),
         ForkResult::Child => {
             let done = dup2_stdin(&told).is_ok() && close_from(3).is_ok() && unmounts();
@@ -208,16 +208,16 @@ fn drop_capabilities() -> Step<()> {
             Ok(()) => {}
             // The kernel has no more.
             Err(rustix::io::Errno::INVAL) => break,
-            Err(refused) => return Err(errno("give capabilities up")(refused)),
+            Err(refused) => return Err(cannot("give capabilities up")(refused)),
         }
     }
-    clear_ambient_capability_set().map_err(errno("give ambient capabilities up"))?;
+    clear_ambient_capability_set().map_err(cannot("give ambient capabilities up"))?;
     let sets = CapabilitySets {
         effective: CAPABILITIES,
         permitted: CAPABILITIES,
         inheritable: CapabilitySet::empty(),
     };
-    set_capabilities(None, sets).map_err(errno("give capabilities up"))
+    set_capabilities(None, sets).map_err(cannot("give capabilities up"))
 }
 
 /// Closes every descriptor from this number on.

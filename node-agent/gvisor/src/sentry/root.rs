@@ -8,6 +8,8 @@ use std::path::Path;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::unistd::{chdir, pivot_root};
 
+use super::process::{Step, cannot};
+
 /// Made a place to build in; the mount namespace is the process' own.
 const PLACE: &str = "/tmp";
 /// What gVisor reads of the machine's settings.
@@ -20,16 +22,14 @@ const COPIED: [&str; 2] = [
 pub(super) const PROGRAM: &str = "/proc/exe";
 
 /// Moves the process, the first one of new user, mount and PID namespaces, into it. `program`: the number of its descriptor.
-pub(super) fn enter(program: i32) -> Result<(), (&'static str, Error)> {
+pub(super) fn enter(program: i32) -> Step<()> {
     let nothing: Option<&str> = None;
     let plain = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
-    let of = |what: &'static str| move |errno: nix::Error| (what, errno.into());
-    let file = |what: &'static str| move |error: Error| (what, error);
 
     let place = Path::new(PLACE);
     // What is mounted on a link is mounted on where it leads.
     let is_dir = std::fs::symlink_metadata(place)
-        .map_err(file("look at /tmp"))?
+        .map_err(cannot("look at /tmp"))?
         .is_dir();
     if !is_dir {
         return Err((
@@ -38,16 +38,17 @@ pub(super) fn enter(program: i32) -> Result<(), (&'static str, Error)> {
         ));
     }
     let slave = MsFlags::MS_SLAVE | MsFlags::MS_REC;
-    mount(nothing, "/", nothing, slave, nothing).map_err(of("keep its mounts to itself"))?;
+    mount(nothing, "/", nothing, slave, nothing).map_err(cannot("keep its mounts to itself"))?;
     mount(Some("runsc-root"), place, Some("tmpfs"), plain, nothing)
-        .map_err(of("mount its root"))?;
+        .map_err(cannot("mount its root"))?;
     let _ = local_time(place);
     proc(place, program, plain)?;
     let read_only = MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY | MsFlags::MS_BIND;
-    mount(nothing, place, nothing, read_only, nothing).map_err(of("make its root read-only"))?;
-    chdir(place).map_err(of("enter its root"))?;
-    pivot_root(".", ".").map_err(of("change its root"))?;
-    umount2(".", MntFlags::MNT_DETACH).map_err(of("leave the host's root"))
+    mount(nothing, place, nothing, read_only, nothing)
+        .map_err(cannot("make its root read-only"))?;
+    chdir(place).map_err(cannot("enter its root"))?;
+    pivot_root(".", ".").map_err(cannot("change its root"))?;
+    umount2(".", MntFlags::MNT_DETACH).map_err(cannot("leave the host's root"))
 }
 
 /// The time zone of gVisor's log; without it there is UTC in it.
@@ -58,15 +59,15 @@ fn local_time(place: &Path) -> Result<(), Error> {
 
 /// A file system in memory with the few files of `/proc` that are read, so that they are the same ones whether the whole may be mounted anew or not: something may be
 /// mounted over a part of the host's, and then the kernel gives no other one to a user namespace.
-fn proc(place: &Path, program: i32, plain: MsFlags) -> Result<(), (&'static str, Error)> {
+fn proc(place: &Path, program: i32, plain: MsFlags) -> Step<()> {
     let nothing: Option<&str> = None;
-    let of = |what: &'static str| move |errno: nix::Error| (what, errno.into());
-    let file = |what: &'static str| move |error: Error| (what, error);
     let proc = place.join("proc");
-    let make = |name: &str| std::fs::create_dir(proc.join(name)).map_err(file("make a directory"));
+    let make =
+        |name: &str| std::fs::create_dir(proc.join(name)).map_err(cannot("make a directory"));
 
-    std::fs::create_dir(&proc).map_err(file("make /proc"))?;
-    mount(Some("runsc-proc"), &proc, Some("tmpfs"), plain, nothing).map_err(of("mount /proc"))?;
+    std::fs::create_dir(&proc).map_err(cannot("make /proc"))?;
+    mount(Some("runsc-proc"), &proc, Some("tmpfs"), plain, nothing)
+        .map_err(cannot("mount /proc"))?;
     let read_only = plain | MsFlags::MS_RDONLY;
     let (fresh, hosts) = ("sandbox-proc", "host-proc");
     make(fresh)?;
@@ -83,7 +84,7 @@ fn proc(place: &Path, program: i32, plain: MsFlags) -> Result<(), (&'static str,
                 bound,
                 nothing,
             )
-            .map_err(of("mount the host's /proc"))?;
+            .map_err(cannot("mount the host's /proc"))?;
             hosts
         }
     };
@@ -91,14 +92,14 @@ fn proc(place: &Path, program: i32, plain: MsFlags) -> Result<(), (&'static str,
         .into_iter()
         .try_for_each(make)?;
     for path in COPIED {
-        let bytes = std::fs::read(path).map_err(file("read a setting"))?;
+        let bytes = std::fs::read(path).map_err(cannot("read a setting"))?;
         let copy = place.join(path.trim_start_matches('/'));
-        std::fs::write(copy, bytes).map_err(file("copy a setting"))?;
+        std::fs::write(copy, bytes).map_err(cannot("copy a setting"))?;
     }
     let program = format!("self/fd/{program}");
     for (name, to) in [("self", "self"), ("cpuinfo", "cpuinfo"), ("exe", &program)] {
-        symlink(format!("{whole}/{to}"), proc.join(name)).map_err(file("make a link"))?;
+        symlink(format!("{whole}/{to}"), proc.join(name)).map_err(cannot("make a link"))?;
     }
     let passable = std::fs::Permissions::from_mode(0o111);
-    std::fs::set_permissions(&proc, passable).map_err(file("close /proc"))
+    std::fs::set_permissions(&proc, passable).map_err(cannot("close /proc"))
 }

@@ -197,10 +197,10 @@ fn what_gvisor_cannot_read_in_its_root_it_is_told() {
     assert_eq!(host_flags(|_| None), Vec::<String>::new());
     assert_eq!(host_flags(|_| Some("[".to_owned())), ["--product-name=["]);
     assert_eq!(
-        total_memory("MemTotal:       24684084 kB\nMemFree: 1 kB\n"),
+        meminfo::bytes("MemTotal:       24684084 kB\nMemFree: 1 kB\n", "MemTotal"),
         Some(25_276_502_016)
     );
-    assert_eq!(total_memory("MemTotal: much\n"), None);
+    assert_eq!(meminfo::bytes("MemTotal: much\n", "MemTotal"), None);
 }
 
 /// The same as runsc read of such a namespace (its debug log, "Setting up network, config"), in Go's JSON.
@@ -266,7 +266,7 @@ fn without_the_links_own_offload_gvisor_cuts_segments_itself() {
     sh(&format!(
         "ip -n {name} link set eth0 gso_max_size 32768; ip -n {name} -6 addr flush dev eth1"
     ));
-    let found = net::within(&namespace.path(), found).expect("read");
+    let found = net::within(&namespace.path(), || found(&mut Netlink::open()?)).expect("read");
     let told = |offloads: bool| {
         let arguments = found.arguments(&found.links(), &[offloads]);
         let link = &arguments["FDBasedLinks"][0];

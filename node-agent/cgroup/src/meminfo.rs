@@ -1,0 +1,9 @@
+//! The machine's memory: proc_meminfo(5).
+
+/// Bytes of a line of `/proc/meminfo`, which has a name and a number of KiB. None if it is not there.
+pub fn bytes(meminfo: &str, name: &str) -> Option<u64> {
+    let mut lines = meminfo.lines();
+    let line = lines.find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+    let kibibytes: u64 = line.split_whitespace().next()?.parse().ok()?;
+    kibibytes.checked_mul(1024)
+}
