@@ -231,8 +231,8 @@ pub fn send(peer: &OwnedFd, bytes: &[u8], files: &[BorrowedFd<'_>]) -> nix::Resu
     sendmsg::<()>(peer.as_raw_fd(), &[IoSlice::new(bytes)], cmsgs, flags, None).map(drop)
 }
 
-/// The most files that come beside a message: those for eight links of a pod.
-const MOST_FILES: usize = 16;
+/// The most files that come beside a message: as many as the kernel takes (`SCM_MAX_FD`, unix(7)).
+const MOST_FILES: usize = 253;
 
 /// One message with its files; an empty one when the peer has gone.
 pub fn receive(peer: &OwnedFd) -> nix::Result<(Vec<u8>, Vec<OwnedFd>)> {

@@ -207,6 +207,11 @@ impl Runsc {
         self.debug_log_dir.is_none() && self.platform == "systrap"
     }
 
+    /// See [`Self::lenient`].
+    pub(crate) fn is_lenient(&self) -> bool {
+        self.lenient
+    }
+
     /// Of all commands and processes of the sandbox.
     pub(crate) fn flags(&self) -> Vec<String> {
         let mut flags = vec![

@@ -11,9 +11,7 @@
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use netlink_packet_route::RouteNetlinkMessage;
@@ -22,7 +20,7 @@ use netlink_packet_route::link::LinkMessage;
 use netlink_packet_route::neighbour::NeighbourMessage;
 use netlink_packet_route::route::RouteMessage;
 use nix::libc;
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, bind, socket, socketpair};
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, bind, socket};
 use rustix::fs::MemfdFlags;
 use serde_json::json;
 use torpor_cgroup::meminfo;
@@ -32,18 +30,22 @@ use crate::net::{self, Netlink};
 use crate::runsc::{self, Runsc, can_be_read, records};
 use crate::save::FILES;
 
+use begin::Beginning;
+pub use gofer::{ContainerStart, Gofer};
 pub use plan::Kept;
 use plan::{BootArgs, Plan};
-pub use process::become_sandbox;
-use process::{Word, hear, say};
+use process::Word;
+pub use process::become_process;
 
+mod begin;
+mod gofer;
 mod links;
 mod packets;
 mod plan;
 mod process;
 mod root;
 
-/// The hidden command of torpor-oci that calls [`become_sandbox`].
+/// The hidden command of torpor-oci that calls [`become_process`].
 pub const COMMAND: &str = "sandbox-process";
 
 /// Why a sandbox was not begun.
@@ -61,14 +63,16 @@ pub enum Error {
         #[source]
         source: std::io::Error,
     },
-    #[error("cannot talk to the process that is to be the sandbox")]
+    #[error("cannot talk to the process that is to be the sandbox, or to serve its files")]
     Talk(#[source] std::io::Error),
-    #[error("the process that is to be the sandbox {0}")]
+    #[error("the process that is to be the sandbox, or to serve its files, {0}")]
     Failed(String),
     #[error("gVisor's kernel ended as it started: {0}")]
     Ended(String),
+    #[error("gVisor's gofer ended as it started: {0}")]
+    GoferEnded(String),
     /// It may still start: whoever goes on ends it first.
-    #[error("gVisor's kernel did not start within {limit:?}: {said}")]
+    #[error("gVisor did not start within {limit:?}: {said}")]
     TimedOut { limit: Duration, said: String },
     #[error(transparent)]
     Record(#[from] runsc::Error),
@@ -112,12 +116,9 @@ impl<'a> Start<'a> {
     /// Begins the sandbox and hands it the image, as `runsc restore` of its first container does. On failure a process and records may be left of it, which
     /// runsc's command would remove. Returns when gVisor has the image; it restores nothing before its last container is there.
     pub fn restore(&self, image: &Path, limit: Duration) -> Result<(), Error> {
-        let until = Limit {
-            limit,
-            end: Instant::now() + limit,
-        };
+        let until = Limit::new(limit);
         std::fs::create_dir_all(self.runsc.root()).map_err(prepare("make runsc's directory"))?;
-        let _other_containers_wait = records::lock(self.runsc.root(), self.sandbox)?;
+        let _other_containers_wait = records::lock(self.runsc.root(), self.sandbox, self.sandbox)?;
         let log: File = runsc::memory_file("boot", MemfdFlags::CLOEXEC)?.into();
         let (booted, boots) = std::io::pipe().map_err(prepare("make a pipe"))?;
         // Where the node has them: they may be links.
@@ -131,12 +132,20 @@ impl<'a> Start<'a> {
             self.control_socket()?,
             open(&self.bundle.join("config.json"))?,
         ];
-        let pid = self.begin(&files.each_ref().map(AsFd::as_fd), until)?;
+        let begun = Beginning {
+            name: "torpor-sandbox",
+            id: self.sandbox,
+            word: Word::Boot(self.boot_args()?),
+            files: &files.each_ref().map(AsFd::as_fd),
+            uid_map: &self.plan.uid_map,
+            gid_map: &self.plan.gid_map,
+        }
+        .begin(until)?;
         // gVisor's kernel has the only ends now: they close when it ends.
         drop(files);
         await_boot(&booted.into(), log, until)?;
-        let record = self.kept.running(pid);
-        records::write(self.runsc.root(), self.sandbox, &record)?;
+        let (root, sandbox) = (self.runsc.root(), self.sandbox);
+        records::write(root, sandbox, sandbox, &self.kept.running(begun.pid))?;
         let mut control = Control::connect_to_new(self.runsc.root(), self.sandbox)?;
         self.connect(&mut control, until.left())?;
         hand_over(&mut control, image, until.left())
@@ -152,72 +161,6 @@ impl<'a> Start<'a> {
             Ok(control)
         };
         bound().map_err(prepare("make its control socket"))
-    }
-
-    /// Answers the number of the process that executes runsc.
-    fn begin(&self, files: &[BorrowedFd<'_>], until: Limit) -> Result<i32, Error> {
-        let (unix, packets, cloexec) = (
-            AddressFamily::Unix,
-            SockType::SeqPacket,
-            SockFlag::SOCK_CLOEXEC,
-        );
-        let (ours, theirs) =
-            socketpair(unix, packets, None, cloexec).map_err(prepare("make a socket"))?;
-        let mut child = Command::new("/proc/self/exe")
-            .arg0("torpor-sandbox")
-            .args([COMMAND, self.sandbox])
-            .stdin(theirs)
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .current_dir("/")
-            .env_clear()
-            .spawn()
-            .map_err(prepare("begin a process"))?;
-        let begun = self.converse(&ours, &child, files, until);
-        if begun.is_err() {
-            // It may wait for a word that will not come.
-            let _ = child.kill();
-        }
-        let _ = child.wait();
-        begun
-    }
-
-    fn converse(
-        &self,
-        with: &OwnedFd,
-        child: &Child,
-        files: &[BorrowedFd<'_>],
-        until: Limit,
-    ) -> Result<i32, Error> {
-        say(with, &Word::Boot(self.boot_args()?), files).map_err(Error::Talk)?;
-        let mut pid = None;
-        loop {
-            if !can_be_read(with, until.end).map_err(Error::Talk)? {
-                return Err(until.is_over("it has not begun"));
-            }
-            match hear(with).map_err(Error::Talk)? {
-                Some((Word::Unshared, _)) => {
-                    self.map_users(child.id())?;
-                    say(with, &Word::Mapped, &[]).map_err(Error::Talk)?;
-                }
-                Some((Word::Forked { pid: forked }, _)) => pid = Some(forked),
-                Some((Word::Failed { message }, _)) => return Err(Error::Failed(message)),
-                Some((Word::Boot(_) | Word::Mapped, _)) => {}
-                None => return pid.ok_or_else(|| Error::Failed("ended without a word".to_owned())),
-            }
-        }
-    }
-
-    fn map_users(&self, pid: u32) -> Result<(), Error> {
-        for (name, map) in [
-            ("uid_map", self.plan.uid_map.as_str()),
-            ("setgroups", "deny"),
-            ("gid_map", &self.plan.gid_map),
-        ] {
-            let path = format!("/proc/{pid}/{name}");
-            std::fs::write(path, map).map_err(prepare("map the users"))?;
-        }
-        Ok(())
     }
 
     fn boot_args(&self) -> Result<BootArgs, Error> {
@@ -248,6 +191,13 @@ struct Limit {
 }
 
 impl Limit {
+    fn new(limit: Duration) -> Self {
+        Self {
+            limit,
+            end: Instant::now() + limit,
+        }
+    }
+
     fn left(self) -> Duration {
         self.end.saturating_duration_since(Instant::now())
     }

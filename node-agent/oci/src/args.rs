@@ -128,11 +128,11 @@ pub(crate) enum Command {
     /// Be the process that stands for a container (run by create)
     #[command(hide = true)]
     Keeper(KeeperArgs),
-    /// Become a sandbox' first process (run by a wake; standard input is the connection to it)
+    /// Become a sandbox' first process, or the one that serves a container's files (run by a wake; standard input is the connection to it)
     #[command(hide = true, name = torpor_gvisor::sentry::COMMAND)]
     SandboxProcess {
-        /// For who looks at the machine's processes
-        sandbox: SandboxId,
+        /// The container, for who looks at the machine's processes
+        id: ContainerId,
     },
     /// Carry one connection to the pod's loopback into the sandbox, which is woken first (run by a keeper; standard input is the connection)
     #[command(hide = true)]

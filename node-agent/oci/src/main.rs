@@ -53,7 +53,7 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     }
     if let Command::SandboxProcess { .. } = cli.command {
         // Of the node it has what it is given.
-        torpor_gvisor::sentry::become_sandbox()?;
+        torpor_gvisor::sentry::become_process()?;
         return Ok(ExitCode::SUCCESS);
     }
     let node = Node::here()?;

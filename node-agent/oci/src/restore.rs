@@ -25,6 +25,7 @@ use crate::node::{CALL_LIMIT, Node};
 mod begin;
 mod known;
 mod memory;
+mod others;
 mod recorded;
 pub(crate) mod room;
 mod sandbox;

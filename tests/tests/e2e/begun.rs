@@ -2,14 +2,15 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{read_link, read_to_string};
-use std::path::PathBuf;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use serde_json::{Value, json};
 use torpor_gvisor::runsc::NodeRunsc;
 use torpor_tests::case::{Case, case, uid};
-use torpor_tests::pods::{COUNT, pod, shell};
+use torpor_tests::pods::{COUNT, PYTHON, pod, shell, with};
 use torpor_tests::wait;
 
 /// Lines of `/proc/<pid>/status` about what the process may do and whom it belongs to.
@@ -121,20 +122,21 @@ fn flags(pid: i32) -> anyhow::Result<BTreeSet<String>> {
     Ok(words.collect())
 }
 
-/// runsc's record of the sandbox, but for its times and its process.
-fn record(case: &Case, uid: &str) -> anyhow::Result<Value> {
+/// runsc's record of a container, but for its times and processes.
+fn record(case: &Case, uid: &str, id: &str) -> anyhow::Result<Value> {
     let record = case.node.sandbox_of(uid)?;
     let sandbox = record.sandbox.as_str();
     let root = NodeRunsc::new(&case.node.config).root_of(&record.sandbox);
-    let path = root.join(format!("{sandbox}_sandbox:{sandbox}.state"));
+    let path = root.join(format!("{id}_sandbox:{sandbox}.state"));
     let mut record: Value = serde_json::from_str(&read_to_string(path)?)?;
     record["createdAt"] = json!(null);
+    record["goferPid"] = json!(null);
     record["sandbox"]["startTime"] = json!(null);
     record["sandbox"]["pid"] = json!(null);
     Ok(record)
 }
 
-/// What of Torpor's the sandbox' next process is told from.
+/// What of Torpor's the sandbox' next processes are told from.
 fn kept(case: &Case, uid: &str) -> anyhow::Result<PathBuf> {
     let record = case.node.sandbox_of(uid)?;
     Ok(case
@@ -144,71 +146,150 @@ fn kept(case: &Case, uid: &str) -> anyhow::Result<PathBuf> {
         .join("runsc.json"))
 }
 
-/// runsc leaves the time of its start in the environment of a sandbox that it has begun; Torpor leaves nothing.
+/// runsc leaves the time of its start in the environment of a process that it has begun; Torpor leaves nothing.
 fn is_begun_by_runsc(pid: i32) -> anyhow::Result<bool> {
     Ok(!std::fs::read(format!("/proc/{pid}/environ"))?.is_empty())
 }
 
+/// One container writes to its root and has mounts: a directory and a file that cannot be written to, and that file at a place which is a link to `/usr/sbin`. The
+/// other one's root cannot be written to.
 async fn started(case: &Case) -> anyhow::Result<String> {
-    let pod = pod("p", json!({ "containers": [shell("a", COUNT)] }));
-    Ok(uid(&case.start(pod).await?))
+    let config = json!({
+        "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "config" }, "data": { "key": "value" },
+    });
+    case.create(config).await?;
+    let mounts = json!([
+        { "name": "config", "mountPath": "/config" },
+        { "name": "config", "mountPath": "/etc/rmt", "subPath": "key" },
+    ]);
+    let counts = json!({ "image": PYTHON, "volumeMounts": mounts });
+    let read_only = json!({ "securityContext": { "readOnlyRootFilesystem": true } });
+    let spec = json!({
+        "containers": [with(shell("a", COUNT), counts), with(shell("b", "sleep 100000"), read_only)],
+        "volumes": [{ "name": "config", "configMap": { "name": "config" } }],
+    });
+    Ok(uid(&case.start(pod("p", spec)).await?))
+}
+
+/// What is compared of a process of the sandbox.
+struct Seen {
+    confinement: BTreeMap<String, String>,
+    network: PathBuf,
+    flags: BTreeSet<String>,
+    ignored: Option<String>,
+    open: BTreeMap<String, usize>,
+}
+
+impl Seen {
+    fn of(pid: i32) -> anyhow::Result<Self> {
+        Ok(Self {
+            confinement: confinement(pid)?,
+            network: read_link(format!("/proc/{pid}/ns/net"))?,
+            flags: flags(pid)?,
+            ignored: ignored(&read(pid, "status")?).map(str::to_owned),
+            open: open_files(pid)?,
+        })
+    }
+
+    fn is_confined_as(&self, by_runsc: &Self) -> anyhow::Result<()> {
+        for (name, value) in &by_runsc.confinement {
+            let own = self.confinement.get(name).map(String::as_str);
+            let own = own.unwrap_or_default();
+            ensure!(own == value, "{name}: {own}, by runsc {value}");
+        }
+        let (own, flags) = (&self.flags, &by_runsc.flags);
+        ensure!(own == flags, "{own:?}, by runsc {flags:?}");
+        ensure!(self.ignored == by_runsc.ignored, "it ignores other signals");
+        Ok(())
+    }
+}
+
+/// The sandbox' first process, and those that serve its containers' files.
+fn processes(case: &Case, uid: &str) -> anyhow::Result<[i32; 3]> {
+    let gofer = |name: &str| case.node.gofer_of(uid, name);
+    Ok([case.node.sentry(uid)?.pid, gofer("a")?.pid, gofer("b")?.pid])
+}
+
+fn all_seen(case: &Case, uid: &str) -> anyhow::Result<Vec<Seen>> {
+    processes(case, uid)?.into_iter().map(Seen::of).collect()
+}
+
+/// runsc's records of its containers.
+fn records(case: &Case, uid: &str) -> anyhow::Result<Vec<Value>> {
+    let sandbox = case.node.sandbox_of(uid)?.sandbox;
+    let mut ids = vec![sandbox.as_str().to_owned()];
+    for name in ["a", "b"] {
+        ids.push(case.node.container(uid, name)?.id.as_str().to_owned());
+    }
+    ids.iter().map(|id| record(case, uid, id)).collect()
+}
+
+/// What the file is like in which gVisor keeps what the container `a` writes.
+fn filestore(case: &Case, uid: &str) -> anyhow::Result<[u32; 3]> {
+    let sandbox = case.node.sandbox_of(uid)?.sandbox;
+    let spec = case.node.records.spec(&case.node.container(uid, "a")?.id)?;
+    let root = spec["root"]["path"].as_str().context("it has a root")?;
+    let path = Path::new(root).join(format!(".gvisor.filestore.{}", sandbox.as_str()));
+    let file = std::fs::symlink_metadata(path)?;
+    Ok([file.mode(), file.uid(), file.gid()])
+}
+
+/// Which of its processes runsc has begun.
+fn begun_by_runsc(case: &Case, uid: &str) -> anyhow::Result<Vec<bool>> {
+    let processes = processes(case, uid)?.into_iter();
+    processes.map(is_begun_by_runsc).collect()
 }
 
 #[tokio::test]
 async fn a_sandbox_is_as_confined_as_one_that_runsc_has_begun() -> anyhow::Result<()> {
     case("begun", async |case| {
         let uid = started(case).await?;
-        let created = case.node.sentry(&uid)?.pid;
-        ensure!(is_begun_by_runsc(created)?, "a new one is not restored");
-        let network = |pid: i32| read_link(format!("/proc/{pid}/ns/net"));
-        let (created, of_pod) = (confinement(created)?, network(created)?);
+        let by = begun_by_runsc(case, &uid)?;
+        ensure!(by == [true; 3], "a new one is not restored: {by:?}");
+        let (created, file) = (all_seen(case, &uid)?, filestore(case, &uid)?);
 
         // By `runsc restore`.
         case.hibernate("p").await?;
         std::fs::remove_file(kept(case, &uid)?)?;
         case.wake("p").await?;
-        let restored = case.node.sentry(&uid)?.pid;
-        ensure!(is_begun_by_runsc(restored)?, "nothing is known of it");
-        let by_runsc = (
-            flags(restored)?,
-            record(case, &uid)?,
-            read(restored, "status")?,
-        );
-        let (restored, open) = (confinement(restored)?, open_files(restored)?);
+        let by = begun_by_runsc(case, &uid)?;
+        ensure!(by == [true; 3], "nothing is known of it: {by:?}");
+        let (restored, recorded) = (all_seen(case, &uid)?, records(case, &uid)?);
 
         for _ in 0..2 {
             case.hibernate("p").await?;
             case.wake("p").await?;
-            let pid = case.node.sentry(&uid)?.pid;
-            ensure!(!is_begun_by_runsc(pid)?, "runsc has begun it");
-            let ours = confinement(pid)?;
-            for (name, value) in created.iter().chain(&restored) {
-                let own = ours.get(name).map(String::as_str).unwrap_or_default();
-                ensure!(own == value, "{name}: {own}, by runsc {value}");
+            let by = begun_by_runsc(case, &uid)?;
+            ensure!(by == [false; 3], "runsc has begun it: {by:?}");
+            let ours = all_seen(case, &uid)?;
+            for ((own, created), restored) in ours.iter().zip(&created).zip(&restored) {
+                own.is_confined_as(restored)?;
+                for (name, value) in &created.confinement {
+                    let own = own.confinement.get(name);
+                    ensure!(own == Some(value), "{name}: {own:?}, by runsc {value}");
+                }
             }
             ensure!(
-                network(pid)? == of_pod,
+                ours[0].network == created[0].network,
                 "it is in another network namespace"
             );
+            let own = filestore(case, &uid)?;
+            ensure!(own == file, "its file is {own:?}, by runsc {file:?}");
+            let networks: BTreeSet<_> = ours.iter().map(|own| &own.network).collect();
+            ensure!(networks.len() == 3, "one that serves files has a network");
             ensure!(
-                flags(pid)? == by_runsc.0,
-                "{:?}, by runsc {:?}",
-                flags(pid)?,
-                by_runsc.0
-            );
-            ensure!(
-                record(case, &uid)? == by_runsc.1,
+                records(case, &uid)? == recorded,
                 "runsc's record is another"
             );
-            ensure!(
-                ignored(&read(pid, "status")?) == ignored(&by_runsc.2),
-                "it ignores other signals"
-            );
             wait::until("it has no more open than runsc's", SOON, async || {
-                let own = open_files(pid)?;
-                let mut kinds = own.iter();
-                let no_more = kinds.all(|(kind, count)| open.get(kind) >= Some(count));
-                wait::holds(no_more, || format!("{own:?}, by runsc {open:?}"))
+                for (pid, restored) in processes(case, &uid)?.into_iter().zip(&restored) {
+                    let (own, by_runsc) = (open_files(pid)?, &restored.open);
+                    let mut kinds = own.iter();
+                    if !kinds.all(|(kind, count)| by_runsc.get(kind) >= Some(count)) {
+                        return Ok(Err(format!("{own:?}, by runsc {by_runsc:?}")));
+                    }
+                }
+                Ok(Ok(()))
             })
             .await?;
         }
@@ -222,40 +303,80 @@ fn ignored(status: &str) -> Option<&str> {
     status.lines().find(|line| line.starts_with("SigIgn"))
 }
 
+/// Changes what Torpor knows of the sandbox.
+type Change = fn(&mut Value);
+
+/// What is changed, and who has begun the sandbox and the container `a` then: whether it was runsc.
+const CHANGES: [(&str, Change, [bool; 2]); 8] = [
+    (
+        "another release",
+        |kept| {
+            kept["sandbox"]["sandbox"]["metricMetadata"]["version"] = json!("release-20200101.0")
+        },
+        [true, true],
+    ),
+    (
+        "a root that is not there",
+        |kept| kept["sandbox"]["spec"]["annotations"][ROOT] = json!("/opt/no-such-file"),
+        [true, true],
+    ),
+    (
+        "a root that gVisor sees to be none when the last container has come",
+        |kept| kept["sandbox"]["spec"]["annotations"][ROOT] = json!("/etc/passwd"),
+        [true, true],
+    ),
+    (
+        "another program, which gVisor sees then too",
+        |kept| a_of(kept)["spec"]["process"]["args"] = json!(["other"]),
+        [true, true],
+    ),
+    (
+        "a container with memory over its root",
+        |kept| a_of(kept)["goferMountConfs"][0]["upper"] = json!(1),
+        [false, true],
+    ),
+    (
+        "a container of which nothing is known",
+        |kept| *a_of(kept) = json!(null),
+        [false, true],
+    ),
+    (
+        "users that cannot be mapped",
+        |kept| a_of(kept)["spec"]["linux"]["uidMappings"][0]["size"] = json!(0),
+        [true, true],
+    ),
+    ("nothing", |_| {}, [false, false]),
+];
+const ROOT: &str = "dev.gvisor.spec.rootfs.source";
+
+/// What is known of the container `a`.
+fn a_of(kept: &mut Value) -> &mut Value {
+    let containers = kept["containers"].as_object_mut();
+    let mut records = containers.into_iter().flat_map(|all| all.values_mut());
+    let is_a =
+        |record: &Value| record["spec"]["annotations"]["io.kubernetes.cri.container-name"] == "a";
+    records.find(|record| is_a(record)).expect("it is kept")
+}
+
 /// What Torpor knows of the sandbox is changed so that it cannot, or does not, begin it.
 #[tokio::test]
 async fn what_torpor_cannot_begin_runsc_begins() -> anyhow::Result<()> {
     case("begun", async |case| {
         let uid = started(case).await?;
-        let another_release = |kept: &mut Value| {
-            kept["sandbox"]["metricMetadata"]["version"] = json!("release-20200101.0")
-        };
-        let root = "dev.gvisor.spec.rootfs.source";
-        let no_root =
-            |kept: &mut Value| kept["spec"]["annotations"][root] = json!("/opt/no-such-file");
-        // gVisor sees that it is no file system when the last container has come.
-        let wrong_root =
-            |kept: &mut Value| kept["spec"]["annotations"][root] = json!("/etc/passwd");
         let mut counted = case.counted("p").await?;
-        for change in [
-            &another_release as &dyn Fn(&mut Value),
-            &no_root,
-            &wrong_root,
-            &|_| {},
-        ] {
+        for (what, change, expected) in CHANGES {
             case.hibernate("p").await?;
             let path = kept(case, &uid)?;
             let mut kept: Value = serde_json::from_str(&read_to_string(&path)?)?;
-            let before = kept.clone();
             change(&mut kept);
             std::fs::write(&path, kept.to_string())?;
             case.wake("p").await?;
-            let by_runsc = is_begun_by_runsc(case.node.sentry(&uid)?.pid)?;
-            ensure!(by_runsc == (kept != before), "by runsc: {by_runsc}");
+            let by_runsc = begun_by_runsc(case, &uid)?;
+            ensure!(by_runsc[..2] == expected, "{what}: by runsc {by_runsc:?}");
             let now = case.counted("p").await?;
             ensure!(
                 now > counted,
-                "it counts on from {counted}, and not from {now}"
+                "{what}: it counts on from {counted}, and not from {now}"
             );
             counted = now;
         }

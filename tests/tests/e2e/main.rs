@@ -30,6 +30,7 @@ mod sdk;
 mod sleep;
 mod streams;
 mod suspend;
+mod told;
 mod volumes;
 mod wake;
 mod windows;

@@ -1,5 +1,6 @@
 //! runsc's own records: a state and a lock for each container, in its root directory.
 
+use std::collections::BTreeMap;
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -119,9 +120,21 @@ impl Runsc {
         left.iter().try_for_each(|path| remove(path))
     }
 
-    /// What is known of how runsc began the sandbox, for [`crate::sentry`]; none where runsc knows nothing of it.
-    pub fn kept(&self, sandbox: &str) -> Result<Option<Kept>, Error> {
-        Ok(of_first(&self.root, sandbox)?.map(Kept::new))
+    /// What is known of how runsc began the sandbox and its other containers, for [`crate::sentry`]; none where runsc knows nothing of it.
+    pub fn kept<'a>(
+        &self,
+        sandbox: &str,
+        others: impl IntoIterator<Item = &'a str>,
+    ) -> Result<Option<Kept>, Error> {
+        let Some(first) = of_container(&self.root, sandbox, sandbox)? else {
+            return Ok(None);
+        };
+        let mut containers = BTreeMap::new();
+        for id in others {
+            let record = of_container(&self.root, id, sandbox)?;
+            containers.extend(record.map(|record| (id.to_owned(), record)));
+        }
+        Ok(Some(Kept::new(first, containers)))
     }
 
     /// Whether each of the sandbox' gofers lives, by runsc's own records. A container without its gofer is killed by gVisor as soon as it may run.
@@ -172,17 +185,22 @@ pub(crate) fn gofers(root: &Path, sandbox: &str) -> Result<Vec<i32>, Error> {
     Ok(found)
 }
 
-/// What runsc has recorded of the sandbox' first container. None where it has nothing.
-pub(crate) fn of_first(root: &Path, sandbox: &str) -> Result<Option<serde_json::Value>, Error> {
-    match read_record(&state_path(root, sandbox, sandbox)) {
+/// What runsc has recorded of the container. None where it has nothing.
+fn of_container(root: &Path, id: &str, sandbox: &str) -> Result<Option<serde_json::Value>, Error> {
+    match read_record(&state_path(root, id, sandbox)) {
         Err(Error::Record { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
         record => record.map(Some),
     }
 }
 
-/// Writes that record, where runsc has not begun the sandbox: in its place when it is whole, because other commands of runsc's look for it.
-pub(crate) fn write(root: &Path, sandbox: &str, record: &serde_json::Value) -> Result<(), Error> {
-    let path = state_path(root, sandbox, sandbox);
+/// Writes that record, where runsc has not begun the container: in its place when it is whole, because other commands of runsc's look for it.
+pub(crate) fn write(
+    root: &Path,
+    id: &str,
+    sandbox: &str,
+    record: &serde_json::Value,
+) -> Result<(), Error> {
+    let path = state_path(root, id, sandbox);
     let unfinished = path.with_extension("state.new");
     let bytes = record.to_string();
     let written = || -> std::io::Result<()> {
@@ -201,10 +219,10 @@ pub(crate) fn write(root: &Path, sandbox: &str, record: &serde_json::Value) -> R
     })
 }
 
-/// What runsc holds while it makes a sandbox, and again until it has handed the image over: its commands for the other containers wait for it, and so come
-/// neither before there is a sandbox nor before that has the image (gVisor, `runsc/container/state_file.go`). The kernel gives it back with the file.
-pub(crate) fn lock(root: &Path, sandbox: &str) -> Result<std::fs::File, Error> {
-    let path = state_path(root, sandbox, sandbox).with_extension("lock");
+/// What runsc holds while it makes a container and again while it starts it; of a sandbox' first one until that has the image. Its commands for the other containers
+/// wait for that, and so come neither before there is a sandbox nor before that has the image (gVisor, `runsc/container/state_file.go`). The kernel gives it back with the file.
+pub(crate) fn lock(root: &Path, id: &str, sandbox: &str) -> Result<std::fs::File, Error> {
+    let path = state_path(root, id, sandbox).with_extension("lock");
     let locked = || -> std::io::Result<std::fs::File> {
         let file = std::fs::File::options()
             .write(true)

@@ -1,5 +1,6 @@
 //! What a sandbox' first process is given, told from what runsc recorded of it when it last ran.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -25,9 +26,14 @@ const EROFS_ALONE: &str = r#"[{"lower":2,"upper":0}]"#;
 /// runsc leaves IPv6 addresses on the pod's links by it.
 const NO_IPV6: &str = "/spec/linux/sysctl/net.ipv6.conf.all.disable_ipv6";
 
-/// runsc's record of the first container of a sandbox, from the time when it last ran.
+/// runsc's records of a sandbox, from the time when it last ran.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Kept(Value);
+pub struct Kept {
+    /// Of its first container.
+    sandbox: Value,
+    /// Of the others that it had, by their ids.
+    containers: BTreeMap<String, Value>,
+}
 
 /// How its next process begins.
 #[derive(Debug, PartialEq, Eq)]
@@ -40,38 +46,40 @@ pub(super) struct Plan {
 }
 
 impl Kept {
-    pub(crate) fn new(record: Value) -> Self {
-        Self(record)
+    pub(crate) fn new(sandbox: Value, containers: BTreeMap<String, Value>) -> Self {
+        Self {
+            sandbox,
+            containers,
+        }
     }
 
-    fn text(&self, pointer: &str) -> Option<&str> {
-        self.0.pointer(pointer)?.as_str()
+    pub(super) fn container(&self, id: &str) -> Option<&Value> {
+        self.containers.get(id)
+    }
+
+    /// Of all its containers but the first: the sandbox' own (`runsc/container.adjustSandboxOOMScoreAdj`).
+    pub(super) fn lowest_oom_score(&self) -> Option<i64> {
+        let scores = self.containers.values().filter_map(oom_score);
+        scores.min()
     }
 
     /// None where anything is not as this module knows it: runsc knows.
     pub(super) fn plan(&self) -> Option<Plan> {
-        let release = self.text("/sandbox/metricMetadata/version")?;
-        KNOWN_RELEASES.contains(&release).then_some(())?;
-        let usual = |(key, value): &(&str, &str)| {
-            self.text(&format!("/sandbox/metricMetadata/{key}")) == Some(value)
-        };
+        let record = &self.sandbox;
         let alone = serde_json::from_str::<Value>(EROFS_ALONE).ok();
-        let nothing = |pointer: &str| {
-            let value = self.0.pointer(pointer);
-            value.is_none_or(|value| [json!(null), json!(false), json!({})].contains(value))
-        };
-        let plain = USUAL.iter().all(usual)
-            && self.0.get("goferMountConfs") == alone.as_ref()
-            && self.0.get("goferPid") == Some(&json!(0))
+        let nothing = |pointer: &str| record.pointer(pointer).is_none_or(is_nothing);
+        let plain = is_usual(record)
+            && record.get("goferMountConfs") == alone.as_ref()
+            && record.get("goferPid") == Some(&json!(0))
             && ["/spec/process/terminal", "/spec/hooks"]
                 .into_iter()
                 .all(nothing)
-            && self.text(NO_IPV6).is_none_or(|value| value == "0");
+            && text(record, NO_IPV6).is_none_or(|value| value == "0");
         if !plain {
             return None;
         }
         let annotation = |name: &str| {
-            let annotations = self.0.pointer("/spec/annotations")?;
+            let annotations = record.pointer("/spec/annotations")?;
             annotations
                 .get(format!("dev.gvisor.spec.rootfs.{name}"))?
                 .as_str()
@@ -80,51 +88,77 @@ impl Kept {
             return None;
         }
         // runsc makes one where the pod has none, and records it.
-        (self.namespace("user")?.is_none()).then_some(())?;
+        (namespace(record, "user")?.is_none()).then_some(())?;
         Some(Plan {
             root: annotation("source")?.into(),
-            network_namespace: self.namespace("network")??.into(),
-            uid_map: self.id_map("uidMappings")?,
-            gid_map: self.id_map("gidMappings")?,
+            network_namespace: namespace(record, "network")??.into(),
+            uid_map: id_map(record, "uidMappings")?,
+            gid_map: id_map(record, "gidMappings")?,
         })
     }
 
-    /// The path of the namespace of this kind; none if it is a new one. None if there is not exactly one.
-    fn namespace(&self, kind: &str) -> Option<Option<&str>> {
-        let all = self.0.pointer("/spec/linux/namespaces")?.as_array()?;
-        let mut of_kind = all.iter().filter(|namespace| namespace["type"] == kind);
-        let (namespace, others) = (of_kind.next()?, of_kind.next());
-        let path = namespace.get("path").and_then(Value::as_str);
-        others
-            .is_none()
-            .then_some(path.filter(|path| !path.is_empty()))
-    }
-
-    fn id_map(&self, name: &str) -> Option<String> {
-        let mappings = self.0.pointer("/spec/linux")?.get(name)?.as_array()?;
-        let line = |mapping: &Value| {
-            let number = |key: &str| mapping.get(key)?.as_u64();
-            let (inside, outside) = (number("containerID")?, number("hostID")?);
-            Some(format!("{inside} {outside} {}\n", number("size")?))
-        };
-        let map = mappings.iter().map(line).collect::<Option<String>>()?;
-        (!map.is_empty()).then_some(map)
-    }
-
-    /// The record of the sandbox that has this process now, for runsc.
+    /// The first container's record of the sandbox that has this process now, for runsc.
     pub(super) fn running(&self, pid: i32) -> Value {
-        let mut record = self.0.clone();
-        let mut set = |pointer: &str, value: Value| {
-            if let Some(place) = record.pointer_mut(pointer) {
-                *place = value;
-            }
-        };
-        set("/status", json!("running"));
-        set("/sandbox/pid", json!(pid));
-        set("/sandbox/checkpointed", json!(false));
-        set("/sandbox/restored", json!(true));
-        record
+        running(&self.sandbox, pid)
     }
+}
+
+/// The record of a container, for runsc, in the sandbox that has this process now.
+pub(super) fn running(record: &Value, pid: i32) -> Value {
+    let mut record = record.clone();
+    let mut set = |pointer: &str, value: Value| {
+        if let Some(place) = record.pointer_mut(pointer) {
+            *place = value;
+        }
+    };
+    set("/status", json!("running"));
+    set("/sandbox/pid", json!(pid));
+    set("/sandbox/checkpointed", json!(false));
+    set("/sandbox/restored", json!(true));
+    record
+}
+
+fn text<'a>(record: &'a Value, pointer: &str) -> Option<&'a str> {
+    record.pointer(pointer)?.as_str()
+}
+
+/// Whether its sandbox is of a release that is known, and configured as the modules here know it.
+pub(super) fn is_usual(record: &Value) -> bool {
+    let said = |key: &str| text(record, &format!("/sandbox/metricMetadata/{key}"));
+    said("version").is_some_and(|release| KNOWN_RELEASES.contains(&release))
+        && USUAL.iter().all(|(key, value)| said(key) == Some(value))
+}
+
+/// What Go writes of what is not there.
+pub(super) fn is_nothing(value: &Value) -> bool {
+    [json!(null), json!(false), json!(""), json!({}), json!([])].contains(value)
+}
+
+pub(super) fn oom_score(record: &Value) -> Option<i64> {
+    record.pointer("/spec/process/oomScoreAdj")?.as_i64()
+}
+
+/// The path of the namespace of this kind; none if it is a new one. None if there is not exactly one.
+pub(super) fn namespace<'a>(record: &'a Value, kind: &str) -> Option<Option<&'a str>> {
+    let all = record.pointer("/spec/linux/namespaces")?.as_array()?;
+    let mut of_kind = all.iter().filter(|namespace| namespace["type"] == kind);
+    let (namespace, others) = (of_kind.next()?, of_kind.next());
+    let path = namespace.get("path").and_then(Value::as_str);
+    others
+        .is_none()
+        .then_some(path.filter(|path| !path.is_empty()))
+}
+
+/// As `/proc/<pid>/uid_map` takes them.
+pub(super) fn id_map(record: &Value, name: &str) -> Option<String> {
+    let mappings = record.pointer("/spec/linux")?.get(name)?.as_array()?;
+    let line = |mapping: &Value| {
+        let number = |key: &str| mapping.get(key)?.as_u64();
+        let (inside, outside) = (number("containerID")?, number("hostID")?);
+        Some(format!("{inside} {outside} {}\n", number("size")?))
+    };
+    let map = mappings.iter().map(line).collect::<Option<String>>()?;
+    (!map.is_empty()).then_some(map)
 }
 
 /// What `runsc boot` is told, beside the numbers of its descriptors.

@@ -1,4 +1,4 @@
-//! The way of a process from a wake's child to a sandbox' first process. It is a program of its own that has one thread: what a thread does to its namespaces
+//! The way of a process from a wake's child to a sandbox' first process, or to one that serves a container's files. It is a program of its own that has one thread: what a thread does to its namespaces
 //! and capabilities another one would not have.
 #![allow(unsafe_code)]
 
@@ -17,10 +17,11 @@ use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{Resource, Rlimit, setrlimit};
 use rustix::thread::{
     CapabilitySet, CapabilitySets, clear_ambient_capability_set,
-    remove_capability_from_bounding_set, set_capabilities,
+    configure_capability_in_ambient_set, remove_capability_from_bounding_set, set_capabilities,
 };
 use serde::{Deserialize, Serialize};
 
+use super::gofer::{self, ServeArgs};
 use super::plan::{BootArgs, Descriptors};
 use super::root;
 use crate::keeper::{receive, send};
@@ -28,15 +29,19 @@ use crate::keeper::{receive, send};
 /// What the process and the wake that began it say to one another.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Word {
-    /// What to execute. With the files of [`FILES`].
+    /// The sandbox' first process is to be executed. With the files of [`FILES`].
     Boot(BootArgs),
+    /// The process that serves a container's files is. With those of [`gofer::process::FILES`] and its connections.
+    Serve(ServeArgs),
     /// It is in its namespaces. That of users has none yet.
     Unshared,
     /// The users are there.
     Mapped,
-    /// It has a child, which is to be the sandbox.
+    /// It has a child, which is to be what was said.
     Forked { pid: i32 },
-    /// And is none. After [`Word::Forked`] silence is success: the connection closes as gVisor is executed.
+    /// With the file that a gofer's container writes to.
+    Filestore,
+    /// And is none. After [`Word::Forked`] silence is success: the connection closes as runsc is executed.
     Failed { message: String },
 }
 
@@ -75,15 +80,15 @@ pub(super) fn hear(from: &OwnedFd) -> std::io::Result<Option<(Word, Vec<OwnedFd>
     Ok(Some((serde_json::from_slice(&bytes)?, files)))
 }
 
-/// Becomes a sandbox' first process: [`super::Start`] began this program, and standard input is the connection to it. It must have one thread.
-/// Returns in the parent of that process, and where it failed, which it has told.
-pub fn become_sandbox() -> std::io::Result<()> {
+/// Becomes a sandbox' first process, or the one that serves a container's files: who restores it has begun this program, and standard input is the connection
+/// to it. It must have one thread. Returns in the parent of that process, and where it failed, which it has told.
+pub fn become_process() -> std::io::Result<()> {
     // Other threads of who began this program begin others at this moment, and what these are to inherit this one has too.
     close_from(3)?;
     let wake = std::io::stdin().as_fd().try_clone_to_owned()?;
     let nothing = File::options().read(true).write(true).open("/dev/null")?;
     dup2_stdin(&nothing)?;
-    let failed = match fork_sandbox(&wake) {
+    let failed = match become_it(&wake) {
         Ok(()) => return Ok(()),
         Err((what, error)) => Word::Failed {
             message: format!("cannot {what}: {error}"),
@@ -92,34 +97,51 @@ pub fn become_sandbox() -> std::io::Result<()> {
     say(&wake, &failed, &[])
 }
 
-/// Enters the namespaces and leaves its child in them.
-fn fork_sandbox(wake: &OwnedFd) -> Step<()> {
+fn become_it(wake: &OwnedFd) -> Step<()> {
     let heard = cannot("hear what to execute");
     let silence = || heard(std::io::ErrorKind::UnexpectedEof.into());
-    let Some((Word::Boot(args), files)) = hear(wake).map_err(heard)? else {
+    let Some((word, files)) = hear(wake).map_err(heard)? else {
         return Err(silence());
     };
-    let [network, program, inherited @ ..]: [OwnedFd; FILES] =
-        files.try_into().map_err(|_| silence())?;
+    // runsc's has those of who ran runsc. Afterwards nobody may, in its user namespace.
+    setgroups(&[]).map_err(cannot("leave its groups"))?;
+    match word {
+        Word::Boot(args) => {
+            let files: [OwnedFd; FILES] = files.try_into().map_err(|_| silence())?;
+            become_sandbox(wake, &args, files)
+        }
+        Word::Serve(args) => gofer::process::become_gofer(wake, &args, &files),
+        _ => Err(silence()),
+    }
+}
+
+fn become_sandbox(wake: &OwnedFd, args: &BootArgs, files: [OwnedFd; FILES]) -> Step<()> {
+    let [network, program, inherited @ ..] = files;
     // gVisor locks pages for a moment to have many at once. It does without.
     let unlimited = Rlimit {
         current: None,
         maximum: None,
     };
     let _ = setrlimit(Resource::Memlock, unlimited);
-    // runsc's has those of who ran runsc. Afterwards nobody may, in its user namespace.
-    setgroups(&[]).map_err(cannot("leave its groups"))?;
     setns(&network, CloneFlags::CLONE_NEWNET)
         .map_err(cannot("enter the pod's network namespace"))?;
     drop(network);
     // Of the host's mounts, as long as they are this program's.
     let stdio = no_stdio()?;
+    if is_in_own_namespaces(wake, CloneFlags::empty())? {
+        run(args, &program, &inherited, &stdio)?;
+    }
+    Ok(())
+}
+
+/// Makes new namespaces, also of these kinds, and a child in them, the first process of its PID namespace. True in the child.
+pub(super) fn is_in_own_namespaces(wake: &OwnedFd, also: CloneFlags) -> Step<bool> {
     let own = CloneFlags::CLONE_NEWUSER
         | CloneFlags::CLONE_NEWNS
         | CloneFlags::CLONE_NEWIPC
         | CloneFlags::CLONE_NEWUTS
         | CloneFlags::CLONE_NEWPID;
-    unshare(own).map_err(cannot("make its namespaces"))?;
+    unshare(own | also).map_err(cannot("make its namespaces"))?;
     let told = cannot("talk to who began it");
     say(wake, &Word::Unshared, &[]).map_err(told)?;
     let Some((Word::Mapped, _)) = hear(wake).map_err(told)? else {
@@ -129,9 +151,15 @@ fn fork_sandbox(wake: &OwnedFd) -> Step<()> {
     match unsafe { fork() }.map_err(cannot("make the first process of its PID namespace"))? {
         ForkResult::Parent { child } => {
             let pid = child.as_raw();
-            say(wake, &Word::Forked { pid }, &[]).map_err(told)
+            say(wake, &Word::Forked { pid }, &[]).map_err(told)?;
+            Ok(false)
         }
-        ForkResult::Child => run(&args, &program, &inherited, &stdio).map(|never| match never {}),
+        ForkResult::Child => {
+            setsid().map_err(cannot("begin a session"))?;
+            setgid(Gid::from_raw(0)).map_err(cannot("be its group"))?;
+            setuid(Uid::from_raw(0)).map_err(cannot("be its user"))?;
+            Ok(true)
+        }
     }
 }
 
@@ -142,9 +170,6 @@ fn run(
     inherited: &[OwnedFd; FILES - 2],
     stdio: &[OwnedFd; 3],
 ) -> Step<Infallible> {
-    setsid().map_err(cannot("begin a session"))?;
-    setgid(Gid::from_raw(0)).map_err(cannot("be its group"))?;
-    setuid(Uid::from_raw(0)).map_err(cannot("be its user"))?;
     root::enter(program.as_raw_fd())?;
     let proc_sync = unmounter()?;
     let [log, root, booted, control, spec] = inherited.each_ref().map(AsRawFd::as_raw_fd);
@@ -157,15 +182,20 @@ fn run(
         stdio: stdio.each_ref().map(AsRawFd::as_raw_fd),
         proc_sync: proc_sync.as_raw_fd(),
     };
-    for fd in inherited.iter().chain(stdio).chain([&proc_sync]) {
-        fcntl_setfd(fd, FdFlags::empty()).map_err(cannot("hand a file on"))?;
-    }
-    drop_capabilities()?;
-    let error = Command::new(root::PROGRAM)
-        .arg0("runsc-sandbox")
-        .args(args.words(&descriptors))
-        .env_clear()
-        .exec();
+    hand_on(inherited.iter().chain(stdio).chain([&proc_sync]))?;
+    keep_capabilities(CAPABILITIES, CapabilitySet::empty())?;
+    execute(root::PROGRAM, "runsc-sandbox", args.words(&descriptors))
+}
+
+/// They are open in the program that is executed.
+pub(super) fn hand_on<'a>(files: impl IntoIterator<Item = &'a OwnedFd>) -> Step<()> {
+    let mut files = files.into_iter();
+    files.try_for_each(|fd| fcntl_setfd(fd, FdFlags::empty()).map_err(cannot("hand a file on")))
+}
+
+pub(super) fn execute(program: &str, name: &str, words: Vec<String>) -> Step<Infallible> {
+    let mut command = Command::new(program);
+    let error = command.arg0(name).args(words).env_clear().exec();
     Err(("execute runsc", error))
 }
 
@@ -180,7 +210,7 @@ fn no_stdio() -> Step<[OwnedFd; 3]> {
 
 /// Begins a child that unmounts `/proc` when it is told, as gVisor needs it once more after it has lost the right to: it waits for the child's end, and
 /// goes no further if it has failed. Answers where it is told.
-fn unmounter() -> Step<OwnedFd> {
+pub(super) fn unmounter() -> Step<OwnedFd> {
     let (told, tell) = std::io::pipe().map_err(cannot("make a pipe"))?;
     // SAFETY: this program has one thread.
     match unsafe { fork() }.map_err(cannot("make the process that unmounts /proc"))? {
@@ -198,26 +228,30 @@ fn unmounts() -> bool {
     told.is_ok() && umount2("/proc", MntFlags::MNT_DETACH).is_ok()
 }
 
-fn drop_capabilities() -> Step<()> {
-    for number in 0..64 {
-        let one = CapabilitySet::from_bits_retain(1 << number);
-        if CAPABILITIES.contains(one) {
-            continue;
-        }
+/// Gives all capabilities up but these, of which it passes some on to programs whatever their files say (capabilities(7): inheritable and ambient).
+pub(super) fn keep_capabilities(kept: CapabilitySet, passed_on: CapabilitySet) -> Step<()> {
+    let failed = cannot("give capabilities up");
+    let mut all = (0..64).map(|number| CapabilitySet::from_bits_retain(1 << number));
+    let stays = |one: &CapabilitySet| kept.contains(*one);
+    for one in all.clone().filter(|one| !stays(one)) {
         match remove_capability_from_bounding_set(one) {
             Ok(()) => {}
             // The kernel has no more.
             Err(rustix::io::Errno::INVAL) => break,
-            Err(refused) => return Err(cannot("give capabilities up")(refused)),
+            Err(refused) => return Err(failed(refused)),
         }
     }
-    clear_ambient_capability_set().map_err(cannot("give ambient capabilities up"))?;
+    clear_ambient_capability_set().map_err(failed)?;
     let sets = CapabilitySets {
-        effective: CAPABILITIES,
-        permitted: CAPABILITIES,
-        inheritable: CapabilitySet::empty(),
+        effective: kept,
+        permitted: kept,
+        inheritable: passed_on,
     };
-    set_capabilities(None, sets).map_err(cannot("give capabilities up"))
+    set_capabilities(None, sets).map_err(failed)?;
+    let mut passed_on = all.by_ref().filter(|one| passed_on.contains(*one));
+    passed_on.try_for_each(|one| {
+        configure_capability_in_ambient_set(one, true).map_err(cannot("pass a capability on"))
+    })
 }
 
 /// Closes every descriptor from this number on.

@@ -37,8 +37,7 @@ pub(super) fn enter(program: i32) -> Step<()> {
             Error::from(std::io::ErrorKind::NotADirectory),
         ));
     }
-    let slave = MsFlags::MS_SLAVE | MsFlags::MS_REC;
-    mount(nothing, "/", nothing, slave, nothing).map_err(cannot("keep its mounts to itself"))?;
+    keep_mounts()?;
     mount(Some("runsc-root"), place, Some("tmpfs"), plain, nothing)
         .map_err(cannot("mount its root"))?;
     let _ = local_time(place);
@@ -46,13 +45,25 @@ pub(super) fn enter(program: i32) -> Step<()> {
     let read_only = MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY | MsFlags::MS_BIND;
     mount(nothing, place, nothing, read_only, nothing)
         .map_err(cannot("make its root read-only"))?;
+    leave_hosts(place)
+}
+
+/// What is mounted from now on is seen by nobody else.
+pub(super) fn keep_mounts() -> Step<()> {
+    let (slave, nothing) = (MsFlags::MS_SLAVE | MsFlags::MS_REC, None::<&str>);
+    mount(nothing, "/", nothing, slave, nothing).map_err(cannot("keep its mounts to itself"))
+}
+
+/// What is mounted at `place` is the process' root; the host's is gone.
+pub(super) fn leave_hosts(place: &Path) -> Step<()> {
     chdir(place).map_err(cannot("enter its root"))?;
     pivot_root(".", ".").map_err(cannot("change its root"))?;
-    umount2(".", MntFlags::MNT_DETACH).map_err(cannot("leave the host's root"))
+    umount2(".", MntFlags::MNT_DETACH).map_err(cannot("leave the host's root"))?;
+    chdir("/").map_err(cannot("enter its root"))
 }
 
 /// The time zone of gVisor's log; without it there is UTC in it.
-fn local_time(place: &Path) -> Result<(), Error> {
+pub(super) fn local_time(place: &Path) -> Result<(), Error> {
     std::fs::create_dir(place.join("etc"))?;
     std::fs::copy("/etc/localtime", place.join("etc/localtime")).map(drop)
 }

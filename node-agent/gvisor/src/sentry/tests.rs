@@ -1,3 +1,5 @@
+use std::collections::BTreeMap;
+
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use serde_json::Value;
@@ -7,7 +9,7 @@ use super::*;
 use crate::net::tests::{Namespace, sh};
 
 /// What runsc records of a pause container (release-20260701.0), without what nothing is told from.
-fn record() -> Value {
+pub(super) fn record() -> Value {
     json!({
         "id": "s", "bundleDir": "/b", "status": "created", "goferPid": 0,
         "goferMountConfs": [{ "lower": 2, "upper": 0 }],
@@ -41,9 +43,13 @@ fn record() -> Value {
     })
 }
 
+fn kept(record: Value) -> Kept {
+    Kept::new(record, BTreeMap::new())
+}
+
 #[test]
 fn how_a_sandbox_begins_is_told_from_how_runsc_began_it() {
-    let plan = Kept::new(record()).plan().expect("known");
+    let plan = kept(record()).plan().expect("known");
     let expected = Plan {
         root: "/opt/pause.erofs".into(),
         network_namespace: "/netns/a".into(),
@@ -63,7 +69,7 @@ fn what_is_not_known_is_left_to_runsc() {
             Value::Array(array) => array.push(value),
             parent => parent[key] = value,
         }
-        Kept::new(record).plan().is_some()
+        kept(record).plan().is_some()
     };
     let metadata = |key: &str| format!("/sandbox/metricMetadata/{key}");
     for version in ["release-20260701.0", "release-20260701.0-torpor"] {
@@ -151,7 +157,7 @@ fn runsc_finds_in_its_record_the_sandbox_that_runs_now() {
     expected["sandbox"]["pid"] = json!(4711);
     expected["sandbox"]["checkpointed"] = json!(false);
     expected["sandbox"]["restored"] = json!(true);
-    assert_eq!(Kept::new(record()).running(4711), expected);
+    assert_eq!(kept(record()).running(4711), expected);
 }
 
 #[test]

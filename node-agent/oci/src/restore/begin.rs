@@ -6,6 +6,7 @@ use std::time::Duration;
 use torpor_gvisor::record::{ContainerRecord, PodRecord};
 use torpor_gvisor::runsc::Runsc;
 use torpor_gvisor::sentry::{Kept, Start};
+use torpor_gvisor::spec::Role;
 
 use super::sandbox::restore_container;
 use crate::node::{COMMAND_LIMIT, Node};
@@ -33,7 +34,10 @@ pub(super) fn kept(node: &Node, pod: &PodRecord) -> Option<Kept> {
 pub(super) fn keep(node: &Node, pod: &PodRecord) {
     let sandbox = &pod.sandbox;
     let keep = || -> anyhow::Result<()> {
-        match node.runsc_of(sandbox).kept(sandbox.as_str())? {
+        let parts = node.records.containers_of(sandbox)?;
+        let others = parts.iter().filter(|part| part.role == Role::Container);
+        let others = others.map(|part| part.id.as_str());
+        match node.runsc_of(sandbox).kept(sandbox.as_str(), others)? {
             Some(kept) => Ok(node.records.keep(sandbox, &kept)?),
             // It was removed before, and kept then.
             None => Ok(()),

@@ -25,6 +25,7 @@ use torpor_snapshots::Image;
 
 use super::begin::{self, BegunByUs, SECOND_TRY_LIMIT};
 use super::memory::ensure_held_open;
+use super::others::{Ours, Runscs};
 use super::room;
 use crate::console::Terminal;
 use crate::hearing;
@@ -211,6 +212,17 @@ impl Restore<'_> {
         let network = pod.network_namespace.as_deref();
         let of = |kept| Start::new(runsc, kept, pod.sandbox.as_str(), &root_dir, network);
         let start = &kept.as_ref().and_then(of);
+        let known = kept.as_ref().filter(|_| start.is_some());
+        let (mut ours, mut others) = (Vec::new(), Vec::new());
+        for (record, terminal) in subs.iter().zip(terminals) {
+            match known.and_then(|kept| Ours::new(node, runsc, record, kept)) {
+                Some(one) => ours.push(one),
+                None => others.push(Runscs {
+                    record,
+                    terminal: terminal.as_ref(),
+                }),
+            }
+        }
         // What was wrong with its start may be seen as late as when its last container has come.
         let begun = |error: anyhow::Error| match start {
             Some(_) => error.context(BegunByUs),
@@ -230,14 +242,20 @@ impl Restore<'_> {
             }
 
             // The root container's restore makes the sandbox and hands the image over; the last of them all does the work. What each of the others
-            // needs before that (a process, a gofer) is made side by side: they begin when the image is about to be handed
+            // needs before that is made side by side. Ours begin at once. runsc's (a command, a gofer) begin when the image is about to be handed
             // over, and need longer to be ready for it.
-            let handing_over = watch_addresses(pod)?;
+            let handing_over = match &others[..] {
+                [] => None,
+                _ => watch_addresses(pod)?,
+            };
             let (root_is_over, ends_with_root) = UnixStream::pair()?;
             let restored_root = scope.spawn(move || {
                 let _ends_with_root = ends_with_root;
                 begin::restore_root(node, runsc, root, start.as_ref(), path)
             });
+            let gofers: Vec<_> = (ours.iter())
+                .map(|one| (one, scope.spawn(|| one.begin_gofer())))
+                .collect();
             if let Some(verified) = verified {
                 join(verified)??;
             }
@@ -245,27 +263,18 @@ impl Restore<'_> {
             if let Some(handing_over) = handing_over {
                 handing_over.wait(root_is_over.as_fd())?;
             }
-            let restored_others: Vec<_> = subs
-                .iter()
-                .zip(terminals)
-                .map(|(sub, terminal)| {
-                    let terminal = terminal.as_ref();
-                    let restored =
-                        scope.spawn(move || restore_container(node, runsc, sub, terminal, path));
-                    (sub, terminal, restored)
-                })
+            let restored_others: Vec<_> = (others.iter())
+                .map(|one| (one, scope.spawn(|| one.restore(node, runsc, path))))
                 .collect();
             join(restored_root)?.map_err(begun)?;
             stages.over("imageHandedOver");
-            for (sub, terminal, restored) in restored_others {
-                match join(restored)? {
-                    Err(error) if came_too_early(&error) => {
-                        runsc.delete(sub.id.as_str(), COMMAND_LIMIT)?;
-                        remove_filestores(node, pod, std::slice::from_ref(sub))?;
-                        restore_container(node, runsc, sub, terminal, path)?;
-                    }
-                    other => other.map_err(begun)?,
-                }
+            for (one, gofer) in gofers {
+                let gofer = join(gofer)?.map_err(begun)?;
+                one.restore(node, gofer).map_err(begun)?;
+            }
+            for (one, restored) in restored_others {
+                let restored = one.or_again(join(restored)?, node, pod, runsc, path);
+                restored.map_err(begun)?;
             }
             stages.over("restored");
             Ok(hush)
@@ -366,7 +375,7 @@ fn runsc_for(node: &Node, pod: &PodRecord, parts: &[ContainerRecord]) -> Runsc {
 
 /// gVisor takes a container only after it has been handed the image (runsc/boot/controller.go, RestoreSubcontainer), and
 /// changes nothing when one comes before; but runsc says so on the container's standard error, so this is the exception.
-fn came_too_early(error: &anyhow::Error) -> bool {
+pub(super) fn came_too_early(error: &anyhow::Error) -> bool {
     format!("{error:#}").contains("sandbox is not being restored")
 }
 
@@ -432,7 +441,7 @@ fn filestore(pod: &PodRecord) -> String {
     format!(".gvisor.filestore.{}", pod.sandbox)
 }
 
-fn remove_filestores(
+pub(super) fn remove_filestores(
     node: &Node,
     pod: &PodRecord,
     parts: &[ContainerRecord],

@@ -1,0 +1,288 @@
+//! What a container's gofer is given, told from what runsc recorded of the container when it last ran, and from its spec.
+
+use std::path::{Path, PathBuf};
+
+use nix::mount::MsFlags;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use crate::sentry::plan::{id_map, is_nothing, is_usual, namespace, oom_score, running};
+
+/// Of runsc's record: how each of the file systems that a gofer may serve is used, the root first (gVisor, `runsc/specutils.GoferMountConf`).
+pub(super) const GOFERS: &str = "goferMountConfs";
+
+/// Files that gVisor takes with one call (pkg/urpc, `maxFiles`), without the other ones.
+const MOST_FILE_SYSTEMS: usize = 100;
+
+/// What a container's mount may be told: all that a kubelet says, and what of mount(2) goes with it (gVisor, runsc/specutils/fs.go). "rw" is said of what is not "ro".
+const OPTIONS: [(&str, MsFlags); 7] = [
+    ("rbind", MsFlags::MS_BIND.union(MsFlags::MS_REC)),
+    ("bind", MsFlags::MS_BIND),
+    ("rw", MsFlags::empty()),
+    ("ro", MsFlags::MS_RDONLY),
+    ("nosuid", MsFlags::MS_NOSUID),
+    ("nodev", MsFlags::MS_NODEV),
+    ("noexec", MsFlags::MS_NOEXEC),
+];
+/// And what is said to the kernel by itself.
+const PROPAGATION: [(&str, MsFlags); 4] = [
+    ("private", MsFlags::MS_PRIVATE),
+    ("rprivate", MsFlags::MS_PRIVATE.union(MsFlags::MS_REC)),
+    ("slave", MsFlags::MS_SLAVE),
+    ("rslave", MsFlags::MS_SLAVE.union(MsFlags::MS_REC)),
+];
+
+/// What of the host's is seen at a place of the container's.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(in crate::sentry) struct Bind {
+    pub(super) source: PathBuf,
+    /// As the spec names it: links are the container's.
+    pub(super) destination: PathBuf,
+    /// Of mount(2).
+    flags: u64,
+    propagation: u64,
+}
+
+impl Bind {
+    pub(super) fn flags(&self) -> MsFlags {
+        MsFlags::from_bits_truncate(self.flags)
+    }
+
+    pub(super) fn propagation(&self) -> Option<MsFlags> {
+        Some(MsFlags::from_bits_truncate(self.propagation)).filter(|flags| !flags.is_empty())
+    }
+
+    /// None if it is told anything that is not known.
+    pub(super) fn new(mount: &Value) -> Option<Self> {
+        let path = |key: &str| mount.get(key)?.as_str().map(PathBuf::from);
+        let (source, destination) = (path("source")?, path("destination")?);
+        let own_users = ["uidMappings", "gidMappings"]
+            .iter()
+            .any(|key| mount.get(key).is_some_and(|value| !is_nothing(value)));
+        if !source.is_absolute() || !destination.is_absolute() || own_users {
+            return None;
+        }
+        let (mut flags, mut propagation) = (MsFlags::MS_BIND, MsFlags::empty());
+        for option in options(mount) {
+            let of = |known: &[(&str, MsFlags)]| {
+                let mut known = known.iter();
+                known
+                    .find(|(name, _)| *name == option)
+                    .map(|(_, flag)| *flag)
+            };
+            match (of(&OPTIONS), of(&PROPAGATION)) {
+                (Some(flag), _) => flags |= flag,
+                (None, Some(kind)) => propagation |= kind,
+                (None, None) => return None,
+            }
+        }
+        if options(mount).any(|option| option == "rw") && flags.contains(MsFlags::MS_RDONLY) {
+            return None;
+        }
+        Some(Self {
+            source,
+            destination,
+            flags: flags.bits(),
+            propagation: propagation.bits(),
+        })
+    }
+}
+
+fn options(mount: &Value) -> impl Iterator<Item = &str> {
+    let options = mount.get("options").and_then(Value::as_array);
+    options
+        .into_iter()
+        .flatten()
+        .map(|option| option.as_str().unwrap_or_default())
+}
+
+/// Whether a gofer serves it. Everything else is gVisor's own.
+fn is_bind(mount: &Value) -> bool {
+    let binds =
+        mount["type"] == "bind" || options(mount).any(|option| ["bind", "rbind"].contains(&option));
+    binds && mount.get("source").is_some_and(|source| source != "")
+}
+
+/// How a container's next gofer begins.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Plan {
+    root: PathBuf,
+    /// What is written to it is not written to the host's.
+    read_only: bool,
+    filestore: Option<String>,
+    binds: Vec<Bind>,
+    /// As runsc says them.
+    mount_confs: String,
+    pub(super) uid_map: String,
+    pub(super) gid_map: String,
+    /// User and group that the sandbox runs as.
+    pub(super) user: (u32, u32),
+    pub(super) oom_score: Option<i64>,
+    record: Value,
+}
+
+impl Plan {
+    /// `record`: runsc's, of the container. `spec`: of its bundle. None where anything is not as this module knows it: runsc knows.
+    pub(super) fn new(record: &Value, spec: &Value, sandbox: &str) -> Option<Self> {
+        let nothing = |pointer: &str| record.pointer(pointer).is_none_or(is_nothing);
+        let plain = is_usual(record)
+            && [
+                "/consoleSocket",
+                "/spec/process/terminal",
+                "/spec/hooks",
+                "/spec/linux/devices",
+            ]
+            .into_iter()
+            .all(nothing);
+        let propagation = record.pointer("/spec/linux/rootfsPropagation");
+        let usual_root = propagation.is_none_or(|kind| kind == "" || kind == "rslave");
+        let annotations = record
+            .pointer("/spec/annotations")
+            .and_then(Value::as_object);
+        let told =
+            annotations.is_some_and(|all| all.keys().any(|key| key.starts_with("dev.gvisor.")));
+        if !plain || !usual_root || told {
+            return None;
+        }
+        // runsc makes one where the pod has none, and records it.
+        namespace(record, "user")?.is_none().then_some(())?;
+        let root = PathBuf::from(spec.pointer("/root/path")?.as_str()?);
+        let mounts = spec.get("mounts")?.as_array()?;
+        let other = mounts.iter().any(|mount| mount["type"] == "erofs");
+        let binds = mounts
+            .iter()
+            .filter(|mount| is_bind(mount))
+            .map(Bind::new)
+            .collect::<Option<Vec<_>>>()?;
+        let (over_root, mount_confs) = mount_confs(record.get(GOFERS)?, binds.len())?;
+        if other || !root.is_absolute() || binds.len() >= MOST_FILE_SYSTEMS {
+            return None;
+        }
+        let read_only = spec.pointer("/root/readonly") == Some(&json!(true));
+        let number = |pointer: &str| u32::try_from(record.pointer(pointer)?.as_u64()?).ok();
+        Some(Self {
+            root,
+            read_only: read_only || over_root,
+            filestore: over_root.then(|| format!(".gvisor.filestore.{sandbox}")),
+            binds,
+            mount_confs,
+            uid_map: id_map(record, "uidMappings")?,
+            gid_map: id_map(record, "gidMappings")?,
+            user: (number("/sandbox/uid")?, number("/sandbox/gid")?),
+            oom_score: oom_score(record),
+            record: record.clone(),
+        })
+    }
+
+    /// How many file systems a gofer serves.
+    pub(super) fn file_systems(&self) -> usize {
+        1 + self.binds.len()
+    }
+
+    pub(super) fn serve_args(
+        &self,
+        flags: Vec<String>,
+        bundle: &Path,
+        container: &str,
+    ) -> ServeArgs {
+        ServeArgs {
+            flags,
+            bundle: bundle.to_owned(),
+            container: container.to_owned(),
+            mount_confs: self.mount_confs.clone(),
+            root: self.root.clone(),
+            read_only: self.read_only,
+            filestore: self.filestore.clone(),
+            binds: self.binds.clone(),
+        }
+    }
+
+    /// runsc's record of the container that this gofer serves, in the sandbox that has this process.
+    pub(super) fn served(&self, gofer: i32, mounts: Value, sentry: i32) -> Value {
+        let mut record = running(&self.record, sentry);
+        record["goferPid"] = json!(gofer);
+        record["spec"]["mounts"] = mounts;
+        record
+    }
+}
+
+/// Whether what is written to the root is kept in a file of gVisor's, and what runsc calls all of them. None if one is not served by a gofer,
+/// or anything else is over it.
+fn mount_confs(recorded: &Value, binds: usize) -> Option<(bool, String)> {
+    /// Served by a gofer, and nothing over it.
+    const ALONE: [u64; 2] = [1, 0];
+    /// The same with a file in it for what is written.
+    const SELF: [u64; 2] = [1, 2];
+
+    let confs = recorded.as_array()?.iter().map(|conf| {
+        let number = |key: &str| conf.get(key)?.as_u64();
+        let has_no_size = conf.get("size").is_none();
+        has_no_size.then_some([number("lower")?, number("upper")?])
+    });
+    let confs = confs.collect::<Option<Vec<_>>>()?;
+    let (root, others) = confs.split_first()?;
+    let known = [ALONE, SELF].contains(root) && others.iter().all(|conf| *conf == ALONE);
+    if !known || others.len() != binds {
+        return None;
+    }
+    let over_root = *root == SELF;
+    let names = [if over_root {
+        "lisafs:self"
+    } else {
+        "lisafs:none"
+    }]
+    .into_iter()
+    .chain(others.iter().map(|_| "lisafs:none"));
+    Some((over_root, names.collect::<Vec<_>>().join(",")))
+}
+
+/// What becomes a gofer is told.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(in crate::sentry) struct ServeArgs {
+    /// Of all commands of runsc's.
+    pub(super) flags: Vec<String>,
+    pub(super) bundle: PathBuf,
+    pub(super) container: String,
+    pub(super) mount_confs: String,
+    pub(super) root: PathBuf,
+    pub(super) read_only: bool,
+    /// Name of a file that is made in the root for what the container writes.
+    pub(super) filestore: Option<String>,
+    /// In the order of the spec.
+    pub(super) binds: Vec<Bind>,
+}
+
+/// The descriptors that it inherits.
+#[derive(Debug)]
+pub(super) struct Descriptors {
+    pub(super) log: i32,
+    pub(super) spec: i32,
+    pub(super) mounts: i32,
+    pub(super) rpc: i32,
+    pub(super) connections: Vec<i32>,
+    /// A byte in it has `/proc` unmounted.
+    pub(super) proc_sync: i32,
+}
+
+impl ServeArgs {
+    /// The words of `runsc gofer` once the process is where it is to be, as runsc executes itself for the last time.
+    pub(super) fn words(&self, fds: &Descriptors) -> Vec<String> {
+        let connections: Vec<String> = fds.connections.iter().map(i32::to_string).collect();
+        let mut words = self.flags.clone();
+        words.push(format!("--log-fd={}", fds.log));
+        words.extend([
+            "gofer".to_owned(),
+            "--apply-caps=false".to_owned(),
+            "--setup-root=false".to_owned(),
+            format!("--bundle={}", self.bundle.display()),
+            format!("--gofer-mount-confs={}", self.mount_confs),
+            format!("--io-fds={}", connections.join(",")),
+            format!("--mounts-fd={}", fds.mounts),
+            format!("--rpc-fd={}", fds.rpc),
+            format!("--spec-fd={}", fds.spec),
+            format!("--proc-mount-sync-fd={}", fds.proc_sync),
+            self.container.clone(),
+        ]);
+        words
+    }
+}

@@ -1,0 +1,335 @@
+use std::os::unix::fs::symlink;
+use std::path::Path;
+
+use nix::mount::MsFlags;
+use nix::sched::{CloneFlags, unshare};
+use serde_json::{Value, json};
+
+use super::plan::{Bind, Descriptors, Plan};
+use super::root::containers;
+use super::*;
+use crate::sentry::root::keep_mounts;
+use crate::sentry::tests::record as of_sandbox;
+
+/// What runsc records of a container (release-20260701.0), without what nothing is told from.
+fn record() -> Value {
+    let sandbox = of_sandbox();
+    json!({
+        "id": "c", "bundleDir": "/b", "status": "running", "goferPid": 8, "consoleSocket": "",
+        "goferMountConfs": [{ "lower": 1, "upper": 2 }, { "lower": 1, "upper": 0 }, { "lower": 1, "upper": 0 }],
+        "sandbox": sandbox["sandbox"],
+        "spec": {
+            "process": { "args": ["sh"], "cwd": "/", "oomScoreAdj": 1000 },
+            "annotations": { "io.kubernetes.cri.container-type": "container" },
+            "linux": {
+                "namespaces": [{ "type": "pid" }, { "type": "network", "path": "/netns/a" }, { "type": "user" }],
+                "uidMappings": [{ "containerID": 0, "hostID": 0, "size": 4294967295_u32 }],
+                "gidMappings": [{ "containerID": 0, "hostID": 0, "size": 4294967295_u32 }],
+            },
+            "mounts": [{ "destination": "/run/token", "type": "bind", "source": "/token", "options": ["rbind"] }],
+        },
+    })
+}
+
+/// What the container's bundle says.
+fn spec() -> Value {
+    json!({
+        "root": { "path": "/rootfs" },
+        "mounts": [
+            { "destination": "/proc", "type": "proc", "source": "proc", "options": ["nosuid"] },
+            { "destination": "/var/run/token", "type": "bind", "source": "/token", "options": ["rbind", "rprivate", "ro"] },
+            { "destination": "/etc/hosts", "type": "none", "source": "/hosts", "options": ["bind", "rw", "nodev"] },
+            { "destination": "/dev/shm", "type": "tmpfs", "source": "/shm", "options": ["rw"] },
+        ],
+    })
+}
+
+/// Of a record and a spec.
+type Change = fn(&mut Value, &mut Value);
+
+fn plan(record: &Value, spec: &Value) -> Option<Plan> {
+    Plan::new(record, spec, "s")
+}
+
+fn args() -> ServeArgs {
+    let plan = plan(&record(), &spec()).expect("known");
+    plan.serve_args(vec!["--root=/r".to_owned()], Path::new("/b"), "c")
+}
+
+#[test]
+fn how_a_gofer_begins_is_told_from_how_runsc_began_it() {
+    let plan = plan(&record(), &spec()).expect("known");
+    assert_eq!(plan.file_systems(), 3);
+    assert_eq!((plan.user, plan.oom_score), ((0, 0), Some(1000)));
+    assert_eq!(plan.uid_map, "0 0 4294967295\n");
+    let args = args();
+    assert_eq!(args.root, Path::new("/rootfs"));
+    assert!(args.read_only, "what is written goes to the file");
+    assert_eq!(args.filestore.as_deref(), Some(".gvisor.filestore.s"));
+    let binds: Vec<_> = args
+        .binds
+        .iter()
+        .map(|bind| {
+            (
+                bind.source.to_str(),
+                bind.destination.to_str(),
+                bind.flags(),
+                bind.propagation(),
+            )
+        })
+        .collect();
+    let (bind, rec) = (MsFlags::MS_BIND, MsFlags::MS_REC);
+    let expected = [
+        (
+            Some("/token"),
+            Some("/var/run/token"),
+            bind | rec | MsFlags::MS_RDONLY,
+            Some(MsFlags::MS_PRIVATE | rec),
+        ),
+        (
+            Some("/hosts"),
+            Some("/etc/hosts"),
+            bind | MsFlags::MS_NODEV,
+            None,
+        ),
+    ];
+    assert_eq!(binds, expected);
+}
+
+#[test]
+fn the_last_execution_of_runsc_has_the_words_that_its_own_has() {
+    let descriptors = Descriptors {
+        log: 3,
+        spec: 4,
+        mounts: 5,
+        rpc: 6,
+        connections: vec![7, 8, 9],
+        proc_sync: 10,
+    };
+    let words = "--root=/r --log-fd=3 gofer --apply-caps=false --setup-root=false --bundle=/b \
+                 --gofer-mount-confs=lisafs:self,lisafs:none,lisafs:none --io-fds=7,8,9 --mounts-fd=5 --rpc-fd=6 --spec-fd=4 \
+                 --proc-mount-sync-fd=10 c";
+    assert_eq!(args().words(&descriptors).join(" "), words);
+}
+
+#[test]
+fn a_root_is_read_only_where_the_spec_or_a_file_over_it_says_so() {
+    let served = |upper: u64, read_only: bool| {
+        let (mut record, mut spec) = (record(), spec());
+        record["goferMountConfs"][0]["upper"] = json!(upper);
+        spec["root"]["readonly"] = json!(read_only);
+        let plan = plan(&record, &spec).expect("known");
+        let args = plan.serve_args(Vec::new(), Path::new("/b"), "c");
+        let confs = args
+            .mount_confs
+            .split(',')
+            .next()
+            .unwrap_or_default()
+            .to_owned();
+        (args.read_only, args.filestore.is_some(), confs)
+    };
+    assert_eq!(served(2, false), (true, true, "lisafs:self".to_owned()));
+    assert_eq!(served(0, true), (true, false, "lisafs:none".to_owned()));
+    assert_eq!(served(0, false), (false, false, "lisafs:none".to_owned()));
+}
+
+#[test]
+fn what_is_not_known_is_left_to_runsc() {
+    let known = |of: Change| {
+        let (mut record, mut spec) = (record(), spec());
+        of(&mut record, &mut spec);
+        plan(&record, &spec).is_some()
+    };
+    assert!(known(|_, _| {}));
+    let unknown: [(&str, Change); 23] = [
+        ("another release", |record, _| {
+            record["sandbox"]["metricMetadata"]["version"] = json!("release-20260801.0")
+        }),
+        ("another platform", |record, _| {
+            record["sandbox"]["metricMetadata"]["platform"] = json!("kvm")
+        }),
+        ("no files of its own", |record, _| {
+            record["sandbox"]["metricMetadata"]["fsmode"] = json!("goferfs")
+        }),
+        ("a terminal", |record, _| {
+            record["spec"]["process"]["terminal"] = json!(true)
+        }),
+        ("a console", |record, _| {
+            record["consoleSocket"] = json!("/console")
+        }),
+        ("hooks", |record, _| {
+            record["spec"]["hooks"] = json!({ "prestart": [{ "path": "/bin/true" }] })
+        }),
+        ("devices", |record, _| {
+            record["spec"]["linux"]["devices"] = json!([{ "path": "/dev/fuse" }])
+        }),
+        ("a word to gVisor", |record, _| {
+            record["spec"]["annotations"]["dev.gvisor.flag.debug"] = json!("true")
+        }),
+        ("shared mounts", |record, _| {
+            record["spec"]["linux"]["rootfsPropagation"] = json!("rshared")
+        }),
+        ("users of its pod's", |record, _| {
+            record["spec"]["linux"]["namespaces"] = json!([{ "type": "user", "path": "/u" }])
+        }),
+        ("no users", |record, _| {
+            record["spec"]["linux"]["uidMappings"] = json!([])
+        }),
+        ("memory over its root", |record, _| {
+            record["goferMountConfs"][0]["upper"] = json!(1)
+        }),
+        ("a root of a certain size", |record, _| {
+            record["goferMountConfs"][0]["size"] = json!("1g")
+        }),
+        ("a file over a mount", |record, _| {
+            record["goferMountConfs"][1]["upper"] = json!(2)
+        }),
+        ("a root that is an image", |record, _| {
+            record["goferMountConfs"][0]["lower"] = json!(2)
+        }),
+        ("other mounts", |_, spec| {
+            spec["mounts"][1]["type"] = json!("erofs")
+        }),
+        ("more mounts", |record, _| {
+            record["goferMountConfs"] = json!([{ "lower": 1, "upper": 0 }])
+        }),
+        ("users of a mount's", |_, spec| {
+            spec["mounts"][1]["uidMappings"] = json!([{ "containerID": 0 }])
+        }),
+        ("an unknown option", |_, spec| {
+            spec["mounts"][1]["options"] = json!(["rbind", "rro"])
+        }),
+        ("a shared mount", |_, spec| {
+            spec["mounts"][1]["options"] = json!(["rbind", "rshared"])
+        }),
+        ("both", |_, spec| {
+            spec["mounts"][1]["options"] = json!(["rbind", "ro", "rw"])
+        }),
+        ("a source in the bundle", |_, spec| {
+            spec["mounts"][1]["source"] = json!("token")
+        }),
+        ("a root in the bundle", |_, spec| {
+            spec["root"]["path"] = json!("rootfs")
+        }),
+    ];
+    for (what, change) in unknown {
+        assert!(!known(change), "{what}");
+    }
+    assert!(known(
+        |record, _| record["spec"]["linux"]["rootfsPropagation"] = json!("rslave")
+    ));
+}
+
+#[test]
+fn gvisor_takes_no_more_files_than_it_takes() {
+    let of = |count: usize| {
+        let (mut record, mut spec) = (record(), spec());
+        record["goferMountConfs"] = json!(vec![json!({ "lower": 1, "upper": 0 }); count + 1]);
+        let mount = json!({ "destination": "/m", "type": "bind", "source": "/m" });
+        spec["mounts"] = json!(vec![mount; count]);
+        plan(&record, &spec).is_some()
+    };
+    assert!(of(0) && of(99) && !of(100));
+}
+
+/// A container's root and a directory of the host's beside it, in a mount namespace that is the test's thread's.
+fn with_root(test: impl FnOnce(&Path) + Send + 'static) {
+    let thread = std::thread::spawn(move || {
+        unshare(CloneFlags::CLONE_NEWNS).expect("a mount namespace");
+        keep_mounts().expect("its own");
+        let dir = tempfile::tempdir().expect("a directory");
+        for name in ["root/etc", "host", "place", "root/inside"] {
+            std::fs::create_dir_all(dir.path().join(name)).expect("made");
+        }
+        for (name, text) in [
+            ("token", "token"),
+            ("host/file", "host's"),
+            ("root/inside/file", "image's"),
+        ] {
+            std::fs::write(dir.path().join(name), text).expect("written");
+        }
+        test(dir.path());
+        let place = dir.path().join("place");
+        nix::mount::umount2(&place, nix::mount::MntFlags::MNT_DETACH).expect("unmounted");
+    });
+    thread.join().expect("it passes");
+}
+
+fn serve(dir: &Path, destination: &str, options: &[&str]) -> crate::sentry::process::Step<()> {
+    let mount = json!({
+        "destination": destination, "type": "bind", "source": dir.join("token"), "options": options,
+    });
+    let args = ServeArgs {
+        root: dir.join("root"),
+        read_only: true,
+        binds: vec![Bind::new(&mount).expect("known")],
+        ..args()
+    };
+    containers(&args, &dir.join("place"))
+}
+
+#[test]
+fn where_a_link_of_the_image_leads_is_in_the_container() {
+    with_root(|dir| {
+        let root = dir.join("root");
+        // As seen from the host each leads out of the root, to a directory that is there.
+        let host = dir.join("host");
+        std::fs::create_dir_all(root.join(host.strip_prefix("/").expect("absolute")))
+            .expect("made");
+        std::fs::write(
+            root.join(host.strip_prefix("/").expect("absolute"))
+                .join("file"),
+            "",
+        )
+        .expect("written");
+        symlink(&host, root.join("absolute")).expect("a link");
+        symlink("../host", root.join("above")).expect("a link");
+        symlink("inside", root.join("beside")).expect("a link");
+        let place = dir.join("place");
+        let read = |path: &Path| std::fs::read_to_string(path).expect("read");
+        serve(dir, "/absolute/file", &["rbind", "rprivate", "rw"]).expect("served");
+        assert_eq!(
+            read(
+                &place
+                    .join(host.strip_prefix("/").expect("absolute"))
+                    .join("file")
+            ),
+            "token"
+        );
+        assert_eq!(read(&host.join("file")), "host's");
+        nix::mount::umount2(&place, nix::mount::MntFlags::MNT_DETACH).expect("unmounted");
+        // `..` of the root is the root, and there is no such directory in it.
+        let error = serve(dir, "/above/file", &["rbind"]).expect_err("it is not there");
+        assert_eq!(error.1.kind(), std::io::ErrorKind::NotFound, "{error:?}");
+        assert_eq!(read(&host.join("file")), "host's");
+        nix::mount::umount2(&place, nix::mount::MntFlags::MNT_DETACH).expect("unmounted");
+        serve(dir, "/../../beside/file", &["rbind"]).expect("served");
+        assert_eq!(read(&place.join("inside/file")), "token");
+        assert_eq!(read(&root.join("inside/file")), "image's");
+    });
+}
+
+#[test]
+fn what_is_served_can_be_written_to_where_the_spec_says_so() {
+    with_root(|dir| {
+        let (place, file) = (dir.join("place"), dir.join("place/inside/file"));
+        for (options, is_written) in [(["rbind", "rw"], true), (["rbind", "ro"], false)] {
+            serve(dir, "/inside/file", &options).expect("served");
+            let root =
+                std::fs::write(place.join("etc/new"), "").expect_err("the root is read-only");
+            assert_eq!(root.kind(), std::io::ErrorKind::ReadOnlyFilesystem);
+            assert_eq!(
+                std::fs::write(&file, "token").is_ok(),
+                is_written,
+                "{options:?}"
+            );
+            let flags = rustix::fs::statvfs(&file).expect("it is there").f_flag;
+            assert!(
+                flags.contains(rustix::fs::StatVfsMountFlags::NOSUID),
+                "{flags:?}"
+            );
+            nix::mount::umount2(&place, nix::mount::MntFlags::MNT_DETACH).expect("unmounted");
+        }
+        serve(dir, "/inside/file", &["rbind"]).expect("served");
+    });
+}

@@ -1,0 +1,110 @@
+//! What gVisor is told in runsc's place, beside what runsc tells it: a sandbox of the test's own listens to runsc's command.
+
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::mpsc::{Sender, channel};
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use serde_json::{Value, json};
+use torpor_gvisor::config::Config;
+use torpor_gvisor::runsc::NodeRunsc;
+use torpor_tests::case::{case, uid};
+use torpor_tests::pods::{COUNT, shell_pod};
+
+/// What Torpor says of runsc's settings.
+const SETTINGS: &str = include_str!("../../../node-agent/gvisor/src/sentry/gofer/settings.json");
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// Agrees to everything. The files that come with it are closed.
+fn agree(mut from: UnixStream, heard: &Sender<Value>) -> anyhow::Result<()> {
+    let mut said = Vec::new();
+    let mut part = [0; 64 << 10];
+    loop {
+        match from.read(&mut part)? {
+            0 => return Ok(()),
+            read => said.extend_from_slice(&part[..read]),
+        }
+        if let Ok(request) = serde_json::from_slice(&said) {
+            said.clear();
+            heard.send(request)?;
+            from.write_all(br#"{"success":true,"err":"","result":{}}"#)?;
+        }
+    }
+}
+
+/// The record of a sandbox that is this process.
+fn stand_in(kept: &Value, root: &Path, sandbox: &str) -> anyhow::Result<UnixListener> {
+    let socket = root.join("s.sock");
+    let listener = UnixListener::bind(&socket)?;
+    let mut record = kept["sandbox"].clone();
+    record["status"] = json!("running");
+    record["saver"]["rootDir"] = json!(root);
+    record["sandbox"]["pid"] = json!(std::process::id());
+    record["sandbox"]["controlSocketPath"] = json!(socket);
+    let path = root.join(format!("{sandbox}_sandbox:{sandbox}.state"));
+    std::fs::write(path, record.to_string())?;
+    Ok(listener)
+}
+
+#[tokio::test]
+async fn gvisor_is_told_of_a_container_what_runsc_tells_it() -> anyhow::Result<()> {
+    case("told", async |case| {
+        let uid = uid(&case.start(shell_pod("p", COUNT)).await?);
+        case.hibernate("p").await?;
+        let node = &case.node;
+        let sandbox = node.sandbox_of(&uid)?.sandbox;
+        let id = node.container(&uid, "a")?.id;
+        let kept = std::fs::read(node.records.pod_dir(&sandbox).join("runsc.json"))?;
+        let kept: Value = serde_json::from_slice(&kept)?;
+
+        // The path of a socket has room for 107 bytes.
+        let dir = tempfile::tempdir_in("/tmp")?;
+        let config = Config {
+            state_dir: dir.path().to_owned(),
+            ..node.config.clone()
+        };
+        let runsc = NodeRunsc::new(&config).of(&sandbox);
+        std::fs::create_dir_all(runsc.root())?;
+        let listener = stand_in(&kept, runsc.root(), sandbox.as_str())?;
+        let (says, heard) = channel();
+        std::thread::spawn(move || {
+            for connection in listener.incoming().flatten() {
+                let says = says.clone();
+                std::thread::spawn(move || agree(connection, &says));
+            }
+        });
+        let bundle = node.records.container_dir(&id);
+        runsc.restore(id.as_str(), &bundle, dir.path(), None, LIMIT)?;
+
+        let told: Vec<Value> = heard.try_iter().collect();
+        let of = |method: &str| {
+            let mut all = told.iter();
+            let found = all.find(|request| request["method"] == format!("containerManager.{method}"));
+            found.with_context(|| format!("runsc said no {method}"))
+        };
+        ensure!(of("CreateSubcontainer")?["arg"] == json!({ "CID": id.as_str() }));
+        let mut restore = of("RestoreSubcontainer")?["arg"].clone();
+        let mut settings: Value = serde_json::from_str(SETTINGS)?;
+        settings["RootDir"] = json!(runsc.root());
+        // It is runsc's own, and its command's.
+        settings["LogFilename"] = restore["Conf"]["LogFilename"].clone();
+        ensure!(restore["Conf"] == settings, "{}", restore["Conf"]);
+        let path = format!("{}_sandbox:{}.state", id.as_str(), sandbox.as_str());
+        let record: Value = serde_json::from_slice(&std::fs::read(runsc.root().join(path))?)?;
+        ensure!(restore["Spec"] == record["spec"], "its record says something else");
+        restore["Conf"] = json!(null);
+        restore["Spec"] = json!(null);
+        let expected = json!({
+            "Spec": null, "Conf": null, "CID": id.as_str(), "NumGoferFilestoreFDs": 1, "IsDevIoFilePresent": false,
+            "GoferMountConfs": kept["containers"][id.as_str()]["goferMountConfs"], "IsRootfsUpperTarFilePresent": false,
+        });
+        ensure!(restore == expected, "{restore}");
+        // What that left in the container's root is in nobody's way.
+        case.wake("p").await?;
+        case.counted("p").await?;
+        Ok(())
+    })
+    .await
+}
