@@ -33,7 +33,7 @@ use crate::save::FILES;
 use begin::Beginning;
 pub use gofer::{ContainerStart, Gofer};
 pub use plan::Kept;
-use plan::{BootArgs, Plan};
+use plan::{BootArgs, Plan, Root};
 use process::Word;
 pub use process::become_process;
 
@@ -94,15 +94,16 @@ pub struct Start<'a> {
 }
 
 impl<'a> Start<'a> {
-    /// None where runsc must do it.
+    /// `spec`: what the bundle's `config.json` says. None where runsc must do it.
     pub fn new(
         runsc: &'a Runsc,
         kept: &'a Kept,
         sandbox: &'a str,
         bundle: &'a Path,
+        spec: &serde_json::Value,
         network_namespace: Option<&Path>,
     ) -> Option<Self> {
-        let plan = kept.plan()?;
+        let plan = kept.plan(spec, sandbox)?;
         let fits = runsc.is_plain() && network_namespace == Some(plan.network_namespace.as_path());
         fits.then_some(Self {
             runsc,
@@ -121,34 +122,48 @@ impl<'a> Start<'a> {
         let _other_containers_wait = records::lock(self.runsc.root(), self.sandbox, self.sandbox)?;
         let log: File = runsc::memory_file("boot", MemfdFlags::CLOEXEC)?.into();
         let (booted, boots) = std::io::pipe().map_err(prepare("make a pipe"))?;
+        let root = self.root(until)?;
         // Where the node has them: they may be links.
         let of_node = |path: &Path| File::open(path).map_err(cannot_open(path));
-        let files = [
+        let files: [OwnedFd; process::FILES] = [
             of_node(&self.plan.network_namespace)?.into(),
             of_node(self.runsc.path())?.into(),
             append_only(&log)?,
-            open(&self.plan.root)?,
             boots.into(),
             self.control_socket()?,
             open(&self.bundle.join("config.json"))?,
         ];
+        let handed = files.iter().map(AsFd::as_fd).chain(root.files());
         let begun = Beginning {
             name: "torpor-sandbox",
             id: self.sandbox,
-            word: Word::Boot(self.boot_args()?),
-            files: &files.each_ref().map(AsFd::as_fd),
+            word: Word::Boot(self.boot_args(&root)?),
+            files: &handed.collect::<Vec<_>>(),
             uid_map: &self.plan.uid_map,
             gid_map: &self.plan.gid_map,
         }
         .begin(until)?;
+        let gofer = root.gofer();
         // gVisor's kernel has the only ends now: they close when it ends.
-        drop(files);
+        drop((files, root));
         await_boot(&booted.into(), log, until)?;
-        let (root, sandbox) = (self.runsc.root(), self.sandbox);
-        records::write(root, sandbox, sandbox, &self.kept.running(begun.pid))?;
+        let record = self.kept.running(begun.pid, gofer);
+        records::write(self.runsc.root(), self.sandbox, self.sandbox, &record)?;
         let mut control = Control::connect_to_new(self.runsc.root(), self.sandbox)?;
         self.connect(&mut control, until.left())?;
         hand_over(&mut control, image, until.left())
+    }
+
+    /// A gofer begins before the sandbox, which is handed its files.
+    fn root(&self, until: Limit) -> Result<Opened, Error> {
+        match &self.plan.root {
+            Root::Image(path) => Ok(Opened::Image(open(path)?)),
+            Root::Served(plan) => {
+                let gofer = Gofer::begin(self.runsc, plan, self.sandbox, self.bundle, until)?;
+                gofer.set_oom_score(plan)?;
+                Ok(Opened::Served(gofer))
+            }
+        }
     }
 
     /// Where gVisor's control server will listen.
@@ -163,13 +178,17 @@ impl<'a> Start<'a> {
         bound().map_err(prepare("make its control socket"))
     }
 
-    fn boot_args(&self) -> Result<BootArgs, Error> {
+    fn boot_args(&self, root: &Opened) -> Result<BootArgs, Error> {
+        let (connections, filestores) = root.counts();
         Ok(BootArgs {
             flags: self.runsc.flags(),
             bundle: self.bundle.to_owned(),
             sandbox: self.sandbox.to_owned(),
             memory: machine_memory().map_err(prepare("read the machine's memory"))?,
             host_flags: host_flags(|path| std::fs::read_to_string(path).ok()),
+            mount_confs: self.plan.root.mount_confs().to_owned(),
+            connections,
+            filestores,
         })
     }
 
@@ -180,6 +199,37 @@ impl<'a> Start<'a> {
         let method = "containerManager.CreateLinksAndRoutes";
         control.call::<serde_json::Value>(method, &arguments, &sockets, limit)?;
         Ok(())
+    }
+}
+
+/// The root file system of a sandbox' first container, and its volumes, for its first process.
+#[derive(Debug)]
+enum Opened {
+    Image(OwnedFd),
+    Served(Gofer),
+}
+
+impl Opened {
+    /// Of [`Self::files`]: images and connections, then files that are written to.
+    fn counts(&self) -> (usize, usize) {
+        match self {
+            Self::Image(_) => (1, 0),
+            Self::Served(gofer) => gofer.counts(),
+        }
+    }
+
+    fn files(&self) -> Vec<BorrowedFd<'_>> {
+        match self {
+            Self::Image(image) => vec![image.as_fd()],
+            Self::Served(gofer) => gofer.files(),
+        }
+    }
+
+    fn gofer(&self) -> Option<i32> {
+        match self {
+            Self::Image(_) => None,
+            Self::Served(gofer) => Some(gofer.pid()),
+        }
     }
 }
 

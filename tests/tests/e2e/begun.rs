@@ -152,21 +152,32 @@ fn is_begun_by_runsc(pid: i32) -> anyhow::Result<bool> {
 }
 
 /// One container writes to its root and has mounts: a directory and a file that cannot be written to, and that file at a place which is a link to `/usr/sbin`. The
-/// other one's root cannot be written to.
-async fn started(case: &Case) -> anyhow::Result<String> {
+/// other one's root cannot be written to. With `volumes` they share one on disk and one in memory, of which one is the pause container's to hold.
+async fn started(case: &Case, volumes: bool) -> anyhow::Result<String> {
     let config = json!({
         "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "config" }, "data": { "key": "value" },
     });
     case.create(config).await?;
-    let mounts = json!([
-        { "name": "config", "mountPath": "/config" },
-        { "name": "config", "mountPath": "/etc/rmt", "subPath": "key" },
-    ]);
+    let mut mounts = vec![
+        json!({ "name": "config", "mountPath": "/config" }),
+        json!({ "name": "config", "mountPath": "/etc/rmt", "subPath": "key" }),
+    ];
+    let mut shared = vec![json!({ "name": "config", "configMap": { "name": "config" } })];
+    let mut of_both = Vec::new();
+    if volumes {
+        of_both.push(json!({ "name": "disk", "mountPath": "/disk" }));
+        of_both.push(json!({ "name": "memory", "mountPath": "/memory" }));
+        shared.push(json!({ "name": "disk", "emptyDir": {} }));
+        shared.push(json!({ "name": "memory", "emptyDir": { "medium": "Memory" } }));
+        mounts.extend(of_both.iter().cloned());
+    }
     let counts = json!({ "image": PYTHON, "volumeMounts": mounts });
-    let read_only = json!({ "securityContext": { "readOnlyRootFilesystem": true } });
+    let read_only = json!({
+        "securityContext": { "readOnlyRootFilesystem": true }, "volumeMounts": of_both,
+    });
     let spec = json!({
         "containers": [with(shell("a", COUNT), counts), with(shell("b", "sleep 100000"), read_only)],
-        "volumes": [{ "name": "config", "configMap": { "name": "config" } }],
+        "volumes": shared,
     });
     Ok(uid(&case.start(pod("p", spec)).await?))
 }
@@ -204,10 +215,17 @@ impl Seen {
     }
 }
 
-/// The sandbox' first process, and those that serve its containers' files.
-fn processes(case: &Case, uid: &str) -> anyhow::Result<[i32; 3]> {
+/// The sandbox' first process, and those that serve its containers' files: of `a`, of `b`, and of the pause container if it holds volumes.
+fn processes(case: &Case, uid: &str) -> anyhow::Result<Vec<i32>> {
     let gofer = |name: &str| case.node.gofer_of(uid, name);
-    Ok([case.node.sentry(uid)?.pid, gofer("a")?.pid, gofer("b")?.pid])
+    let sandbox = case.node.sandbox_of(uid)?.sandbox;
+    let all = case.node.sandbox_processes(uid)?.into_iter();
+    let of_pause = all.filter(|process| {
+        process.command.starts_with("runsc-gofer") && process.command.contains(sandbox.as_str())
+    });
+    let mut found = vec![case.node.sentry(uid)?.pid, gofer("a")?.pid, gofer("b")?.pid];
+    found.extend(of_pause.map(|process| process.pid));
+    Ok(found)
 }
 
 fn all_seen(case: &Case, uid: &str) -> anyhow::Result<Vec<Seen>> {
@@ -224,14 +242,19 @@ fn records(case: &Case, uid: &str) -> anyhow::Result<Vec<Value>> {
     ids.iter().map(|id| record(case, uid, id)).collect()
 }
 
-/// What the file is like in which gVisor keeps what the container `a` writes.
-fn filestore(case: &Case, uid: &str) -> anyhow::Result<[u32; 3]> {
-    let sandbox = case.node.sandbox_of(uid)?.sandbox;
+/// What the files are like in which gVisor keeps what the container `a` writes, and what is in a volume.
+fn filestores(case: &Case, uid: &str) -> anyhow::Result<Vec<[u32; 3]>> {
+    let record = case.node.sandbox_of(uid)?;
     let spec = case.node.records.spec(&case.node.container(uid, "a")?.id)?;
     let root = spec["root"]["path"].as_str().context("it has a root")?;
-    let path = Path::new(root).join(format!(".gvisor.filestore.{}", sandbox.as_str()));
-    let file = std::fs::symlink_metadata(path)?;
-    Ok([file.mode(), file.uid(), file.gid()])
+    let of_volumes = record.volumes.iter().filter(|volume| volume.name == "disk");
+    let dirs = of_volumes.map(|volume| volume.source.as_path());
+    let files = [Path::new(root)].into_iter().chain(dirs).map(|dir| {
+        let path = dir.join(format!(".gvisor.filestore.{}", record.sandbox.as_str()));
+        let file = std::fs::symlink_metadata(&path).with_context(|| format!("{path:?}"))?;
+        Ok([file.mode(), file.uid(), file.gid()])
+    });
+    files.collect()
 }
 
 /// Which of its processes runsc has begun.
@@ -240,62 +263,78 @@ fn begun_by_runsc(case: &Case, uid: &str) -> anyhow::Result<Vec<bool>> {
     processes.map(is_begun_by_runsc).collect()
 }
 
-#[tokio::test]
-async fn a_sandbox_is_as_confined_as_one_that_runsc_has_begun() -> anyhow::Result<()> {
-    case("begun", async |case| {
-        let uid = started(case).await?;
-        let by = begun_by_runsc(case, &uid)?;
-        ensure!(by == [true; 3], "a new one is not restored: {by:?}");
-        let (created, file) = (all_seen(case, &uid)?, filestore(case, &uid)?);
+/// Compares with the same sandbox begun by `runsc create` and by `runsc restore`.
+async fn is_as_confined(case: &Case, volumes: bool) -> anyhow::Result<()> {
+    let uid = started(case, volumes).await?;
+    let count = if volumes { 4 } else { 3 };
+    let by = begun_by_runsc(case, &uid)?;
+    ensure!(by == vec![true; count], "a new one is not restored: {by:?}");
+    let (created, files) = (all_seen(case, &uid)?, filestores(case, &uid)?);
+    ensure!(files.len() == count - 2, "of the root, and of the volume");
+    let dirs = if volumes { "/disk /memory" } else { "/tmp" };
+    let fill = format!("for dir in {dirs}; do echo kept >$dir/file; done");
+    case.sh("p", "a", &fill).await?;
+    let check = format!("for dir in {dirs}; do cat $dir/file; done | sort -u");
 
-        // By `runsc restore`.
+    // By `runsc restore`.
+    case.hibernate("p").await?;
+    std::fs::remove_file(kept(case, &uid)?)?;
+    case.wake("p").await?;
+    let by = begun_by_runsc(case, &uid)?;
+    ensure!(by == vec![true; count], "nothing is known of it: {by:?}");
+    let (restored, recorded) = (all_seen(case, &uid)?, records(case, &uid)?);
+
+    for _ in 0..2 {
         case.hibernate("p").await?;
-        std::fs::remove_file(kept(case, &uid)?)?;
         case.wake("p").await?;
         let by = begun_by_runsc(case, &uid)?;
-        ensure!(by == [true; 3], "nothing is known of it: {by:?}");
-        let (restored, recorded) = (all_seen(case, &uid)?, records(case, &uid)?);
-
-        for _ in 0..2 {
-            case.hibernate("p").await?;
-            case.wake("p").await?;
-            let by = begun_by_runsc(case, &uid)?;
-            ensure!(by == [false; 3], "runsc has begun it: {by:?}");
-            let ours = all_seen(case, &uid)?;
-            for ((own, created), restored) in ours.iter().zip(&created).zip(&restored) {
-                own.is_confined_as(restored)?;
-                for (name, value) in &created.confinement {
-                    let own = own.confinement.get(name);
-                    ensure!(own == Some(value), "{name}: {own:?}, by runsc {value}");
+        ensure!(by == vec![false; count], "runsc has begun it: {by:?}");
+        let ours = all_seen(case, &uid)?;
+        for ((own, created), restored) in ours.iter().zip(&created).zip(&restored) {
+            own.is_confined_as(restored)?;
+            for (name, value) in &created.confinement {
+                let own = own.confinement.get(name);
+                ensure!(own == Some(value), "{name}: {own:?}, by runsc {value}");
+            }
+        }
+        ensure!(
+            ours[0].network == created[0].network,
+            "it is in another network namespace"
+        );
+        let networks: BTreeSet<_> = ours.iter().map(|own| &own.network).collect();
+        ensure!(
+            networks.len() == count,
+            "one that serves files has a network"
+        );
+        let own = filestores(case, &uid)?;
+        ensure!(own == files, "its files are {own:?}, by runsc {files:?}");
+        let own = records(case, &uid)?;
+        ensure!(own == recorded, "runsc's record is another");
+        let text = case.sh("p", "a", &check).await?;
+        ensure!(text == "kept", "it has lost what it wrote: {text}");
+        wait::until("it has no more open than runsc's", SOON, async || {
+            for (pid, restored) in processes(case, &uid)?.into_iter().zip(&restored) {
+                let (own, by_runsc) = (open_files(pid)?, &restored.open);
+                let mut kinds = own.iter();
+                if !kinds.all(|(kind, count)| by_runsc.get(kind) >= Some(count)) {
+                    return Ok(Err(format!("{own:?}, by runsc {by_runsc:?}")));
                 }
             }
-            ensure!(
-                ours[0].network == created[0].network,
-                "it is in another network namespace"
-            );
-            let own = filestore(case, &uid)?;
-            ensure!(own == file, "its file is {own:?}, by runsc {file:?}");
-            let networks: BTreeSet<_> = ours.iter().map(|own| &own.network).collect();
-            ensure!(networks.len() == 3, "one that serves files has a network");
-            ensure!(
-                records(case, &uid)? == recorded,
-                "runsc's record is another"
-            );
-            wait::until("it has no more open than runsc's", SOON, async || {
-                for (pid, restored) in processes(case, &uid)?.into_iter().zip(&restored) {
-                    let (own, by_runsc) = (open_files(pid)?, &restored.open);
-                    let mut kinds = own.iter();
-                    if !kinds.all(|(kind, count)| by_runsc.get(kind) >= Some(count)) {
-                        return Ok(Err(format!("{own:?}, by runsc {by_runsc:?}")));
-                    }
-                }
-                Ok(Ok(()))
-            })
-            .await?;
-        }
-        Ok(())
-    })
-    .await
+            Ok(Ok(()))
+        })
+        .await?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_sandbox_is_as_confined_as_one_that_runsc_has_begun() -> anyhow::Result<()> {
+    case("begun", async |case| is_as_confined(case, false).await).await
+}
+
+#[tokio::test]
+async fn a_sandbox_with_volumes_is_as_confined_as_one_that_runsc_has_begun() -> anyhow::Result<()> {
+    case("begun", async |case| is_as_confined(case, true).await).await
 }
 
 /// Signals that it got ignored from who began it.
@@ -362,7 +401,7 @@ fn a_of(kept: &mut Value) -> &mut Value {
 #[tokio::test]
 async fn what_torpor_cannot_begin_runsc_begins() -> anyhow::Result<()> {
     case("begun", async |case| {
-        let uid = started(case).await?;
+        let uid = started(case, false).await?;
         let mut counted = case.counted("p").await?;
         for (what, change, expected) in CHANGES {
             case.hibernate("p").await?;

@@ -28,8 +28,8 @@ pub(super) struct Beginning<'a> {
 pub(super) struct Begun {
     /// Of the process that executes runsc.
     pub(super) pid: i32,
-    /// Of a gofer, the file that its container writes to.
-    pub(super) filestore: Option<OwnedFd>,
+    /// Of a gofer, the files that gVisor writes to.
+    pub(super) filestores: Vec<OwnedFd>,
 }
 
 impl Beginning<'_> {
@@ -63,7 +63,7 @@ impl Beginning<'_> {
 
     fn converse(&self, with: &OwnedFd, child: &Child, until: Limit) -> Result<Begun, Error> {
         say(with, &self.word, self.files).map_err(Error::Talk)?;
-        let (mut pid, mut filestore) = (None, None);
+        let (mut pid, mut filestores) = (None, Vec::new());
         loop {
             if !can_be_read(with, until.end).map_err(Error::Talk)? {
                 return Err(until.is_over("it has not begun"));
@@ -74,13 +74,13 @@ impl Beginning<'_> {
                     say(with, &Word::Mapped, &[]).map_err(Error::Talk)?;
                 }
                 Some((Word::Forked { pid: forked }, _)) => pid = Some(forked),
-                Some((Word::Filestore, files)) => filestore = files.into_iter().next(),
+                Some((Word::Filestores, files)) => filestores = files,
                 Some((Word::Failed { message }, _)) => return Err(Error::Failed(message)),
                 Some((Word::Boot(_) | Word::Serve(_) | Word::Mapped, _)) => {}
                 None => {
                     let silent = || Error::Failed("ended without a word".to_owned());
                     let pid = pid.ok_or_else(silent)?;
-                    return Ok(Begun { pid, filestore });
+                    return Ok(Begun { pid, filestores });
                 }
             }
         }

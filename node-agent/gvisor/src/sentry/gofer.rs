@@ -10,7 +10,7 @@
 use std::fs::File;
 use std::io::{ErrorKind, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use nix::errno::Errno;
@@ -27,8 +27,8 @@ use super::{Error, Limit, append_only, open, prepare};
 use crate::control::Control;
 use crate::runsc::{self, Runsc, Stdio3, can_be_read, records};
 
-pub(super) use plan::ServeArgs;
-use plan::{GOFERS, Plan};
+use plan::GOFERS;
+pub(super) use plan::{Plan, ServeArgs};
 
 mod plan;
 pub(super) mod process;
@@ -59,8 +59,8 @@ pub struct Gofer {
     pid: i32,
     /// One for each file system that it serves.
     connections: Vec<OwnedFd>,
-    /// What the container writes into its root file system is kept there.
-    filestore: Option<OwnedFd>,
+    /// What is written to others, or over them, is kept there.
+    filestores: Vec<OwnedFd>,
     /// It says there where its mounts are.
     mounts: OwnedFd,
     log: File,
@@ -90,45 +90,7 @@ impl<'a> ContainerStart<'a> {
     /// Begins the container's gofer, which needs nothing of the sandbox. It ends by itself when nobody holds what is answered.
     pub fn begin_gofer(&self, limit: Duration) -> Result<Gofer, Error> {
         let until = Limit::new(limit);
-        let log: File = runsc::memory_file("gofer", MemfdFlags::CLOEXEC)?.into();
-        let (mounts, tells_mounts) = std::io::pipe().map_err(prepare("make a pipe"))?;
-        // For calls of a gofer that makes its own root.
-        let (_nobody, rpc) = connection()?;
-        let program =
-            File::open(self.runsc.path()).map_err(super::cannot_open(self.runsc.path()))?;
-        let mut files: Vec<OwnedFd> = vec![
-            program.into(),
-            append_only(&log)?,
-            open(&self.bundle.join("config.json"))?,
-            tells_mounts.into(),
-            rpc,
-        ];
-        let mut connections = Vec::new();
-        for _ in 0..self.plan.file_systems() {
-            let (ours, theirs) = connection()?;
-            connections.push(ours);
-            files.push(theirs);
-        }
-        let borrowed: Vec<BorrowedFd<'_>> = files.iter().map(AsFd::as_fd).collect();
-        let begun = Beginning {
-            name: "torpor-gofer",
-            id: self.id,
-            word: Word::Serve(
-                self.plan
-                    .serve_args(self.runsc.flags(), &self.bundle, self.id),
-            ),
-            files: &borrowed,
-            uid_map: &self.plan.uid_map,
-            gid_map: &self.plan.gid_map,
-        }
-        .begin(until)?;
-        Ok(Gofer {
-            pid: begun.pid,
-            connections,
-            filestore: begun.filestore,
-            mounts: mounts.into(),
-            log,
-        })
+        Gofer::begin(self.runsc, &self.plan, self.id, &self.bundle, until)
     }
 
     /// Restores the container in its sandbox, which has the image already. The last one of its containers does the work, and
@@ -145,7 +107,7 @@ impl<'a> ContainerStart<'a> {
         let stdio = [stdio.stdin, stdio.stdout, stdio.stderr];
         self.own(&stdio)?;
         let files: Vec<BorrowedFd<'_>> = (stdio.iter())
-            .chain(&gofer.filestore)
+            .chain(&gofer.filestores)
             .chain(&gofer.connections)
             .map(AsFd::as_fd)
             .collect();
@@ -153,7 +115,7 @@ impl<'a> ContainerStart<'a> {
             "Spec": record["spec"],
             "Conf": self.settings()?,
             "CID": self.id,
-            "NumGoferFilestoreFDs": usize::from(gofer.filestore.is_some()),
+            "NumGoferFilestoreFDs": gofer.filestores.len(),
             "IsDevIoFilePresent": false,
             "GoferMountConfs": record[GOFERS],
             "IsRootfsUpperTarFilePresent": false,
@@ -161,7 +123,7 @@ impl<'a> ContainerStart<'a> {
         let restore = "containerManager.RestoreSubcontainer";
         control.call::<Value>(restore, &arguments, &files, until.left())?;
         records::write(self.runsc.root(), self.id, self.sandbox, &record)?;
-        set_oom_score(gofer.pid, self.plan.oom_score)?;
+        gofer.set_oom_score(&self.plan)?;
         set_oom_score(sentry, self.kept.lowest_oom_score())
     }
 
@@ -187,6 +149,69 @@ impl<'a> ContainerStart<'a> {
 }
 
 impl Gofer {
+    pub(super) fn begin(
+        runsc: &Runsc,
+        plan: &Plan,
+        id: &str,
+        bundle: &Path,
+        until: Limit,
+    ) -> Result<Self, Error> {
+        let log: File = runsc::memory_file("gofer", MemfdFlags::CLOEXEC)?.into();
+        let (mounts, tells_mounts) = std::io::pipe().map_err(prepare("make a pipe"))?;
+        // For calls of a gofer that makes its own root.
+        let (_nobody, rpc) = connection()?;
+        let program = File::open(runsc.path()).map_err(super::cannot_open(runsc.path()))?;
+        let mut files: Vec<OwnedFd> = vec![
+            program.into(),
+            append_only(&log)?,
+            open(&bundle.join("config.json"))?,
+            tells_mounts.into(),
+            rpc,
+        ];
+        let mut connections = Vec::new();
+        for _ in 0..plan.file_systems() {
+            let (ours, theirs) = connection()?;
+            connections.push(ours);
+            files.push(theirs);
+        }
+        let borrowed: Vec<BorrowedFd<'_>> = files.iter().map(AsFd::as_fd).collect();
+        let begun = Beginning {
+            name: "torpor-gofer",
+            id,
+            word: Word::Serve(plan.serve_args(runsc.flags(), bundle, id)),
+            files: &borrowed,
+            uid_map: &plan.uid_map,
+            gid_map: &plan.gid_map,
+        }
+        .begin(until)?;
+        Ok(Self {
+            pid: begun.pid,
+            connections,
+            filestores: begun.filestores,
+            mounts: mounts.into(),
+            log,
+        })
+    }
+
+    pub(super) fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    /// Of [`Self::files`]: connections, then files that are written to.
+    pub(super) fn counts(&self) -> (usize, usize) {
+        (self.connections.len(), self.filestores.len())
+    }
+
+    /// What a sandbox' first process gets of it; the last one tells it the mounts.
+    pub(super) fn files(&self) -> Vec<BorrowedFd<'_>> {
+        let all = self.connections.iter().chain(&self.filestores);
+        all.chain([&self.mounts]).map(AsFd::as_fd).collect()
+    }
+
+    pub(super) fn set_oom_score(&self, plan: &Plan) -> Result<(), Error> {
+        set_oom_score(self.pid, plan.oom_score)
+    }
+
     /// What it says of the spec's mounts: where they are now that links are resolved. It reads the same spec.
     fn mounts(&self, until: Limit) -> Result<Value, Error> {
         let mut said = Vec::new();

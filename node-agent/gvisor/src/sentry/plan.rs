@@ -6,6 +6,8 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use super::gofer;
+
 /// Releases of gVisor of which it was read that they begin a restored sandbox as this module does (runsc/sandbox/sandbox.go, runsc/sandbox/network.go, runsc/cmd/boot.go,
 /// runsc/cmd/chroot.go). Sandboxes of all others are begun by their own runsc.
 /// As `runsc --version` says them: one that Google built, and the development cluster's.
@@ -26,6 +28,25 @@ const EROFS_ALONE: &str = r#"[{"lower":2,"upper":0}]"#;
 /// runsc leaves IPv6 addresses on the pod's links by it.
 const NO_IPV6: &str = "/spec/linux/sysctl/net.ipv6.conf.all.disable_ipv6";
 
+/// The root file system of its first container.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Root {
+    /// An EROFS image, which gVisor reads by itself.
+    Image(PathBuf),
+    /// It has a gofer.
+    Served(Box<gofer::Plan>),
+}
+
+impl Root {
+    /// How it and the volumes are used, as runsc says it.
+    pub(super) fn mount_confs(&self) -> &str {
+        match self {
+            Self::Image(_) => "erofs:none",
+            Self::Served(plan) => &plan.mount_confs,
+        }
+    }
+}
+
 /// runsc's records of a sandbox, from the time when it last ran.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Kept {
@@ -38,7 +59,7 @@ pub struct Kept {
 /// How its next process begins.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Plan {
-    pub(super) root: PathBuf,
+    pub(super) root: Root,
     pub(super) network_namespace: PathBuf,
     /// Lines of `/proc/<pid>/uid_map` and `gid_map` (user_namespaces(7)).
     pub(super) uid_map: String,
@@ -63,14 +84,11 @@ impl Kept {
         scores.min()
     }
 
-    /// None where anything is not as this module knows it: runsc knows.
-    pub(super) fn plan(&self) -> Option<Plan> {
+    /// `spec`: of the first container's bundle. None where anything is not as this module knows it: runsc knows.
+    pub(super) fn plan(&self, spec: &Value, sandbox: &str) -> Option<Plan> {
         let record = &self.sandbox;
-        let alone = serde_json::from_str::<Value>(EROFS_ALONE).ok();
         let nothing = |pointer: &str| record.pointer(pointer).is_none_or(is_nothing);
         let plain = is_usual(record)
-            && record.get("goferMountConfs") == alone.as_ref()
-            && record.get("goferPid") == Some(&json!(0))
             && ["/spec/process/terminal", "/spec/hooks"]
                 .into_iter()
                 .all(nothing)
@@ -78,29 +96,45 @@ impl Kept {
         if !plain {
             return None;
         }
-        let annotation = |name: &str| {
-            let annotations = record.pointer("/spec/annotations")?;
-            annotations
-                .get(format!("dev.gvisor.spec.rootfs.{name}"))?
-                .as_str()
-        };
-        if annotation("type") != Some("erofs") || annotation("overlay").is_some() {
-            return None;
-        }
         // runsc makes one where the pod has none, and records it.
         (namespace(record, "user")?.is_none()).then_some(())?;
+        let root = match image(record) {
+            Some(image) => Root::Image(image),
+            None => Root::Served(Box::new(gofer::Plan::new(record, spec, sandbox)?)),
+        };
         Some(Plan {
-            root: annotation("source")?.into(),
+            root,
             network_namespace: namespace(record, "network")??.into(),
             uid_map: id_map(record, "uidMappings")?,
             gid_map: id_map(record, "gidMappings")?,
         })
     }
 
-    /// The first container's record of the sandbox that has this process now, for runsc.
-    pub(super) fn running(&self, pid: i32) -> Value {
-        running(&self.sandbox, pid)
+    /// The first container's record of the sandbox that has this process now, for runsc, and this gofer if any.
+    pub(super) fn running(&self, pid: i32, gofer: Option<i32>) -> Value {
+        let mut record = running(&self.sandbox, pid);
+        record["goferPid"] = json!(gofer.unwrap_or_default());
+        record
     }
+}
+
+/// The EROFS image that is the root file system of a first container without a gofer.
+fn image(record: &Value) -> Option<PathBuf> {
+    let alone = serde_json::from_str::<Value>(EROFS_ALONE).ok()?;
+    let annotation = |name: &str| {
+        let annotations = record.pointer("/spec/annotations")?;
+        annotations
+            .get(format!("dev.gvisor.spec.rootfs.{name}"))?
+            .as_str()
+    };
+    let is_alone = record.get("goferMountConfs") == Some(&alone)
+        && record.get("goferPid") == Some(&json!(0))
+        && annotation("type") == Some("erofs")
+        && annotation("overlay").is_none();
+    is_alone
+        .then(|| annotation("source"))
+        .flatten()
+        .map(PathBuf::from)
 }
 
 /// The record of a container, for runsc, in the sandbox that has this process now.
@@ -172,13 +206,17 @@ pub(super) struct BootArgs {
     pub(super) memory: u64,
     /// What it would read from `/sys`, where it is not any more.
     pub(super) host_flags: Vec<String>,
+    /// Of its first container, as runsc says them.
+    pub(super) mount_confs: String,
+    /// Descriptors of its file systems: images and connections to a gofer, then files that it writes to, then, if there is a gofer, what tells its mounts.
+    pub(super) connections: usize,
+    pub(super) filestores: usize,
 }
 
 /// The descriptors that the process inherits.
 #[derive(Debug)]
 pub(super) struct Descriptors {
     pub(super) log: i32,
-    pub(super) root: i32,
     pub(super) booted: i32,
     pub(super) control: i32,
     pub(super) spec: i32,
@@ -186,12 +224,15 @@ pub(super) struct Descriptors {
     pub(super) stdio: [i32; 3],
     /// A byte in it has `/proc` unmounted.
     pub(super) proc_sync: i32,
+    /// As [`BootArgs`] counts them.
+    pub(super) file_systems: Vec<i32>,
 }
 
 impl BootArgs {
     /// The words of `runsc boot` once the process is where it is to be, as runsc executes itself for the last time.
     pub(super) fn words(&self, fds: &Descriptors) -> Vec<String> {
-        let [stdin, stdout, stderr] = fds.stdio;
+        let (connections, others) = fds.file_systems.split_at(self.connections);
+        let (filestores, mounts) = others.split_at(self.filestores);
         let mut words = self.flags.clone();
         words.push(format!("--log-fd={}", fds.log));
         words.push("boot".to_owned());
@@ -200,17 +241,27 @@ impl BootArgs {
             "--apply-caps=false".to_owned(),
             "--setup-root=false".to_owned(),
             format!("--bundle={}", self.bundle.display()),
-            "--gofer-mount-confs=erofs:none".to_owned(),
+            format!("--gofer-mount-confs={}", self.mount_confs),
             format!("--total-host-memory={}", self.memory),
             format!("--total-memory={}", self.memory),
-            format!("--io-fds={}", fds.root),
+            format!("--io-fds={}", numbers(connections)),
             format!("--start-sync-fd={}", fds.booted),
             format!("--controller-fd={}", fds.control),
             format!("--spec-fd={}", fds.spec),
-            format!("--stdio-fds={stdin},{stdout},{stderr}"),
+            format!("--stdio-fds={}", numbers(&fds.stdio)),
             format!("--proc-mount-sync-fd={}", fds.proc_sync),
-            self.sandbox.clone(),
         ]);
+        if !filestores.is_empty() {
+            words.push(format!("--gofer-filestore-fds={}", numbers(filestores)));
+        }
+        words.extend(mounts.iter().map(|fd| format!("--mounts-fd={fd}")));
+        words.push(self.sandbox.clone());
         words
     }
+}
+
+/// As runsc takes several descriptors.
+pub(super) fn numbers(fds: &[i32]) -> String {
+    let numbers: Vec<String> = fds.iter().map(i32::to_string).collect();
+    numbers.join(",")
 }

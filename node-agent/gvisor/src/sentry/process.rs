@@ -29,7 +29,7 @@ use crate::keeper::{receive, send};
 /// What the process and the wake that began it say to one another.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Word {
-    /// The sandbox' first process is to be executed. With the files of [`FILES`].
+    /// The sandbox' first process is to be executed. With the files of [`FILES`], and those that [`BootArgs`] counts.
     Boot(BootArgs),
     /// The process that serves a container's files is. With those of [`gofer::process::FILES`] and its connections.
     Serve(ServeArgs),
@@ -39,14 +39,14 @@ pub(super) enum Word {
     Mapped,
     /// It has a child, which is to be what was said.
     Forked { pid: i32 },
-    /// With the file that a gofer's container writes to.
-    Filestore,
+    /// With the files that gVisor writes to where a gofer serves others.
+    Filestores,
     /// And is none. After [`Word::Forked`] silence is success: the connection closes as runsc is executed.
     Failed { message: String },
 }
 
-/// Files that come with [`Word::Boot`]: the network namespace, the program, and what it inherits.
-pub(super) const FILES: usize = 7;
+/// Files that come with [`Word::Boot`] before those of its file systems: the network namespace, the program, and what it inherits.
+pub(super) const FILES: usize = 6;
 
 /// What a sandbox' first process is allowed to do in its user namespace, whose users are the host's: it serves the sandbox' files (directfs), and its
 /// stubs (systrap).
@@ -107,15 +107,20 @@ fn become_it(wake: &OwnedFd) -> Step<()> {
     setgroups(&[]).map_err(cannot("leave its groups"))?;
     match word {
         Word::Boot(args) => {
-            let files: [OwnedFd; FILES] = files.try_into().map_err(|_| silence())?;
-            become_sandbox(wake, &args, files)
+            let (files, file_systems) = files.split_first_chunk().ok_or_else(silence)?;
+            become_sandbox(wake, &args, files, file_systems)
         }
         Word::Serve(args) => gofer::process::become_gofer(wake, &args, &files),
         _ => Err(silence()),
     }
 }
 
-fn become_sandbox(wake: &OwnedFd, args: &BootArgs, files: [OwnedFd; FILES]) -> Step<()> {
+fn become_sandbox(
+    wake: &OwnedFd,
+    args: &BootArgs,
+    files: &[OwnedFd; FILES],
+    file_systems: &[OwnedFd],
+) -> Step<()> {
     let [network, program, inherited @ ..] = files;
     // gVisor locks pages for a moment to have many at once. It does without.
     let unlimited = Rlimit {
@@ -123,13 +128,12 @@ fn become_sandbox(wake: &OwnedFd, args: &BootArgs, files: [OwnedFd; FILES]) -> S
         maximum: None,
     };
     let _ = setrlimit(Resource::Memlock, unlimited);
-    setns(&network, CloneFlags::CLONE_NEWNET)
+    setns(network, CloneFlags::CLONE_NEWNET)
         .map_err(cannot("enter the pod's network namespace"))?;
-    drop(network);
     // Of the host's mounts, as long as they are this program's.
     let stdio = no_stdio()?;
     if is_in_own_namespaces(wake, CloneFlags::empty())? {
-        run(args, &program, &inherited, &stdio)?;
+        run(args, program, inherited, file_systems, &stdio)?;
     }
     Ok(())
 }
@@ -168,21 +172,23 @@ fn run(
     args: &BootArgs,
     program: &OwnedFd,
     inherited: &[OwnedFd; FILES - 2],
+    file_systems: &[OwnedFd],
     stdio: &[OwnedFd; 3],
 ) -> Step<Infallible> {
     root::enter(program.as_raw_fd())?;
     let proc_sync = unmounter()?;
-    let [log, root, booted, control, spec] = inherited.each_ref().map(AsRawFd::as_raw_fd);
+    let [log, booted, control, spec] = inherited.each_ref().map(AsRawFd::as_raw_fd);
     let descriptors = Descriptors {
         log,
-        root,
         booted,
         control,
         spec,
         stdio: stdio.each_ref().map(AsRawFd::as_raw_fd),
         proc_sync: proc_sync.as_raw_fd(),
+        file_systems: file_systems.iter().map(AsRawFd::as_raw_fd).collect(),
     };
-    hand_on(inherited.iter().chain(stdio).chain([&proc_sync]))?;
+    let all = inherited.iter().chain(file_systems).chain(stdio);
+    hand_on(all.chain([&proc_sync]))?;
     keep_capabilities(CAPABILITIES, CapabilitySet::empty())?;
     execute(root::PROGRAM, "runsc-sandbox", args.words(&descriptors))
 }

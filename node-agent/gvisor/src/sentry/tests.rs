@@ -49,14 +49,28 @@ fn kept(record: Value) -> Kept {
 
 #[test]
 fn how_a_sandbox_begins_is_told_from_how_runsc_began_it() {
-    let plan = kept(record()).plan().expect("known");
+    let plan = kept(record()).plan(&json!({}), "s").expect("known");
     let expected = Plan {
-        root: "/opt/pause.erofs".into(),
+        root: Root::Image("/opt/pause.erofs".into()),
         network_namespace: "/netns/a".into(),
         uid_map: "0 0 4294967295\n".to_owned(),
         gid_map: "0 1000 1\n1 1 65535\n".to_owned(),
     };
     assert_eq!(plan, expected);
+}
+
+/// Its root file system is its image's, and has a gofer.
+#[test]
+fn a_first_container_that_is_served_has_a_plan_of_its_gofer() {
+    let mut record = record();
+    record["goferPid"] = json!(8);
+    record["goferMountConfs"] = json!([{ "lower": 1, "upper": 0 }]);
+    record["spec"]["annotations"] = json!({ "io.kubernetes.cri.container-type": "sandbox" });
+    let spec = json!({ "root": { "path": "/rootfs" }, "mounts": [] });
+    let plan = kept(record.clone()).plan(&spec, "s").expect("known");
+    let gofer = gofer::Plan::new(&record, &spec, "s").expect("known");
+    assert_eq!(plan.root.mount_confs(), "lisafs:none");
+    assert_eq!(plan.root, Root::Served(Box::new(gofer)));
 }
 
 #[test]
@@ -69,7 +83,7 @@ fn what_is_not_known_is_left_to_runsc() {
             Value::Array(array) => array.push(value),
             parent => parent[key] = value,
         }
-        kept(record).plan().is_some()
+        kept(record).plan(&json!({}), "s").is_some()
     };
     let metadata = |key: &str| format!("/sandbox/metricMetadata/{key}");
     for version in ["release-20260701.0", "release-20260701.0-torpor"] {
@@ -157,34 +171,59 @@ fn runsc_finds_in_its_record_the_sandbox_that_runs_now() {
     expected["sandbox"]["pid"] = json!(4711);
     expected["sandbox"]["checkpointed"] = json!(false);
     expected["sandbox"]["restored"] = json!(true);
-    assert_eq!(kept(record()).running(4711), expected);
+    assert_eq!(kept(record()).running(4711, None), expected);
+    expected["goferPid"] = json!(4712);
+    assert_eq!(kept(record()).running(4711, Some(4712)), expected);
 }
 
 #[test]
 fn the_last_execution_of_runsc_has_the_words_that_its_own_has() {
-    let args = BootArgs {
+    let image = BootArgs {
         flags: vec!["--root=/r".to_owned(), "--platform=systrap".to_owned()],
         bundle: "/b".into(),
         sandbox: "s".to_owned(),
         memory: 4096,
         host_flags: vec!["--product-name=Box 1".to_owned()],
+        mount_confs: "erofs:none".to_owned(),
+        connections: 1,
+        filestores: 0,
     };
-    let descriptors = Descriptors {
-        log: 3,
-        root: 4,
-        booted: 5,
-        control: 6,
-        spec: 7,
-        stdio: [8, 9, 10],
-        proc_sync: 11,
+    let served = BootArgs {
+        mount_confs: "lisafs:none,lisafs:none,none:self".to_owned(),
+        connections: 2,
+        filestores: 1,
+        ..image.clone()
     };
-    let words = "--root=/r --platform=systrap --log-fd=3 boot --product-name=Box_1 --apply-caps=false --setup-root=false --bundle=/b \
-                 --gofer-mount-confs=erofs:none --total-host-memory=4096 --total-memory=4096 --io-fds=4 --start-sync-fd=5 \
-                 --controller-fd=6 --spec-fd=7 --stdio-fds=8,9,10 --proc-mount-sync-fd=11 s";
-    let said: Vec<String> = (args.words(&descriptors).iter())
-        .map(|word| word.replace(' ', "_"))
-        .collect();
-    assert_eq!(said.join(" "), words);
+    let words = |args: &BootArgs, file_systems: &[i32]| {
+        let descriptors = Descriptors {
+            log: 3,
+            booted: 5,
+            control: 6,
+            spec: 7,
+            stdio: [8, 9, 10],
+            proc_sync: 11,
+            file_systems: file_systems.to_vec(),
+        };
+        let words = args.words(&descriptors);
+        let words: Vec<String> = words.iter().map(|word| word.replace(' ', "_")).collect();
+        words.join(" ")
+    };
+    let expected = |confs: &str, io: &str, others: &str| {
+        format!(
+            "--root=/r --platform=systrap --log-fd=3 boot --product-name=Box_1 --apply-caps=false --setup-root=false --bundle=/b \
+             --gofer-mount-confs={confs} --total-host-memory=4096 --total-memory=4096 --io-fds={io} --start-sync-fd=5 \
+             --controller-fd=6 --spec-fd=7 --stdio-fds=8,9,10 --proc-mount-sync-fd=11{others} s"
+        )
+    };
+    assert_eq!(words(&image, &[4]), expected("erofs:none", "4", ""));
+    assert_eq!(
+        words(&served, &[12, 13, 14, 15]),
+        expected(
+            "lisafs:none,lisafs:none,none:self",
+            "12,13",
+            " --gofer-filestore-fds=14 --mounts-fd=15"
+        )
+    );
 }
 
 #[test]

@@ -210,7 +210,12 @@ impl Restore<'_> {
         let runsc = &runsc_for(node, pod, subs);
         let root_dir = node.records.container_dir(&root.id);
         let network = pod.network_namespace.as_deref();
-        let of = |kept| Start::new(runsc, kept, pod.sandbox.as_str(), &root_dir, network);
+        // runsc says of a spec that cannot be read what is wrong with it.
+        let spec = node.records.spec(&root.id).ok();
+        let of = |kept| {
+            let spec = spec.as_ref()?;
+            Start::new(runsc, kept, pod.sandbox.as_str(), &root_dir, spec, network)
+        };
         let start = &kept.as_ref().and_then(of);
         let known = kept.as_ref().filter(|_| start.is_some());
         let (mut ours, mut others) = (Vec::new(), Vec::new());
@@ -242,8 +247,8 @@ impl Restore<'_> {
             }
 
             // The root container's restore makes the sandbox and hands the image over; the last of them all does the work. What each of the others
-            // needs before that is made side by side. Ours begin at once. runsc's (a command, a gofer) begin when the image is about to be handed
-            // over, and need longer to be ready for it.
+            // needs before that is made side by side. Ours begin with the sandbox, but not before the image has been verified: with three on two processors the sandbox
+            // would wait. runsc's (a command, a gofer) begin when the image is about to be handed over, and need longer to be ready for it.
             let handing_over = match &others[..] {
                 [] => None,
                 _ => watch_addresses(pod)?,
@@ -253,13 +258,13 @@ impl Restore<'_> {
                 let _ends_with_root = ends_with_root;
                 begin::restore_root(node, runsc, root, start.as_ref(), path)
             });
-            let gofers: Vec<_> = (ours.iter())
-                .map(|one| (one, scope.spawn(|| one.begin_gofer())))
-                .collect();
             if let Some(verified) = verified {
                 join(verified)??;
             }
             stages.over("verified");
+            let gofers: Vec<_> = (ours.iter())
+                .map(|one| (one, scope.spawn(|| one.begin_gofer())))
+                .collect();
             if let Some(handing_over) = handing_over {
                 handing_over.wait(root_is_over.as_fd())?;
             }

@@ -1,4 +1,5 @@
-//! What a container's gofer is given, told from what runsc recorded of the container when it last ran, and from its spec.
+//! What a container's gofer is given, told from what runsc recorded of the container when it last ran, and from its spec. The first container has one too where it
+//! holds volumes or has a root file system of the host's.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +7,7 @@ use nix::mount::MsFlags;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::sentry::plan::{id_map, is_nothing, is_usual, namespace, oom_score, running};
+use crate::sentry::plan::{id_map, is_nothing, is_usual, namespace, numbers, oom_score, running};
 
 /// Of runsc's record: how each of the file systems that a gofer may serve is used, the root first (gVisor, `runsc/specutils.GoferMountConf`).
 pub(super) const GOFERS: &str = "goferMountConfs";
@@ -103,16 +104,21 @@ fn is_bind(mount: &Value) -> bool {
     binds && mount.get("source").is_some_and(|source| source != "")
 }
 
+/// What of a sandbox' first container may be said to gVisor: of its pod's volumes.
+const VOLUMES: &str = "dev.gvisor.spec.mount.";
+
 /// How a container's next gofer begins.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Plan {
+pub(in crate::sentry) struct Plan {
     root: PathBuf,
     /// What is written to it is not written to the host's.
     read_only: bool,
-    filestore: Option<String>,
+    /// In which directories gVisor has a file for what is written, and its name.
+    filestores: Vec<PathBuf>,
+    filestore: String,
     binds: Vec<Bind>,
     /// As runsc says them.
-    mount_confs: String,
+    pub(in crate::sentry) mount_confs: String,
     pub(super) uid_map: String,
     pub(super) gid_map: String,
     /// User and group that the sandbox runs as.
@@ -123,7 +129,7 @@ pub(super) struct Plan {
 
 impl Plan {
     /// `record`: runsc's, of the container. `spec`: of its bundle. None where anything is not as this module knows it: runsc knows.
-    pub(super) fn new(record: &Value, spec: &Value, sandbox: &str) -> Option<Self> {
+    pub(in crate::sentry) fn new(record: &Value, spec: &Value, sandbox: &str) -> Option<Self> {
         let nothing = |pointer: &str| record.pointer(pointer).is_none_or(is_nothing);
         let plain = is_usual(record)
             && [
@@ -136,36 +142,60 @@ impl Plan {
             .all(nothing);
         let propagation = record.pointer("/spec/linux/rootfsPropagation");
         let usual_root = propagation.is_none_or(|kind| kind == "" || kind == "rslave");
+        let is_first = record.get("id")? == sandbox;
+        let told = |key: &String| {
+            key.starts_with("dev.gvisor.") && !(is_first && key.starts_with(VOLUMES))
+        };
         let annotations = record
             .pointer("/spec/annotations")
             .and_then(Value::as_object);
-        let told =
-            annotations.is_some_and(|all| all.keys().any(|key| key.starts_with("dev.gvisor.")));
-        if !plain || !usual_root || told {
+        if !plain || !usual_root || annotations.is_some_and(|all| all.keys().any(told)) {
             return None;
         }
         // runsc makes one where the pod has none, and records it.
         namespace(record, "user")?.is_none().then_some(())?;
         let root = PathBuf::from(spec.pointer("/root/path")?.as_str()?);
         let mounts = spec.get("mounts")?.as_array()?;
-        let other = mounts.iter().any(|mount| mount["type"] == "erofs");
-        let binds = mounts
-            .iter()
-            .filter(|mount| is_bind(mount))
-            .map(Bind::new)
-            .collect::<Option<Vec<_>>>()?;
-        let (over_root, mount_confs) = mount_confs(record.get(GOFERS)?, binds.len())?;
-        if other || !root.is_absolute() || binds.len() >= MOST_FILE_SYSTEMS {
+        if mounts.iter().any(|mount| mount["type"] == "erofs") || !root.is_absolute() {
             return None;
         }
+        let of_host = mounts.iter().filter(|mount| is_bind(mount));
+        let of_host = of_host.map(Bind::new).collect::<Option<Vec<_>>>()?;
+        let [of_root, of_mounts @ ..] = &confs(record.get(GOFERS)?)?[..] else {
+            return None;
+        };
+        if of_mounts.len() != of_host.len() {
+            return None;
+        }
+        let (mut filestores, mut binds) = (Vec::new(), Vec::new());
+        match of_root {
+            Conf::Served => {}
+            Conf::ServedBelowFile => filestores.push(root.clone()),
+            Conf::InFile => return None,
+        }
+        for (conf, bind) in of_mounts.iter().zip(of_host) {
+            match conf {
+                Conf::Served => binds.push(bind),
+                Conf::InFile => filestores.push(bind.source),
+                Conf::ServedBelowFile => return None,
+            }
+        }
+        if binds.len() + filestores.len() >= MOST_FILE_SYSTEMS {
+            return None;
+        }
+        let names = [of_root]
+            .into_iter()
+            .chain(of_mounts)
+            .map(|conf| conf.name());
         let read_only = spec.pointer("/root/readonly") == Some(&json!(true));
         let number = |pointer: &str| u32::try_from(record.pointer(pointer)?.as_u64()?).ok();
         Some(Self {
+            read_only: read_only || *of_root == Conf::ServedBelowFile,
             root,
-            read_only: read_only || over_root,
-            filestore: over_root.then(|| format!(".gvisor.filestore.{sandbox}")),
+            filestores,
+            filestore: format!(".gvisor.filestore.{sandbox}"),
             binds,
-            mount_confs,
+            mount_confs: names.collect::<Vec<_>>().join(","),
             uid_map: id_map(record, "uidMappings")?,
             gid_map: id_map(record, "gidMappings")?,
             user: (number("/sandbox/uid")?, number("/sandbox/gid")?),
@@ -192,6 +222,7 @@ impl Plan {
             mount_confs: self.mount_confs.clone(),
             root: self.root.clone(),
             read_only: self.read_only,
+            filestores: self.filestores.clone(),
             filestore: self.filestore.clone(),
             binds: self.binds.clone(),
         }
@@ -206,34 +237,41 @@ impl Plan {
     }
 }
 
-/// Whether what is written to the root is kept in a file of gVisor's, and what runsc calls all of them. None if one is not served by a gofer,
-/// or anything else is over it.
-fn mount_confs(recorded: &Value, binds: usize) -> Option<(bool, String)> {
-    /// Served by a gofer, and nothing over it.
-    const ALONE: [u64; 2] = [1, 0];
-    /// The same with a file in it for what is written.
-    const SELF: [u64; 2] = [1, 2];
+/// How one of the file systems is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Conf {
+    /// By a gofer, and nothing is over it.
+    Served,
+    /// The same, and what is written is in a file in it.
+    ServedBelowFile,
+    /// All that is in it is in a file in it: a volume that a sandbox has for itself.
+    InFile,
+}
 
-    let confs = recorded.as_array()?.iter().map(|conf| {
-        let number = |key: &str| conf.get(key)?.as_u64();
-        let has_no_size = conf.get("size").is_none();
-        has_no_size.then_some([number("lower")?, number("upper")?])
-    });
-    let confs = confs.collect::<Option<Vec<_>>>()?;
-    let (root, others) = confs.split_first()?;
-    let known = [ALONE, SELF].contains(root) && others.iter().all(|conf| *conf == ALONE);
-    if !known || others.len() != binds {
-        return None;
+impl Conf {
+    /// By what runsc records.
+    fn new(recorded: &Value) -> Option<Self> {
+        let number = |key: &str| recorded.get(key)?.as_u64();
+        match (number("lower")?, number("upper")?, recorded.get("size")) {
+            (1, 0, None) => Some(Self::Served),
+            (1, 2, None) => Some(Self::ServedBelowFile),
+            (0, 2, None) => Some(Self::InFile),
+            _ => None,
+        }
     }
-    let over_root = *root == SELF;
-    let names = [if over_root {
-        "lisafs:self"
-    } else {
-        "lisafs:none"
-    }]
-    .into_iter()
-    .chain(others.iter().map(|_| "lisafs:none"));
-    Some((over_root, names.collect::<Vec<_>>().join(",")))
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Served => "lisafs:none",
+            Self::ServedBelowFile => "lisafs:self",
+            Self::InFile => "none:self",
+        }
+    }
+}
+
+/// None if one is used in another way.
+fn confs(recorded: &Value) -> Option<Vec<Conf>> {
+    recorded.as_array()?.iter().map(Conf::new).collect()
 }
 
 /// What becomes a gofer is told.
@@ -246,8 +284,9 @@ pub(in crate::sentry) struct ServeArgs {
     pub(super) mount_confs: String,
     pub(super) root: PathBuf,
     pub(super) read_only: bool,
-    /// Name of a file that is made in the root for what the container writes.
-    pub(super) filestore: Option<String>,
+    /// Directories in which a file of this name is made.
+    pub(super) filestores: Vec<PathBuf>,
+    pub(super) filestore: String,
     /// In the order of the spec.
     pub(super) binds: Vec<Bind>,
 }
@@ -267,7 +306,6 @@ pub(super) struct Descriptors {
 impl ServeArgs {
     /// The words of `runsc gofer` once the process is where it is to be, as runsc executes itself for the last time.
     pub(super) fn words(&self, fds: &Descriptors) -> Vec<String> {
-        let connections: Vec<String> = fds.connections.iter().map(i32::to_string).collect();
         let mut words = self.flags.clone();
         words.push(format!("--log-fd={}", fds.log));
         words.extend([
@@ -276,7 +314,7 @@ impl ServeArgs {
             "--setup-root=false".to_owned(),
             format!("--bundle={}", self.bundle.display()),
             format!("--gofer-mount-confs={}", self.mount_confs),
-            format!("--io-fds={}", connections.join(",")),
+            format!("--io-fds={}", numbers(&fds.connections)),
             format!("--mounts-fd={}", fds.mounts),
             format!("--rpc-fd={}", fds.rpc),
             format!("--spec-fd={}", fds.spec),

@@ -1,7 +1,7 @@
 //! The way of a process from a wake's child to the one that serves a container's files.
 
 use std::convert::Infallible;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use nix::sched::CloneFlags;
 use rustix::thread::CapabilitySet;
@@ -42,10 +42,10 @@ fn run(wake: &OwnedFd, args: &ServeArgs, files: &[OwnedFd]) -> Step<Infallible> 
         let silence = std::io::ErrorKind::UnexpectedEof.into();
         return Err(("hear what to serve", silence));
     };
-    if let Some(filestore) = root::enter(args, program.as_raw_fd())? {
-        let told = say(wake, &Word::Filestore, &[filestore.as_fd()]);
-        told.map_err(cannot("hand the container's file on"))?;
-    }
+    let filestores = root::enter(args, program.as_raw_fd())?;
+    let borrowed: Vec<BorrowedFd<'_>> = filestores.iter().map(AsFd::as_fd).collect();
+    let told = cannot("hand the files on");
+    say(wake, &Word::Filestores, &borrowed).map_err(told)?;
     let proc_sync = unmounter()?;
     let [log, spec, mounts, rpc] = inherited.each_ref().map(AsRawFd::as_raw_fd);
     let descriptors = Descriptors {

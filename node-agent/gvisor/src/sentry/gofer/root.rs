@@ -23,15 +23,15 @@ pub(super) const PROGRAM: &str = "/exe";
 
 const NOTHING: Option<&str> = None;
 
-/// Moves the process, the first one of new user, mount and PID namespaces, into it. `program`: the number of its descriptor. Answers the file
-/// that the container writes to.
-pub(super) fn enter(args: &ServeArgs, program: i32) -> Step<Option<OwnedFd>> {
+/// Moves the process, the first one of new user, mount and PID namespaces, into it. `program`: the number of its descriptor. Answers the files
+/// that gVisor writes to.
+pub(super) fn enter(args: &ServeArgs, program: i32) -> Step<Vec<OwnedFd>> {
     let plain = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
     let place = Path::new(PLACE);
     keep_mounts()?;
-    // By the host's mount of the root: a file that is open for writing would keep the container's from becoming read-only.
-    let filestore = args.filestore.as_ref();
-    let filestore = filestore.map(|name| make(&args.root, name)).transpose()?;
+    // By the host's mounts: a file that is open for writing would keep the container's root from becoming read-only.
+    let filestores = args.filestores.iter().map(|dir| make(dir, &args.filestore));
+    let filestores = filestores.collect::<Step<Vec<_>>>()?;
     mount(Some("runsc-root"), place, Some("tmpfs"), plain, NOTHING)
         .map_err(cannot("mount its root"))?;
     // It is mounted in what is about to be mounted in it.
@@ -54,16 +54,16 @@ pub(super) fn enter(args: &ServeArgs, program: i32) -> Step<Option<OwnedFd>> {
         .map_err(cannot("mount the list of its files"))?;
     containers(args, &place.join("root"))?;
     leave_hosts(place)?;
-    Ok(filestore)
+    Ok(filestores)
 }
 
-/// A new file in the container's root file system.
-fn make(root: &Path, name: &str) -> Step<OwnedFd> {
-    let failed = cannot("make the container's file");
+/// A new file there.
+fn make(dir: &Path, name: &str) -> Step<OwnedFd> {
+    let failed = cannot("make a file for what is written");
     let path_only = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-    let root = rustix::fs::open(root, path_only, Mode::empty()).map_err(failed)?;
+    let dir = rustix::fs::open(dir, path_only, Mode::empty()).map_err(failed)?;
     let new = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-    openat(&root, name, new, Mode::from_raw_mode(0o666)).map_err(failed)
+    openat(&dir, name, new, Mode::from_raw_mode(0o666)).map_err(failed)
 }
 
 /// The container's root file system at `place`, with what is mounted in it.

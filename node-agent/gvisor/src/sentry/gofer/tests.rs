@@ -65,7 +65,8 @@ fn how_a_gofer_begins_is_told_from_how_runsc_began_it() {
     let args = args();
     assert_eq!(args.root, Path::new("/rootfs"));
     assert!(args.read_only, "what is written goes to the file");
-    assert_eq!(args.filestore.as_deref(), Some(".gvisor.filestore.s"));
+    assert_eq!(args.filestores, [Path::new("/rootfs")]);
+    assert_eq!(args.filestore, ".gvisor.filestore.s");
     let binds: Vec<_> = args
         .binds
         .iter()
@@ -94,6 +95,37 @@ fn how_a_gofer_begins_is_told_from_how_runsc_began_it() {
         ),
     ];
     assert_eq!(binds, expected);
+}
+
+/// Of a pause container that holds a volume on disk.
+fn of_first() -> (Value, Value) {
+    let (mut record, mut spec) = (record(), spec());
+    record["id"] = json!("s");
+    record["spec"]["annotations"] = json!({
+        "dev.gvisor.spec.mount.w.share": "pod", "dev.gvisor.spec.mount.w.source": "/volumes/w",
+    });
+    record["goferMountConfs"] = json!([{ "lower": 1, "upper": 0 }, { "lower": 0, "upper": 2 }]);
+    spec["mounts"] = json!([
+        { "destination": "/torpor-volumes/w", "type": "bind", "source": "/volumes/w", "options": ["rw"] },
+    ]);
+    (record, spec)
+}
+
+#[test]
+fn a_volume_of_the_sandbox_is_in_a_file_and_nobody_serves_it() {
+    let (mut record, spec) = of_first();
+    let args = plan(&record, &spec)
+        .expect("known")
+        .serve_args(Vec::new(), Path::new("/b"), "s");
+    assert_eq!(args.filestores, [Path::new("/volumes/w")]);
+    assert_eq!(args.mount_confs, "lisafs:none,none:self");
+    assert!(args.binds.is_empty() && !args.read_only);
+    // Nothing else is said to gVisor of a first container, and nothing at all of another one.
+    record["spec"]["annotations"]["dev.gvisor.spec.rootfs.overlay"] = json!("memory");
+    assert_eq!(plan(&record, &spec), None);
+    let (mut record, spec) = of_first();
+    record["id"] = json!("c");
+    assert_eq!(plan(&record, &spec), None);
 }
 
 #[test]
@@ -126,7 +158,7 @@ fn a_root_is_read_only_where_the_spec_or_a_file_over_it_says_so() {
             .next()
             .unwrap_or_default()
             .to_owned();
-        (args.read_only, args.filestore.is_some(), confs)
+        (args.read_only, !args.filestores.is_empty(), confs)
     };
     assert_eq!(served(2, false), (true, true, "lisafs:self".to_owned()));
     assert_eq!(served(0, true), (true, false, "lisafs:none".to_owned()));
