@@ -245,7 +245,7 @@ pub(crate) struct InstallArgs {
     /// Whether the kernel's RCU grace periods are expedited (for the whole node) for the moment of a wake, which halves it
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set)]
     pub(crate) expedite_wakes: bool,
-    /// Whether a hibernated sandbox that wakes is begun without runsc's command, a fifth faster, where that is known of the release of gVisor
+    /// Whether a hibernated sandbox that wakes is begun without runsc's commands, a third faster, where that is known of the release of gVisor
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set)]
     pub(crate) begin_sandboxes: bool,
     /// Most hibernated sandboxes that are restored at once; 0: as many as want to. Default: one more than the node's processors

@@ -71,6 +71,8 @@ pub enum Error {
     Ended(String),
     #[error("gVisor's gofer ended as it started: {0}")]
     GoferEnded(String),
+    #[error("what container {0} mounts is not where it was")]
+    Moved(String),
     /// It may still start: whoever goes on ends it first.
     #[error("gVisor did not start within {limit:?}: {said}")]
     TimedOut { limit: Duration, said: String },
@@ -119,7 +121,8 @@ impl<'a> Start<'a> {
     pub fn restore(&self, image: &Path, limit: Duration) -> Result<(), Error> {
         let until = Limit::new(limit);
         std::fs::create_dir_all(self.runsc.root()).map_err(prepare("make runsc's directory"))?;
-        let _other_containers_wait = records::lock(self.runsc.root(), self.sandbox, self.sandbox)?;
+        let _other_containers_wait =
+            records::lock(self.runsc.root(), self.sandbox, self.sandbox, until.end)?;
         let log: File = runsc::memory_file("boot", MemfdFlags::CLOEXEC)?.into();
         let (booted, boots) = std::io::pipe().map_err(prepare("make a pipe"))?;
         let root = self.root(until)?;

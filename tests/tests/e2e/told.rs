@@ -10,11 +10,10 @@ use anyhow::{Context, ensure};
 use serde_json::{Value, json};
 use torpor_gvisor::config::Config;
 use torpor_gvisor::runsc::NodeRunsc;
+use torpor_gvisor::sentry::{ContainerStart, Kept};
 use torpor_tests::case::{case, uid};
 use torpor_tests::pods::{COUNT, shell_pod};
 
-/// What Torpor says of runsc's settings.
-const SETTINGS: &str = include_str!("../../../node-agent/gvisor/src/sentry/gofer/settings.json");
 const LIMIT: Duration = Duration::from_secs(30);
 
 /// Agrees to everything. The files that come with it are closed.
@@ -81,26 +80,27 @@ async fn gvisor_is_told_of_a_container_what_runsc_tells_it() -> anyhow::Result<(
         let told: Vec<Value> = heard.try_iter().collect();
         let of = |method: &str| {
             let mut all = told.iter();
-            let found = all.find(|request| request["method"] == format!("containerManager.{method}"));
+            let found =
+                all.find(|request| request["method"] == format!("containerManager.{method}"));
             found.with_context(|| format!("runsc said no {method}"))
         };
         ensure!(of("CreateSubcontainer")?["arg"] == json!({ "CID": id.as_str() }));
-        let mut restore = of("RestoreSubcontainer")?["arg"].clone();
-        let mut settings: Value = serde_json::from_str(SETTINGS)?;
-        settings["RootDir"] = json!(runsc.root());
-        // It is runsc's own, and its command's.
-        settings["LogFilename"] = restore["Conf"]["LogFilename"].clone();
-        ensure!(restore["Conf"] == settings, "{}", restore["Conf"]);
-        let path = format!("{}_sandbox:{}.state", id.as_str(), sandbox.as_str());
-        let record: Value = serde_json::from_slice(&std::fs::read(runsc.root().join(path))?)?;
-        ensure!(restore["Spec"] == record["spec"], "its record says something else");
-        restore["Conf"] = json!(null);
-        restore["Spec"] = json!(null);
-        let expected = json!({
-            "Spec": null, "Conf": null, "CID": id.as_str(), "NumGoferFilestoreFDs": 1, "IsDevIoFilePresent": false,
-            "GoferMountConfs": kept["containers"][id.as_str()]["goferMountConfs"], "IsRootfsUpperTarFilePresent": false,
-        });
-        ensure!(restore == expected, "{restore}");
+        let restore = &of("RestoreSubcontainer")?["arg"];
+        let spec = node.records.spec(&id)?;
+        let kept: Kept = serde_json::from_value(kept)?;
+        let start =
+            ContainerStart::new(&runsc, &kept, id.as_str(), sandbox.as_str(), bundle, &spec);
+        let mut own = start.context("it is left to runsc")?.told()?;
+        // It is its command's own.
+        own["Conf"]["LogFilename"] = restore["Conf"]["LogFilename"].clone();
+        for (name, value) in own.as_object().into_iter().flatten() {
+            ensure!(
+                restore[name] == *value,
+                "{name}: {value}, by runsc {}",
+                restore[name]
+            );
+        }
+        ensure!(*restore == own, "runsc says more: {restore}");
         // What that left in the container's root is in nobody's way.
         case.wake("p").await?;
         case.counted("p").await?;

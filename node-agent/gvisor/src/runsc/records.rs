@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::{Error, NodeRunsc, Runsc};
 use crate::control::Control;
@@ -21,6 +21,9 @@ const USUAL_RECORD: usize = 32 << 10;
 fn state_path(root: &Path, id: &str, sandbox: &str) -> PathBuf {
     root.join(format!("{id}_sandbox:{sandbox}.state"))
 }
+
+/// How often a lock is asked for that somebody has.
+const LOCK_PERIOD: Duration = Duration::from_millis(2);
 
 /// Of a sandbox' id, which is in hexadecimal: 256 root directories.
 pub(super) const SPREAD: usize = 2;
@@ -221,7 +224,12 @@ pub(crate) fn write(
 
 /// What runsc holds while it makes a container and again while it starts it; of a sandbox' first one until that has the image. Its commands for the other containers
 /// wait for that, and so come neither before there is a sandbox nor before that has the image (gVisor, `runsc/container/state_file.go`). The kernel gives it back with the file.
-pub(crate) fn lock(root: &Path, id: &str, sandbox: &str) -> Result<std::fs::File, Error> {
+pub(crate) fn lock(
+    root: &Path,
+    id: &str,
+    sandbox: &str,
+    deadline: Instant,
+) -> Result<std::fs::File, Error> {
     let path = state_path(root, id, sandbox).with_extension("lock");
     let locked = || -> std::io::Result<std::fs::File> {
         let file = std::fs::File::options()
@@ -230,9 +238,17 @@ pub(crate) fn lock(root: &Path, id: &str, sandbox: &str) -> Result<std::fs::File
             .truncate(false)
             .mode(0o600)
             .open(&path)?;
-        // Who has it looks whether a record is whole, or was killed with it.
-        rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive)?;
-        Ok(file)
+        // Who has it looks whether a record is whole, or is one that should have been killed with the sandbox.
+        let at_once = rustix::fs::FlockOperation::NonBlockingLockExclusive;
+        loop {
+            match rustix::fs::flock(&file, at_once) {
+                Err(rustix::io::Errno::WOULDBLOCK) if Instant::now() < deadline => {
+                    std::thread::sleep(LOCK_PERIOD);
+                }
+                Err(rustix::io::Errno::WOULDBLOCK) => return Err(ErrorKind::TimedOut.into()),
+                locked => return Ok(locked.map(|()| file)?),
+            }
+        }
     };
     locked().map_err(|source| Error::WriteRecord {
         path: path.clone(),

@@ -27,8 +27,7 @@ use super::{Error, Limit, append_only, open, prepare};
 use crate::control::Control;
 use crate::runsc::{self, Runsc, Stdio3, can_be_read, records};
 
-use plan::GOFERS;
-pub(super) use plan::{Plan, ServeArgs};
+pub(super) use plan::{GOFERS, Plan, ServeArgs};
 
 mod plan;
 pub(super) mod process;
@@ -97,34 +96,45 @@ impl<'a> ContainerStart<'a> {
     /// returns when the sandbox runs.
     pub fn restore(&self, gofer: Gofer, stdio: Stdio3, limit: Duration) -> Result<(), Error> {
         let until = Limit::new(limit);
-        let mounts = gofer.mounts(until)?;
-        let sentry = records::sentry(self.runsc.root(), self.sandbox)?;
-        let record = self.plan.served(gofer.pid, mounts, sentry);
-        let _no_other_command = records::lock(self.runsc.root(), self.id, self.sandbox)?;
-        let mut control = Control::connect_to_new(self.runsc.root(), self.sandbox)?;
+        let (root, sandbox) = (self.runsc.root(), self.sandbox);
+        if gofer.mounts(until)? != self.plan.record()["spec"]["mounts"] {
+            return Err(Error::Moved(self.id.to_owned()));
+        }
+        let _no_other_command = records::lock(root, self.id, sandbox, until.end)?;
+        let mut control = Control::connect_to_new(root, sandbox)?;
         let create = "containerManager.CreateSubcontainer";
         control.call::<Value>(create, &json!({ "CID": self.id }), &[], until.left())?;
         let stdio = [stdio.stdin, stdio.stdout, stdio.stderr];
         self.own(&stdio)?;
+        // All that can fail comes before the last container is there and runs.
+        let sentry = records::sentry(root, sandbox)?;
+        let record = self.plan.served(gofer.pid, sentry);
+        records::write(root, self.id, sandbox, &record)?;
+        gofer.set_oom_score(&self.plan)?;
+        set_oom_score(sentry, self.kept.lowest_oom_score())?;
         let files: Vec<BorrowedFd<'_>> = (stdio.iter())
             .chain(&gofer.filestores)
             .chain(&gofer.connections)
             .map(AsFd::as_fd)
             .collect();
-        let arguments = json!({
+        let restore = "containerManager.RestoreSubcontainer";
+        control.call::<Value>(restore, &self.told()?, &files, until.left())?;
+        Ok(())
+    }
+
+    /// What gVisor is told of the container, beside its standard streams, the files that it writes to and connections to its gofer, in this order
+    /// (runsc/boot/controller.go, `StartArgs`).
+    pub fn told(&self) -> Result<Value, Error> {
+        let record = self.plan.record();
+        Ok(json!({
             "Spec": record["spec"],
             "Conf": self.settings()?,
             "CID": self.id,
-            "NumGoferFilestoreFDs": gofer.filestores.len(),
+            "NumGoferFilestoreFDs": self.plan.filestores(),
             "IsDevIoFilePresent": false,
             "GoferMountConfs": record[GOFERS],
             "IsRootfsUpperTarFilePresent": false,
-        });
-        let restore = "containerManager.RestoreSubcontainer";
-        control.call::<Value>(restore, &arguments, &files, until.left())?;
-        records::write(self.runsc.root(), self.id, self.sandbox, &record)?;
-        gofer.set_oom_score(&self.plan)?;
-        set_oom_score(sentry, self.kept.lowest_oom_score())
+        }))
     }
 
     /// What the container reads and writes belongs to who its sandbox runs as.
@@ -184,6 +194,9 @@ impl Gofer {
             gid_map: &plan.gid_map,
         }
         .begin(until)?;
+        if begun.filestores.len() != plan.filestores() {
+            return Err(Error::Failed("ended before it served".to_owned()));
+        }
         Ok(Self {
             pid: begun.pid,
             connections,
@@ -212,7 +225,7 @@ impl Gofer {
         set_oom_score(self.pid, plan.oom_score)
     }
 
-    /// What it says of the spec's mounts: where they are now that links are resolved. It reads the same spec.
+    /// What it says of the spec's mounts: where it has found them, following links.
     fn mounts(&self, until: Limit) -> Result<Value, Error> {
         let mut said = Vec::new();
         let mut pipe = File::from(self.mounts.try_clone().map_err(Error::Talk)?).take(MAX_MOUNTS);

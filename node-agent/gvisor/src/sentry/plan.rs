@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::gofer;
 
 /// Releases of gVisor of which it was read that they begin a restored sandbox as this module does (runsc/sandbox/sandbox.go, runsc/sandbox/network.go, runsc/cmd/boot.go,
-/// runsc/cmd/chroot.go). Sandboxes of all others are begun by their own runsc.
+/// runsc/cmd/chroot.go), and its other containers (runsc/container/container.go, runsc/cmd/gofer.go, runsc/cmd/sandboxsetup, runsc/config). Sandboxes of all others are begun by their own runsc.
 /// As `runsc --version` says them: one that Google built, and the development cluster's.
 const KNOWN_RELEASES: [&str; 2] = ["release-20260701.0", "release-20260701.0-torpor"];
 
@@ -48,7 +48,7 @@ impl Root {
 }
 
 /// runsc's records of a sandbox, from the time when it last ran.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Kept {
     /// Of its first container.
     sandbox: Value,
@@ -72,6 +72,22 @@ impl Kept {
             sandbox,
             containers,
         }
+    }
+
+    /// With those of these containers that only an earlier time knows: runsc has no record of what a sandbox had that was not restored to its end.
+    #[must_use]
+    pub fn or_from<'a>(
+        mut self,
+        earlier: Option<Self>,
+        containers: impl IntoIterator<Item = &'a str>,
+    ) -> Self {
+        let mut earlier = earlier.unwrap_or_default().containers;
+        for id in containers {
+            if let Some(record) = earlier.remove(id) {
+                self.containers.entry(id.to_owned()).or_insert(record);
+            }
+        }
+        self
     }
 
     pub(super) fn container(&self, id: &str) -> Option<&Value> {
@@ -127,7 +143,7 @@ fn image(record: &Value) -> Option<PathBuf> {
             .get(format!("dev.gvisor.spec.rootfs.{name}"))?
             .as_str()
     };
-    let is_alone = record.get("goferMountConfs") == Some(&alone)
+    let is_alone = record.get(gofer::GOFERS) == Some(&alone)
         && record.get("goferPid") == Some(&json!(0))
         && annotation("type") == Some("erofs")
         && annotation("overlay").is_none();

@@ -59,6 +59,21 @@ fn how_a_sandbox_begins_is_told_from_how_runsc_began_it() {
     assert_eq!(plan, expected);
 }
 
+#[test]
+fn what_runsc_has_no_record_of_is_told_from_an_earlier_time() {
+    let of = |records: &[(&str, i32)]| {
+        let records = records
+            .iter()
+            .map(|(id, record)| ((*id).to_owned(), json!(record)));
+        Kept::new(record(), records.collect())
+    };
+    let (earlier, now) = (of(&[("a", 1), ("b", 1), ("gone", 1)]), of(&[("a", 2)]));
+    let known = ["a", "b", "c"];
+    let kept = now.clone().or_from(Some(earlier), known);
+    assert_eq!(kept, of(&[("a", 2), ("b", 1)]));
+    assert_eq!(now.clone().or_from(None, known), now);
+}
+
 /// Its root file system is its image's, and has a gofer.
 #[test]
 fn a_first_container_that_is_served_has_a_plan_of_its_gofer() {
@@ -66,6 +81,7 @@ fn a_first_container_that_is_served_has_a_plan_of_its_gofer() {
     record["goferPid"] = json!(8);
     record["goferMountConfs"] = json!([{ "lower": 1, "upper": 0 }]);
     record["spec"]["annotations"] = json!({ "io.kubernetes.cri.container-type": "sandbox" });
+    record["spec"]["mounts"] = json!([]);
     let spec = json!({ "root": { "path": "/rootfs" }, "mounts": [] });
     let plan = kept(record.clone()).plan(&spec, "s").expect("known");
     let gofer = gofer::Plan::new(&record, &spec, "s").expect("known");

@@ -37,8 +37,15 @@ pub(super) fn keep(node: &Node, pod: &PodRecord) {
         let parts = node.records.containers_of(sandbox)?;
         let others = parts.iter().filter(|part| part.role == Role::Container);
         let others = others.map(|part| part.id.as_str());
-        match node.runsc_of(sandbox).kept(sandbox.as_str(), others)? {
-            Some(kept) => Ok(node.records.keep(sandbox, &kept)?),
+        match node
+            .runsc_of(sandbox)
+            .kept(sandbox.as_str(), others.clone())?
+        {
+            Some(kept) => {
+                // What cannot be read is not there.
+                let earlier = node.records.kept(sandbox).unwrap_or_default();
+                Ok(node.records.keep(sandbox, &kept.or_from(earlier, others))?)
+            }
             // It was removed before, and kept then.
             None => Ok(()),
         }

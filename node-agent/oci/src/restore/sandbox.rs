@@ -159,7 +159,7 @@ impl Restore<'_> {
         node.records.write_doze(&pod.sandbox, None)?;
         node.cgroups.create(&pod.cgroup)?;
         swap::keep_in_memory(&node.cgroups, &pod.cgroup)?;
-        // runsc's children, the sentry and the gofers, inherit the place.
+        // Its children, the sentry and the gofers, inherit the place, as runsc's do.
         node.cgroups.place(&pod.cgroup, std::process::id())?;
         stages.over("prepared");
 

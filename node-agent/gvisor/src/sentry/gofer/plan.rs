@@ -1,19 +1,22 @@
 //! What a container's gofer is given, told from what runsc recorded of the container when it last ran, and from its spec. The first container has one too where it
 //! holds volumes or has a root file system of the host's.
 
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use nix::mount::MsFlags;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use crate::keeper::MAX_MESSAGE;
 use crate::sentry::plan::{id_map, is_nothing, is_usual, namespace, numbers, oom_score, running};
 
 /// Of runsc's record: how each of the file systems that a gofer may serve is used, the root first (gVisor, `runsc/specutils.GoferMountConf`).
-pub(super) const GOFERS: &str = "goferMountConfs";
+pub(in crate::sentry) const GOFERS: &str = "goferMountConfs";
 
-/// Files that gVisor takes with one call (pkg/urpc, `maxFiles`), without the other ones.
+/// gVisor takes 128 files with one call (pkg/urpc, `maxFiles`): these, and some others.
 const MOST_FILE_SYSTEMS: usize = 100;
+/// Bytes of the mounts, as they are said to who becomes the gofer in one message.
+const MOST_TEXT: usize = MAX_MESSAGE / 2;
 
 /// What a container's mount may be told: all that a kubelet says, and what of mount(2) goes with it (gVisor, runsc/specutils/fs.go). "rw" is said of what is not "ro".
 const OPTIONS: [(&str, MsFlags); 7] = [
@@ -37,7 +40,7 @@ const PROPAGATION: [(&str, MsFlags); 4] = [
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::sentry) struct Bind {
     pub(super) source: PathBuf,
-    /// As the spec names it: links are the container's.
+    /// Where the container's links lead from what the spec names.
     pub(super) destination: PathBuf,
     /// Of mount(2).
     flags: u64,
@@ -53,14 +56,17 @@ impl Bind {
         Some(MsFlags::from_bits_truncate(self.propagation)).filter(|flags| !flags.is_empty())
     }
 
-    /// None if it is told anything that is not known.
-    pub(super) fn new(mount: &Value) -> Option<Self> {
-        let path = |key: &str| mount.get(key)?.as_str().map(PathBuf::from);
-        let (source, destination) = (path("source")?, path("destination")?);
+    /// `mount`: of the spec. `recorded`: the same of runsc's record. None if it is told anything that is not known.
+    pub(super) fn new(mount: &Value, recorded: &Value) -> Option<Self> {
+        let path = |of: &Value, key: &str| of.get(key)?.as_str().map(PathBuf::from);
+        let (source, destination) = (path(mount, "source")?, path(recorded, "destination")?);
         let own_users = ["uidMappings", "gidMappings"]
             .iter()
             .any(|key| mount.get(key).is_some_and(|value| !is_nothing(value)));
-        if !source.is_absolute() || !destination.is_absolute() || own_users {
+        let plain = |part: Component<'_>| matches!(part, Component::RootDir | Component::Normal(_));
+        let is_place = destination.has_root() && destination.components().all(plain);
+        let same = path(recorded, "source")? == source;
+        if !source.is_absolute() || !is_place || !same || own_users {
             return None;
         }
         let (mut flags, mut propagation) = (MsFlags::MS_BIND, MsFlags::empty());
@@ -159,8 +165,16 @@ impl Plan {
         if mounts.iter().any(|mount| mount["type"] == "erofs") || !root.is_absolute() {
             return None;
         }
-        let of_host = mounts.iter().filter(|mount| is_bind(mount));
-        let of_host = of_host.map(Bind::new).collect::<Option<Vec<_>>>()?;
+        let recorded = record.pointer("/spec/mounts")?.as_array()?;
+        if recorded.len() != mounts.len() {
+            return None;
+        }
+        let of_host = mounts
+            .iter()
+            .zip(recorded)
+            .filter(|(mount, _)| is_bind(mount));
+        let of_host = of_host.map(|(mount, recorded)| Bind::new(mount, recorded));
+        let of_host = of_host.collect::<Option<Vec<_>>>()?;
         let [of_root, of_mounts @ ..] = &confs(record.get(GOFERS)?)?[..] else {
             return None;
         };
@@ -176,11 +190,12 @@ impl Plan {
         for (conf, bind) in of_mounts.iter().zip(of_host) {
             match conf {
                 Conf::Served => binds.push(bind),
-                Conf::InFile => filestores.push(bind.source),
-                Conf::ServedBelowFile => return None,
+                Conf::InFile if is_first => filestores.push(bind.source),
+                Conf::InFile | Conf::ServedBelowFile => return None,
             }
         }
-        if binds.len() + filestores.len() >= MOST_FILE_SYSTEMS {
+        let text = serde_json::to_string(&(&binds, &filestores)).ok()?;
+        if binds.len() + filestores.len() >= MOST_FILE_SYSTEMS || text.len() > MOST_TEXT {
             return None;
         }
         let names = [of_root]
@@ -228,11 +243,20 @@ impl Plan {
         }
     }
 
-    /// runsc's record of the container that this gofer serves, in the sandbox that has this process.
-    pub(super) fn served(&self, gofer: i32, mounts: Value, sentry: i32) -> Value {
+    /// How many files gVisor writes to.
+    pub(super) fn filestores(&self) -> usize {
+        self.filestores.len()
+    }
+
+    /// runsc's record of the container when it last ran.
+    pub(super) fn record(&self) -> &Value {
+        &self.record
+    }
+
+    /// The same of the container that this gofer serves, in the sandbox that has this process.
+    pub(super) fn served(&self, gofer: i32, sentry: i32) -> Value {
         let mut record = running(&self.record, sentry);
         record["goferPid"] = json!(gofer);
-        record["spec"]["mounts"] = mounts;
         record
     }
 }

@@ -1,15 +1,18 @@
 //! The file systems that a gofer sees: a root of its own with the container's in it, and on that what the container has mounted of the host's, as
 //! runsc/cmd/sandboxsetup/gofer_mount.go has it.
 //!
-//! The container's root file system is what its image and its program have made it: a place in it may be a link to anywhere. So each is looked up with that root as the kernel's
-//! root of the look-up (openat2(2), `RESOLVE_IN_ROOT`), and mounted on by its descriptor. It must be there: runsc made it when the container began.
+//! The container's root file system is what its image and its program have made it: a place in it may be a link to anywhere. runsc followed the container's links when it
+//! began, and recorded where they lead; the places are looked up as recorded, without following any, and below that root (openat2(2)). So each is where it was, and where the gofer,
+//! which follows the links anew, will find it ([`super::ContainerStart::restore`] compares), or the look-up fails. A place must be there: runsc made it when the container began.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
 use nix::mount::{MsFlags, mount};
-use rustix::fs::{Mode, OFlags, ResolveFlags, StatVfsMountFlags, fstatvfs, openat, openat2};
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, StatVfsMountFlags, fstatvfs, openat, openat2};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::mount::{MoveMountFlags, OpenTreeFlags, move_mount, open_tree};
 
 use super::plan::{Bind, ServeArgs};
 use crate::sentry::process::{Step, cannot};
@@ -63,7 +66,23 @@ fn make(dir: &Path, name: &str) -> Step<OwnedFd> {
     let path_only = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
     let dir = rustix::fs::open(dir, path_only, Mode::empty()).map_err(failed)?;
     let new = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-    openat(&dir, name, new, Mode::from_raw_mode(0o666)).map_err(failed)
+    let file = openat(&dir, name, new, Mode::from_raw_mode(0o666)).map_err(failed)?;
+    measure(&file);
+    Ok(file)
+}
+
+/// Where the kernel measures what may be executed (IMA) it does so when a file is first mapped for that, with all that is in it: as long as it is empty
+/// (gVisor, `pkg/sentry/pgalloc.IMAWorkAroundForMemFile`). Where it may not be, nothing is measured either.
+#[allow(unsafe_code)]
+fn measure(file: &OwnedFd) {
+    const PAGE: usize = 4096;
+    let nowhere = std::ptr::null_mut();
+    // SAFETY: the kernel chooses the place, nobody is told of it, and it is given back at once.
+    unsafe {
+        if let Ok(mapped) = mmap(nowhere, PAGE, ProtFlags::EXEC, MapFlags::SHARED, file, 0) {
+            let _ = munmap(mapped, PAGE);
+        }
+    }
 }
 
 /// The container's root file system at `place`, with what is mounted in it.
@@ -74,42 +93,35 @@ pub(super) fn containers(args: &ServeArgs, place: &Path) -> Step<()> {
     let path_only = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let root = rustix::fs::open(place, path_only, Mode::empty())
         .map_err(cannot("enter the container's root"))?;
-    let mounted = args
-        .binds
-        .iter()
-        .map(|bind| Ok((bind, mount_in(root.as_fd(), bind)?)));
+    let mounted = args.binds.iter();
+    let mounted = mounted.map(|bind| Ok((bind, mount_in(root.as_fd(), bind)?)));
     // One that cannot be written to may have places for others.
     for (bind, at) in mounted.collect::<Step<Vec<_>>>()?.iter().rev() {
         restrict(&at.as_fd(), bind.flags())?;
     }
     if args.read_only {
-        restrict(
-            &root.as_fd(),
-            MsFlags::MS_BIND | MsFlags::MS_RDONLY | MsFlags::MS_NODEV,
-        )?;
+        let read_only = MsFlags::MS_BIND | MsFlags::MS_RDONLY | MsFlags::MS_NODEV;
+        restrict(&root.as_fd(), read_only)?;
     }
     Ok(())
 }
 
-/// Answers what is mounted there.
+/// Answers what is mounted there: the mount itself, which another look-up of its place need not find.
 fn mount_in(root: BorrowedFd<'_>, bind: &Bind) -> Step<OwnedFd> {
-    let look_up = || {
-        let within = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
-        let path_only = OFlags::PATH | OFlags::CLOEXEC;
-        openat2(root, &bind.destination, path_only, Mode::empty(), within)
-            .map_err(cannot("find a place in the container"))
-    };
-    let place = look_up()?;
-    let only = bind.flags() & (MsFlags::MS_BIND | MsFlags::MS_REC);
-    mount(
-        Some(&bind.source),
-        path_of(&place).as_str(),
-        NOTHING,
-        only,
-        NOTHING,
-    )
-    .map_err(cannot("mount in the container"))?;
-    let mounted = look_up()?;
+    let mut clone = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
+    if bind.flags().contains(MsFlags::MS_REC) {
+        clone |= OpenTreeFlags::AT_RECURSIVE;
+    }
+    let mounted =
+        open_tree(CWD, &bind.source, clone).map_err(cannot("open what a container mounts"))?;
+    let within = ResolveFlags::IN_ROOT | ResolveFlags::NO_SYMLINKS;
+    let path_only = OFlags::PATH | OFlags::CLOEXEC;
+    let place = openat2(root, &bind.destination, path_only, Mode::empty(), within)
+        .map_err(cannot("find a place in the container"))?;
+    let by_descriptor =
+        MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
+    move_mount(&mounted, "", &place, "", by_descriptor)
+        .map_err(cannot("mount in the container"))?;
     if let Some(propagation) = bind.propagation() {
         mount(
             NOTHING,

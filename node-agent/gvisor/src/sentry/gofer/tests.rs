@@ -26,7 +26,13 @@ fn record() -> Value {
                 "uidMappings": [{ "containerID": 0, "hostID": 0, "size": 4294967295_u32 }],
                 "gidMappings": [{ "containerID": 0, "hostID": 0, "size": 4294967295_u32 }],
             },
-            "mounts": [{ "destination": "/run/token", "type": "bind", "source": "/token", "options": ["rbind"] }],
+            // `/var/run` is a link to `/run`.
+            "mounts": [
+                { "destination": "/proc", "type": "proc", "source": "/b/proc" },
+                { "destination": "/run/token", "type": "bind", "source": "/token", "options": ["rbind", "rprivate", "ro", "overlayfs_stale_read"] },
+                { "destination": "/etc/hosts", "type": "none", "source": "/hosts" },
+                { "destination": "/dev/shm", "type": "tmpfs", "source": "/shm" },
+            ],
         },
     })
 }
@@ -83,7 +89,7 @@ fn how_a_gofer_begins_is_told_from_how_runsc_began_it() {
     let expected = [
         (
             Some("/token"),
-            Some("/var/run/token"),
+            Some("/run/token"),
             bind | rec | MsFlags::MS_RDONLY,
             Some(MsFlags::MS_PRIVATE | rec),
         ),
@@ -108,6 +114,7 @@ fn of_first() -> (Value, Value) {
     spec["mounts"] = json!([
         { "destination": "/torpor-volumes/w", "type": "bind", "source": "/volumes/w", "options": ["rw"] },
     ]);
+    record["spec"]["mounts"] = spec["mounts"].clone();
     (record, spec)
 }
 
@@ -173,7 +180,7 @@ fn what_is_not_known_is_left_to_runsc() {
         plan(&record, &spec).is_some()
     };
     assert!(known(|_, _| {}));
-    let unknown: [(&str, Change); 23] = [
+    let unknown: [(&str, Change); 28] = [
         ("another release", |record, _| {
             record["sandbox"]["metricMetadata"]["version"] = json!("release-20260801.0")
         }),
@@ -240,6 +247,24 @@ fn what_is_not_known_is_left_to_runsc() {
         ("a source in the bundle", |_, spec| {
             spec["mounts"][1]["source"] = json!("token")
         }),
+        ("another source", |record, _| {
+            record["spec"]["mounts"][1]["source"] = json!("/other")
+        }),
+        ("a place above another", |record, _| {
+            record["spec"]["mounts"][1]["destination"] = json!("/run/../token")
+        }),
+        ("a place nowhere", |record, _| {
+            record["spec"]["mounts"][1]["destination"] = json!("token")
+        }),
+        ("more mounts than were", |_, spec| {
+            spec["mounts"]
+                .as_array_mut()
+                .expect("mounts")
+                .push(json!({ "type": "proc" }))
+        }),
+        ("more than fits into a message", |record, _| {
+            record["spec"]["mounts"][1]["destination"] = json!("/x".repeat(20_000))
+        }),
         ("a root in the bundle", |_, spec| {
             spec["root"]["path"] = json!("rootfs")
         }),
@@ -259,6 +284,7 @@ fn gvisor_takes_no_more_files_than_it_takes() {
         record["goferMountConfs"] = json!(vec![json!({ "lower": 1, "upper": 0 }); count + 1]);
         let mount = json!({ "destination": "/m", "type": "bind", "source": "/m" });
         spec["mounts"] = json!(vec![mount; count]);
+        record["spec"]["mounts"] = spec["mounts"].clone();
         plan(&record, &spec).is_some()
     };
     assert!(of(0) && of(99) && !of(100));
@@ -282,62 +308,91 @@ fn with_root(test: impl FnOnce(&Path) + Send + 'static) {
         }
         test(dir.path());
         let place = dir.path().join("place");
-        nix::mount::umount2(&place, nix::mount::MntFlags::MNT_DETACH).expect("unmounted");
+        unmount(&place);
     });
     thread.join().expect("it passes");
 }
 
-fn serve(dir: &Path, destination: &str, options: &[&str]) -> crate::sentry::process::Step<()> {
-    let mount = json!({
-        "destination": destination, "type": "bind", "source": dir.join("token"), "options": options,
+/// Both mount the host's token.
+fn serve(dir: &Path, places: &[(&str, &[&str])]) -> crate::sentry::process::Step<()> {
+    let binds = places.iter().map(|(destination, options)| {
+        let mount = json!({
+            "destination": destination, "type": "bind", "source": dir.join("token"), "options": options,
+        });
+        Bind::new(&mount, &mount).expect("known")
     });
     let args = ServeArgs {
         root: dir.join("root"),
         read_only: true,
-        binds: vec![Bind::new(&mount).expect("known")],
+        binds: binds.collect(),
         ..args()
     };
     containers(&args, &dir.join("place"))
 }
 
+fn unmount(place: &Path) {
+    nix::mount::umount2(place, nix::mount::MntFlags::MNT_DETACH).expect("unmounted");
+}
+
 #[test]
-fn where_a_link_of_the_image_leads_is_in_the_container() {
+fn no_link_of_the_container_leads_a_mount_anywhere() {
     with_root(|dir| {
-        let root = dir.join("root");
-        // As seen from the host each leads out of the root, to a directory that is there.
-        let host = dir.join("host");
-        std::fs::create_dir_all(root.join(host.strip_prefix("/").expect("absolute")))
-            .expect("made");
-        std::fs::write(
-            root.join(host.strip_prefix("/").expect("absolute"))
-                .join("file"),
-            "",
-        )
-        .expect("written");
-        symlink(&host, root.join("absolute")).expect("a link");
-        symlink("../host", root.join("above")).expect("a link");
-        symlink("inside", root.join("beside")).expect("a link");
-        let place = dir.join("place");
+        let (root, host, place) = (dir.join("root"), dir.join("host"), dir.join("place"));
+        // As seen from the host each leads to a directory that is there.
+        for (name, to) in [
+            ("absolute", host.as_path()),
+            ("above", Path::new("../host")),
+            ("beside", Path::new("inside")),
+            ("root", Path::new("/")),
+            ("process", Path::new("/proc/self/root")),
+        ] {
+            symlink(to, root.join(name)).expect("a link");
+        }
+        symlink(host.join("file"), root.join("etc/file")).expect("a link");
+        for path in [
+            "/absolute/file",
+            "/above/file",
+            "/beside/file",
+            "/root/inside/file",
+            "/process/file",
+            "/etc/file",
+        ] {
+            let error = serve(dir, &[(path, &["rbind"])]).expect_err("it leads somewhere");
+            assert_eq!(
+                error.1.raw_os_error(),
+                Some(libc::ELOOP),
+                "{path}: {error:?}"
+            );
+            unmount(&place);
+        }
+        // Nothing is made for a place that is not there.
+        let error = serve(dir, &[("/inside/other", &["rbind"])]).expect_err("it is not there");
+        assert_eq!(error.1.kind(), ErrorKind::NotFound, "{error:?}");
+        unmount(&place);
         let read = |path: &Path| std::fs::read_to_string(path).expect("read");
-        serve(dir, "/absolute/file", &["rbind", "rprivate", "rw"]).expect("served");
-        assert_eq!(
-            read(
-                &place
-                    .join(host.strip_prefix("/").expect("absolute"))
-                    .join("file")
-            ),
-            "token"
-        );
-        assert_eq!(read(&host.join("file")), "host's");
-        nix::mount::umount2(&place, nix::mount::MntFlags::MNT_DETACH).expect("unmounted");
-        // `..` of the root is the root, and there is no such directory in it.
-        let error = serve(dir, "/above/file", &["rbind"]).expect_err("it is not there");
-        assert_eq!(error.1.kind(), std::io::ErrorKind::NotFound, "{error:?}");
-        assert_eq!(read(&host.join("file")), "host's");
-        nix::mount::umount2(&place, nix::mount::MntFlags::MNT_DETACH).expect("unmounted");
-        serve(dir, "/../../beside/file", &["rbind"]).expect("served");
+        serve(dir, &[("/inside/file", &["rbind", "rprivate"])]).expect("served");
         assert_eq!(read(&place.join("inside/file")), "token");
         assert_eq!(read(&root.join("inside/file")), "image's");
+        assert_eq!(read(&host.join("file")), "host's");
+    });
+}
+
+#[test]
+fn a_mount_over_another_is_restricted_by_its_own_words() {
+    with_root(|dir| {
+        let file = dir.join("place/inside/file");
+        let (open, closed): (&[&str], &[&str]) = (&["rbind", "rw"], &["rbind", "ro"]);
+        for (below, above) in [(open, closed), (closed, open)] {
+            let places = [("/inside/file", below), ("/inside/file", above)];
+            serve(dir, &places).expect("served");
+            for options in [above, below] {
+                let written = std::fs::write(&file, "token").is_ok();
+                assert_eq!(written, options == open, "{options:?}");
+                unmount(&file);
+            }
+            unmount(&dir.join("place"));
+        }
+        serve(dir, &[]).expect("served");
     });
 }
 
@@ -346,7 +401,7 @@ fn what_is_served_can_be_written_to_where_the_spec_says_so() {
     with_root(|dir| {
         let (place, file) = (dir.join("place"), dir.join("place/inside/file"));
         for (options, is_written) in [(["rbind", "rw"], true), (["rbind", "ro"], false)] {
-            serve(dir, "/inside/file", &options).expect("served");
+            serve(dir, &[("/inside/file", &options)]).expect("served");
             let root =
                 std::fs::write(place.join("etc/new"), "").expect_err("the root is read-only");
             assert_eq!(root.kind(), std::io::ErrorKind::ReadOnlyFilesystem);
@@ -360,8 +415,8 @@ fn what_is_served_can_be_written_to_where_the_spec_says_so() {
                 flags.contains(rustix::fs::StatVfsMountFlags::NOSUID),
                 "{flags:?}"
             );
-            nix::mount::umount2(&place, nix::mount::MntFlags::MNT_DETACH).expect("unmounted");
+            unmount(&place);
         }
-        serve(dir, "/inside/file", &["rbind"]).expect("served");
+        serve(dir, &[]).expect("served");
     });
 }
