@@ -113,6 +113,41 @@ fn is_bind(mount: &Value) -> bool {
 /// What of a sandbox' first container may be said to gVisor: of its pod's volumes.
 const VOLUMES: &str = "dev.gvisor.spec.mount.";
 
+/// Whether nothing is asked for that runsc would have to do, or say, beside its files.
+fn is_plain(record: &Value, is_first: bool) -> bool {
+    let nothing = |pointer: &str| record.pointer(pointer).is_none_or(is_nothing);
+    let none_of = [
+        "/consoleSocket",
+        "/spec/process/terminal",
+        "/spec/hooks",
+        "/spec/linux/devices",
+    ];
+    let propagation = record.pointer("/spec/linux/rootfsPropagation");
+    let said =
+        |key: &String| key.starts_with("dev.gvisor.") && !(is_first && key.starts_with(VOLUMES));
+    let annotations = record
+        .pointer("/spec/annotations")
+        .and_then(Value::as_object);
+    is_usual(record)
+        && none_of.into_iter().all(nothing)
+        && propagation.is_none_or(|kind| kind == "" || kind == "rslave")
+        && !annotations.is_some_and(|all| all.keys().any(said))
+}
+
+/// What of the host's it mounts, in the order of the spec.
+fn of_host(record: &Value, spec: &Value) -> Option<Vec<Bind>> {
+    let mounts = spec.get("mounts")?.as_array()?;
+    let recorded = record.pointer("/spec/mounts")?.as_array()?;
+    if recorded.len() != mounts.len() || mounts.iter().any(|mount| mount["type"] == "erofs") {
+        return None;
+    }
+    let both = mounts.iter().zip(recorded);
+    let of_host = both.filter(|(mount, _)| is_bind(mount));
+    of_host
+        .map(|(mount, recorded)| Bind::new(mount, recorded))
+        .collect()
+}
+
 /// How a container's next gofer begins.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::sentry) struct Plan {
@@ -136,48 +171,16 @@ pub(in crate::sentry) struct Plan {
 impl Plan {
     /// `record`: runsc's, of the container. `spec`: of its bundle. None where anything is not as this module knows it: runsc knows.
     pub(in crate::sentry) fn new(record: &Value, spec: &Value, sandbox: &str) -> Option<Self> {
-        let nothing = |pointer: &str| record.pointer(pointer).is_none_or(is_nothing);
-        let plain = is_usual(record)
-            && [
-                "/consoleSocket",
-                "/spec/process/terminal",
-                "/spec/hooks",
-                "/spec/linux/devices",
-            ]
-            .into_iter()
-            .all(nothing);
-        let propagation = record.pointer("/spec/linux/rootfsPropagation");
-        let usual_root = propagation.is_none_or(|kind| kind == "" || kind == "rslave");
         let is_first = record.get("id")? == sandbox;
-        let told = |key: &String| {
-            key.starts_with("dev.gvisor.") && !(is_first && key.starts_with(VOLUMES))
-        };
-        let annotations = record
-            .pointer("/spec/annotations")
-            .and_then(Value::as_object);
-        if !plain || !usual_root || annotations.is_some_and(|all| all.keys().any(told)) {
-            return None;
-        }
-        // runsc makes one where the pod has none, and records it.
-        namespace(record, "user")?.is_none().then_some(())?;
+        // runsc makes a user namespace where the pod has none, and records it.
+        let own_users = namespace(record, "user")?.is_none();
         let root = PathBuf::from(spec.pointer("/root/path")?.as_str()?);
-        let mounts = spec.get("mounts")?.as_array()?;
-        if mounts.iter().any(|mount| mount["type"] == "erofs") || !root.is_absolute() {
+        if !is_plain(record, is_first) || !own_users || !root.is_absolute() {
             return None;
         }
-        let recorded = record.pointer("/spec/mounts")?.as_array()?;
-        if recorded.len() != mounts.len() {
-            return None;
-        }
-        let of_host = mounts
-            .iter()
-            .zip(recorded)
-            .filter(|(mount, _)| is_bind(mount));
-        let of_host = of_host.map(|(mount, recorded)| Bind::new(mount, recorded));
-        let of_host = of_host.collect::<Option<Vec<_>>>()?;
-        let [of_root, of_mounts @ ..] = &confs(record.get(GOFERS)?)?[..] else {
-            return None;
-        };
+        let of_host = of_host(record, spec)?;
+        let confs = confs(record.get(GOFERS)?)?;
+        let (of_root, of_mounts) = confs.split_first()?;
         if of_mounts.len() != of_host.len() {
             return None;
         }
@@ -198,10 +201,7 @@ impl Plan {
         if binds.len() + filestores.len() >= MOST_FILE_SYSTEMS || text.len() > MOST_TEXT {
             return None;
         }
-        let names = [of_root]
-            .into_iter()
-            .chain(of_mounts)
-            .map(|conf| conf.name());
+        let names: Vec<&str> = confs.iter().map(|conf| conf.name()).collect();
         let read_only = spec.pointer("/root/readonly") == Some(&json!(true));
         let number = |pointer: &str| u32::try_from(record.pointer(pointer)?.as_u64()?).ok();
         Some(Self {
@@ -210,7 +210,7 @@ impl Plan {
             filestores,
             filestore: format!(".gvisor.filestore.{sandbox}"),
             binds,
-            mount_confs: names.collect::<Vec<_>>().join(","),
+            mount_confs: names.join(","),
             uid_map: id_map(record, "uidMappings")?,
             gid_map: id_map(record, "gidMappings")?,
             user: (number("/sandbox/uid")?, number("/sandbox/gid")?),
