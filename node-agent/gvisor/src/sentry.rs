@@ -31,7 +31,7 @@ use crate::runsc::{self, Runsc, can_be_read, records};
 use crate::save::FILES;
 
 use begin::Beginning;
-pub use gofer::{ContainerStart, Gofer};
+pub use gofer::{ContainerStart, Gofer, filestore};
 pub use plan::Kept;
 use plan::{BootArgs, Plan, Root};
 use process::Word;

@@ -27,6 +27,7 @@ use super::{Error, Limit, append_only, open, prepare};
 use crate::control::Control;
 use crate::runsc::{self, Runsc, Stdio3, can_be_read, records};
 
+pub use plan::filestore;
 pub(super) use plan::{GOFERS, Plan, ServeArgs};
 
 mod plan;

@@ -18,7 +18,7 @@ use torpor_gvisor::net::{self, AddressWatch};
 use torpor_gvisor::process::is_zombie;
 use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState, WakeCause};
 use torpor_gvisor::runsc::{Runsc, Stdio3};
-use torpor_gvisor::sentry::{Kept, Start};
+use torpor_gvisor::sentry::{Kept, Start, filestore};
 use torpor_gvisor::spec::{Role, Spec};
 use torpor_gvisor::turns::Turns;
 use torpor_snapshots::Image;
@@ -210,11 +210,10 @@ impl Restore<'_> {
         let runsc = &runsc_for(node, pod, subs);
         let root_dir = node.records.container_dir(&root.id);
         let network = pod.network_namespace.as_deref();
-        // runsc says of a spec that cannot be read what is wrong with it.
-        let spec = node.records.spec(&root.id).ok();
         let of = |kept| {
-            let spec = spec.as_ref()?;
-            Start::new(runsc, kept, pod.sandbox.as_str(), &root_dir, spec, network)
+            // runsc says of a spec that cannot be read what is wrong with it.
+            let spec = node.records.spec(&root.id).ok()?;
+            Start::new(runsc, kept, pod.sandbox.as_str(), &root_dir, &spec, network)
         };
         let start = &kept.as_ref().and_then(of);
         let known = kept.as_ref().filter(|_| start.is_some());
@@ -440,12 +439,7 @@ fn remove_remains(node: &Node, pod: &PodRecord, parts: &[ContainerRecord]) -> an
     remove_volume_filestores(pod)
 }
 
-/// gVisor keeps what a container writes in a file of this name in its root file system, and in each emptyDir. A restore
-/// that failed leaves some, and the next one finds them in its way.
-fn filestore(pod: &PodRecord) -> String {
-    format!(".gvisor.filestore.{}", pod.sandbox)
-}
-
+/// A restore that failed leaves some, and the next one finds them in its way.
 pub(super) fn remove_filestores(
     node: &Node,
     pod: &PodRecord,
@@ -457,14 +451,14 @@ pub(super) fn remove_filestores(
         };
         let root = spec.pointer("/root/path").and_then(|path| path.as_str());
         if let Some(root) = root {
-            remove_file(&Path::new(root).join(filestore(pod)))?;
+            remove_file(&Path::new(root).join(filestore(pod.sandbox.as_str())))?;
         }
     }
     Ok(())
 }
 
 fn remove_volume_filestores(pod: &PodRecord) -> anyhow::Result<()> {
-    let name = filestore(pod);
+    let name = filestore(pod.sandbox.as_str());
     let mut files = pod.volumes.iter().map(|volume| volume.source.join(&name));
     files.try_for_each(|path| remove_file(&path))
 }

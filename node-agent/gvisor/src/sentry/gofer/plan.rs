@@ -110,6 +110,11 @@ fn is_bind(mount: &Value) -> bool {
     binds && mount.get("source").is_some_and(|source| source != "")
 }
 
+/// gVisor keeps what a sandbox' container writes in a file of this name in its root file system, and in each emptyDir (`runsc/boot.SelfFilestorePath`).
+pub fn filestore(sandbox: &str) -> String {
+    format!(".gvisor.filestore.{sandbox}")
+}
+
 /// What of a sandbox' first container may be said to gVisor: of its pod's volumes.
 const VOLUMES: &str = "dev.gvisor.spec.mount.";
 
@@ -208,7 +213,7 @@ impl Plan {
             read_only: read_only || *of_root == Conf::ServedBelowFile,
             root,
             filestores,
-            filestore: format!(".gvisor.filestore.{sandbox}"),
+            filestore: filestore(sandbox),
             binds,
             mount_confs: names.join(","),
             uid_map: id_map(record, "uidMappings")?,
