@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -138,6 +139,9 @@ func prepareMachine() error {
 			return fmt.Errorf("sysctl %s: %w", strings.ReplaceAll(name, "/", "."), err)
 		}
 	}
+	if err := ensureVolatile(); err != nil {
+		return err
+	}
 	if err := ensureMachineBridge(); err != nil {
 		return err
 	}
@@ -166,6 +170,43 @@ const firewall = "table " + ownTable + "\ndelete table " + ownTable + "\ntable "
   }
 }
 `
+
+// ensureVolatile keeps what lies below /run in memory, as on any machine that systemd booted. Where /run is on a
+// disk, what is only to last until the next boot would wait for it, and the programs would be measured with that.
+func ensureVolatile() error {
+	record, err := readMachineRecord()
+	if err != nil {
+		return err
+	}
+	for _, path := range []string{runRoot, "/run/torpor"} {
+		if path != runRoot && (record == nil || !slices.Contains(record.Absent, path)) {
+			continue // another's, which `down` leaves
+		}
+		if err := ensureTmpfs(path); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// ensureTmpfs mounts one with the flags of Debian's /run, unless the path is in one already or is in use: what a
+// cluster from before has in it would be hidden.
+func ensureTmpfs(path string) error {
+	if err := os.MkdirAll(path, 0o755); err != nil {
+		return err
+	}
+	var at syscall.Statfs_t
+	if err := syscall.Statfs(path, &at); err != nil {
+		return &os.PathError{Op: "statfs", Path: path, Err: err}
+	}
+	const tmpfsMagic = 0x01021994 // statfs(2)
+	entries, err := os.ReadDir(path)
+	if err != nil || at.Type == tmpfsMagic || len(entries) > 0 {
+		return err
+	}
+	_, err = output(10*time.Second, "mount", "-t", "tmpfs", "-o", "mode=0755,size=10%,nosuid,nodev,noexec", "tmpfs", path)
+	return err
+}
 
 func ensureMachineBridge() error {
 	if !fileExists("/sys/class/net/" + machineBridge) {

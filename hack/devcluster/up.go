@@ -23,6 +23,7 @@ var changes = `The development cluster runs as root on this machine. While it ru
   - keeps its data in ` + stateRoot + ` and ` + runRoot + `
   - adds the bridges trpdev0 and trpcni0, nftables tables, and the cgroup torpor-dev
   - sets net.ipv4.ip_forward=1 (the kubelet sets vm.overcommit_memory and kernel.panic*)
+  - mounts a tmpfs at ` + runRoot + ` and /run/torpor, unless /run is one
   - mounts a folder of its own at ` + hostPathProvisionerDir + ` for persistent volumes
 ` + "`hack/cluster down` puts all of this back."
 
