@@ -220,7 +220,7 @@ func restoreMachine(record *machineRecord) error {
 func restoreSysctl(name, value string) error {
 	path := settingPath(name)
 	now, err := os.ReadFile(path)
-	if err != nil || strings.TrimSpace(string(now)) == value {
+	if err != nil || chosen(string(now)) == value {
 		return nil
 	}
 	if err := os.WriteFile(path, []byte(value), 0); err != nil {

@@ -111,6 +111,14 @@ func TestAPathIsBelowAFolderAndNotBelowOneThatOnlySharesItsBeginning(t *testing.
 	}
 }
 
+func TestOfSeveralValuesOfASettingTheOneInBracketsIsItsOwn(t *testing.T) {
+	for said, want := range map[string]string{"1\n": "1", "always inherit [never]\n": "never", "[always] never\n": "always"} {
+		if got := chosen(said); got != want {
+			t.Errorf("%q: %q", said, got)
+		}
+	}
+}
+
 func TestObjectsOfARenderedKustomizationAreRecognised(t *testing.T) {
 	text := "apiVersion: apps/v1\nkind: Deployment\nmetadata:\n  labels:\n    name: wrong\n  name: right\n  namespace: there\nspec:\n  template:\n    metadata:\n      name: other\n"
 	if first(kindLine, text) != "Deployment" || first(nameLine, text) != "right" || first(namespaceLine, text) != "there" {

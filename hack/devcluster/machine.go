@@ -45,8 +45,8 @@ var changedSysctls = map[string]string{
 	"net/ipv6/conf/all/forwarding": "",
 	// kube-proxy touches this one even when it is told to leave conntrack alone.
 	"net/netfilter/nf_conntrack_tcp_be_liberal": "",
-	// torpor-oci sets it for the moment of a wake; one that is killed leaves it to the next.
-	"/sys/kernel/rcu_expedited": "",
+	// torpor-oci sets these for the moment of a wake; one that is killed leaves them to the next.
+	"/sys/kernel/rcu_expedited": "", "/sys/kernel/mm/transparent_hugepage/hugepages-64kB/shmem_enabled": "",
 }
 
 // foreignPaths lie outside our folders because the programs have them built in, or because they belong
@@ -78,6 +78,14 @@ func readMachineRecord() (*machineRecord, error) {
 	return &r, nil
 }
 
+// chosen is the value of a kernel setting: of several that its file names, the one in brackets.
+func chosen(said string) string {
+	if _, rest, found := strings.Cut(said, "["); found {
+		said, _, _ = strings.Cut(rest, "]")
+	}
+	return strings.TrimSpace(said)
+}
+
 // recordMachine notes how the machine is before the first change.
 func recordMachine() (*machineRecord, error) {
 	if err := dropStaleMount(statePath("volumes"), hostPathProvisionerDir); err != nil {
@@ -86,7 +94,7 @@ func recordMachine() (*machineRecord, error) {
 	r := &machineRecord{BootID: bootID(), Sysctls: map[string]string{}}
 	for name := range changedSysctls {
 		if value, err := os.ReadFile(settingPath(name)); err == nil {
-			r.Sysctls[name] = strings.TrimSpace(string(value))
+			r.Sysctls[name] = chosen(string(value))
 		}
 	}
 	for _, path := range foreignPaths {

@@ -29,7 +29,7 @@ pub struct Config {
     /// gVisor's platform.
     #[serde(default = "default_platform")]
     pub platform: String,
-    /// Whether the kernel's RCU grace periods may be expedited for the moment of a wake (see [`crate::expedite`]).
+    /// Whether settings of the kernel may be changed for the moment of a wake (see [`crate::expedite`]).
     #[serde(default = "yes", skip_serializing_if = "is_yes")]
     pub expedite_wakes: bool,
     /// Whether a sandbox that wakes may be begun without runsc's command (see [`crate::sentry`]).

@@ -1,10 +1,7 @@
-//! Short RCU grace periods for the moment of a wake.
+//! Settings of the kernel that make a wake faster, for its moment.
 //!
-//! Every runsc process registers for membarrier(2) when it starts, which waits for one grace period of the kernel's RCU:
-//! 10 to 15 ms each on an otherwise idle machine, and a wake starts six such processes, one after the other. With
-//! `/sys/kernel/rcu_expedited` set the same takes 0.05 ms. It is a setting of the whole machine (expedited grace periods
-//! interrupt the other processors), so it is set while some wake is going on and put back after the last one. A machine
-//! where somebody has set it for good is left alone.
+//! They are settings of the whole machine, so they are set while some wake is going on and put back after the last one. A machine where
+//! somebody has decided otherwise is left alone, and so is a kernel that does not know the setting.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, Write};
@@ -13,8 +10,33 @@ use std::path::{Path, PathBuf};
 
 use nix::fcntl::{Flock, FlockArg};
 
-/// The kernel's switch.
-pub const SWITCH: &str = "/sys/kernel/rcu_expedited";
+/// A setting that is off unless an operator wants it.
+#[derive(Debug, Clone, Copy)]
+pub struct Setting {
+    switch: &'static str,
+    /// Name of the note that says whose it is.
+    note: &'static str,
+    off: &'static str,
+    on: &'static str,
+}
+
+/// Short RCU grace periods. Every runsc process registers for membarrier(2) when it starts, which waits for one: 10 to 15 ms each on an
+/// otherwise idle machine, 0.05 ms when they are expedited (which interrupts the other processors).
+pub const GRACE_PERIODS: Setting = Setting {
+    switch: "/sys/kernel/rcu_expedited",
+    note: "rcu-expedited",
+    off: "0",
+    on: "1",
+};
+
+/// Shared memory in pieces of 64 KiB (the kernel's folios; Linux 6.11), which hold the memory of a gVisor sandbox: it is read from the image into
+/// new memory, which otherwise is one page fault for each 4 KiB. A file that is in a tmpfs has nothing to do with it.
+pub const LARGE_FOLIOS: Setting = Setting {
+    switch: "/sys/kernel/mm/transparent_hugepage/hugepages-64kB/shmem_enabled",
+    note: "large-folios",
+    off: "never",
+    on: "always",
+};
 
 /// What the note says while the setting is ours.
 const OURS: &[u8] = b"torpor";
@@ -25,19 +47,26 @@ const OURS: &[u8] = b"torpor";
 pub struct Expedited {
     note: Option<Flock<File>>,
     switch: PathBuf,
+    off: &'static str,
 }
 
 impl Expedited {
     /// Sets it, as far as this machine lets us: a wake does not fail for want of speed.
-    pub fn begin(state_dir: &Path, switch: &Path) -> Self {
+    pub fn begin(state_dir: &Path, setting: &Setting) -> Self {
+        Self::below(Path::new("/"), state_dir, setting)
+    }
+
+    fn below(root: &Path, state_dir: &Path, setting: &Setting) -> Self {
+        let switch = root.join(setting.switch.trim_start_matches('/'));
         Self {
-            note: begin(&state_dir.join("rcu-expedited"), switch).ok(),
-            switch: switch.into(),
+            note: begin(&state_dir.join(setting.note), &switch, setting).ok(),
+            switch,
+            off: setting.off,
         }
     }
 }
 
-fn begin(note: &Path, switch: &Path) -> std::io::Result<Flock<File>> {
+fn begin(note: &Path, switch: &Path, setting: &Setting) -> std::io::Result<Flock<File>> {
     let file = OpenOptions::new()
         .create(true)
         .truncate(false)
@@ -49,15 +78,21 @@ fn begin(note: &Path, switch: &Path) -> std::io::Result<Flock<File>> {
         // Nobody else wakes anything now.
         Ok(mut lock) => {
             let ours = read(&mut lock)? == OURS;
-            let set = std::fs::read_to_string(switch)?.trim() == "1";
-            if ours || !set {
+            let said = std::fs::read_to_string(switch)?;
+            if ours || chosen(&said) == setting.off {
                 write(&mut lock, OURS)?;
-                std::fs::write(switch, "1")?;
+                std::fs::write(switch, setting.on)?;
             }
             relock(lock, FlockArg::LockShared)
         }
         Err((file, _)) => shared(file),
     }
+}
+
+/// The value of a setting: of several that the kernel names, the one in brackets.
+fn chosen(said: &str) -> &str {
+    let in_brackets = || Some(said.split_once('[')?.1.split_once(']')?.0);
+    in_brackets().unwrap_or_else(|| said.trim())
 }
 
 fn shared(file: File) -> std::io::Result<Flock<File>> {
@@ -94,7 +129,7 @@ impl Drop for Expedited {
             && read(&mut note).is_ok_and(|bytes| bytes == OURS)
         {
             // There is nobody to tell; the next wake tries again.
-            let _ = std::fs::write(&self.switch, "0").and_then(|()| write(&mut note, b""));
+            let _ = std::fs::write(&self.switch, self.off).and_then(|()| write(&mut note, b""));
         }
     }
 }
@@ -102,6 +137,13 @@ impl Drop for Expedited {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const SETTING: Setting = Setting {
+        switch: "/switch",
+        note: "note",
+        off: "never",
+        on: "always",
+    };
 
     struct Machine(tempfile::TempDir);
 
@@ -113,7 +155,7 @@ mod tests {
         }
 
         fn begin(&self) -> Expedited {
-            Expedited::begin(self.0.path(), &self.0.path().join("switch"))
+            Expedited::below(self.0.path(), self.0.path(), &SETTING)
         }
 
         fn setting(&self) -> String {
@@ -123,32 +165,42 @@ mod tests {
 
     #[test]
     fn it_is_set_while_any_wake_goes_on_and_put_back_after_the_last() {
-        let machine = Machine::with("0\n");
+        let machine = Machine::with("never\n");
         let one = machine.begin();
         let other = machine.begin();
-        assert_eq!(machine.setting(), "1");
+        assert_eq!(machine.setting(), "always");
         drop(one);
-        assert_eq!(machine.setting(), "1");
+        assert_eq!(machine.setting(), "always");
         drop(other);
-        assert_eq!(machine.setting(), "0");
+        assert_eq!(machine.setting(), "never");
     }
 
     #[test]
-    fn a_machine_that_has_it_set_for_good_keeps_it() {
-        let machine = Machine::with("1\n");
-        drop(machine.begin());
-        assert_eq!(machine.setting().trim(), "1");
+    fn a_machine_whose_operator_has_decided_keeps_it() {
+        for decided in ["always\n", "always [inherit] advise never\n"] {
+            let machine = Machine::with(decided);
+            drop(machine.begin());
+            assert_eq!(machine.setting(), decided);
+        }
     }
 
     #[test]
     fn what_a_killed_wake_left_is_put_back_by_the_next() {
-        let machine = Machine::with("0\n");
+        let machine = Machine::with("always inherit within_size advise [never]\n");
         let mut killed = machine.begin();
         // As a kill does: the lock goes, the setting stays.
         drop(killed.note.take());
         drop(killed);
-        assert_eq!(machine.setting(), "1");
+        assert_eq!(machine.setting(), "always");
         drop(machine.begin());
-        assert_eq!(machine.setting(), "0");
+        assert_eq!(machine.setting(), "never");
+    }
+
+    #[test]
+    fn a_kernel_without_the_setting_is_left_alone() {
+        let machine = Machine::with("never");
+        std::fs::remove_file(machine.0.path().join("switch")).expect("removed");
+        drop(machine.begin());
+        assert!(!machine.0.path().join("switch").exists());
     }
 }

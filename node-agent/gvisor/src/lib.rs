@@ -15,7 +15,7 @@
 //! | [`loopback`] | connections to the loopback of the pod's network namespace |
 //! | [`net`] | the pod's addresses and routes: read once, put back before each wake |
 //! | [`exec`] | an OCI process in gVisor's words |
-//! | [`expedite`] | short RCU grace periods while a sandbox wakes |
+//! | [`expedite`] | settings of the kernel for the moment of a wake |
 //! | [`forward`] | who forwards a connection into a sandbox, and how a save ends it |
 //! | [`halt`] | stopping the host's processes of a sandbox that dozes |
 //! | [`hearing`] | the packet sockets of a sandbox' network stack |

@@ -10,7 +10,7 @@ use serde_json::Value;
 use torpor_cgroup::Hierarchies;
 use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_gvisor::config::Config;
-use torpor_gvisor::expedite::{self, Expedited};
+use torpor_gvisor::expedite::{Expedited, Setting};
 use torpor_gvisor::record::{ContainerRecord, Records};
 use torpor_gvisor::runsc::{NodeRunsc, Runsc};
 
@@ -56,8 +56,8 @@ impl Node {
     }
 
     /// For the moment of a wake, where the node's operator allows it.
-    pub(crate) fn expedited(&self) -> Option<Expedited> {
-        let begin = || Expedited::begin(&self.config.state_dir, Path::new(expedite::SWITCH));
+    pub(crate) fn expedited(&self, setting: &Setting) -> Option<Expedited> {
+        let begin = || Expedited::begin(&self.config.state_dir, setting);
         self.config.expedite_wakes.then(begin)
     }
 
