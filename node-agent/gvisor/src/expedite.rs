@@ -31,12 +31,24 @@ pub const GRACE_PERIODS: Setting = Setting {
 
 /// Shared memory in pieces of 64 KiB (the kernel's folios; Linux 6.11), which hold the memory of a gVisor sandbox: it is read from the image into
 /// new memory, which otherwise is one page fault for each 4 KiB. A file that is in a tmpfs has nothing to do with it.
-pub const LARGE_FOLIOS: Setting = Setting {
+const LARGE_FOLIOS: Setting = Setting {
     switch: "/sys/kernel/mm/transparent_hugepage/hugepages-64kB/shmem_enabled",
     note: "large-folios",
     off: "never",
     on: "always",
 };
+
+/// From this size of an image on. Less is read within 10 ms, and what is in large pieces comes back from swap in large pieces too: a small sandbox
+/// that has dozed would read more than it needs.
+const WORTH_LARGE_FOLIOS: u64 = 16 << 20;
+
+/// Those for a restore of an image of so many bytes.
+pub fn of_restore(bytes: u64) -> &'static [Setting] {
+    match bytes {
+        ..WORTH_LARGE_FOLIOS => &[GRACE_PERIODS],
+        _ => &[GRACE_PERIODS, LARGE_FOLIOS],
+    }
+}
 
 /// What the note says while the setting is ours.
 const OURS: &[u8] = b"torpor";
@@ -194,6 +206,16 @@ mod tests {
         assert_eq!(machine.setting(), "always");
         drop(machine.begin());
         assert_eq!(machine.setting(), "never");
+    }
+
+    #[test]
+    fn memory_comes_in_large_pieces_where_there_is_much_to_read() {
+        let notes = |bytes| of_restore(bytes).iter().map(|setting| setting.note);
+        assert_eq!(notes((16 << 20) - 1).collect::<Vec<_>>(), ["rcu-expedited"]);
+        assert_eq!(
+            notes(16 << 20).collect::<Vec<_>>(),
+            ["rcu-expedited", "large-folios"]
+        );
     }
 
     #[test]
