@@ -11,6 +11,7 @@ PODS=${1:-50}
 shift || true
 [ $# -gt 0 ] || set -- 2 4
 EXPEDITED=/sys/kernel/rcu_expedited
+FOLIOS=/sys/kernel/mm/transparent_hugepage/hugepages-64kB/shmem_enabled
 if [ -z "${RUNSC:-}" ]; then
 	need_torpor "starts sandboxes"
 	RUNSC=$(installed_runsc)
@@ -22,8 +23,13 @@ PROGRAM='import os,time; held = bytearray(os.urandom(26 << 20)); print(len(held)
 
 TMP=$(mktemp -d)
 expedited_before=$(cat "$EXPEDITED")
-cleanup() {
+folios_before=$(sed -n 's/.*\[\(.*\)\].*/\1/p' "$FOLIOS" 2>/dev/null || true)
+settings_back() {
 	echo "$expedited_before" >"$EXPEDITED"
+	[ -z "$folios_before" ] || echo "$folios_before" >"$FOLIOS"
+}
+cleanup() {
+	settings_back
 	end_all || true
 	for n in $(seq 0 "$PODS"); do ip netns del "torpor-bare-$n" 2>/dev/null || true; done
 	umount "$TMP/root/null-netns" 2>/dev/null || true
@@ -94,10 +100,11 @@ export RUNSC TMP FLAGS_TEXT="${FLAGS[*]}"
 for at_once in "$@"; do
 	# As Torpor does for the time of a wake.
 	echo 1 >"$EXPEDITED"
+	[ "$folios_before" != never ] || echo always >"$FOLIOS"
 	before=$(busy) began=$(date +%s%N)
 	seq "$PODS" | xargs -P "$at_once" -I{} bash -ec 'read -ra FLAGS <<<"$FLAGS_TEXT"; restore {}'
 	took=$((($(date +%s%N) - began) / 1000000)) used=$(($(busy) - before))
-	echo "$expedited_before" >"$EXPEDITED"
+	settings_back
 	printf '%s pods restored by bare runsc, %s at a time: %6d ms; %d ms of processor time each\n' "$PODS" "$at_once" "$took" "$((used * 10 / PODS))"
 	end_all
 done

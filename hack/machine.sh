@@ -45,7 +45,7 @@ settings() {
 	local sys=/proc/sys
 	grep -sH '' $sys/net/ipv4/ip_forward $sys/net/bridge/* $sys/vm/{overcommit,panic}* $sys/kernel/panic* $sys/kernel/keys/* \
 		$sys/net/netfilter/nf_conntrack_{max,tcp_be_liberal,tcp_timeout_established} $sys/net/ipv{4,6}/conf/{all,default}/* \
-		/sys/kernel/rcu_expedited 2>/dev/null || true
+		$sys/vm/min_free_kbytes /sys/kernel/rcu_expedited /sys/kernel/mm/transparent_hugepage/hugepages-64kB/shmem_enabled 2>/dev/null || true
 }
 
 # live_processes: the names of processes that have the cluster's mark or the name of one of its programs.

@@ -47,6 +47,8 @@ var changedSysctls = map[string]string{
 	"net/netfilter/nf_conntrack_tcp_be_liberal": "",
 	// torpor-oci sets these for the moment of a wake; one that is killed leaves them to the next.
 	"/sys/kernel/rcu_expedited": "", "/sys/kernel/mm/transparent_hugepage/hugepages-64kB/shmem_enabled": "",
+	// The kernel raises it when the last of these is written.
+	"vm/min_free_kbytes": "",
 }
 
 // foreignPaths lie outside our folders because the programs have them built in, or because they belong

@@ -242,7 +242,7 @@ pub(crate) struct InstallArgs {
     /// The port of the kubelet's API (KubeletConfiguration's `port`): its probes of a sleeping pod are known by the process that listens there
     #[arg(long, default_value = "10250", env = "TORPOR_KUBELET_PORT")]
     pub(crate) kubelet_port: u16,
-    /// Whether the kernel is set (for the whole node) to expedite RCU grace periods and to give out shared memory in 64 KiB pieces for the moment of a wake, which halves it
+    /// Whether the kernel is set (for the whole node) to expedite RCU grace periods, and for images of 16 MiB and more to give out shared memory in 64 KiB pieces, for the moment of a wake, which halves it
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set)]
     pub(crate) expedite_wakes: bool,
     /// Whether a hibernated sandbox that wakes is begun without runsc's commands, a third faster, where that is known of the release of gVisor

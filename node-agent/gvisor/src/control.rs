@@ -394,7 +394,7 @@ impl Control {
         Ok(usage.total)
     }
 
-    /// Has the sentry collect its garbage; its runtime does so by itself when the last time was two minutes ago, or the heap has doubled since.
+    /// Has the sentry collect its garbage; its runtime does so by itself when the last time was an hour ago (Google's build: two minutes), or the heap has doubled since.
     /// It also lets go of what it caches of files: of a sandbox that was just saved nothing is left of that.
     pub fn collect_garbage(&mut self, timeout: Duration) -> Result<(), Error> {
         let arg = json!({ "wait": true, "do_not_gc": false });

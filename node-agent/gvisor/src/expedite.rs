@@ -42,16 +42,42 @@ const LARGE_FOLIOS: Setting = Setting {
 /// that has dozed would read more than it needs.
 const WORTH_LARGE_FOLIOS: u64 = 16 << 20;
 
-/// Those for a restore of an image of so many bytes.
-pub fn of_restore(bytes: u64) -> &'static [Setting] {
+/// What the note says while the setting is ours.
+const OURS: &[u8] = b"torpor";
+
+/// For the time of a restore of an image of so many bytes. What a killed wake has left of a setting that this one has no use for is put back.
+pub fn for_restore(state_dir: &Path, bytes: u64) -> Vec<Expedited> {
+    restore_below(Path::new("/"), state_dir, bytes)
+}
+
+fn restore_below(root: &Path, state_dir: &Path, bytes: u64) -> Vec<Expedited> {
+    let begin = |setting: &Setting| Expedited::below(root, state_dir, setting);
     match bytes {
-        ..WORTH_LARGE_FOLIOS => &[GRACE_PERIODS],
-        _ => &[GRACE_PERIODS, LARGE_FOLIOS],
+        ..WORTH_LARGE_FOLIOS => {
+            put_back_left(root, state_dir, &[LARGE_FOLIOS]);
+            vec![begin(&GRACE_PERIODS)]
+        }
+        _ => vec![begin(&GRACE_PERIODS), begin(&LARGE_FOLIOS)],
     }
 }
 
-/// What the note says while the setting is ours.
-const OURS: &[u8] = b"torpor";
+/// Puts back what a killed wake has left, of the machine that is mounted at `root`: where there may be no next one.
+pub fn put_all_back(root: &Path, state_dir: &Path) {
+    put_back_left(root, state_dir, &[GRACE_PERIODS, LARGE_FOLIOS]);
+}
+
+fn put_back_left(root: &Path, state_dir: &Path, settings: &[Setting]) {
+    for setting in settings {
+        let path = state_dir.join(setting.note);
+        let Ok(note) = OpenOptions::new().read(true).write(true).open(path) else {
+            continue;
+        };
+        // Refused while a wake is going on: its end will do it.
+        if let Ok(mut note) = Flock::lock(note, FlockArg::LockExclusiveNonblock) {
+            let _ = put_back(&mut note, &setting.below(root), setting);
+        }
+    }
+}
 
 /// Held for the time of one wake. Wakes at the same time share the setting: each holds the note's lock, and the last one
 /// to give it back puts the setting back. One that is killed leaves it set until the end of the next wake.
@@ -59,7 +85,13 @@ const OURS: &[u8] = b"torpor";
 pub struct Expedited {
     note: Option<Flock<File>>,
     switch: PathBuf,
-    off: &'static str,
+    setting: Setting,
+}
+
+impl Setting {
+    fn below(&self, root: &Path) -> PathBuf {
+        root.join(self.switch.trim_start_matches('/'))
+    }
 }
 
 impl Expedited {
@@ -69,11 +101,11 @@ impl Expedited {
     }
 
     fn below(root: &Path, state_dir: &Path, setting: &Setting) -> Self {
-        let switch = root.join(setting.switch.trim_start_matches('/'));
+        let switch = setting.below(root);
         Self {
             note: begin(&state_dir.join(setting.note), &switch, setting).ok(),
             switch,
-            off: setting.off,
+            setting: *setting,
         }
     }
 }
@@ -91,14 +123,29 @@ fn begin(note: &Path, switch: &Path, setting: &Setting) -> std::io::Result<Flock
         Ok(mut lock) => {
             let ours = read(&mut lock)? == OURS;
             let said = std::fs::read_to_string(switch)?;
-            if ours || chosen(&said) == setting.off {
+            let now = chosen(&said);
+            if now == setting.off || ours && now == setting.on {
                 write(&mut lock, OURS)?;
                 std::fs::write(switch, setting.on)?;
+            } else if ours {
+                // Somebody has decided since.
+                write(&mut lock, b"")?;
             }
             relock(lock, FlockArg::LockShared)
         }
         Err((file, _)) => shared(file),
     }
+}
+
+/// Nobody else has the note's lock. What an operator has set meanwhile stays.
+fn put_back(note: &mut File, switch: &Path, setting: &Setting) -> std::io::Result<()> {
+    if read(note)? != OURS {
+        return Ok(());
+    }
+    if chosen(&std::fs::read_to_string(switch)?) == setting.on {
+        std::fs::write(switch, setting.off)?;
+    }
+    write(note, b"")
 }
 
 /// The value of a setting: of several that the kernel names, the one in brackets.
@@ -137,11 +184,9 @@ impl Drop for Expedited {
             return;
         };
         // Refused while another wake is going on: its end will do it.
-        if let Ok(mut note) = relock(note, FlockArg::LockExclusiveNonblock)
-            && read(&mut note).is_ok_and(|bytes| bytes == OURS)
-        {
+        if let Ok(mut note) = relock(note, FlockArg::LockExclusiveNonblock) {
             // There is nobody to tell; the next wake tries again.
-            let _ = std::fs::write(&self.switch, self.off).and_then(|()| write(&mut note, b""));
+            let _ = put_back(&mut note, &self.switch, &self.setting);
         }
     }
 }
@@ -209,13 +254,83 @@ mod tests {
     }
 
     #[test]
+    fn what_an_operator_decides_while_a_wake_goes_on_or_after_a_killed_one_stays() {
+        let machine = Machine::with("never\n");
+        let decide = || std::fs::write(machine.0.path().join("switch"), "advise");
+        let wake = machine.begin();
+        decide().expect("written");
+        drop(wake);
+        assert_eq!(machine.setting(), "advise");
+        std::fs::write(machine.0.path().join("note"), OURS).expect("written");
+        drop(machine.begin());
+        assert_eq!(machine.setting(), "advise");
+    }
+
+    /// The kernel's own files, below a root of the test's own.
+    struct Kernel(tempfile::TempDir);
+
+    impl Kernel {
+        fn new() -> Self {
+            let kernel = Self(tempfile::tempdir().expect("a directory"));
+            for setting in [GRACE_PERIODS, LARGE_FOLIOS] {
+                let switch = setting.below(kernel.0.path());
+                std::fs::create_dir_all(switch.parent().expect("a folder")).expect("made");
+                std::fs::write(switch, setting.off).expect("written");
+            }
+            kernel
+        }
+
+        fn restore(&self, bytes: u64) -> Vec<Expedited> {
+            restore_below(self.0.path(), self.0.path(), bytes)
+        }
+
+        fn values(&self) -> [String; 2] {
+            [GRACE_PERIODS, LARGE_FOLIOS]
+                .map(|setting| std::fs::read_to_string(setting.below(self.0.path())).expect("read"))
+        }
+    }
+
+    #[test]
     fn memory_comes_in_large_pieces_where_there_is_much_to_read() {
-        let notes = |bytes| of_restore(bytes).iter().map(|setting| setting.note);
-        assert_eq!(notes((16 << 20) - 1).collect::<Vec<_>>(), ["rcu-expedited"]);
-        assert_eq!(
-            notes(16 << 20).collect::<Vec<_>>(),
-            ["rcu-expedited", "large-folios"]
-        );
+        let kernel = Kernel::new();
+        let small = kernel.restore((16 << 20) - 1);
+        assert_eq!(kernel.values(), ["1", "never"]);
+        let large = kernel.restore(16 << 20);
+        assert_eq!(kernel.values(), ["1", "always"]);
+        drop(large);
+        assert_eq!(kernel.values(), ["1", "never"]);
+        drop(small);
+        assert_eq!(kernel.values(), ["0", "never"]);
+    }
+
+    #[test]
+    fn a_small_wake_and_an_uninstallation_put_back_what_a_killed_large_one_left() {
+        let kernel = Kernel::new();
+        let kill = |mut wakes: Vec<Expedited>| {
+            for wake in &mut wakes {
+                drop(wake.note.take());
+            }
+        };
+        kill(kernel.restore(16 << 20));
+        assert_eq!(kernel.values(), ["1", "always"]);
+        drop(kernel.restore(0));
+        assert_eq!(kernel.values(), ["0", "never"]);
+        kill(kernel.restore(16 << 20));
+        let goes_on = kernel.restore(16 << 20);
+        put_all_back(kernel.0.path(), kernel.0.path());
+        assert_eq!(kernel.values(), ["1", "always"], "a wake goes on");
+        kill(goes_on);
+        put_all_back(kernel.0.path(), kernel.0.path());
+        assert_eq!(kernel.values(), ["0", "never"]);
+    }
+
+    #[test]
+    fn the_kernel_of_this_machine_knows_the_words() {
+        // One before 6.11 has no such file.
+        if let Ok(said) = std::fs::read_to_string(LARGE_FOLIOS.switch) {
+            let words: Vec<_> = said.split_whitespace().map(chosen).collect();
+            assert!(words.contains(&LARGE_FOLIOS.on) && words.contains(&LARGE_FOLIOS.off));
+        }
     }
 
     #[test]

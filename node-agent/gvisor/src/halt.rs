@@ -1,7 +1,7 @@
 //! Stopping the host's processes of a sandbox that dozes.
 //!
 //! Its tasks stand still, and the processes around them do not: the sentry and the gofers are Go programs, whose runtime collects garbage
-//! every two minutes (`forcegcperiod` in Go's runtime/proc.go) and reads the heap back from swap for it. Of a small sandbox 4 to 5 MB became
+//! every two minutes (`forcegcperiod` in Go's runtime/proc.go; an hour in our build of gVisor) and reads the heap back from swap for it. Of a small sandbox 4 to 5 MB became
 //! 19 to 20. One that is stopped (SIGSTOP) does nothing, and ends like any other when it is killed.
 //!
 //! It answers nobody either. So whoever connects to its control socket lets it go on first ([`crate::control::Control::connect`]), and who only

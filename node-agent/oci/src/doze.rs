@@ -51,7 +51,7 @@ pub(crate) fn doze(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow:
     Ok(Answer::ok(serde_json::to_value(reclaimed)?))
 }
 
-/// The sentry's next collection, which is due two minutes after this one, is no part of a wake before that. A save leaves much to collect.
+/// The sentry's next collection, which is due an hour after this one (two minutes with Google's build), is no part of a wake before that. A save leaves much to collect.
 fn collect_garbage(mut control: Control) {
     if let Err(error) = control.collect_garbage(COLLECT_LIMIT) {
         eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));

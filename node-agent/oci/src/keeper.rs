@@ -18,7 +18,6 @@ use rustix::termios::Termios;
 use torpor_core::ids::ContainerId;
 use torpor_core::state::NOT_WATCHED;
 use torpor_gvisor::control::{self, Control};
-use torpor_gvisor::expedite::GRACE_PERIODS;
 use torpor_gvisor::keeper::{Answer, Rules};
 use torpor_gvisor::record::{ContainerRecord, SandboxState, WakeCause};
 use torpor_gvisor::spec::Role;
@@ -312,7 +311,7 @@ impl Keeper<'_> {
     /// kernel's RCU: 6 to 15 ms in which the keeper hears nobody else.
     fn release(&mut self) {
         if let Some(watch) = self.watch.take() {
-            let _expedited = self.node.expedited(&GRACE_PERIODS);
+            let _expedited = self.node.expedited();
             watch.release();
         }
         self.put_quotas_back();

@@ -10,7 +10,7 @@ use serde_json::Value;
 use torpor_cgroup::Hierarchies;
 use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_gvisor::config::Config;
-use torpor_gvisor::expedite::{Expedited, Setting};
+use torpor_gvisor::expedite::{self, Expedited, GRACE_PERIODS};
 use torpor_gvisor::record::{ContainerRecord, Records};
 use torpor_gvisor::runsc::{NodeRunsc, Runsc};
 
@@ -55,10 +55,20 @@ impl Node {
         })
     }
 
-    /// For the moment of a wake, where the node's operator allows it.
-    pub(crate) fn expedited(&self, setting: &Setting) -> Option<Expedited> {
-        let begin = || Expedited::begin(&self.config.state_dir, setting);
+    /// For the moment in which a keeper lets through what it held, where the node's operator allows it.
+    pub(crate) fn expedited(&self) -> Option<Expedited> {
+        let begin = || Expedited::begin(&self.config.state_dir, &GRACE_PERIODS);
         self.config.expedite_wakes.then(begin)
+    }
+
+    /// For the time of a restore of an image of so many bytes, where he does.
+    pub(crate) fn expedited_restore(&self, bytes: u64) -> Vec<Expedited> {
+        let state_dir = &self.config.state_dir;
+        if self.config.expedite_wakes {
+            return expedite::for_restore(state_dir, bytes);
+        }
+        expedite::put_all_back(Path::new("/"), state_dir);
+        Vec::new()
     }
 
     /// The runsc of a pod; of one that is not known, the node's.

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 use torpor_gvisor::config::{self, Config};
+use torpor_gvisor::expedite;
 use torpor_gvisor::root;
 use tracing::{info, warn};
 
@@ -405,6 +406,7 @@ pub(super) fn uninstall(args: &UninstallArgs) -> Result<Outcome, Error> {
     let restarted = node.restart(&plan, &args.containerd)?;
 
     let binaries = remove_binaries(&node.bin)?;
+    expedite::put_all_back(&args.host_root, &state);
     host::remove_tree(&state)?;
     if args.purge {
         host::remove_tree(&store)?;

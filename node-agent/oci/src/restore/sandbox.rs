@@ -12,7 +12,6 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use torpor_cgroup::swap;
 use torpor_core::ids::SandboxId;
-use torpor_gvisor::expedite;
 use torpor_gvisor::hush::{self, Hush};
 use torpor_gvisor::keeper::{self, Request, Rules};
 use torpor_gvisor::net::{self, AddressWatch};
@@ -55,8 +54,7 @@ pub(super) fn restore(
     let turns = Turns::new(&node.config.state_dir, node.config.wakes_at_once);
     let _turn = turns.take(cause, &pod.namespace);
     stages.over("turnCame");
-    let settings = expedite::of_restore(image.manifest().size()).iter();
-    let expedited: Vec<_> = settings.map(|setting| node.expedited(setting)).collect();
+    let expedited = node.expedited_restore(image.manifest().size());
     // Stand until nothing runs of a sandbox that could not be restored.
     let mut barriers = Vec::new();
     room::make(node, pod);

@@ -359,6 +359,18 @@ fn a_removal_leaves_the_host_as_it_was() {
 }
 
 #[test]
+fn a_removal_puts_back_a_setting_of_the_kernel_that_a_killed_wake_left() {
+    let host = Host::new("version = 3\n").supervised();
+    host.install();
+    let switch = host.root().join("sys/kernel/rcu_expedited");
+    fs::create_dir_all(switch.parent().expect("parent")).expect("directory");
+    fs::write(&switch, "1\n").expect("setting");
+    fs::write(host.root().join("run/torpor/rcu-expedited"), "torpor").expect("note");
+    uninstall(&host.uninstall_args()).expect("removed");
+    assert_eq!(fs::read_to_string(&switch).expect("setting"), "0");
+}
+
+#[test]
 fn a_removal_without_purge_keeps_images() {
     let host = Host::new("version = 3\n").supervised();
     host.install();

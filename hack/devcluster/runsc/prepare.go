@@ -1,8 +1,12 @@
 //go:build ignore
 
-// Writes gVisor's own seccomp programs, compiled ahead, into runsc/boot/filter/filter_precompiled.go of the copy of gVisor's sources in
-// which it runs. Google's releases have them by a rule of their Bazel build; a build from the Go module alone has none and compiles
-// its program anew at each start of a sandbox (20 ms of processor time here).
+// Prepares the copy of gVisor's sources in which it runs:
+//
+//   - It writes gVisor's own seccomp programs, compiled ahead, into runsc/boot/filter/filter_precompiled.go. Google's releases have them by
+//     a rule of their Bazel build; a build from the Go module alone has none and compiles its program anew at each start of a sandbox
+//     (20 ms of processor time here).
+//   - It adds runsc/gcperiod.go: garbage is collected by the clock every hour, not every two minutes
+//     (docs/decisions/2026-11-26-garbage-by-the-hour.md).
 package main
 
 import (
@@ -20,8 +24,25 @@ const (
 	empty    = "\tprograms := make(map[string]precompiledseccomp.Program)\n"
 )
 
+// gcPeriod is of package main of runsc. The runtime's variable is no part of Go's promise: a Go without it does not link this.
+const gcPeriod = `package main
+
+import (
+	"time"
+	_ "unsafe" // for go:linkname
+)
+
+//go:linkname forcegcperiod runtime.forcegcperiod
+var forcegcperiod int64
+
+func init() { forcegcperiod = int64(time.Hour) }
+`
+
 func main() {
 	log.SetFlags(0)
+	if err := os.WriteFile("runsc/gcperiod.go", []byte(gcPeriod), 0o644); err != nil {
+		log.Fatal(err)
+	}
 	source, err := os.ReadFile(registry)
 	if err != nil {
 		log.Fatal(err)
