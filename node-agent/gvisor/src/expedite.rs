@@ -38,6 +38,8 @@ const LARGE_FOLIOS: Setting = Setting {
     on: "always",
 };
 
+const ALL: [Setting; 2] = [GRACE_PERIODS, LARGE_FOLIOS];
+
 /// From this size of an image on. Less is read within 10 ms, and what is in large pieces comes back from swap in large pieces too: a small sandbox
 /// that has dozed would read more than it needs.
 const WORTH_LARGE_FOLIOS: u64 = 16 << 20;
@@ -57,13 +59,13 @@ fn restore_below(root: &Path, state_dir: &Path, bytes: u64) -> Vec<Expedited> {
             put_back_left(root, state_dir, &[LARGE_FOLIOS]);
             vec![begin(&GRACE_PERIODS)]
         }
-        _ => vec![begin(&GRACE_PERIODS), begin(&LARGE_FOLIOS)],
+        _ => ALL.iter().map(begin).collect(),
     }
 }
 
 /// Puts back what a killed wake has left, of the machine that is mounted at `root`: where there may be no next one.
 pub fn put_all_back(root: &Path, state_dir: &Path) {
-    put_back_left(root, state_dir, &[GRACE_PERIODS, LARGE_FOLIOS]);
+    put_back_left(root, state_dir, &ALL);
 }
 
 fn put_back_left(root: &Path, state_dir: &Path, settings: &[Setting]) {
@@ -148,10 +150,14 @@ fn put_back(note: &mut File, switch: &Path, setting: &Setting) -> std::io::Resul
     write(note, b"")
 }
 
-/// The value of a setting: of several that the kernel names, the one in brackets.
+/// Of a setting whose values the kernel names, as in `always [madvise] never`, the one that it has.
+pub(crate) fn bracketed(said: &str) -> Option<&str> {
+    Some(said.split_once('[')?.1.split_once(']')?.0)
+}
+
+/// The value of a setting of either kind.
 fn chosen(said: &str) -> &str {
-    let in_brackets = || Some(said.split_once('[')?.1.split_once(']')?.0);
-    in_brackets().unwrap_or_else(|| said.trim())
+    bracketed(said).unwrap_or_else(|| said.trim())
 }
 
 fn shared(file: File) -> std::io::Result<Flock<File>> {
@@ -272,7 +278,7 @@ mod tests {
     impl Kernel {
         fn new() -> Self {
             let kernel = Self(tempfile::tempdir().expect("a directory"));
-            for setting in [GRACE_PERIODS, LARGE_FOLIOS] {
+            for setting in ALL {
                 let switch = setting.below(kernel.0.path());
                 std::fs::create_dir_all(switch.parent().expect("a folder")).expect("made");
                 std::fs::write(switch, setting.off).expect("written");
@@ -285,8 +291,7 @@ mod tests {
         }
 
         fn values(&self) -> [String; 2] {
-            [GRACE_PERIODS, LARGE_FOLIOS]
-                .map(|setting| std::fs::read_to_string(setting.below(self.0.path())).expect("read"))
+            ALL.map(|setting| std::fs::read_to_string(setting.below(self.0.path())).expect("read"))
         }
     }
 

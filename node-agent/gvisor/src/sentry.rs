@@ -26,6 +26,7 @@ use serde_json::json;
 use torpor_cgroup::meminfo;
 
 use crate::control::{self, Control, socket_path};
+use crate::expedite::bracketed;
 use crate::net::{self, Netlink};
 use crate::runsc::{self, Runsc, can_be_read, records};
 use crate::save::FILES;
@@ -308,10 +309,7 @@ fn host_flags(read: impl Fn(&str) -> Option<String>) -> Vec<String> {
         ("defrag", "host-thp-defrag"),
     ] {
         let text = read(&format!("/sys/kernel/mm/transparent_hugepage/{setting}"));
-        // always [madvise] never
-        let chosen = text
-            .as_deref()
-            .and_then(|text| Some(text.split_once('[')?.1.split_once(']')?.0));
+        let chosen = text.as_deref().and_then(bracketed);
         flags.extend(chosen.map(|chosen| format!("--{flag}={chosen}")));
     }
     flags

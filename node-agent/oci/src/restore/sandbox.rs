@@ -439,7 +439,7 @@ fn remove_remains(node: &Node, pod: &PodRecord, parts: &[ContainerRecord]) -> an
     remove_volume_filestores(pod)
 }
 
-/// A restore that failed leaves some, and the next one finds them in its way.
+/// The files that gVisor writes to ([`filestore`]): a restore that failed leaves some, and the next one finds them in its way.
 pub(super) fn remove_filestores(
     node: &Node,
     pod: &PodRecord,
