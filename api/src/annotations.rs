@@ -94,6 +94,14 @@ pub const CLAIM_LABELS: &str = "torpor.dev/claim-labels";
 pub const CLAIM_ANNOTATIONS: &str = "torpor.dev/claim-annotations";
 /// On a Sandbox that takes the place of one that is gone: the name of that one.
 pub const REPLACES: &str = "torpor.dev/replaces";
+/// On a Sandbox: the Pod that last ran for it, as JSON of [`crate::PodRecord`]. Written once that Pod runs, so that its memory can be asked for
+/// when the Pod is gone. Agents cannot write it.
+pub const LAST_POD: &str = "torpor.dev/last-pod";
+
+// --- what the controller writes on a SandboxSnapshot -------------------------------------------------------------------------------------
+/// On a SandboxSnapshot: the Pod whose memory it holds, as JSON of [`crate::PodRecord`]. A restore takes the node and the container images
+/// from here. Agents cannot write it.
+pub const SAVED_POD: &str = "torpor.dev/saved-pod";
 
 /// Finalizer of a SandboxSnapshot: bytes of it may lie on a node.
 pub const IMAGE_FINALIZER: &str = "torpor.dev/image";

@@ -17,6 +17,7 @@ pub mod hash;
 pub mod install;
 pub mod labels;
 pub mod node;
+pub mod pod_record;
 pub mod pod_snapshot;
 pub mod raw;
 pub mod reasons;
@@ -29,6 +30,7 @@ mod times;
 pub use extensions::{SandboxClaim, SandboxTemplate, SandboxWarmPool};
 pub use hash::name_hash;
 pub use node::{SandboxNode, SandboxNodeStatus};
+pub use pod_record::PodRecord;
 pub use pod_snapshot::{PodSnapshot, PodSnapshotManualTrigger};
 pub use sandbox::{OperatingMode, Sandbox, SandboxSpec, SandboxStatus, ShutdownPolicy};
 pub use snapshot::{

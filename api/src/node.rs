@@ -103,9 +103,12 @@ pub struct SandboxReport {
     /// Since when it sleeps in place, if it does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub asleep_since: Option<Time>,
-    /// Bytes of the image that the sandbox sleeps in.
+    /// Bytes of the image that holds the sandbox's memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image_bytes: Option<i64>,
+    /// Name of the image that holds the sandbox's memory, `<pod UID>.<n>`; none while the sandbox is awake.
+    #[serde(default, rename = "imageID", skip_serializing_if = "Option::is_none")]
+    pub image_id: Option<String>,
     /// How it last woke in place.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_wake: Option<LastWake>,
@@ -121,12 +124,19 @@ pub struct SandboxReport {
     /// Name of the Pod.
     #[serde(default)]
     pub pod_name: String,
+    /// When the agent found that the API has the Pod no more. Its image is then unclaimed: it is kept for a grace time, in which a
+    /// SandboxSnapshot that names the Pod claims it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pod_gone_since: Option<Time>,
     /// UID of the Pod.
     #[serde(rename = "podUID")]
     pub pod_uid: String,
     /// Why the agent does what it does with the sandbox, in the order in which it decided.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub reasons: Vec<PlanReason>,
+    /// Name of the Sandbox, in the Pod's namespace.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub sandbox_name: String,
 }
 
 /// The words of [`LastWake::cause`].

@@ -1,0 +1,131 @@
+//! The Pod of a Sandbox as the controller saw it run: which Pod, on which node, with which container images.
+//!
+//! The controller keeps it in an annotation, where no agent can write. A node that was taken over can then neither draw another
+//! node's Pod to itself nor choose the container images of the Pod that continues.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::{ContainerStatus, Pod};
+use kube::ResourceExt;
+use serde::{Deserialize, Serialize};
+
+/// Longest annotation value that is read, in bytes. A Pod with 100 containers stays below it.
+const MAX_LENGTH: usize = 64 * 1024;
+
+/// A Pod of a Sandbox, as the kubelet of its node reported it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PodRecord {
+    /// Reference of the image of each container, by the container's name, as the runtime reported it
+    /// (`repository@sha256:…` or a bare `sha256:…`). Init containers are named too.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub images: BTreeMap<String, String>,
+    /// Name of the Pod.
+    pub name: String,
+    /// Node on which it ran.
+    pub node_name: String,
+    /// UID of the Pod.
+    pub uid: String,
+}
+
+/// An annotation that holds no PodRecord.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("the record of a Pod has {length} bytes; at most {MAX_LENGTH} are read")]
+    TooLong { length: usize },
+    #[error("the record of a Pod is not valid JSON: {0}")]
+    Malformed(#[from] serde_json::Error),
+}
+
+impl PodRecord {
+    /// Reads the value of an annotation.
+    pub fn parse(value: &str) -> Result<Self, Error> {
+        if value.len() > MAX_LENGTH {
+            let length = value.len();
+            return Err(Error::TooLong { length });
+        }
+        Ok(serde_json::from_str(value)?)
+    }
+
+    /// The value of the annotation; the same record gives the same text.
+    pub fn to_annotation(&self) -> String {
+        // Strings and a map of strings always have a JSON form.
+        serde_json::to_string(self).unwrap_or_default()
+    }
+
+    /// What the Pod reports; `None` until it has a node and the kubelet has named the image of each container that is not an
+    /// init container.
+    pub fn of(pod: &Pod) -> Option<Self> {
+        let spec = pod.spec.as_ref()?;
+        let status = pod.status.as_ref()?;
+        let init = status.init_container_statuses.iter().flatten();
+        let main = status.container_statuses.iter().flatten();
+        let named = |status: &ContainerStatus| {
+            let image = status.image_id.clone();
+            (!image.is_empty()).then(|| (status.name.clone(), image))
+        };
+        let images: BTreeMap<_, _> = main.chain(init).filter_map(named).collect();
+        let is_whole = spec.containers.iter().all(|c| images.contains_key(&c.name));
+        is_whole.then_some(())?;
+        Some(Self {
+            images,
+            name: pod.name_any(),
+            node_name: spec.node_name.clone()?,
+            uid: pod.uid()?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn pod(image_ids: [&str; 2]) -> Pod {
+        serde_json::from_value(json!({
+            "metadata": {"name": "s", "namespace": "n", "uid": "u"},
+            "spec": {"nodeName": "a", "containers": [{"name": "main"}, {"name": "side"}]},
+            "status": {
+                "initContainerStatuses": [{
+                    "name": "init", "image": "i", "imageID": "r@sha256:0", "ready": true, "restartCount": 0,
+                }],
+                "containerStatuses": [
+                    {"name": "main", "image": "i", "imageID": image_ids[0], "ready": true, "restartCount": 0},
+                    {"name": "side", "image": "i", "imageID": image_ids[1], "ready": true, "restartCount": 0},
+                ],
+            },
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn a_record_names_the_node_and_the_image_of_each_container_and_survives_its_annotation() {
+        let record = PodRecord::of(&pod(["r@sha256:1", "sha256:2"])).unwrap();
+        assert_eq!((&*record.uid, &*record.node_name), ("u", "a"));
+        let images: Vec<_> = record.images.iter().map(|(k, v)| (&**k, &**v)).collect();
+        let expected = [
+            ("init", "r@sha256:0"),
+            ("main", "r@sha256:1"),
+            ("side", "sha256:2"),
+        ];
+        assert_eq!(images, expected);
+        assert_eq!(PodRecord::parse(&record.to_annotation()).unwrap(), record);
+    }
+
+    #[test]
+    fn a_pod_whose_images_are_not_known_yet_has_no_record() {
+        assert_eq!(PodRecord::of(&pod(["r@sha256:1", ""])), None);
+        assert_eq!(PodRecord::of(&Pod::default()), None);
+    }
+
+    #[test]
+    fn a_record_that_is_too_long_or_no_json_is_refused() {
+        let long = " ".repeat(MAX_LENGTH + 1);
+        assert!(matches!(
+            PodRecord::parse(&long),
+            Err(Error::TooLong { .. })
+        ));
+        assert!(matches!(PodRecord::parse("{"), Err(Error::Malformed(_))));
+    }
+}
