@@ -206,13 +206,16 @@ impl Sandboxes {
         SandboxReport {
             asleep_since: None,
             image_bytes: None,
+            image_id: None,
             last_wake: wake.and_then(last_wake),
             memory_asleep_bytes: sleep.map(|noted| signed(noted.note.bytes_after)),
             memory_awake_bytes: sleep.map(|noted| signed(noted.note.bytes_before)),
             namespace: pod.namespace.to_string(),
+            pod_gone_since: None,
             pod_name: pod.name.clone(),
             pod_uid: pod.pod_uid.to_string(),
             reasons: self.board.of(&pod.pod_uid),
+            sandbox_name: String::new(),
         }
     }
 }

@@ -80,13 +80,16 @@ impl Kata {
                 status.sandboxes.push(SandboxReport {
                     asleep_since: known.doze.and(known.asleep_since).map(Time),
                     image_bytes: None,
+                    image_id: None,
                     last_wake: known.report.wake.clone(),
                     memory_asleep_bytes: sleep.map(|note| signed(note.bytes_after)),
                     memory_awake_bytes: sleep.map(|note| signed(note.bytes_before)),
                     namespace: entry.namespace.clone(),
+                    pod_gone_since: None,
                     pod_name: entry.name.clone(),
                     pod_uid: pod.to_string(),
                     reasons: sandboxes.reasons(&pod),
+                    sandbox_name: String::new(),
                 });
             }
         }
