@@ -7,7 +7,7 @@ use crate::{
     refusal::Refusal,
     scoped_token::Secret,
     target::{POD_IP, Target},
-    token_review::Reviewer,
+    token_review::{Reviewer, Sandbox},
     verdicts::Verdict,
 };
 
@@ -22,6 +22,8 @@ pub enum Authorizer {
     ScopedToken(Secret),
     /// Who has a token of the cluster may reach every sandbox.
     TokenReview(Reviewer),
+    /// Torpor's: the token's user may reach the sandboxes that the cluster's authorizer lets it connect to.
+    SubjectAccessReview(Reviewer),
 }
 
 impl Authorizer {
@@ -37,7 +39,11 @@ impl Authorizer {
             Self::AllowAll => Ok(()),
             Self::SharedToken(expected) => expected.check(token),
             Self::ScopedToken(secret) => check_scoped(secret, token, headers, target, now),
-            Self::TokenReview(reviewer) => review(reviewer, token).await,
+            Self::TokenReview(reviewer) => match token {
+                None if !reviewer.requires_token() => Ok(()),
+                token => review(reviewer, token, None).await,
+            },
+            Self::SubjectAccessReview(reviewer) => review(reviewer, token, Some(target)).await,
         }
     }
 }
@@ -77,17 +83,25 @@ fn check_scoped(
     Ok(())
 }
 
-async fn review(reviewer: &Reviewer, token: Option<&str>) -> Result<(), Refusal> {
-    let Some(token) = token else {
-        return if reviewer.requires_token() {
-            Err(Refusal::Unauthenticated)
-        } else {
-            Ok(())
-        };
-    };
-    match reviewer.review(token).await {
-        Verdict::Authenticated => Ok(()),
+/// Asks whose the token is, and whether that user may connect to the sandbox, if one is meant.
+async fn review(
+    reviewer: &Reviewer,
+    token: Option<&str>,
+    sandbox: Option<&Target>,
+) -> Result<(), Refusal> {
+    let token = token.ok_or(Refusal::Unauthenticated)?;
+    // A target that cannot exist has no namespace, and a review without one would ask for the right in all of them.
+    if sandbox.is_some_and(|target| target.namespace.is_empty() || target.id.is_empty()) {
+        return Err(Refusal::Forbidden);
+    }
+    let sandbox = sandbox.map(|target| Sandbox {
+        namespace: &target.namespace,
+        name: &target.id,
+    });
+    match reviewer.review(token, sandbox).await {
+        Verdict::Allowed => Ok(()),
         Verdict::Unauthenticated => Err(Refusal::Unauthenticated),
+        Verdict::Forbidden => Err(Refusal::Forbidden),
         Verdict::Unknown => Err(Refusal::ReviewFailed),
         Verdict::Crowded => Err(Refusal::TooManyReviews),
     }

@@ -18,13 +18,18 @@ use crate::{
     upstream::Dialling,
 };
 
-/// How requests are authorized; upstream's names.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+/// How requests are authorized; upstream's names, and Torpor's `subjectaccessreview`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum AuthzMode {
-    #[default]
+    /// Everybody may reach every sandbox; upstream's default
     AllowAll,
+    /// Whoever shows a token of the cluster may reach every sandbox
     #[value(name = "tokenreview")]
     TokenReview,
+    /// Torpor's: the user of the token must have the right to `connect` to `sandboxes/proxy` of the sandbox
+    #[value(name = "subjectaccessreview")]
+    SubjectAccessReview,
+    /// A token opens the sandbox that it names
     ScopedToken,
 }
 
@@ -60,16 +65,16 @@ pub struct Flags {
     /// Whether clients show certificates
     #[arg(long, value_enum, default_value_t)]
     pub mtls_mode: MutualTls,
-    /// How requests are authorized
-    #[arg(long, value_enum, default_value_t)]
-    pub authz_mode: AuthzMode,
-    /// How long a verdict on a token stands
+    /// How requests are authorized. Must be named: upstream's default, allow-all, lets everybody in
+    #[arg(long, value_enum)]
+    pub authz_mode: Option<AuthzMode>,
+    /// How long a verdict on a token stands; with subjectaccessreview, one on a token and a sandbox
     #[arg(long, default_value = "30s", value_parser = positive)]
     pub authz_tokenreview_ttl: Duration,
-    /// How many verdicts on tokens are remembered
+    /// How many such verdicts are remembered
     #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..))]
     pub authz_tokenreview_cache_size: u32,
-    /// Refuse requests without a token
+    /// Refuse requests without a token; subjectaccessreview always does
     #[arg(long, default_value = "false", go_boolean())]
     pub authz_tokenreview_require_token: bool,
     /// Audiences of which a token must name one
@@ -200,6 +205,11 @@ pub enum Error {
     MutualWithoutTls,
     #[error("--mtls-mode needs --tls-client-ca-file")]
     NoClientCa,
+    #[error(
+        "--authz-mode is missing: name subjectaccessreview (the token's user may connect to sandboxes/proxy), tokenreview (any token of the cluster), \
+         scoped-token (a token for each sandbox), or allow-all (everybody, as upstream's router does by default)"
+    )]
+    NoMode,
     #[error("--authz-mode=scoped-token needs --authz-scoped-token-secret-file")]
     NoSecret,
     #[error("ROUTER_AUTH_TOKEN goes with --authz-mode=allow-all only")]
@@ -213,7 +223,7 @@ pub enum Error {
     #[error("--authz-cookie-name needs --domain: the cookie belongs to a sandbox' host")]
     CookieWithoutHosts,
     #[error(
-        "--authz-cookie-name needs tokens: --authz-mode=tokenreview or scoped-token, or ROUTER_AUTH_TOKEN"
+        "--authz-cookie-name needs tokens: --authz-mode=subjectaccessreview, tokenreview or scoped-token, or ROUTER_AUTH_TOKEN"
     )]
     CookieWithoutTokens,
     #[error(transparent)]
@@ -296,12 +306,11 @@ impl Flags {
                 return Err(Error::NoClientCa);
             }
         }
-        if self.authz_mode == AuthzMode::ScopedToken
-            && self.authz_scoped_token_secret_file.is_none()
-        {
+        let mode = self.mode()?;
+        if mode == AuthzMode::ScopedToken && self.authz_scoped_token_secret_file.is_none() {
             return Err(Error::NoSecret);
         }
-        if self.authz_mode != AuthzMode::AllowAll && !self.router_auth_token.is_empty() {
+        if mode != AuthzMode::AllowAll && !self.router_auth_token.is_empty() {
             return Err(Error::TwoModes);
         }
         if !self.domain.is_empty()
@@ -321,10 +330,19 @@ impl Flags {
         if self.domain.is_empty() {
             return Err(Error::CookieWithoutHosts);
         }
-        if self.authz_mode == AuthzMode::AllowAll && self.router_auth_token.is_empty() {
+        if self.mode()? == AuthzMode::AllowAll && self.router_auth_token.is_empty() {
             return Err(Error::CookieWithoutTokens);
         }
         browsers.check().map_err(Error::Cookie)
+    }
+
+    /// How requests are authorized. ROUTER_AUTH_TOKEN alone names a mode too: the Python router has no flag for it.
+    pub fn mode(&self) -> Result<AuthzMode, Error> {
+        match self.authz_mode {
+            Some(mode) => Ok(mode),
+            None if !self.router_auth_token.is_empty() => Ok(AuthzMode::AllowAll),
+            None => Err(Error::NoMode),
+        }
     }
 
     /// How browsers show their tokens, if they may.
@@ -415,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn defaults_are_upstreams_but_for_the_time_of_a_command() {
+    fn defaults_are_upstreams_but_for_the_time_of_a_command_and_for_who_is_let_in() {
         let (flags, ignored) = read(&[]).unwrap();
         assert_eq!(flags.http_bind_address, ":8080".parse().unwrap());
         assert_eq!(flags.https_bind_address.0, None);
@@ -425,18 +443,29 @@ mod tests {
         // Upstream's 30 s would end every longer command of the SDK.
         assert_eq!(flags.response_header_timeout, Duration::from_secs(180));
         assert_eq!(flags.limits().dial, Duration::from_millis(1400));
-        assert_eq!(
-            (flags.authz_mode, flags.mtls_mode),
-            (AuthzMode::AllowAll, MutualTls::Off)
-        );
+        assert_eq!(flags.mtls_mode, MutualTls::Off);
         assert!(flags.access_log && flags.max_request_body_bytes == 0);
         assert!(ignored.is_empty());
+        assert_eq!(flags.check(), Err(Error::NoMode));
+    }
+
+    #[test]
+    fn a_router_that_is_not_told_whom_to_let_in_names_the_modes_and_does_not_start() {
+        let words = read(&[]).unwrap().0.check().unwrap_err().to_string();
+        for mode in AuthzMode::value_variants() {
+            let name = mode.to_possible_value().unwrap();
+            assert!(words.contains(name.get_name()), "{words}");
+        }
+        // The Python router has no such flag.
+        let (flags, _) = read(&["--router-auth-token=t"]).unwrap();
+        assert_eq!(flags.mode(), Ok(AuthzMode::AllowAll));
         flags.check().unwrap();
     }
 
     #[test]
-    fn upstreams_own_manifest_starts_it() {
+    fn upstreams_own_manifest_starts_it_with_one_more_flag() {
         let (flags, ignored) = read(&[
+            "--authz-mode=allow-all",
             "--http-bind-address=:8080",
             "--metrics-bind-address=:9090",
             "--health-probe-bind-address=:8081",
@@ -457,11 +486,12 @@ mod tests {
     #[case(&["--https-bind-address=:8443", "--tls-cert-file=c", "--tls-key-file=k", "--mtls-mode=optional"], Error::NoClientCa)]
     #[case(&["--authz-mode=scoped-token"], Error::NoSecret)]
     #[case(&["--authz-mode=tokenreview", "--router-auth-token=t"], Error::TwoModes)]
-    #[case(&["--domain=*.example.com"], Error::Domain("*.example.com".into()))]
-    #[case(&["--authz-cookie-query-param=t"], Error::NoCookie)]
-    #[case(&["--authz-cookie-allowed-origins=https://a"], Error::NoCookie)]
+    #[case(&["--authz-mode=allow-all", "--domain=*.example.com"], Error::Domain("*.example.com".into()))]
+    #[case(&["--authz-mode=allow-all", "--authz-cookie-query-param=t"], Error::NoCookie)]
+    #[case(&["--authz-mode=allow-all", "--authz-cookie-allowed-origins=https://a"], Error::NoCookie)]
     #[case(&["--authz-cookie-name=__Host-s", "--authz-mode=tokenreview"], Error::CookieWithoutHosts)]
-    #[case(&["--authz-cookie-name=__Host-s", "--domain=x.dev"], Error::CookieWithoutTokens)]
+    #[case(&["--authz-mode=subjectaccessreview", "--router-auth-token=t"], Error::TwoModes)]
+    #[case(&["--authz-cookie-name=__Host-s", "--domain=x.dev", "--authz-mode=allow-all"], Error::CookieWithoutTokens)]
     #[case(&["--authz-cookie-name=s", "--domain=x.dev", "--router-auth-token=t"], Error::Cookie(browser::Error::NotHostOnly("s".into())))]
     fn flags_that_do_not_fit_together_are_refused(
         #[case] arguments: &[&str],

@@ -177,17 +177,10 @@ fn raise_open_files(connections: usize) {
 
 fn authorizer(flags: &Flags, client: &Client) -> anyhow::Result<Authorizer> {
     Ok(
-        match (flags.authz_mode, &flags.authz_scoped_token_secret_file) {
-            (AuthzMode::TokenReview, _) => {
-                let options = ReviewOptions {
-                    ttl: flags.authz_tokenreview_ttl,
-                    size: usize::try_from(flags.authz_tokenreview_cache_size)?,
-                    require_token: flags.authz_tokenreview_require_token,
-                    audiences: flags.authz_tokenreview_audiences.clone(),
-                    at_once: usize::try_from(flags.max_token_reviews)?,
-                    waiting: usize::try_from(flags.max_held_token_reviews)?,
-                };
-                Authorizer::TokenReview(Reviewer::new(client.clone(), options))
+        match (flags.mode()?, &flags.authz_scoped_token_secret_file) {
+            (AuthzMode::TokenReview, _) => Authorizer::TokenReview(reviewer(flags, client)?),
+            (AuthzMode::SubjectAccessReview, _) => {
+                Authorizer::SubjectAccessReview(reviewer(flags, client)?)
             }
             (AuthzMode::ScopedToken, Some(file)) => {
                 let content = fs::read(file).with_context(|| file.display().to_string())?;
@@ -205,6 +198,18 @@ fn authorizer(flags: &Flags, client: &Client) -> anyhow::Result<Authorizer> {
             }
         },
     )
+}
+
+fn reviewer(flags: &Flags, client: &Client) -> anyhow::Result<Reviewer> {
+    let options = ReviewOptions {
+        ttl: flags.authz_tokenreview_ttl,
+        size: usize::try_from(flags.authz_tokenreview_cache_size)?,
+        require_token: flags.authz_tokenreview_require_token,
+        audiences: flags.authz_tokenreview_audiences.clone(),
+        at_once: usize::try_from(flags.max_token_reviews)?,
+        waiting: usize::try_from(flags.max_held_token_reviews)?,
+    };
+    Ok(Reviewer::new(client.clone(), options))
 }
 
 async fn client(kubeconfig: &str) -> anyhow::Result<Client> {

@@ -1,5 +1,8 @@
-//! Asks the apiserver whose a token is, and remembers the answer for a while. Many requests with one token make one review; and only so many reviews are under way at once, since
-//! inventing a token costs nothing, and each review takes a connection to the apiserver.
+//! Asks the apiserver whose a token is, and whether its user may connect to a sandbox, and remembers the answer for a while. Many requests with one token (and to one sandbox) make one
+//! review; and only so many reviews are under way at once, since inventing a token costs nothing, and each review takes a connection to the apiserver.
+//!
+//! Verdicts are kept for each sandbox, since the right to connect can be bound to one by its name. A verdict on a sandbox holds the whole way to it, token included: so a token that is
+//! revoked opens nothing longer than a verdict stands.
 
 use std::{
     fmt,
@@ -8,8 +11,14 @@ use std::{
 };
 
 use aws_lc_rs::digest;
-use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, TokenReviewStatus};
-use kube::{Api, Client, api::PostParams};
+use k8s_openapi::api::{
+    authentication::v1::{TokenReview, TokenReviewSpec, TokenReviewStatus, UserInfo},
+    authorization::v1::{
+        ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec, SubjectAccessReviewStatus,
+    },
+};
+use kube::{Api, Client, api::PostParams, core::ClusterResourceScope};
+use serde::{Serialize, de::DeserializeOwned};
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, SemaphorePermit, watch},
     time::timeout,
@@ -17,8 +26,21 @@ use tokio::{
 
 use crate::verdicts::{Key, Known, Review, Verdict, Verdicts};
 
-/// How long one review may take; upstream's. Also how long a token waits for its turn.
+/// How long one question to the apiserver may take; upstream's. Also how long a token waits for its turn.
 const TIMEOUT: Duration = Duration::from_secs(3);
+
+/// The right that a client needs: this verb on this subresource of the Sandbox, as `kubectl port-forward` and `kubectl proxy` need theirs of a Pod.
+const VERB: &str = "connect";
+const GROUP: &str = "agents.x-k8s.io";
+const RESOURCE: &str = "sandboxes";
+const SUBRESOURCE: &str = "proxy";
+
+/// The sandbox that a client wants to reach.
+#[derive(Clone, Copy, Debug)]
+pub struct Sandbox<'a> {
+    pub namespace: &'a str,
+    pub name: &'a str,
+}
 
 /// Settings of the reviews.
 #[derive(Clone, Debug)]
@@ -71,9 +93,9 @@ impl Reviewer {
         self.options.require_token
     }
 
-    /// What the apiserver says of the token, or said lately.
-    pub async fn review(&self, token: &str) -> Verdict {
-        let mut review = match self.find_or_ask(token) {
+    /// What the apiserver says of the token and of its user's right to connect to the sandbox, if one is named; or said lately.
+    pub async fn review(&self, token: &str, sandbox: Option<Sandbox<'_>>) -> Verdict {
+        let mut review = match self.find_or_ask(token, sandbox) {
             Known::Stands(verdict) => return verdict,
             Known::UnderWay(review) => review,
         };
@@ -84,8 +106,8 @@ impl Reviewer {
         })
     }
 
-    fn find_or_ask(&self, token: &str) -> Known {
-        let (key, now) = (key(token), Instant::now());
+    fn find_or_ask(&self, token: &str, sandbox: Option<Sandbox<'_>>) -> Known {
+        let (key, now) = (key(token, sandbox), Instant::now());
         let mut verdicts = self.verdicts();
         if let Some(known) = verdicts.find(&key, now) {
             return known;
@@ -99,22 +121,23 @@ impl Reviewer {
         let Some(place) = line.enter() else {
             return Known::Stands(Verdict::Crowded);
         };
-        let review = self.ask(token, place);
+        let review = self.ask(token, sandbox, place);
         verdicts.insert(key, review.clone(), now);
         Known::UnderWay(review)
     }
 
     /// Begins a review. It does not depend on the request that wants it: whoever goes away takes nothing from the others, and makes no room for the next token.
-    fn ask(&self, token: &str, place: Place) -> Review {
+    fn ask(&self, token: &str, sandbox: Option<Sandbox<'_>>, place: Place) -> Review {
         let (sender, review) = watch::channel(None);
         let client = self.client.clone();
         let spec = TokenReviewSpec {
             token: token.to_owned(),
             audiences: Some(self.options.audiences.clone()).filter(|all| !all.is_empty()),
         };
+        let attributes = sandbox.map(attributes_of);
         tokio::spawn(async move {
             let verdict = match place.turn(TIMEOUT).await {
-                Some(_turn) => verdict_on(client, spec).await,
+                Some(_turn) => verdict_on(client, spec, attributes).await,
                 None => Verdict::Crowded,
             };
             drop(place);
@@ -129,36 +152,102 @@ impl Reviewer {
     }
 }
 
-fn key(token: &str) -> Key {
+fn key(token: &str, sandbox: Option<Sandbox<'_>>) -> Key {
+    let mut all = digest::Context::new(&digest::SHA256);
+    all.update(token.as_bytes());
+    for name in sandbox.iter().flat_map(|one| [one.namespace, one.name]) {
+        // No token, no namespace and no name has this byte: clients send them in headers.
+        all.update(&[0]);
+        all.update(name.as_bytes());
+    }
     let mut key = [0; 32];
-    key.copy_from_slice(digest::digest(&digest::SHA256, token.as_bytes()).as_ref());
+    key.copy_from_slice(all.finish().as_ref());
     key
 }
 
-async fn verdict_on(client: Client, spec: TokenReviewSpec) -> Verdict {
+fn attributes_of(sandbox: Sandbox<'_>) -> ResourceAttributes {
+    ResourceAttributes {
+        verb: Some(VERB.to_owned()),
+        group: Some(GROUP.to_owned()),
+        resource: Some(RESOURCE.to_owned()),
+        subresource: Some(SUBRESOURCE.to_owned()),
+        namespace: Some(sandbox.namespace.to_owned()),
+        name: Some(sandbox.name.to_owned()),
+        ..ResourceAttributes::default()
+    }
+}
+
+async fn verdict_on(
+    client: Client,
+    spec: TokenReviewSpec,
+    attributes: Option<ResourceAttributes>,
+) -> Verdict {
+    let audiences = spec.audiences.clone().unwrap_or_default();
     let review = TokenReview {
         spec,
         ..TokenReview::default()
     };
-    let api: Api<TokenReview> = Api::all(client);
+    let Some(answer) = asked(&client, "token", &review).await else {
+        return Verdict::Unknown;
+    };
+    let status = answer.status.unwrap_or_default();
+    if !is_good(&status, &audiences) {
+        return Verdict::Unauthenticated;
+    }
+    let Some(attributes) = attributes else {
+        return Verdict::Allowed;
+    };
+    let review = SubjectAccessReview {
+        spec: subject(status.user.unwrap_or_default(), attributes),
+        ..SubjectAccessReview::default()
+    };
+    match asked(&client, "right to connect", &review).await {
+        None => Verdict::Unknown,
+        Some(answer) if answer.status.as_ref().is_some_and(may) => Verdict::Allowed,
+        Some(_) => Verdict::Forbidden,
+    }
+}
+
+/// The apiserver's answer to a review; none where it gave none.
+async fn asked<K>(client: &Client, what: &str, review: &K) -> Option<K>
+where
+    K: kube::Resource<Scope = ClusterResourceScope>
+        + Serialize
+        + Clone
+        + DeserializeOwned
+        + fmt::Debug,
+    K::DynamicType: Default,
+{
+    let api: Api<K> = Api::all(client.clone());
     let params = PostParams::default();
-    match timeout(TIMEOUT, api.create(&params, &review)).await {
-        Ok(Ok(answer)) => {
-            let audiences = review.spec.audiences.as_deref().unwrap_or_default();
-            match answer.status {
-                Some(status) if is_good(&status, audiences) => Verdict::Authenticated,
-                _ => Verdict::Unauthenticated,
-            }
-        }
+    match timeout(TIMEOUT, api.create(&params, review)).await {
+        Ok(Ok(answer)) => Some(answer),
         Ok(Err(error)) => {
-            tracing::warn!(%error, "token not reviewed");
-            Verdict::Unknown
+            tracing::warn!(%error, "{what} not reviewed");
+            None
         }
         Err(_) => {
-            tracing::warn!("token not reviewed: no answer in {TIMEOUT:?}");
-            Verdict::Unknown
+            tracing::warn!("{what} not reviewed: no answer in {TIMEOUT:?}");
+            None
         }
     }
+}
+
+/// The user of a token, as the authorizer wants it.
+fn subject(user: UserInfo, attributes: ResourceAttributes) -> SubjectAccessReviewSpec {
+    SubjectAccessReviewSpec {
+        user: user.username,
+        uid: user.uid,
+        groups: user.groups,
+        extra: user.extra,
+        resource_attributes: Some(attributes),
+        ..SubjectAccessReviewSpec::default()
+    }
+}
+
+/// An authorizer that could not decide has allowed nothing.
+fn may(status: &SubjectAccessReviewStatus) -> bool {
+    status.allowed && status.denied != Some(true)
 }
 
 /// Whether the token is somebody's and names one of `audiences`; none: any. Who is asked and knows nothing of audiences names none, and speaks of the apiserver's own: so the API
@@ -265,12 +354,12 @@ mod tests {
         let api = Apiserver::new();
         lose_answer(&api);
         let reviewer = reviewer(&api, HOUR, 1);
-        let mut first = pin!(reviewer.review("a"));
-        let mut second = pin!(reviewer.review("b"));
+        let mut first = pin!(reviewer.review("a", None));
+        let mut second = pin!(reviewer.review("b", None));
         assert!(poll!(first.as_mut()).is_pending());
         assert!(poll!(second.as_mut()).is_pending());
-        assert_eq!(reviewer.review("c").await, Verdict::Crowded);
-        let mut as_first = pin!(reviewer.review("a"));
+        assert_eq!(reviewer.review("c", None).await, Verdict::Crowded);
+        let mut as_first = pin!(reviewer.review("a", None));
         assert!(poll!(as_first.as_mut()).is_pending(), "it shares the place");
         assert_eq!(asked(&api).await, 1);
     }
@@ -280,15 +369,15 @@ mod tests {
         let api = Apiserver::new();
         api.accept_token("good");
         let reviewer = reviewer(&api, HOUR, 0);
-        assert_eq!(reviewer.review("a").await, Verdict::Unauthenticated);
-        assert_eq!(reviewer.review("good").await, Verdict::Authenticated);
+        assert_eq!(reviewer.review("a", None).await, Verdict::Unauthenticated);
+        assert_eq!(reviewer.review("good", None).await, Verdict::Allowed);
         lose_answer(&api);
         {
-            let mut gone = pin!(reviewer.review("b"));
+            let mut gone = pin!(reviewer.review("b", None));
             assert!(poll!(gone.as_mut()).is_pending());
         }
-        assert_eq!(reviewer.review("c").await, Verdict::Crowded);
-        assert_eq!(reviewer.review("good").await, Verdict::Authenticated);
+        assert_eq!(reviewer.review("c", None).await, Verdict::Crowded);
+        assert_eq!(reviewer.review("good", None).await, Verdict::Allowed);
     }
 
     #[tokio::test]
@@ -297,14 +386,14 @@ mod tests {
         api.accept_token("good");
         // No verdict stands.
         let reviewer = reviewer(&api, Duration::ZERO, 0);
-        assert_eq!(reviewer.review("good").await, Verdict::Authenticated);
+        assert_eq!(reviewer.review("good", None).await, Verdict::Allowed);
         asked(&api).await;
         lose_answer(&api);
-        let mut invented = pin!(reviewer.review("a"));
+        let mut invented = pin!(reviewer.review("a", None));
         assert!(poll!(invented.as_mut()).is_pending());
         asked(&api).await;
-        assert_eq!(reviewer.review("b").await, Verdict::Crowded);
-        assert_eq!(reviewer.review("good").await, Verdict::Authenticated);
+        assert_eq!(reviewer.review("b", None).await, Verdict::Crowded);
+        assert_eq!(reviewer.review("good", None).await, Verdict::Allowed);
     }
 
     #[rstest]
@@ -339,7 +428,45 @@ mod tests {
             ..options(HOUR, 0)
         };
         let reviewer = Reviewer::new(api.client(), options);
-        assert_eq!(reviewer.review("good").await, Verdict::Unauthenticated);
+        assert_eq!(
+            reviewer.review("good", None).await,
+            Verdict::Unauthenticated
+        );
+    }
+
+    #[test]
+    fn a_verdict_is_about_one_token_and_one_sandbox() {
+        let sandbox = |namespace, name| Some(Sandbox { namespace, name });
+        let keys = [
+            key("t", None),
+            key("u", None),
+            key("t", sandbox("a", "b")),
+            key("u", sandbox("a", "b")),
+            key("t", sandbox("a", "bc")),
+            key("t", sandbox("ab", "c")),
+            key("tab", None),
+        ];
+        let different: std::collections::HashSet<Key> = keys.into_iter().collect();
+        assert_eq!(different.len(), keys.len());
+    }
+
+    #[rstest]
+    #[case(true, None, true)]
+    #[case(true, Some(false), true)]
+    #[case(true, Some(true), false)]
+    #[case(false, None, false)]
+    #[case(false, Some(true), false)]
+    fn whoever_is_denied_or_not_allowed_may_not(
+        #[case] allowed: bool,
+        #[case] denied: Option<bool>,
+        #[case] expected: bool,
+    ) {
+        let status = SubjectAccessReviewStatus {
+            allowed,
+            denied,
+            ..SubjectAccessReviewStatus::default()
+        };
+        assert_eq!(may(&status), expected);
     }
 
     #[tokio::test]

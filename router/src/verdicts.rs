@@ -7,11 +7,15 @@ use std::{
 
 use tokio::sync::watch;
 
-/// What the apiserver says of a token.
+/// What the apiserver says of a token, or of a token and a sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    Authenticated,
+    /// The token is somebody's, who may do what was asked about, if anything was.
+    Allowed,
+    /// The token is nobody's.
     Unauthenticated,
+    /// The token is somebody's, who may not.
+    Forbidden,
     /// It could not be asked.
     Unknown,
     /// It was not asked: too many tokens were there before this one.
@@ -21,7 +25,7 @@ pub enum Verdict {
 impl Verdict {
     fn lasts(self, ttl: Duration) -> Duration {
         match self {
-            Self::Authenticated | Self::Unauthenticated => ttl,
+            Self::Allowed | Self::Unauthenticated | Self::Forbidden => ttl,
             // What could not be found out is asked again sooner; upstream's rule.
             Self::Unknown => (ttl / 3).max(Duration::from_secs(1)),
             Self::Crowded => Duration::ZERO,
@@ -32,7 +36,7 @@ impl Verdict {
 /// A review, which is under way for as long as there is no verdict.
 pub type Review = watch::Receiver<Option<Verdict>>;
 
-/// SHA-256 of a token: who reads this memory shall not find tokens.
+/// SHA-256 of a token, or of a token and a sandbox: who reads this memory shall not find tokens.
 pub type Key = [u8; 32];
 
 /// What is known of a token.
@@ -81,8 +85,8 @@ impl Remembered {
     /// As far as anybody knows.
     fn is_good(&self) -> bool {
         match self.verdict() {
-            Some(Verdict::Authenticated) => true,
-            Some(Verdict::Unauthenticated) => false,
+            Some(Verdict::Allowed) => true,
+            Some(Verdict::Unauthenticated | Verdict::Forbidden) => false,
             Some(Verdict::Unknown | Verdict::Crowded) | None => self.was_good,
         }
     }
@@ -176,9 +180,11 @@ mod tests {
     }
 
     #[rstest]
-    #[case::good(Verdict::Authenticated, TTL, 29, true)]
-    #[case::good_and_old(Verdict::Authenticated, TTL, 30, false)]
+    #[case::good(Verdict::Allowed, TTL, 29, true)]
+    #[case::good_and_old(Verdict::Allowed, TTL, 30, false)]
     #[case::bad(Verdict::Unauthenticated, TTL, 29, true)]
+    #[case::without_the_right(Verdict::Forbidden, TTL, 29, true)]
+    #[case::without_the_right_and_old(Verdict::Forbidden, TTL, 30, false)]
     #[case::not_found_out(Verdict::Unknown, TTL, 9, true)]
     #[case::not_found_out_and_old(Verdict::Unknown, TTL, 10, false)]
     #[case::never_at_once(Verdict::Unknown, Duration::ZERO, 0, true)]
@@ -209,12 +215,13 @@ mod tests {
     }
 
     #[rstest]
-    #[case::good(&[Verdict::Authenticated], true)]
+    #[case::good(&[Verdict::Allowed], true)]
     #[case::bad(&[Verdict::Unauthenticated], false)]
     #[case::not_found_out(&[Verdict::Unknown], false)]
-    #[case::good_and_not_found_out(&[Verdict::Authenticated, Verdict::Unknown], true)]
-    #[case::good_and_not_asked(&[Verdict::Authenticated, Verdict::Crowded, Verdict::Crowded], true)]
-    #[case::good_no_more(&[Verdict::Authenticated, Verdict::Unauthenticated], false)]
+    #[case::good_and_not_found_out(&[Verdict::Allowed, Verdict::Unknown], true)]
+    #[case::good_and_not_asked(&[Verdict::Allowed, Verdict::Crowded, Verdict::Crowded], true)]
+    #[case::good_no_more(&[Verdict::Allowed, Verdict::Unauthenticated], false)]
+    #[case::may_no_more(&[Verdict::Allowed, Verdict::Forbidden], false)]
     fn a_good_token_is_known_until_the_apiserver_says_otherwise(
         #[case] said_of_it: &[Verdict],
         #[case] good: bool,
@@ -232,12 +239,12 @@ mod tests {
     fn invented_tokens_go_first_then_what_is_under_way_then_the_oldest_good_one() {
         let (mut verdicts, now) = (Verdicts::new(TTL, 4), Instant::now());
         let at = |second| now + Duration::from_secs(second);
-        verdicts.insert([0; 32], said(Verdict::Authenticated), at(0));
+        verdicts.insert([0; 32], said(Verdict::Allowed), at(0));
         verdicts.insert([1; 32], under_way(), at(1));
-        verdicts.insert([2; 32], said(Verdict::Authenticated), at(2));
+        verdicts.insert([2; 32], said(Verdict::Allowed), at(2));
         verdicts.insert([3; 32], said(Verdict::Unauthenticated), at(3));
         for (new, gone) in [(4, 3), (5, 1), (6, 0)] {
-            verdicts.insert([new; 32], said(Verdict::Authenticated), at(4));
+            verdicts.insert([new; 32], said(Verdict::Allowed), at(4));
             assert!(verdicts.find(&[gone; 32], at(4)).is_none(), "{gone}");
             assert_eq!(verdicts.by_token.len(), 4);
         }
@@ -246,7 +253,7 @@ mod tests {
     #[test]
     fn what_stands_no_longer_makes_room_but_for_what_was_good() {
         let (mut verdicts, now) = (Verdicts::new(TTL, 3), Instant::now());
-        verdicts.insert([0; 32], said(Verdict::Authenticated), now);
+        verdicts.insert([0; 32], said(Verdict::Allowed), now);
         verdicts.insert([1; 32], said(Verdict::Unauthenticated), now);
         verdicts.insert([2; 32], said(Verdict::Unauthenticated), now + TTL);
         verdicts.insert([3; 32], under_way(), now + TTL);
@@ -268,7 +275,7 @@ mod tests {
                 let before: Vec<Key> = verdicts.by_token.keys().copied().collect();
                 let good_before: Vec<Key> =
                     before.into_iter().filter(|key| verdicts.was_good(key)).collect();
-                let verdict = if good { Verdict::Authenticated } else { Verdict::Unauthenticated };
+                let verdict = if good { Verdict::Allowed } else { Verdict::Unauthenticated };
                 verdicts.insert(key, said(verdict), now);
                 prop_assert!(verdicts.by_token.len() <= size);
                 let lost = good_before.iter().any(|key| !verdicts.by_token.contains_key(key));

@@ -2,6 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
+use serde_json::{Value, json};
 use torpor_router::{
     authz::Authorizer,
     token_review::{ReviewOptions, Reviewer},
@@ -19,6 +20,25 @@ async fn reviewing(require_token: bool) -> World {
 }
 
 async fn reviewing_at_once(require_token: bool, at_once: usize) -> World {
+    world_of(Authorizer::TokenReview, require_token, at_once).await
+}
+
+/// Where rights are asked about, and the user `good` may connect to Sandbox `s`.
+async fn reviewing_rights(at_once: usize) -> World {
+    let world = world_of(Authorizer::SubjectAccessReview, false, at_once).await;
+    world.api.grant("good", right("s"));
+    world
+}
+
+/// To connect to a Sandbox of namespace `ns`.
+fn right(name: &str) -> Value {
+    json!({
+        "verb": "connect", "group": "agents.x-k8s.io", "resource": "sandboxes", "subresource": "proxy",
+        "namespace": "ns", "name": name,
+    })
+}
+
+async fn world_of(mode: fn(Reviewer) -> Authorizer, require_token: bool, at_once: usize) -> World {
     let setup = Setup {
         authorizer: Box::new(move |api| {
             let options = ReviewOptions {
@@ -29,7 +49,7 @@ async fn reviewing_at_once(require_token: bool, at_once: usize) -> World {
                 at_once,
                 waiting: 0,
             };
-            Authorizer::TokenReview(Reviewer::new(api.client(), options))
+            mode(Reviewer::new(api.client(), options))
         }),
         ..Setup::default()
     };
@@ -49,12 +69,13 @@ async fn ask(world: &World, port: u16, token: Option<&str>) -> String {
 }
 
 fn reviews(world: &World) -> usize {
-    world
-        .api
-        .take_writes()
-        .iter()
-        .filter(|write| write.kind == "tokenreviews")
-        .count()
+    asked(world, "tokenreviews")
+}
+
+/// How many questions of a kind there were since the last call.
+fn asked(world: &World, kind: &str) -> usize {
+    let writes = world.api.take_writes();
+    writes.iter().filter(|write| write.kind == kind).count()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -170,5 +191,75 @@ async fn who_invents_tokens_does_not_flood_the_apiserver_nor_keep_good_ones_out(
     let refusals =
         r#"torpor_router_refusals_total{sandbox_namespace="ns",reason="TooManyReviews"}"#;
     assert_eq!(world.metric(refusals), 1);
+    first.abort();
+}
+
+#[tokio::test]
+async fn whose_right_it_is_reaches_the_sandbox_and_nobody_else() {
+    let world = reviewing_rights(64).await;
+    world.api.accept_token("other");
+    let backend = Backend::named("s").await;
+    let port = backend.port;
+    let refused = r#"401 {"detail":"unauthenticated"}"#;
+    assert_eq!(ask(&world, port, None).await, refused);
+    assert_eq!(ask(&world, port, Some("bad")).await, refused);
+    let forbidden = r#"403 {"detail":"forbidden"}"#;
+    assert_eq!(ask(&world, port, Some("other")).await, forbidden);
+    assert_eq!(backend.connections(), 0);
+    assert_eq!(ask(&world, port, Some("good")).await, "200 s");
+}
+
+#[tokio::test]
+async fn a_right_to_one_sandbox_opens_no_other_and_each_is_asked_about_once() {
+    let world = reviewing_rights(64).await;
+    world.running("t", "127.0.0.1").await;
+    let backend = Backend::named("s").await;
+    let port = backend.port;
+    world.api.take_writes();
+    let to = async |sandbox: &str| {
+        let request = request(sandbox, port).header("authorization", "Bearer good");
+        send(&world, request.body(nothing()).unwrap()).await.line()
+    };
+    for _ in 0..3 {
+        assert_eq!(to("s").await, "200 s");
+        assert_eq!(to("t").await, r#"403 {"detail":"forbidden"}"#);
+    }
+    assert_eq!(asked(&world, "subjectaccessreviews"), 2);
+}
+
+#[tokio::test]
+async fn without_an_answer_about_the_right_nobody_is_let_in() {
+    for kind in ["tokenreviews", "subjectaccessreviews"] {
+        let world = reviewing_rights(64).await;
+        let backend = Backend::named("s").await;
+        let answer = FaultAnswer::Refuse(403);
+        let verb = "create";
+        world.api.fail(Fault { verb, kind, answer });
+        let said = ask(&world, backend.port, Some("good")).await;
+        assert!(said.starts_with("500 "), "{kind}: {said}");
+        assert_eq!(backend.connections(), 0);
+    }
+}
+
+#[tokio::test]
+async fn who_invents_tokens_keeps_nobody_out_whose_right_is_known() {
+    let world = Arc::new(reviewing_rights(1).await);
+    let backend = Backend::named("s").await;
+    let port = backend.port;
+    assert_eq!(ask(&world, port, Some("good")).await, "200 s");
+    world.api.take_writes();
+    world.api.fail(Fault {
+        verb: "create",
+        kind: "tokenreviews",
+        answer: FaultAnswer::LoseAnswer,
+    });
+    let inventor = Arc::clone(&world);
+    let first = tokio::spawn(async move { ask(&inventor, port, Some("a")).await });
+    until("it is asked about", || reviews(&world) == 1).await;
+    assert_eq!(
+        ask(&world, port, Some("b")).await,
+        r#"503 {"detail":"Too many tokens wait to be checked."}"#
+    );
+    assert_eq!(ask(&world, port, Some("good")).await, "200 s");
     first.abort();
 }

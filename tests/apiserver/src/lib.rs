@@ -78,7 +78,7 @@ struct Call {
 
 type Answer = Result<Value, (StatusCode, &'static str, String)>;
 
-const KINDS: [(&str, &str, &str); 21] = [
+const KINDS: [(&str, &str, &str); 22] = [
     ("pods", "Pod", "v1"),
     ("services", "Service", "v1"),
     ("persistentvolumeclaims", "PersistentVolumeClaim", "v1"),
@@ -104,6 +104,11 @@ const KINDS: [(&str, &str, &str); 21] = [
     ("events", "Event", "events.k8s.io/v1"),
     ("leases", "Lease", "coordination.k8s.io/v1"),
     ("tokenreviews", "TokenReview", "authentication.k8s.io/v1"),
+    (
+        "subjectaccessreviews",
+        "SubjectAccessReview",
+        "authorization.k8s.io/v1",
+    ),
     (
         "sandboxclaims",
         "SandboxClaim",
@@ -234,9 +239,15 @@ impl Apiserver {
         self.notify(state.version);
     }
 
-    /// Authenticates whoever shows this token.
+    /// Authenticates whoever shows this token, as the user of the token's name.
     pub fn accept_token(&self, token: &str) {
         self.state.lock().unwrap().tokens.push(token.to_owned());
+    }
+
+    /// Gives a user a right: SubjectAccessReviews with this user and these attributes are allowed.
+    pub fn grant(&self, user: &str, attributes: Value) {
+        let right = (user.to_owned(), attributes);
+        self.state.lock().unwrap().rights.push(right);
     }
 
     /// Deletes what is owned by somebody who is gone. (What is there when its owner goes is deleted with it.)
@@ -398,7 +409,21 @@ impl Apiserver {
                     .tokens
                     .iter()
                     .any(|token| body["spec"]["token"] == **token);
-                Ok(json!({"spec": {}, "status": {"authenticated": known}}))
+                let user = if known {
+                    json!({"username": body["spec"]["token"], "groups": ["testers"]})
+                } else {
+                    json!({})
+                };
+                let status = json!({"authenticated": known, "user": user});
+                Ok(json!({"spec": {}, "status": status}))
+            }
+            "create" if call.kind == "subjectaccessreviews" => {
+                let (user, asked) = (&body["spec"]["user"], &body["spec"]["resourceAttributes"]);
+                let allowed = state
+                    .rights
+                    .iter()
+                    .any(|(whose, right)| *user == **whose && asked == right);
+                Ok(json!({"spec": {}, "status": {"allowed": allowed}}))
             }
             "create" => state.create(&call.kind, &call.namespace, body),
             "patch" | "patch status" if call.strategic => {

@@ -23,6 +23,8 @@ pub(super) struct State {
     pub(super) lists: Vec<(String, usize)>,
     /// Those of clients that are authenticated.
     pub(super) tokens: Vec<String>,
+    /// Users and what each may do, as attributes of a SubjectAccessReview.
+    pub(super) rights: Vec<(String, Value)>,
     pub(super) faults: Vec<Fault>,
 }
 
