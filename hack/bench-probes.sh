@@ -85,7 +85,7 @@ class Pod(benchpods.Pod):
 
 def agent():
     """Seconds of processor time of the agent so far."""
-    pid = subprocess.run(["pgrep", "-o", "-x", "torpor-agent"], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    pid = subprocess.run(["pgrep", "-o", "-f", "torpor-agent run"], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
     fields = open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / TICKS
 

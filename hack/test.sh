@@ -196,7 +196,8 @@ install() {
 install_again() {
 	local pid
 	pid=$(containerd_pid)
-	"$cluster" kubectl -n agent-sandbox-system rollout restart daemonset/torpor-agent
+	"$cluster" kubectl -n agent-sandbox-system rollout restart daemonset/torpor-installer daemonset/torpor-agent
+	"$cluster" kubectl -n agent-sandbox-system rollout status daemonset/torpor-installer --timeout=120s
 	"$cluster" kubectl -n agent-sandbox-system rollout status daemonset/torpor-agent --timeout=120s
 	[ "$(containerd_pid)" = "$pid" ] || die "an installation that changed nothing restarted containerd"
 }
@@ -205,7 +206,7 @@ install_again() {
 uninstall() {
 	local left
 	"$cluster" uninstall-torpor "$@"
-	left=$("$cluster" kubectl get customresourcedefinitions,clusterroles,clusterrolebindings,runtimeclasses,namespaces -o name |
+	left=$("$cluster" kubectl get customresourcedefinitions,clusterroles,clusterrolebindings,runtimeclasses,validatingadmissionpolicies,validatingadmissionpolicybindings,namespaces -o name |
 		grep -E 'torpor|agents\.x-k8s\.io|agent-sandbox|sandbox-router' | grep -v '/torpor-dev:' || true) # these are the development cluster's own
 	[ -z "$left" ] || die "left behind in the cluster: $left"
 	diff <(echo "$config_before") <(containerd_config) || die "containerd's configuration is not as it was before Torpor"

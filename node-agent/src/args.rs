@@ -33,6 +33,8 @@ pub(crate) enum Command {
     Install(InstallArgs),
     /// Take back what `install` did
     Uninstall(UninstallArgs),
+    /// Do nothing until SIGTERM: the container that stays of the installer's Pod
+    Wait,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
@@ -98,6 +100,9 @@ pub(crate) struct RunArgs {
     /// Where the host's cgroups are mounted: there it is read what sandboxes use, and whether they may swap
     #[arg(long, default_value = "/sys/fs/cgroup", value_parser = absolute, env = "TORPOR_CGROUP_ROOT")]
     pub(crate) cgroup_root: PathBuf,
+    /// Where the host's /proc is mounted: there it is read whether the processes of a sandbox live. The default is right where the agent is in the host's PID namespace
+    #[arg(long, default_value = "/proc", value_parser = absolute, env = "TORPOR_PROC_ROOT")]
+    pub(crate) proc_root: PathBuf,
     #[command(flatten)]
     pub(crate) pressure: PressureArgs,
     #[command(flatten)]

@@ -7,6 +7,7 @@ mod driver;
 mod execute;
 mod idle;
 mod install;
+mod installed;
 mod kata;
 mod known;
 mod kubelet;
@@ -30,6 +31,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
+use nix::sys::signal::{SigSet, Signal};
 
 use crate::args::{Args, Command};
 
@@ -40,6 +42,7 @@ fn main() -> ExitCode {
         Command::Run(run) => serve(run),
         Command::Install(args) => installed(install::install(&args)),
         Command::Uninstall(args) => installed(install::uninstall(&args)),
+        Command::Wait => wait(),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -48,6 +51,15 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Waits for the end that the kubelet asks for.
+fn wait() -> anyhow::Result<()> {
+    let ends = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
+    ends.thread_block()?;
+    tracing::info!("the runtime is installed on this node");
+    ends.wait()?;
+    Ok(())
 }
 
 /// Says how an installation or its removal ended; the reason is stable, for logs.

@@ -11,7 +11,6 @@
 //! Ending the agent ends no sandbox: a step that runs is waited for, and what it left is taken up at the next start.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::Context;
@@ -21,17 +20,18 @@ use k8s_openapi::api::node::v1::RuntimeClass;
 use kube::runtime::reflector::{self, Store};
 use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Api, Client, ResourceExt};
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use torpor_api::snapshot::SandboxSnapshot;
 use torpor_core::ids::PodUid;
 use torpor_core::state::Policy;
 use torpor_daemon::spans::Exporter;
-use torpor_gvisor::config::{Config, FILE_NAME};
+use torpor_gvisor::process;
 
 use crate::args::RunArgs;
 use crate::desired::pod_of_snapshot;
 use crate::driver::{Driver, Shared};
+use crate::installed::{self, Installed, News};
 use crate::kata::Kata;
 use crate::metrics::Metrics;
 use crate::node::Node;
@@ -39,6 +39,7 @@ use crate::pressure::{self, NodePressure};
 use crate::publish::Publisher;
 use crate::sandboxes::{Board, Sandboxes};
 use crate::saves::Saves;
+use crate::server::Readiness;
 use crate::sleep;
 use crate::spans::{self, Spans};
 use crate::swap::SwapRoom;
@@ -47,12 +48,30 @@ use crate::{sandbox_node, server};
 /// How often the node's disk is searched for Pods that nobody looks after: what it says comes with no event.
 const SWEEP: Duration = Duration::from_secs(10);
 
+/// How often it is looked whether another version was installed: a small file is read.
+const LOOK: Duration = Duration::from_secs(2);
+
 /// How many objects are read at once. Tenants make them, each may have more than a megabyte, and what is read takes several times that.
 const PAGE: u32 = 10;
 
 /// Runs until SIGTERM or SIGINT.
 pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
-    let config = Config::read(&args.paths.install_dir.join("bin").join(FILE_NAME))?;
+    process::read_below(args.proc_root.clone());
+    let mut ends = Ends::new()?;
+    let stop = CancellationToken::new();
+    let ready = Readiness::default();
+    let mut tasks = tokio::task::JoinSet::new();
+    tasks.spawn(server::health(
+        args.health_bind_address,
+        ready.clone(),
+        stop.clone(),
+    ));
+    let installed = tokio::select! {
+        installed = Installed::found(&args.paths, &ready) => installed,
+        ended = ends.told(&mut tasks) => return ended,
+    };
+    let config = installed.config().clone();
+    installed::close(&config.state_dir);
     let cgroups = args.cgroup_root.clone();
     let swap = Arc::new(SwapRoom::new(&args.swap));
     let reserve = args.store_reserve.percent().unwrap_or(0);
@@ -73,16 +92,8 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
     let client = Client::try_default()
         .await
         .context("cannot reach the apiserver")?;
-    let stop = CancellationToken::new();
     let metrics = Arc::new(Metrics::new());
-    let ready = Arc::new(AtomicBool::new(false));
-    let mut tasks = tokio::task::JoinSet::new();
-
-    tasks.spawn(server::health(
-        args.health_bind_address,
-        ready.clone(),
-        stop.clone(),
-    ));
+    ready.not_yet("the watch caches are not filled yet".to_owned());
     tasks.spawn(server::metrics(
         args.metrics_bind_address,
         metrics.clone(),
@@ -140,7 +151,12 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
         spans,
         kata,
     };
-    let driver = watch(client, &args.node_name, shared, &stop, &mut tasks).await?;
+    let watching = watch(client, &args.node_name, shared, &stop, &mut tasks);
+    let driver = tokio::select! {
+        driver = watching => driver?,
+        // Nothing was begun yet.
+        () = ends.signalled() => return Ok(()),
+    };
     if let Some(mut woken) = woken {
         let driver = driver.clone();
         // It ends with the driver, whose Kata holds the other end.
@@ -155,10 +171,10 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
         pressed.await;
         Ok(())
     });
-    ready.store(true, Ordering::Relaxed);
+    ready.reached();
     tracing::info!(node = args.node_name, "watching");
 
-    let ended = until_told(&driver, &mut tasks).await;
+    let ended = until_told(&mut ends, &driver, &installed, &mut tasks).await;
     stop.cancel();
     driver.stopped().await;
     if let Some(kata) = &for_end {
@@ -182,24 +198,75 @@ fn default_saves() -> usize {
     (online / 2).max(1)
 }
 
-/// Sweeps until a signal comes, or until a task ends that should not.
+/// What ends the agent. The signals are heard from the start: the first process of a PID namespace has no other way to end by them.
+struct Ends {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Ends {
+    fn new() -> std::io::Result<Self> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+        })
+    }
+
+    async fn signalled(&mut self) {
+        // Both arms only wait.
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
+
+    /// A signal has come, or a task has ended that should not.
+    async fn told(
+        &mut self,
+        tasks: &mut tokio::task::JoinSet<anyhow::Result<()>>,
+    ) -> anyhow::Result<()> {
+        tokio::select! {
+            () = self.signalled() => Ok(()),
+            Some(task) = tasks.join_next() => {
+                task??;
+                anyhow::bail!("a task of the agent ended by itself")
+            }
+        }
+    }
+}
+
+/// Whether the agent has to start again, since something else is installed now than what it goes by.
+fn is_replaced(installed: &Installed) -> bool {
+    match installed.news() {
+        News::None => false,
+        News::Unread(why) => {
+            tracing::warn!(why, "cannot look what is installed");
+            false
+        }
+        News::Other(why) => {
+            tracing::info!(why, "the agent ends, to start again with it");
+            true
+        }
+    }
+}
+
+/// Sweeps until a signal comes, until another version is installed, or until a task ends that should not.
 async fn until_told(
+    ends: &mut Ends,
     driver: &Driver,
+    installed: &Installed,
     tasks: &mut tokio::task::JoinSet<anyhow::Result<()>>,
 ) -> anyhow::Result<()> {
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut interrupt = signal(SignalKind::interrupt())?;
     let mut sweep = tokio::time::interval(SWEEP);
+    let mut look = tokio::time::interval(LOOK);
     loop {
         // Each arm only waits.
         tokio::select! {
             _ = sweep.tick() => driver.take_up(),
-            _ = terminate.recv() => return Ok(()),
-            _ = interrupt.recv() => return Ok(()),
-            Some(task) = tasks.join_next() => {
-                task??;
-                anyhow::bail!("a task of the agent ended by itself");
-            }
+            _ = look.tick() => if is_replaced(installed) {
+                return Ok(());
+            },
+            ended = ends.told(tasks) => return ended,
         }
     }
 }

@@ -1,8 +1,7 @@
 //! Health and metrics over HTTP.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Context;
 use axum::Router;
@@ -14,22 +13,50 @@ use crate::metrics::Metrics;
 
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
+/// Whether the agent is ready, and what it waits for where it is not. Clones are the same.
+#[derive(Debug, Clone)]
+pub(crate) struct Readiness(Arc<Mutex<Option<String>>>);
+
+impl Default for Readiness {
+    fn default() -> Self {
+        let why = "the agent has just started".to_owned();
+        Self(Arc::new(Mutex::new(Some(why))))
+    }
+}
+
+impl Readiness {
+    /// It waits for this.
+    pub(crate) fn not_yet(&self, why: String) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(why);
+    }
+
+    pub(crate) fn reached(&self) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    fn waits_for(&self) -> Option<String> {
+        let why = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        why.clone()
+    }
+
+    #[cfg(test)]
+    pub(crate) fn words(&self) -> String {
+        self.waits_for().unwrap_or_default()
+    }
+}
+
 /// Serves `/healthz` and `/readyz`.
 pub(crate) async fn health(
     address: SocketAddr,
-    ready: Arc<AtomicBool>,
+    ready: Readiness,
     stop: CancellationToken,
 ) -> anyhow::Result<()> {
     let answer = move || {
-        let ready = ready.clone();
+        let why = ready.waits_for();
         async move {
-            if ready.load(Ordering::Relaxed) {
-                (StatusCode::OK, "ok")
-            } else {
-                (
-                    StatusCode::SERVICE_UNAVAILABLE,
-                    "the watch caches are not filled yet",
-                )
+            match why {
+                None => (StatusCode::OK, "ok".to_owned()),
+                Some(why) => (StatusCode::SERVICE_UNAVAILABLE, why),
             }
         }
     };

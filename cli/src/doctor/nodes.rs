@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use jiff::Timestamp;
+use k8s_openapi::api::apps::v1::DaemonSet;
 use k8s_openapi::api::core::v1::{ContainerStatus, Node, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::ResourceExt;
@@ -23,41 +24,64 @@ pub fn silence(node: &SandboxNode, now: Timestamp) -> Option<String> {
     node.is_silent(now).then(|| units::age(heard, now))
 }
 
-/// The DaemonSet is there, and its Pods are ready.
+/// What a DaemonSet of Torpor is for, in the words of findings.
+struct Workload {
+    name: &'static str,
+    pods: &'static str,
+    missing: &'static str,
+    logs: &'static str,
+}
+
+/// The installer comes first: an agent waits for it.
+const WORKLOADS: [Workload; 2] = [
+    Workload {
+        name: install::INSTALLER,
+        pods: "nodes are installed",
+        missing: "is missing: nodes get no runtime",
+        logs: "-c install: the installer names its reason",
+    },
+    Workload {
+        name: install::AGENT,
+        pods: "agents are ready",
+        missing: "is missing: nothing hibernates",
+        logs: "-c agent: it says what it waits for",
+    },
+];
+
+/// The DaemonSets are there, and their Pods are ready.
 pub fn agents(facts: &Facts) -> Vec<Finding> {
-    let sets = match &facts.daemon_sets {
-        Ok(sets) => sets,
-        Err(why) => return vec![Finding::unseen("DaemonSets", why)],
-    };
-    let namespace = &facts.namespace;
-    let subject = format!("DaemonSet {namespace}/{}", install::AGENT);
-    let Some(set) = sets.iter().find(|set| set.name_any() == install::AGENT) else {
-        let text = "is missing: nothing hibernates, and nodes get no runtime";
-        return vec![Finding::problem(subject, text, "kubectl apply -k deploy")];
+    match &facts.daemon_sets {
+        Ok(sets) => WORKLOADS
+            .iter()
+            .flat_map(|workload| of_daemon_set(facts, sets, workload))
+            .collect(),
+        Err(why) => vec![Finding::unseen("DaemonSets", why)],
+    }
+}
+
+fn of_daemon_set(facts: &Facts, sets: &[DaemonSet], workload: &Workload) -> Option<Finding> {
+    let (namespace, name) = (&facts.namespace, workload.name);
+    let subject = format!("DaemonSet {namespace}/{name}");
+    let Some(set) = sets.iter().find(|set| set.name_any() == name) else {
+        let remedy = "kubectl apply -k deploy";
+        return Some(Finding::problem(subject, workload.missing, remedy));
     };
     let status = set.status.clone().unwrap_or_default();
     let (wanted, ready) = (status.desired_number_scheduled, status.number_ready);
     if wanted == 0 {
         let text = "runs on no node";
         let remedy = "look at its nodeSelector, and whether nodes are there";
-        return vec![Finding::problem(subject, text, remedy)];
+        return Some(Finding::problem(subject, text, remedy));
     }
-    if ready >= wanted {
-        return Vec::new();
-    }
-    let why = troubles(facts, is_agent);
-    let text = format!("{ready} of {wanted} agents are ready{why}");
-    let remedy = format!(
-        "kubectl -n {namespace} logs ds/{} -c install: the installer names its reason",
-        install::AGENT
-    );
-    vec![Finding::problem(subject, text, remedy)]
+    let why = troubles(facts, |pod| is_of(pod, name));
+    let text = format!("{ready} of {wanted} {}{why}", workload.pods);
+    let remedy = format!("kubectl -n {namespace} logs ds/{name} {}", workload.logs);
+    (ready < wanted).then(|| Finding::problem(subject, text, remedy))
 }
 
-fn is_agent(pod: &Pod) -> bool {
-    pod.labels()
-        .get("app.kubernetes.io/name")
-        .is_some_and(|name| name == install::AGENT)
+fn is_of(pod: &Pod, name: &str) -> bool {
+    let label = pod.labels().get("app.kubernetes.io/name");
+    label.is_some_and(|label| label == name)
 }
 
 /// What the Pods that are not ready say: `; node-1: install: CrashLoopBackOff`.

@@ -105,8 +105,16 @@ fn deployment(name: &str, wanted: i32, ready: i32) -> Value {
 }
 
 fn agents(wanted: i32, ready: i32) -> Value {
+    daemon_set("torpor-agent", wanted, ready)
+}
+
+fn installers(wanted: i32, ready: i32) -> Value {
+    daemon_set("torpor-installer", wanted, ready)
+}
+
+fn daemon_set(name: &str, wanted: i32, ready: i32) -> Value {
     json!({
-        "metadata": {"name": "torpor-agent", "namespace": "agent-sandbox-system"},
+        "metadata": {"name": name, "namespace": "agent-sandbox-system"},
         "spec": {"selector": {}, "template": {}},
         "status": {
             "desiredNumberScheduled": wanted, "numberReady": ready, "currentNumberScheduled": wanted, "numberMisscheduled": 0,
@@ -131,7 +139,7 @@ fn healthy() -> Facts {
             read(deployment("agent-sandbox-controller", 1, 1)),
             read(deployment("sandbox-router", 2, 2)),
         ]),
-        daemon_sets: Ok(vec![read(agents(1, 1))]),
+        daemon_sets: Ok(vec![read(installers(1, 1)), read(agents(1, 1))]),
         pods: Ok(Vec::new()),
         leases: Ok(vec![read(lease(Some("2026-11-21T11:59:55.000000Z")))]),
         definitions: Ok(SERVED.clone()),
@@ -256,11 +264,11 @@ fn a_lease_that_nobody_renews_is_a_problem(#[case] renewed: Option<&str>, #[case
 }
 
 #[test]
-fn an_agent_that_is_not_ready_is_told_with_its_node_and_what_it_does() {
+fn an_installer_that_fails_is_told_with_its_node_and_what_it_does() {
     let mut facts = healthy();
-    facts.daemon_sets = Ok(vec![read(agents(2, 1))]);
+    facts.daemon_sets = Ok(vec![read(installers(2, 1)), read(agents(2, 2))]);
     facts.pods = Ok(vec![read(json!({
-        "metadata": {"name": "torpor-agent-x", "labels": {"app.kubernetes.io/name": "torpor-agent"}},
+        "metadata": {"name": "torpor-installer-x", "labels": {"app.kubernetes.io/name": "torpor-installer"}},
         "spec": {"nodeName": "node-1", "containers": []},
         "status": {
             "initContainerStatuses": [{
@@ -268,7 +276,7 @@ fn an_agent_that_is_not_ready_is_told_with_its_node_and_what_it_does() {
                 "state": {"waiting": {"reason": "CrashLoopBackOff"}},
             }],
             "containerStatuses": [{
-                "name": "agent", "image": "", "imageID": "", "ready": false, "restartCount": 0,
+                "name": "installed", "image": "", "imageID": "", "ready": false, "restartCount": 0,
                 "state": {"waiting": {"reason": "PodInitializing"}},
             }],
         },
@@ -276,8 +284,25 @@ fn an_agent_that_is_not_ready_is_told_with_its_node_and_what_it_does() {
     let found = only(&facts);
     assert_eq!(
         found.text,
-        "1 of 2 agents are ready; node-1: install: CrashLoopBackOff"
+        "1 of 2 nodes are installed; node-1: install: CrashLoopBackOff"
     );
+}
+
+#[rstest]
+#[case::installer(vec![agents(1, 1)], "DaemonSet agent-sandbox-system/torpor-installer", "nodes get no runtime")]
+#[case::agent(vec![installers(1, 1)], "DaemonSet agent-sandbox-system/torpor-agent", "nothing hibernates")]
+#[case::waits(vec![installers(1, 1), agents(2, 1)], "DaemonSet agent-sandbox-system/torpor-agent", "1 of 2 agents are ready")]
+fn a_daemon_set_that_is_missing_or_not_ready_is_a_problem(
+    #[case] sets: Vec<Value>,
+    #[case] subject: &str,
+    #[case] text: &str,
+) {
+    let mut facts = healthy();
+    facts.daemon_sets = Ok(sets.into_iter().map(read).collect());
+    let found = only(&facts);
+    assert_eq!(found.severity, Severity::Problem);
+    assert_eq!(found.subject, subject);
+    assert!(found.text.contains(text), "{}", found.text);
 }
 
 #[test]

@@ -69,7 +69,7 @@ fn is_zero(value: &u32) -> bool {
 pub enum Error {
     #[error("cannot find the path of the running torpor-oci binary")]
     OwnPath(#[source] std::io::Error),
-    #[error("cannot read {path}: is Torpor installed on this node (DaemonSet torpor-agent)?")]
+    #[error("cannot read {path}: is Torpor installed on this node (DaemonSet torpor-installer)?")]
     Read {
         path: PathBuf,
         #[source]

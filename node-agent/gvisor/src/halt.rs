@@ -126,6 +126,10 @@ fn signal(pid: i32, of_sentry: Option<&str>, signal: Signal) -> Result<bool, Err
     let Some(known) = Pid::from_raw(pid) else {
         return Ok(false);
     };
+    // In another PID namespace the number is another process'. The pod's keeper is asked instead.
+    if !process::numbers_are_own() {
+        return Ok(false);
+    }
     let process = match pidfd_open(known, PidfdFlags::empty()) {
         Err(Errno::SRCH) => return Ok(false),
         opened => opened.map_err(failed)?,

@@ -2,12 +2,38 @@
 
 use std::fs::File;
 use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+/// This process' own `/proc`.
+const OWN: &str = "/proc";
+
+static ROOT: OnceLock<PathBuf> = OnceLock::new();
+
+/// Reads of the host's processes in another place than `/proc`: for a process in a PID namespace of its own, which has the host's mounted there. Counts
+/// for the whole process, once, before anything is read.
+pub fn read_below(root: PathBuf) {
+    // A second call would come too late.
+    let _ = ROOT.set(root);
+}
+
+fn root() -> &'static Path {
+    ROOT.get().map_or(Path::new(OWN), PathBuf::as_path)
+}
+
+/// Whether the host's numbers of processes are this process' own, so that it may signal by them.
+pub(crate) fn numbers_are_own() -> bool {
+    root() == Path::new(OWN)
+}
+
+fn path_of(pid: i32, file: &str) -> PathBuf {
+    root().join(pid.to_string()).join(file)
+}
 
 /// A file of `/proc/<pid>`. Nobody knows its length before: with room for most of them it is read by one call.
 fn text_of(pid: i32, file: &str) -> Option<String> {
     let mut text = String::with_capacity(4096);
-    let read = File::open(format!("/proc/{pid}/{file}"))
-        .and_then(|mut file| file.read_to_string(&mut text));
+    let read = File::open(path_of(pid, file)).and_then(|mut file| file.read_to_string(&mut text));
     read.ok().map(|_| text)
 }
 
@@ -27,7 +53,7 @@ pub fn parent(pid: i32) -> Option<i32> {
 
 /// Its words in one string; empty for one that is gone.
 pub fn command_line(pid: i32) -> String {
-    let bytes = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let bytes = std::fs::read(path_of(pid, "cmdline")).unwrap_or_default();
     String::from_utf8_lossy(&bytes).replace('\0', " ")
 }
 
