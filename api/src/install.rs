@@ -8,6 +8,8 @@ pub const CONTROLLER: &str = "agent-sandbox-controller";
 pub const CONTROLLER_LEASE: &str = "a3317529.agent-sandbox.x-k8s.io";
 /// DaemonSet of the agent.
 pub const AGENT: &str = "torpor-agent";
+/// DaemonSet of the installer, which puts the runtime on the nodes.
+pub const INSTALLER: &str = "torpor-installer";
 /// Deployment of the router.
 pub const ROUTER: &str = "sandbox-router";
 /// RuntimeClass, and containerd's handler of the same name.
@@ -34,10 +36,18 @@ mod tests {
             include_str!("../../deploy/base/namespace.yaml"),
             include_str!("../../deploy/base/controller.yaml"),
             include_str!("../../deploy/base/agent.yaml"),
+            include_str!("../../deploy/base/installer.yaml"),
             include_str!("../../deploy/base/runtimeclass.yaml"),
             include_str!("../../deploy/router/router.yaml"),
         );
-        for name in [NAMESPACE, CONTROLLER, AGENT, ROUTER, RUNTIME_CLASS] {
+        for name in [
+            NAMESPACE,
+            CONTROLLER,
+            AGENT,
+            INSTALLER,
+            ROUTER,
+            RUNTIME_CLASS,
+        ] {
             let line = format!("\n  name: {name}\n");
             assert!(manifests.contains(&line), "{name}");
         }
@@ -51,6 +61,7 @@ mod tests {
         let scope = &quota[0]["spec"]["scopeSelector"]["matchExpressions"][0];
         for workload in [
             include_str!("../../deploy/base/agent.yaml"),
+            include_str!("../../deploy/base/installer.yaml"),
             include_str!("../../deploy/uninstall/job.yaml"),
         ] {
             let workload = &objects(workload)[0];
@@ -60,6 +71,62 @@ mod tests {
                 quota[0]["metadata"]["namespace"],
                 workload["metadata"]["namespace"]
             );
+        }
+    }
+
+    #[test]
+    fn what_keeps_running_on_a_node_has_no_right_on_the_host() {
+        let manifests = objects(concat!(
+            include_str!("../../deploy/base/agent.yaml"),
+            "\n---\n",
+            include_str!("../../deploy/base/installer.yaml"),
+        ));
+        for set in &manifests {
+            let pod = &set["spec"]["template"]["spec"];
+            for container in pod["containers"].as_array().unwrap() {
+                let rights = &container["securityContext"];
+                assert_eq!(rights["allowPrivilegeEscalation"], false);
+                assert_eq!(rights["capabilities"]["drop"], serde_json::json!(["ALL"]));
+                assert!(rights["privileged"].is_null());
+                let mounts = container["volumeMounts"].as_array();
+                let whole = |mount: &&Value| mount["name"] == "host";
+                assert_eq!(mounts.into_iter().flatten().filter(whole).count(), 0);
+            }
+        }
+        let (agent, installer) = (
+            &manifests[0]["spec"]["template"]["spec"],
+            &manifests[1]["spec"]["template"]["spec"],
+        );
+        for field in ["hostPID", "hostNetwork", "hostIPC", "initContainers"] {
+            assert!(agent[field].is_null(), "{field}");
+        }
+        assert_eq!(installer["automountServiceAccountToken"], false);
+    }
+
+    /// The conditions of Pods that the admission policy lets an agent write.
+    #[test]
+    fn the_admission_policy_names_the_conditions_and_the_finalizer_that_agents_write() {
+        let policy = include_str!("../../deploy/base/admission.yaml");
+        let written = [
+            crate::conditions::POD_HIBERNATED,
+            crate::conditions::POD_RESTORED,
+            crate::conditions::POD_RESTORE_SETTLED,
+            crate::pod_snapshot::POD_RESTORED,
+        ];
+        let all = written.map(|name| format!("'{name}'")).join(", ");
+        assert!(policy.contains(&format!("\"[{all}]\"")), "{all}");
+        let finalizer = format!("name != '{}'", crate::annotations::IMAGE_FINALIZER);
+        assert_eq!(policy.matches(&finalizer).count(), 2);
+        let accounts = [AGENT, ROUTER].map(|name| format!("endsWith(':{name}')"));
+        let all = [policy, include_str!("../../deploy/router/admission.yaml")];
+        for (policy, account) in all.iter().zip(accounts) {
+            let policies = policy.matches("kind: ValidatingAdmissionPolicy\n").count();
+            assert_eq!(policy.matches(&account).count(), policies);
+            let bindings = policy.matches("kind: ValidatingAdmissionPolicyBinding\n");
+            assert_eq!(bindings.count(), policies);
+            assert_eq!(policy.matches("failurePolicy: Fail\n").count(), policies);
+            let denied = policy.matches("validationActions: [Deny]\n").count();
+            assert_eq!(denied, policies);
         }
     }
 

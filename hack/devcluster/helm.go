@@ -182,9 +182,9 @@ var chartCases = []struct {
 		helm:          []string{"--values", devValues},
 	},
 	{
-		name:          "router.tokenReview",
+		name:          "router.authzMode tokenreview",
 		kustomization: "resources: [REPO/deploy]\ncomponents: [REPO/deploy/router/tokenreview]",
-		helm:          []string{"--set", "image.tag=dev,router.tokenReview=true"},
+		helm:          []string{"--set", "image.tag=dev,router.authzMode=tokenreview"},
 	},
 	{
 		name: "router's secrets",
@@ -192,17 +192,28 @@ var chartCases = []struct {
 patches:
 - target: {kind: Deployment, name: sandbox-router}
   patch: |
-    - {op: add, path: /spec/template/spec/containers/0/args/-, value: --authz-mode=scoped-token}
+    - {op: replace, path: /spec/template/spec/containers/0/args/0, value: --authz-mode=scoped-token}
     - {op: add, path: /spec/template/spec/containers/0/env, value: [{name: ROUTER_AUTH_TOKEN, valueFrom: {secretKeyRef: {name: s, key: token}}}]}
     - {op: add, path: /spec/template/spec/containers/0/volumeMounts, value: [{name: s, mountPath: /s, readOnly: true}]}
     - {op: add, path: /spec/template/spec/volumes, value: [{name: s, secret: {secretName: s}}]}
 `,
 		helm: []string{
-			"--set", "image.tag=dev,router.extraArgs={--authz-mode=scoped-token}",
+			"--set", "image.tag=dev,router.authzMode=scoped-token",
 			"--set-json", `router.env=[{"name":"ROUTER_AUTH_TOKEN","valueFrom":{"secretKeyRef":{"name":"s","key":"token"}}}]`,
 			"--set-json", `router.volumeMounts=[{"name":"s","mountPath":"/s","readOnly":true}]`,
 			"--set-json", `router.volumes=[{"name":"s","secret":{"secretName":"s"}}]`,
 		},
+	},
+	{
+		name: "admissionPolicies off",
+		kustomization: `resources: [REPO/deploy]
+patches:
+- target: {kind: ValidatingAdmissionPolicy}
+  patch: '{$patch: delete, apiVersion: admissionregistration.k8s.io/v1, kind: ValidatingAdmissionPolicy, metadata: {name: any}}'
+- target: {kind: ValidatingAdmissionPolicyBinding}
+  patch: '{$patch: delete, apiVersion: admissionregistration.k8s.io/v1, kind: ValidatingAdmissionPolicyBinding, metadata: {name: any}}'
+`,
+		helm: []string{"--set", "image.tag=dev,admissionPolicies.enabled=false"},
 	},
 	{
 		name:          "monitoring",
@@ -268,7 +279,7 @@ images:
 patches:
 - target: {kind: Deployment}
   patch: |
-    - {op: replace, path: /spec/replicas, value: 2}
+    - {op: replace, path: /spec/replicas, value: 3}
     - {op: replace, path: /spec/template/spec/containers/0/args/0, value: --leader-elect=false}
     - {op: replace, path: /spec/template/spec/containers/0/args/2, value: "--runtime-image=registry.example/r:v3"}
     - {op: add, path: /spec/template/spec/containers/0/args/-, value: --kube-api-qps=1.5}
@@ -281,8 +292,14 @@ patches:
 - target: {kind: DaemonSet}
   patch: |
     - {op: replace, path: /spec/template/spec/nodeSelector, value: {pool: sandboxes}}
-    - {op: add, path: /spec/template/spec/containers/0/args/-, value: --save-bandwidth=200Mi}
     - {op: replace, path: /spec/template/spec/containers/0/imagePullPolicy, value: Always}
+- target: {kind: DaemonSet, name: torpor-agent}
+  patch: |
+    - {op: add, path: /spec/template/spec/containers/0/args/-, value: --save-bandwidth=200Mi}
+    - {op: replace, path: /spec/template/spec/containers/0/resources, value: {limits: {memory: 1Gi}}}
+- target: {kind: DaemonSet, name: torpor-installer}
+  patch: |
+    - {op: add, path: /spec/template/spec/initContainers/0/args/-, value: --kubelet-port=10251}
     - {op: replace, path: /spec/template/spec/initContainers/0/imagePullPolicy, value: Always}
 - target: {kind: Deployment|DaemonSet}
   patch: '- {op: add, path: /spec/template/spec/imagePullSecrets, value: [{name: key}]}'
@@ -291,11 +308,11 @@ patches:
   options: {allowNameChange: true}
 `,
 		helm: []string{
-			"--set", "namespace.name=elsewhere,router.enabled=false,replicaCount=2,service.name=metrics",
+			"--set", "namespace.name=elsewhere,router.enabled=false,replicaCount=3,service.name=metrics",
 			"--set", "image.repository=registry.example/c,image.tag=v1,agent.image.tag=v2,runtime.image.repository=registry.example/r,runtime.image.tag=v3,image.pullPolicy=Always,imagePullSecrets[0].name=key",
 			"--set", "controller.leaderElect=false,controller.kubeApiQps=1.5,controller.pprofBlockProfileRate=1000000,controller.extraArgs={--log-format=json}",
 			"--set-json", `controller.env=[{"name":"OTEL_EXPORTER_OTLP_ENDPOINT","value":"http://otel:4317"}]`,
-			"--set", "podAnnotations.scrape=yes,podLabels.team=us,podLabels.app=hijacked,agent.nodeSelector.pool=sandboxes,agent.saveBandwidth=200Mi",
+			"--set", "podAnnotations.scrape=yes,podLabels.team=us,podLabels.app=hijacked,agent.nodeSelector.pool=sandboxes,agent.saveBandwidth=200Mi,agent.resources.limits.memory=1Gi,agent.installArgs={--kubelet-port=10251}",
 		},
 	},
 }
@@ -312,6 +329,7 @@ var chartRefusals = []struct{ values, words string }{
 	{"image.tag=v1,namespace.name=Not_A_Name", "namespace"},
 	{"image.tag=v1,agent.installArgs={containerd-config}", "installArgs"},
 	{"image.tag=v1,agent.saveBandwidth=200 MB", "saveBandwidth"},
+	{"image.tag=v1,router.authzMode=none", "authzMode"},
 	{"image.tag=v1,networkPolicy.scrapers[0].namespace=monitoring", "scrapers"},
 }
 
@@ -385,6 +403,11 @@ func kustomized(kubectl, kustomization, chart string) (map[string]string, error)
 	}
 	objects := map[string]string{}
 	for _, m := range all {
+		// Kustomize does not know that these kinds have no namespace, and gives them its own.
+		if m.namespace != "" && strings.HasPrefix(m.kind, "ValidatingAdmissionPolicy") {
+			m.text = strings.Replace(m.text, "  namespace: "+m.namespace+"\n", "", 1)
+			m.namespace = ""
+		}
 		if m.kind != "Namespace" {
 			objects[m.kind+" "+m.namespace+"/"+m.name] = m.text
 		}

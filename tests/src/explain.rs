@@ -39,7 +39,12 @@ pub async fn explain(case: &Case) -> String {
     section(
         &mut text,
         &system,
-        &["logs", "deployment/agent-sandbox-controller", &tail],
+        &[
+            "logs",
+            "--prefix",
+            "--selector=app=agent-sandbox-controller",
+            &tail,
+        ],
     )
     .await;
     let log = Agent::find()

@@ -4,6 +4,7 @@
 //! The tests run on the machine that is the cluster's node (`hack/cluster up` makes such a one): what Torpor promises
 //! about processes, cgroups, mounts and files is looked up there and not asked for through the API.
 
+pub mod accounts;
 pub mod agent;
 pub mod attached;
 pub mod case;

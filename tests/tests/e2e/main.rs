@@ -24,6 +24,7 @@ mod oci;
 mod oncrash;
 mod plugin;
 mod resources;
+mod rights;
 mod router;
 mod sandbox;
 mod sdk;
