@@ -56,7 +56,7 @@ explain() {
 	kubectl -n "$NAMESPACE" describe sandbox demo >&2 || true
 	kubectl -n "$NAMESPACE" describe pod demo >&2 || true
 	kubectl -n agent-sandbox-system logs daemonset/torpor-agent --tail=40 >&2 || true
-	kubectl -n agent-sandbox-system logs deployment/agent-sandbox-controller --tail=40 >&2 || true
+	kubectl -n agent-sandbox-system logs --prefix --selector=app=agent-sandbox-controller --tail=40 >&2 || true
 }
 
 condition() {

@@ -3,15 +3,20 @@
 use std::time::Duration;
 
 use anyhow::Context;
-use k8s_openapi::api::core::v1::Service;
+use k8s_openapi::api::apps::v1::Deployment;
+use k8s_openapi::api::core::v1::{Pod, Service};
 use kube::Api;
+use kube::api::{DeleteParams, PostParams};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use torpor_api::annotations::HIBERNATE;
-use torpor_tests::case::{Case, case};
+use torpor_api::install;
+use torpor_tests::accounts::token;
+use torpor_tests::case::{Case, START_LIMIT, case, condition};
 use torpor_tests::pods::{PYTHON, shell, with};
 use torpor_tests::sandboxes::sandbox;
+use torpor_tests::wait;
 
 /// Answers how often it was asked.
 const COUNTING_SERVER: &str = "
@@ -40,16 +45,26 @@ fn server(annotations: Value) -> Value {
 
 /// Status and body of a request to the Sandbox `s` through the router's Service.
 async fn ask(case: &Case) -> anyhow::Result<(u16, String)> {
-    let services: Api<Service> = Api::namespaced(case.client(), "agent-sandbox-system");
+    let services: Api<Service> = Api::namespaced(case.client(), install::NAMESPACE);
     let service = services.get("sandbox-router-svc").await?;
     let address = service.spec.and_then(|spec| spec.cluster_ip);
     let address = address.context("the router's Service has no address")?;
+    ask_at(&address, &case.namespace, None).await
+}
+
+/// The same through the router at this address, for a Sandbox `s` of this namespace.
+async fn ask_at(
+    address: &str,
+    namespace: &str,
+    token: Option<&str>,
+) -> anyhow::Result<(u16, String)> {
+    let token = token.map(|token| format!("Authorization: Bearer {token}\r\n"));
     let answer = async {
-        let mut stream = TcpStream::connect((address.as_str(), 8080)).await?;
+        let mut stream = TcpStream::connect((address, 8080)).await?;
         let request = format!(
-            "GET / HTTP/1.1\r\nHost: router\r\nX-Sandbox-ID: s\r\nX-Sandbox-Namespace: {}\r\nX-Sandbox-Port: 8888\r\n\
-             Connection: close\r\n\r\n",
-            case.namespace
+            "GET / HTTP/1.1\r\nHost: router\r\nX-Sandbox-ID: s\r\nX-Sandbox-Namespace: {namespace}\r\nX-Sandbox-Port: 8888\r\n\
+             {}Connection: close\r\n\r\n",
+            token.unwrap_or_default()
         );
         stream.write_all(request.as_bytes()).await?;
         let mut answer = String::new();
@@ -61,6 +76,76 @@ async fn ask(case: &Case) -> anyhow::Result<(u16, String)> {
     let (head, body) = answer.split_once("\r\n\r\n").context("no head")?;
     let status = head.split(' ').nth(1).context("no status")?.parse()?;
     Ok((status, body.to_owned()))
+}
+
+/// Runs the body with the address of a router that has these arguments and is otherwise the cluster's own.
+async fn with_router(
+    case: &Case,
+    arguments: &[&str],
+    body: impl AsyncFnOnce(&str) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    let deployments: Api<Deployment> = Api::namespaced(case.client(), install::NAMESPACE);
+    let own = deployments.get(install::ROUTER).await?;
+    let mut spec = json!(own.spec.template.spec);
+    spec["containers"][0]["args"] = json!(arguments);
+    spec["topologySpreadConstraints"] = Value::Null;
+    // Not the label of the router's Service: nobody else's requests come here.
+    let name = format!("router-{}", case.namespace);
+    let pod: Pod = serde_json::from_value(json!({
+        "metadata": { "name": name, "labels": { "torpor.dev/e2e": "true" } }, "spec": spec,
+    }))?;
+    let pods: Api<Pod> = Api::namespaced(case.client(), install::NAMESPACE);
+    pods.create(&PostParams::default(), &pod).await?;
+    let words = "the router of the test is ready";
+    let address = wait::object(pods.clone(), &name, words, START_LIMIT, |found| {
+        let pod = found.ok_or("there is no such Pod")?;
+        let (ready, ..) = condition(&pod, "Ready");
+        let status = pod.status.as_ref();
+        let address = status.and_then(|status| status.pod_ip.clone());
+        let address = address.filter(|_| ready == "True");
+        address.ok_or_else(|| format!("{status:?}"))
+    })
+    .await;
+    let done = match address {
+        Ok(address) => body(&address).await,
+        Err(error) => Err(error),
+    };
+    let at_once = DeleteParams::default().grace_period(0);
+    pods.delete(&name, &at_once).await?;
+    done
+}
+
+#[tokio::test]
+async fn a_router_that_is_closed_lets_in_only_whoever_may_connect_to_the_sandbox()
+-> anyhow::Result<()> {
+    case("routershut", async |case| {
+        case.create(server(json!({}))).await?;
+        for name in ["client", "other"] {
+            let account = json!({ "apiVersion": "v1", "kind": "ServiceAccount", "metadata": { "name": name } });
+            case.create(account).await?;
+        }
+        let granted = ["create", "rolebinding", "clients", "--clusterrole=sandbox-client"];
+        let subject = format!("--serviceaccount={}:client", case.namespace);
+        case.kubectl.ok(&[&granted[..], &[&subject]].concat()).await?;
+        let of = async |account| token(case.client(), &case.namespace, account, None).await;
+        let (client, other) = (of("client").await?, of("other").await?);
+        case.sandbox_ready("s").await?;
+        with_router(case, &["--authz-mode=subjectaccessreview"], async |router| {
+            let ask = async |namespace: &str, token: Option<&str>| -> anyhow::Result<u16> {
+                Ok(ask_at(router, namespace, token).await?.0)
+            };
+            let own = case.namespace.as_str();
+            assert_eq!(ask(own, None).await?, 401);
+            assert_eq!(ask(own, Some("invented")).await?, 401);
+            assert_eq!(ask(own, Some(&other)).await?, 403);
+            assert_eq!(ask("default", Some(&client)).await?, 403);
+            let (status, body) = ask_at(router, own, Some(&client)).await?;
+            assert_eq!((status, body.as_str()), (200, "1"), "nobody else came through");
+            Ok(())
+        })
+        .await
+    })
+    .await
 }
 
 #[tokio::test]
