@@ -100,7 +100,8 @@ pub(crate) struct RunArgs {
     /// Where the host's cgroups are mounted: there it is read what sandboxes use, and whether they may swap
     #[arg(long, default_value = "/sys/fs/cgroup", value_parser = absolute, env = "TORPOR_CGROUP_ROOT")]
     pub(crate) cgroup_root: PathBuf,
-    /// Where the host's /proc is mounted: there it is read whether the processes of a sandbox live. The default is right where the agent is in the host's PID namespace
+    /// Where the host's /proc is mounted: there it is read whether the processes of a sandbox live.
+    /// The default is right where the agent is in the host's PID namespace
     #[arg(long, default_value = "/proc", value_parser = absolute, env = "TORPOR_PROC_ROOT")]
     pub(crate) proc_root: PathBuf,
     #[command(flatten)]

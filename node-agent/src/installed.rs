@@ -1,9 +1,11 @@
-//! What the installer has put on this node, as the agent sees it. The installer is another Pod: it may come later than the agent, and it may replace what it
-//! has installed while the agent runs.
+//! What the installer has put on this node, as the agent sees it. The installer is another Pod: it
+//! may come later than the agent, and it may replace what it has installed while the agent runs.
 //!
-//! The agent reads the installation once, when it starts. It waits for one that is not there yet, and ends when another one has taken its place: the kubelet starts
-//! it again at once, and it reads the new one. So whichever of the two DaemonSets an upgrade rolls out first, the agent goes by what is installed: builds of runsc and
-//! keepers of the versions before are left to their Pods by each installer, and an agent of any version serves them.
+//! The agent reads the installation once, when it starts. It waits for one that is not there yet,
+//! and ends when another one has taken its place: the kubelet starts it again at once, and it reads
+//! the new one. So whichever of the two DaemonSets an upgrade rolls out first, the agent goes by
+//! what is installed: builds of runsc and keepers of the versions before are left to their Pods by
+//! each installer, and an agent of any version serves them.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
@@ -36,7 +38,8 @@ pub(crate) enum News {
 }
 
 impl Installed {
-    /// Waits until the installer has written down where its files are. Until then the agent is not ready, and says why.
+    /// Waits until the installer has written down where its files are. Until then the agent is not
+    /// ready, and says why.
     pub(crate) async fn found(paths: &NodePaths, ready: &Readiness) -> Self {
         let path = paths.bin_dir().join(FILE_NAME);
         let mut told = String::new();
@@ -66,7 +69,8 @@ impl Installed {
     }
 }
 
-/// Keeps others out of a directory that the kubelet may have made: after a reboot the agent may be there before the installer.
+/// Keeps others out of a directory that the kubelet may have made: after a reboot the agent may be
+/// there before the installer.
 pub(crate) fn close(dir: &Path) {
     let closed = std::fs::set_permissions(dir, Permissions::from_mode(0o700));
     if let Err(error) = closed {

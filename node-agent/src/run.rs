@@ -198,7 +198,8 @@ fn default_saves() -> usize {
     (online / 2).max(1)
 }
 
-/// What ends the agent. The signals are heard from the start: the first process of a PID namespace has no other way to end by them.
+/// What ends the agent. The signals are heard from the start: the first process of a PID namespace
+/// has no other way to end by them.
 struct Ends {
     terminate: Signal,
     interrupt: Signal,
@@ -235,7 +236,8 @@ impl Ends {
     }
 }
 
-/// Whether the agent has to start again, since something else is installed now than what it goes by.
+/// Whether the agent has to start again, since something else is installed now than what it goes
+/// by.
 fn is_replaced(installed: &Installed) -> bool {
     match installed.news() {
         News::None => false,
@@ -250,7 +252,8 @@ fn is_replaced(installed: &Installed) -> bool {
     }
 }
 
-/// Sweeps until a signal comes, until another version is installed, or until a task ends that should not.
+/// Sweeps until a signal comes, until another version is installed, or until a task ends that
+/// should not.
 async fn until_told(
     ends: &mut Ends,
     driver: &Driver,

@@ -22,7 +22,8 @@ pub enum Authorizer {
     ScopedToken(Secret),
     /// Who has a token of the cluster may reach every sandbox.
     TokenReview(Reviewer),
-    /// Torpor's: the token's user may reach the sandboxes that the cluster's authorizer lets it connect to.
+    /// Torpor's: the token's user may reach the sandboxes that the cluster's authorizer lets it
+    /// connect to.
     SubjectAccessReview(Reviewer),
 }
 
@@ -90,7 +91,8 @@ async fn review(
     sandbox: Option<&Target>,
 ) -> Result<(), Refusal> {
     let token = token.ok_or(Refusal::Unauthenticated)?;
-    // A target that cannot exist has no namespace, and a review without one would ask for the right in all of them.
+    // A target that cannot exist has no namespace, and a review without one would ask for the right
+    // in all of them.
     if sandbox.is_some_and(|target| target.namespace.is_empty() || target.id.is_empty()) {
         return Err(Refusal::Forbidden);
     }

@@ -26,7 +26,8 @@ pub enum AuthzMode {
     /// Whoever shows a token of the cluster may reach every sandbox
     #[value(name = "tokenreview")]
     TokenReview,
-    /// Torpor's: the user of the token must have the right to `connect` to `sandboxes/proxy` of the sandbox
+    /// Torpor's: the user of the token must have the right to `connect` to `sandboxes/proxy` of the
+    /// sandbox
     #[value(name = "subjectaccessreview")]
     SubjectAccessReview,
     /// A token opens the sandbox that it names
@@ -336,7 +337,8 @@ impl Flags {
         browsers.check().map_err(Error::Cookie)
     }
 
-    /// How requests are authorized. ROUTER_AUTH_TOKEN alone names a mode too: the Python router has no flag for it.
+    /// How requests are authorized. ROUTER_AUTH_TOKEN alone names a mode too: the Python router has
+    /// no flag for it.
     pub fn mode(&self) -> Result<AuthzMode, Error> {
         match self.authz_mode {
             Some(mode) => Ok(mode),

@@ -1,8 +1,11 @@
-//! Asks the apiserver whose a token is, and whether its user may connect to a sandbox, and remembers the answer for a while. Many requests with one token (and to one sandbox) make one
-//! review; and only so many reviews are under way at once, since inventing a token costs nothing, and each review takes a connection to the apiserver.
+//! Asks the apiserver whose a token is, and whether its user may connect to a sandbox, and
+//! remembers the answer for a while. Many requests with one token (and to one sandbox) make one
+//! review; and only so many reviews are under way at once, since inventing a token costs nothing,
+//! and each review takes a connection to the apiserver.
 //!
-//! Verdicts are kept for each sandbox, since the right to connect can be bound to one by its name. A verdict on a sandbox holds the whole way to it, token included: so a token that is
-//! revoked opens nothing longer than a verdict stands.
+//! Verdicts are kept for each sandbox, since the right to connect can be bound to one by its name.
+//! A verdict on a sandbox holds the whole way to it, token included: so a token that is revoked
+//! opens nothing longer than a verdict stands.
 
 use std::{
     fmt,
@@ -26,10 +29,12 @@ use tokio::{
 
 use crate::verdicts::{Key, Known, Review, Verdict, Verdicts};
 
-/// How long one question to the apiserver may take; upstream's. Also how long a token waits for its turn.
+/// How long one question to the apiserver may take; upstream's. Also how long a token waits for its
+/// turn.
 const TIMEOUT: Duration = Duration::from_secs(3);
 
-/// The right that a client needs: this verb on this subresource of the Sandbox, as `kubectl port-forward` and `kubectl proxy` need theirs of a Pod.
+/// The right that a client needs: this verb on this subresource of the Sandbox, as `kubectl
+/// port-forward` and `kubectl proxy` need theirs of a Pod.
 const VERB: &str = "connect";
 const GROUP: &str = "agents.x-k8s.io";
 const RESOURCE: &str = "sandboxes";
@@ -93,7 +98,8 @@ impl Reviewer {
         self.options.require_token
     }
 
-    /// What the apiserver says of the token and of its user's right to connect to the sandbox, if one is named; or said lately.
+    /// What the apiserver says of the token and of its user's right to connect to the sandbox, if
+    /// one is named; or said lately.
     pub async fn review(&self, token: &str, sandbox: Option<Sandbox<'_>>) -> Verdict {
         let mut review = match self.find_or_ask(token, sandbox) {
             Known::Stands(verdict) => return verdict,

@@ -36,6 +36,9 @@ pub enum Error {
     },
     #[error("process {pid} of the sandbox does not stop")]
     GoesOn { pid: i32 },
+    /// In another PID namespace the numbers of its processes are those of others.
+    #[error("the sandbox' processes are stopped, and only its pod's keeper can let them go on")]
+    OutOfReach,
 }
 
 /// Stops the processes of a sandbox of the runsc with this root directory. The sandbox is paused, and its sentry has just answered the caller, who
@@ -90,6 +93,12 @@ impl Gofers {
 
 /// Lets the sandbox go on whose sentry, which lives, is this process. Answers with its gofers, of which it has read then; none where it was not stopped.
 pub(crate) fn go_on(root: &Path, sandbox: &str, sentry: i32) -> Result<Option<Gofers>, Error> {
+    if !process::numbers_are_own() {
+        return match is_halted(root, sandbox) {
+            true => Err(Error::OutOfReach),
+            false => Ok(None),
+        };
+    }
     match process::is_stopped(sentry) {
         true => let_go_on(root, sandbox, sentry).map(Some),
         false => Ok(None),
@@ -126,10 +135,6 @@ fn signal(pid: i32, of_sentry: Option<&str>, signal: Signal) -> Result<bool, Err
     let Some(known) = Pid::from_raw(pid) else {
         return Ok(false);
     };
-    // In another PID namespace the number is another process'. The pod's keeper is asked instead.
-    if !process::numbers_are_own() {
-        return Ok(false);
-    }
     let process = match pidfd_open(known, PidfdFlags::empty()) {
         Err(Errno::SRCH) => return Ok(false),
         opened => opened.map_err(failed)?,

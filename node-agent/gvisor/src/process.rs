@@ -10,15 +10,16 @@ const OWN: &str = "/proc";
 
 static ROOT: OnceLock<PathBuf> = OnceLock::new();
 
-/// Reads of the host's processes in another place than `/proc`: for a process in a PID namespace of its own, which has the host's mounted there. Counts
-/// for the whole process, once, before anything is read.
+/// Reads of the host's processes in another place than `/proc`: for a process in a PID namespace of
+/// its own, which has the host's mounted there. Counts for the whole process, once, before anything
+/// is read.
 pub fn read_below(root: PathBuf) {
     // A second call would come too late.
     let _ = ROOT.set(root);
 }
 
 fn root() -> &'static Path {
-    ROOT.get().map_or(Path::new(OWN), PathBuf::as_path)
+    ROOT.get().map_or_else(|| Path::new(OWN), PathBuf::as_path)
 }
 
 /// Whether the host's numbers of processes are this process' own, so that it may signal by them.

@@ -1,4 +1,5 @@
-//! What somebody may write who has stolen the token of an agent, or of a router: the admission policies of `deploy` are on.
+//! What somebody may write who has stolen the token of an agent, or of a router: the admission
+//! policies of `deploy` are on.
 
 use anyhow::Context;
 use k8s_openapi::api::core::v1::Pod;
@@ -87,7 +88,8 @@ fn refused(policy: &str, what: &str, written: kube::Result<()>) {
     }
 }
 
-/// A SandboxSnapshot of nobody, as a user makes it; then the node that holds it is written down, as its agent does it.
+/// A SandboxSnapshot of nobody, as a user makes it; then the node that holds it is written down, as
+/// its agent does it.
 async fn snapshot(
     case: &Case,
     name: &str,

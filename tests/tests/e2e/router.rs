@@ -78,7 +78,8 @@ async fn ask_at(
     Ok((status, body.to_owned()))
 }
 
-/// Runs the body with the address of a router that has these arguments and is otherwise the cluster's own.
+/// Runs the body with the address of a router that has these arguments and is otherwise the
+/// cluster's own.
 async fn with_router(
     case: &Case,
     arguments: &[&str],
