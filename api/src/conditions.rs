@@ -11,6 +11,8 @@ use schemars::{Schema, SchemaGenerator, json_schema};
 pub const READY: &str = "Ready";
 /// SandboxNode: the node is short of memory or swap, and sandboxes that have been idle longest sleep before their time.
 pub const PRESSURE: &str = "Pressure";
+/// SandboxNode: builds of runsc are revoked on it.
+pub const RUNSC_REVOKED: &str = "RunscRevoked";
 /// Sandbox: `operatingMode: Suspended` took effect.
 pub const SUSPENDED: &str = "Suspended";
 /// Sandbox: copy of the Pod's condition.
@@ -35,9 +37,10 @@ pub const POD_RESTORE_SETTLED: &str = "torpor.dev/RestoreSettled";
 pub const POD_DISRUPTION_TARGET: &str = "DisruptionTarget";
 
 /// Every condition type of this module.
-pub const ALL: [&str; 13] = [
+pub const ALL: [&str; 14] = [
     READY,
     PRESSURE,
+    RUNSC_REVOKED,
     SUSPENDED,
     POD_SCHEDULED,
     FINISHED,

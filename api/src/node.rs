@@ -66,7 +66,7 @@ pub struct SandboxNodeStatus {
     /// Version of the agent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent_version: Option<String>,
-    /// Current conditions: Ready, Pressure.
+    /// Current conditions: Ready, Pressure, RunscRevoked.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "conditions::list_schema")]
     pub conditions: Vec<Condition>,

@@ -121,13 +121,15 @@ pub mod restored {
     pub const FINGERPRINT_MISMATCH: &str = "FingerprintMismatch";
     pub const SPEC_MISMATCH: &str = "SpecMismatch";
     pub const IMAGE_STALE: &str = "ImageStale";
+    /// The build of runsc that it needs is revoked on the node.
+    pub const RUNSC_REVOKED: &str = "RunscRevoked";
     pub const RESTORE_FAILED: &str = "RestoreFailed";
     pub const NODE_UNAVAILABLE: &str = "NodeUnavailable";
     pub const SNAPSHOT_NOT_FOUND: &str = "SnapshotNotFound";
     pub const SNAPSHOT_NOT_READY: &str = "SnapshotNotReady";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 12] = [
+    pub const ALL: [&str; 13] = [
         RESTORED,
         ROLLED_BACK,
         COLD_STARTED,
@@ -136,6 +138,7 @@ pub mod restored {
         FINGERPRINT_MISMATCH,
         SPEC_MISMATCH,
         IMAGE_STALE,
+        RUNSC_REVOKED,
         RESTORE_FAILED,
         NODE_UNAVAILABLE,
         SNAPSHOT_NOT_FOUND,

@@ -199,7 +199,10 @@ impl Goal {
             // The agent tries a wake in place again by itself.
             Self::Wake => matches!(
                 reason,
-                restored::IMAGE_MISSING | restored::IMAGE_CORRUPT | restored::FINGERPRINT_MISMATCH
+                restored::IMAGE_MISSING
+                    | restored::IMAGE_CORRUPT
+                    | restored::FINGERPRINT_MISMATCH
+                    | restored::RUNSC_REVOKED
             ),
             Self::Resume => restored::ALL.contains(&reason) && reason != restored::COLD_STARTED,
         }

@@ -109,6 +109,9 @@ pub fn remedy(reason: &str) -> Option<&'static str> {
         restored::FINGERPRINT_MISMATCH => {
             "go back to the runtime that made the image, or start without the memory: torpor.dev/on-restore-failure=ColdStart"
         }
+        restored::RUNSC_REVOKED => {
+            "ask the node's operator: the build of gVisor that the image needs is revoked there; or start without the memory: torpor.dev/on-restore-failure=ColdStart"
+        }
         restored::SPEC_MISMATCH => {
             "undo the change of the pod template, or start without the memory: torpor.dev/on-restore-failure=ColdStart"
         }

@@ -16,8 +16,14 @@ import (
 	"time"
 )
 
-// runscVersion is what `runsc --version` says; the tail tells our build from Google's of the same day.
-const runscVersion = "release-20260701.0-torpor"
+// The gVisor that Torpor is built and tested with. A move is described in docs/operations.md ("gVisor").
+const (
+	gvisorModule  = "gvisor.dev/gvisor@v0.0.0-20260701204157-69c2d17aea96"
+	gvisorRelease = "release-20260701.0"
+	// runscVersion is what `runsc --version` says; the tail tells our build from Google's of the same day.
+	runscVersion     = gvisorRelease + "-torpor"
+	runscVersionFlag = "-X gvisor.dev/gvisor/runsc/version.version="
+)
 
 // artifact is one thing that is built once and kept in the cache below a hash of what built it.
 type artifact struct {
@@ -73,12 +79,12 @@ var artifacts = []artifact{
 	{
 		name: "runsc", about: "70 s",
 		copied: &copiedModule{
-			module:    "gvisor.dev/gvisor@v0.0.0-20260701204157-69c2d17aea96",
+			module:    gvisorModule,
 			generator: "hack/devcluster/runsc/prepare.go",
 			main:      "./runsc",
 		},
 		// The linker lets nobody at the runtime's variables by itself: see the generator.
-		ldflags: "-checklinkname=0 -X gvisor.dev/gvisor/runsc/version.version=" + runscVersion,
+		ldflags: "-checklinkname=0 " + runscVersionFlag + runscVersion,
 		files:   []string{"runsc"},
 	},
 	{
@@ -104,6 +110,14 @@ var helmArtifact = artifact{
 		" -X helm.sh/helm/v3/pkg/chartutil.k8sVersionMajor=1 -X helm.sh/helm/v3/pkg/chartutil.k8sVersionMinor=36" +
 		" -X helm.sh/helm/v3/pkg/lint/rules.k8sVersionMajor=1 -X helm.sh/helm/v3/pkg/lint/rules.k8sVersionMinor=36",
 	files: []string{"helm"},
+}
+
+// stockRunsc is what Google's release is but for the build settings of Bazel: no file and no flag of Torpor's. A test installs it in place of ours.
+var stockRunsc = artifact{
+	name: "runsc-stock", about: "70 s",
+	packages: []string{strings.Replace(gvisorModule, "@", "/runsc@", 1)},
+	ldflags:  runscVersionFlag + gvisorRelease,
+	files:    []string{"runsc"},
 }
 
 // kwokArtifact makes fake nodes: for the benchmark's control plane only.

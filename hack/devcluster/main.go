@@ -29,6 +29,7 @@ const usage = `usage: hack/cluster COMMAND
   install-torpor        build-torpor, apply hack/overlays/dev, wait until it runs
   uninstall-torpor      take Torpor off the cluster and its nodes
                         both take --helm: by the chart deploy/helm instead of kustomize
+  stock-runsc           build runsc as gVisor's module alone makes it; print its path
   helm ARGS…            helm on this cluster; built when first asked for
   check-chart           the chart says what the kustomize base says; needs no cluster
   bench up|down|logs|kubectl ARGS…|env
@@ -85,6 +86,12 @@ func run(command string, args []string) error {
 		return err
 	case "install-torpor", "uninstall-torpor":
 		return torporCommand(command, args)
+	case "stock-runsc":
+		tools, err := toolsOf([]artifact{stockRunsc}, true)
+		if err == nil {
+			fmt.Println(tools["runsc"])
+		}
+		return err
 	case "helm":
 		return helmCommand(args)
 	case "check-chart":

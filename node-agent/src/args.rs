@@ -8,6 +8,10 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand, ValueEnum};
 
+mod runsc;
+
+pub(crate) use runsc::RunscArgs;
+
 /// Torpor's agent on a node: hibernates and wakes the pods of the runtime handler it installs.
 #[derive(Debug, Parser)]
 #[command(name = "torpor-agent", version, about)]
@@ -242,6 +246,8 @@ pub(crate) struct InstallArgs {
     /// Directory that holds the torpor-oci and runsc to install
     #[arg(long, default_value = "/", value_parser = absolute, env = "TORPOR_PAYLOAD_DIR")]
     pub(crate) payload_dir: PathBuf,
+    #[command(flatten)]
+    pub(crate) runsc: RunscArgs,
     /// gVisor's platform
     #[arg(long, default_value = "systrap", env = "TORPOR_RUNSC_PLATFORM")]
     pub(crate) runsc_platform: String,

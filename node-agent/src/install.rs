@@ -5,6 +5,7 @@
 //! | [`plan`] | what is to change in containerd's configuration; pure |
 //! | [`containerd`] | the text of that configuration |
 //! | [`apply`] | the order of changes on the node, and what a crash leaves |
+//! | [`runsc`] | the build of gVisor that is installed, and what is asked of a foreign one |
 //! | [`restart`] | containerd ends and comes back |
 //! | [`zram`] | swap in compressed memory, where it is asked for |
 //! | [`host`] | files below the host's root |
@@ -15,6 +16,7 @@ mod error;
 mod host;
 mod plan;
 mod restart;
+mod runsc;
 mod zram;
 
 pub(crate) use apply::{OCI, Outcome};

@@ -333,6 +333,7 @@ fn event_of(reason: &str) -> Option<(EventType, &'static str)> {
         | reasons::restored::FINGERPRINT_MISMATCH
         | reasons::restored::SPEC_MISMATCH
         | reasons::restored::IMAGE_STALE
+        | reasons::restored::RUNSC_REVOKED
         | reasons::restored::RESTORE_FAILED => (EventType::Warning, "Restore"),
         _ => return None,
     })

@@ -72,6 +72,7 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
     };
     let config = installed.config().clone();
     installed::close(&config.state_dir);
+    let config_file = args.paths.bin_dir().join(FILE_NAME);
     let cgroups = args.cgroup_root.clone();
     let swap = Arc::new(SwapRoom::new(&args.swap));
     let reserve = args.store_reserve.percent().unwrap_or(0);
@@ -122,6 +123,7 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
         sandbox_node::Subject {
             node: node.clone(),
             handler: args.runtime_handler.clone(),
+            config: config_file,
             pressure: node_pressure.clone(),
             kata: kata.as_ref().map(|(kata, _)| kata.clone()),
         },

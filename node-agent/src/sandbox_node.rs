@@ -1,5 +1,6 @@
 //! The SandboxNode object: what this node can do and holds.
 
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -16,6 +17,7 @@ use torpor_api::node::{
 };
 use torpor_core::pressure::Resource;
 use torpor_core::state::ImageState;
+use torpor_gvisor::config::Config;
 use torpor_gvisor::record::SandboxState;
 use torpor_snapshots::Listed;
 
@@ -27,6 +29,7 @@ use crate::publish::{API_LIMIT, fingerprint};
 use crate::sandboxes::{Sandboxes, signed};
 
 mod owner;
+mod revoked;
 
 /// A node whose heartbeat is older than three of these has no agent.
 const HEARTBEAT: Duration = Duration::from_secs(30);
@@ -40,6 +43,8 @@ pub(crate) struct Subject {
     pub(crate) node: Arc<Node>,
     /// containerd's runtime handler that is Torpor's.
     pub(crate) handler: String,
+    /// torpor-oci's configuration, which the installer writes also while this agent runs.
+    pub(crate) config: PathBuf,
     pub(crate) pressure: Arc<NodePressure>,
     pub(crate) kata: Option<Arc<Kata>>,
 }
@@ -56,6 +61,7 @@ pub(crate) async fn report(
     let Subject {
         node,
         handler,
+        config,
         pressure,
         kata,
     } = subject;
@@ -68,6 +74,7 @@ pub(crate) async fn report(
             let (node, handler, sandboxes) = (node.clone(), handler.clone(), sandboxes.clone());
             let short = pressure.short();
             let kata = kata.clone();
+            let config = config.clone();
             let told = written.as_ref().map(|(old, _)| old.conditions.clone());
             tokio::task::spawn_blocking(move || {
                 let mut sandboxes = sandboxes.lock().unwrap_or_else(PoisonError::into_inner);
@@ -75,7 +82,13 @@ pub(crate) async fn report(
                 let mut status = status(&node, &handler, &mut sandboxes, &can_doze);
                 let ability = node.ability.as_ref().map(|_| ()).map_err(String::as_str);
                 let told = told.unwrap_or_default();
-                status.conditions = conditions_after(told, ability, &short, Timestamp::now());
+                let now = Timestamp::now();
+                let revoked = Config::read(&config).ok();
+                let revoked = revoked.and_then(|config| revoked::draft(&config, &told));
+                status.conditions = conditions_after(told, ability, &short, now);
+                if let Some(revoked) = revoked {
+                    conditions::set(&mut status.conditions, revoked, None, now);
+                }
                 if let Some(kata) = kata {
                     kata.tell(&mut status, &sandboxes, &can_doze);
                 }

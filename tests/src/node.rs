@@ -42,6 +42,11 @@ impl Node {
         })
     }
 
+    /// torpor-oci's configuration.
+    pub fn config_file(&self) -> PathBuf {
+        self.config.runsc.with_file_name(FILE_NAME)
+    }
+
     /// The OCI runtime that containerd's shims run.
     pub fn torpor_oci(&self) -> PathBuf {
         self.config.runsc.with_file_name("torpor-oci")

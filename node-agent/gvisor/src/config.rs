@@ -38,6 +38,9 @@ pub struct Config {
     /// Most sandboxes that are restored at once (see [`crate::turns`]); 0: as many as want to.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub wakes_at_once: u32,
+    /// Digests (`blake3:<hex>`) of builds of runsc that begin no sandbox on this node; see [`Self::admit_runsc`].
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub revoked_runsc: Vec<String>,
     /// Directory for runsc's debug logs; none in production.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub debug_log_dir: Option<PathBuf>,
@@ -62,6 +65,21 @@ fn is_yes(value: &bool) -> bool {
 
 fn is_zero(value: &u32) -> bool {
     *value == 0
+}
+
+/// A build of runsc that the node's operator has revoked (`torpor-agent install --revoked-runsc`).
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the build of runsc {digest} is revoked on this node, so no sandbox begins with it; its images are kept. \
+     Take the digest out of --revoked-runsc (torpor-agent install) to go on from them"
+)]
+pub struct Revoked {
+    pub digest: String,
+}
+
+impl Revoked {
+    /// The reason in conditions, ledgers and metrics.
+    pub const REASON: &'static str = "RunscRevoked";
 }
 
 /// Why the configuration could not be read.
@@ -114,6 +132,16 @@ impl Config {
         (plain && path.is_file()).then_some(path)
     }
 
+    /// Refuses a build that is revoked. A sandbox that runs or dozes has its processes already and is not asked.
+    pub fn admit_runsc(&self, digest: &str) -> Result<(), Revoked> {
+        match self.revoked_runsc.iter().any(|revoked| revoked == digest) {
+            true => Err(Revoked {
+                digest: digest.to_owned(),
+            }),
+            false => Ok(()),
+        }
+    }
+
     /// What holds the root directories of runsc: see [`crate::runsc::NodeRunsc::root_of`].
     pub fn runsc_base(&self) -> PathBuf {
         self.state_dir.join("runsc")
@@ -145,6 +173,18 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn a_revoked_build_is_refused_and_the_refusal_names_it_and_the_remedy() {
+        let config = Config {
+            revoked_runsc: vec!["blake3:01".to_owned(), "blake3:02".to_owned()],
+            ..on(Path::new("/s"))
+        };
+        assert_eq!(config.admit_runsc("blake3:00"), Ok(()));
+        let refused = config.admit_runsc("blake3:02").expect_err("revoked");
+        let words = refused.to_string();
+        assert!(words.contains("blake3:02") && words.contains("--revoked-runsc"));
+    }
+
+    #[test]
     fn a_configuration_of_a_newer_version_is_read() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join(FILE_NAME);
@@ -152,5 +192,6 @@ pub(crate) mod tests {
         std::fs::write(&path, text).expect("written");
         let config = Config::read(&path).expect("understood");
         assert_eq!((config.kubelet_port, config.wakes_at_once), (10250, 0));
+        assert!(config.revoked_runsc.is_empty());
     }
 }

@@ -22,6 +22,11 @@ const KEPT_OUTPUT: u64 = 16 << 10;
 /// What of a help text is read.
 const PRINTED_OUTPUT: u64 = 256 << 10;
 
+/// How `runsc --version` begins.
+const VERSION_PREFIX: &str = "runsc version ";
+/// What it says of a build that was given no version (gVisor, `runsc/version`).
+const NO_VERSION: &str = "VERSION_MISSING";
+
 /// Flags that shape a sandbox. An image is restored only by a runsc with the same ones: they are in its fingerprint.
 /// `--ignore-cgroups`: cgroups are ours (see `torpor-cgroup`). `--allow-connected-on-save`: established TCP survives a
 /// save that leaves the sandbox running.
@@ -138,7 +143,7 @@ impl NodeRunsc {
         let text = self.capture("--version", &[], limit)?;
         let line = text.lines().next().unwrap_or_default();
         Ok(line
-            .strip_prefix("runsc version ")
+            .strip_prefix(VERSION_PREFIX)
             .unwrap_or(line)
             .trim()
             .to_owned())
@@ -146,21 +151,37 @@ impl NodeRunsc {
 
     /// What a command that only prints text prints, stdout and stderr together.
     pub fn capture(&self, name: &str, args: &[&str], limit: Duration) -> Result<String, Error> {
-        let output = memory_file(name, MemfdFlags::CLOEXEC)?;
-        let mut command = Command::new(&self.runsc.path);
-        command.arg(name).args(args).stdin(Stdio::null());
-        write_to(&mut command, name, &output)?;
-        let status = finish(name, command, limit)?;
-        let text = read_head(output.into(), PRINTED_OUTPUT);
-        if status.success() {
-            Ok(text)
-        } else {
-            Err(Error::Failed {
-                command: name.to_owned(),
-                status,
-                output: text,
-            })
-        }
+        capture(&self.runsc.path, name, args, limit)
+    }
+}
+
+/// The release that a program says to be of gVisor; none where it is no runsc, or built without a version.
+pub fn release(path: &Path, limit: Duration) -> Result<Option<String>, Error> {
+    let text = capture(path, "--version", &[], limit)?;
+    Ok(release_in(&text).map(str::to_owned))
+}
+
+fn release_in(version: &str) -> Option<&str> {
+    let line = version.lines().next()?;
+    let release = line.strip_prefix(VERSION_PREFIX)?.trim();
+    (!release.is_empty() && release != NO_VERSION).then_some(release)
+}
+
+fn capture(path: &Path, name: &str, args: &[&str], limit: Duration) -> Result<String, Error> {
+    let output = memory_file(name, MemfdFlags::CLOEXEC)?;
+    let mut command = Command::new(path);
+    command.arg(name).args(args).stdin(Stdio::null());
+    write_to(&mut command, name, &output)?;
+    let status = finish(name, command, limit)?;
+    let text = read_head(output.into(), PRINTED_OUTPUT);
+    if status.success() {
+        Ok(text)
+    } else {
+        Err(Error::Failed {
+            command: name.to_owned(),
+            status,
+            output: text,
+        })
     }
 }
 
@@ -455,6 +476,22 @@ mod tests {
             .capture("60", &[], limit)
             .expect_err("too slow");
         assert!(matches!(error, Error::TimedOut { .. }));
+    }
+
+    #[test]
+    fn a_release_is_what_runsc_says_and_nothing_else() {
+        assert_eq!(
+            release_in("runsc version release-20260701.0\nspec: 1.2.0\n"),
+            Some("release-20260701.0")
+        );
+        for other in [
+            "",
+            "runsc version \n",
+            "runsc version VERSION_MISSING\n",
+            "runc version 1.4.3\n",
+        ] {
+            assert_eq!(release_in(other), None, "{other:?}");
+        }
     }
 
     #[test]

@@ -33,8 +33,8 @@ use crate::save::FILES;
 
 use begin::Beginning;
 pub use gofer::{ContainerStart, Gofer, filestore};
-pub use plan::Kept;
 use plan::{BootArgs, Plan, Root};
+pub use plan::{Kept, is_known_release};
 use process::Word;
 pub use process::become_process;
 

@@ -129,6 +129,7 @@ pub(crate) mod tests {
             expedite_wakes: false,
             begin_sandboxes: true,
             wakes_at_once: 0,
+            revoked_runsc: Vec::new(),
             debug_log_dir: None,
         };
         std::fs::create_dir(&config.store_dir).expect("made");

@@ -12,6 +12,7 @@ use jiff::Timestamp;
 use torpor_core::ids::{ImageId, SandboxId};
 use torpor_core::ledger::Memory;
 use torpor_core::{Entry, RolledBack};
+use torpor_gvisor::config::Revoked;
 use torpor_gvisor::keeper::{self, Answer, Request};
 use torpor_gvisor::probe;
 use torpor_gvisor::record::{
@@ -71,6 +72,21 @@ impl From<Mismatch> for Refusal {
     }
 }
 
+impl From<Revoked> for Refusal {
+    fn from(revoked: Revoked) -> Self {
+        Self {
+            reason: Revoked::REASON,
+            message: revoked.to_string(),
+        }
+    }
+}
+
+/// The reason of a restore that failed: its own where it was refused.
+fn reason_of(error: &anyhow::Error) -> &'static str {
+    let refusal = error.downcast_ref::<Refusal>();
+    refusal.map_or("RestoreFailed", |refusal| refusal.reason)
+}
+
 fn store(node: &Node) -> anyhow::Result<Store> {
     Ok(Store::open(&node.config.store_dir)?)
 }
@@ -93,8 +109,11 @@ pub(crate) fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result
         false => None,
     };
     let known = ledger.read()?;
+    // For a cold start; an image brings the build that made it.
+    let own_build = node.config.admit_runsc(&pod.runsc_digest);
     let state = match source(&known, held, given, copy, last) {
         Source::Cold => {
+            own_build?;
             if known.seq > 0 {
                 report_cold_start(node, pod, goes_back, was_restored)?;
             }
@@ -117,6 +136,7 @@ pub(crate) fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result
                     }
                 }
                 Err(refusal) if pod.cold_start_on_failure => {
+                    own_build?;
                     give_up(node, pod, &ledger, &image, refusal)?;
                     SandboxState::Running
                 }
@@ -233,6 +253,7 @@ fn admit(
         message: format!("{:#}", anyhow::Error::new(error)),
     })?;
     let made_by = &image.manifest().fingerprint.runsc_digest;
+    node.config.admit_runsc(made_by)?;
     let build = node.config.runsc_build(made_by);
     if build.is_some() {
         here.runsc_digest.clone_from(made_by);
@@ -420,7 +441,7 @@ pub(crate) fn arrive(
             // A keeper that is gone holds nothing.
             let _ = keeper::ask(&pause, &Request::Release, &[], CALL_LIMIT);
             let refusal = Refusal {
-                reason: "RestoreFailed",
+                reason: reason_of(&error),
                 message: format!("{error:#}; it is tried again"),
             };
             Err(fail(node, pod, image, refusal)?)

@@ -36,6 +36,7 @@ pub(crate) fn node_in(dir: &Path) -> Node {
         expedite_wakes: false,
         begin_sandboxes: true,
         wakes_at_once: 0,
+        revoked_runsc: Vec::new(),
         debug_log_dir: None,
     };
     let off = || "off".parse().expect("no limit");

@@ -24,6 +24,7 @@ use super::error::Error;
 use super::host::{self, HostRoot, Mode};
 use super::plan::{self, Change, Current, MainEdit, Plan, Restart, Wanted};
 use super::restart;
+use super::runsc::{Build, digest};
 use super::zram::Zram;
 use crate::args::{
     ContainerdArgs, InstallArgs, NodePaths, ShareOfMemory, StatsPeriod, UninstallArgs,
@@ -31,7 +32,6 @@ use crate::args::{
 
 /// Name of the runtime's program, beside the builds of runsc.
 pub(crate) const OCI: &str = "torpor-oci";
-const RUNSC: &str = "runsc";
 const DROP_IN: &str = "torpor.toml";
 const EXECUTABLE: Mode = Mode::New(0o755);
 
@@ -199,6 +199,7 @@ pub(super) fn install(args: &InstallArgs) -> Result<Outcome, Error> {
             path: containerd_dir.into(),
         });
     }
+    let build = Build::chosen(&node.root, &args.payload_dir, &args.runsc)?;
     let created = [&node.bin, &state, &store]
         .into_iter()
         .flat_map(|dir| host::missing(dir));
@@ -226,7 +227,7 @@ pub(super) fn install(args: &InstallArgs) -> Result<Outcome, Error> {
     host::make_dir(&node.bin, 0o755)?;
     host::make_dir(&state, 0o700)?;
     host::make_dir(&store, 0o700)?;
-    let binaries = place_binaries(&node, args)?;
+    let binaries = place_binaries(&node, args, &build)?;
     if matches!(plan.drop_in, Change::Write(_)) && !conf_dir.is_dir() {
         host::make_dir(&conf_dir, 0o755)?;
     }
@@ -296,18 +297,13 @@ fn default_wakes() -> u32 {
 }
 
 /// Places runsc first and what uses it last. Returns whether anything was written.
-fn place_binaries(node: &Node, args: &InstallArgs) -> Result<bool, Error> {
-    let payload = args.payload_dir.join(RUNSC);
-    let digest = digest(&payload).map_err(|source| Error::Payload {
-        path: payload.clone(),
-        source,
-    })?;
-    let runsc = format!("{RUNSC}-{}", &digest.to_hex()[..12]);
-    let mut changed = place(&payload, &node.bin.join(&runsc))?;
+fn place_binaries(node: &Node, args: &InstallArgs, build: &Build) -> Result<bool, Error> {
+    let runsc = build.file_name();
+    let mut changed = place(&build.path, Some(build.digest), &node.bin.join(&runsc))?;
     changed |= place_pause(node)?;
     let config = Config {
         runsc: args.paths.bin_dir().join(&runsc),
-        runsc_digest: format!("blake3:{}", digest.to_hex()),
+        runsc_digest: build.config_digest(),
         state_dir: args.paths.state_dir.clone(),
         store_dir: args.paths.store_dir.clone(),
         kubelet_root: args.paths.kubelet_root.clone(),
@@ -316,10 +312,11 @@ fn place_binaries(node: &Node, args: &InstallArgs) -> Result<bool, Error> {
         expedite_wakes: args.expedite_wakes,
         begin_sandboxes: args.begin_sandboxes,
         wakes_at_once: args.wakes_at_once.unwrap_or_else(default_wakes),
+        revoked_runsc: args.runsc.revoked_runsc.clone(),
         debug_log_dir: args.runsc_debug_dir.clone(),
     };
     changed |= write_json(&node.bin.join(config::FILE_NAME), &config, Mode::New(0o644))?;
-    changed |= place(&args.payload_dir.join(OCI), &node.bin.join(OCI))?;
+    changed |= place(&args.payload_dir.join(OCI), None, &node.bin.join(OCI))?;
     Ok(changed)
 }
 
@@ -332,13 +329,17 @@ fn place_pause(node: &Node) -> Result<bool, Error> {
     write(&to, &image, Mode::New(0o644))
 }
 
-/// Copies a binary, unless the same one is there. Returns whether it was copied.
-fn place(from: &Path, to: &Path) -> Result<bool, Error> {
+/// Copies a binary, unless the same one is there. Returns whether it was copied. `checked`: the digest that it had when it was found
+/// fit; another one by now is not installed.
+fn place(from: &Path, checked: Option<blake3::Hash>, to: &Path) -> Result<bool, Error> {
     let payload = |source| Error::Payload {
         path: from.into(),
         source,
     };
-    let wanted = digest(from).map_err(payload)?;
+    let wanted = match checked {
+        Some(checked) => checked,
+        None => digest(from).map_err(payload)?,
+    };
     match digest(to) {
         Ok(found) if found == wanted => return host::set_mode(to, 0o755).map(|()| false),
         Ok(_) => {}
@@ -352,14 +353,16 @@ fn place(from: &Path, to: &Path) -> Result<bool, Error> {
     }
     let mut source = File::open(from).map_err(payload)?;
     host::replace(to, EXECUTABLE, &mut source)?;
+    let placed = digest(to).map_err(|source| Error::Read {
+        path: to.into(),
+        source,
+    })?;
+    if placed != wanted {
+        host::remove_file(to)?;
+        return Err(Error::Changed { path: from.into() });
+    }
     info!(path = %to.display(), "placed");
     Ok(true)
-}
-
-fn digest(path: &Path) -> io::Result<blake3::Hash> {
-    Ok(blake3::Hasher::new()
-        .update_reader(File::open(path)?)?
-        .finalize())
 }
 
 /// Writes a record, unless it is there. Returns whether it was written.

@@ -33,6 +33,12 @@ pub(crate) enum Error {
         source: io::Error,
     },
     #[error(
+        "{path}, which --runsc names, is not to be installed as runsc: {why}; nothing was installed"
+    )]
+    Runsc { path: PathBuf, why: String },
+    #[error("{path} changed while it was installed; try again")]
+    Changed { path: PathBuf },
+    #[error(
         "{path} makes no zram device: load the kernel module zram on this node, or leave --doze-swap out"
     )]
     NoZram { path: PathBuf },
@@ -109,6 +115,8 @@ impl Error {
     /// Stable name of the kind of failure, for logs.
     pub(crate) fn reason(&self) -> &'static str {
         match self {
+            Self::Runsc { .. } => "RunscRefused",
+            Self::Changed { .. } => "PayloadChanged",
             Self::NoZram { .. } => "NoZram",
             Self::Swap { .. } => "SwapNotChanged",
             Self::Read { .. } => "ReadFailed",

@@ -525,9 +525,12 @@ fn not_saved_beside(container: &ContainerName) -> String {
 /// Reasons of failed wakes as the Restored condition knows them: an unknown outcome is a failed restore to a user.
 fn restore_reason(reason: &str) -> &str {
     match reason {
-        "ImageMissing" | "ImageCorrupt" | "ImageStale" | "FingerprintMismatch" | "SpecMismatch" => {
-            reason
-        }
+        "ImageMissing"
+        | "ImageCorrupt"
+        | "ImageStale"
+        | "FingerprintMismatch"
+        | "SpecMismatch"
+        | "RunscRevoked" => reason,
         _ => reasons::RESTORE_FAILED,
     }
 }

@@ -460,6 +460,22 @@ fn a_wake_is_tried_again_after_a_wait_and_the_failure_is_told_meanwhile() {
 }
 
 #[test]
+fn a_wake_that_a_revoked_build_forbids_says_so_and_the_image_stays() {
+    let mut observed = hibernated();
+    let failed = Outcome::Failed {
+        reason: "RunscRevoked".into(),
+        message: "the build is revoked".into(),
+    };
+    observed
+        .failures
+        .note(&Action::Wake { image: image(1) }, &failed, at(1000));
+    let plan = planned(&desired(Power::Awake), &observed);
+    let restored = plan.status.restored.unwrap();
+    assert_eq!(restored.reason, "RunscRevoked");
+    assert_eq!(plan.status.phase, Phase::Hibernated { image: image(1) });
+}
+
+#[test]
 fn an_image_that_is_missing_is_told_and_not_woken() {
     let mut observed = hibernated();
     observed.images.clear();

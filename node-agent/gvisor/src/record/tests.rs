@@ -16,6 +16,7 @@ pub(crate) fn one_pod() -> (tempfile::TempDir, Records, SandboxId) {
         expedite_wakes: false,
         begin_sandboxes: true,
         wakes_at_once: 0,
+        revoked_runsc: Vec::new(),
         debug_log_dir: None,
     });
     let sandbox = SandboxId::try_from("a".repeat(64)).expect("an id");

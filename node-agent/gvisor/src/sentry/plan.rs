@@ -13,6 +13,11 @@ use super::gofer;
 /// As `runsc --version` says them: one that Google built, and the development cluster's.
 const KNOWN_RELEASES: [&str; 2] = ["release-20260701.0", "release-20260701.0-torpor"];
 
+/// Whether sandboxes of this release of gVisor may be begun without its runsc.
+pub fn is_known_release(release: &str) -> bool {
+    KNOWN_RELEASES.contains(&release)
+}
+
 /// What a record says of the sandbox where nothing is configured that would have to be done as runsc does it (`runsc/config.Config.MetricMetadata`).
 const USUAL: [(&str, &str); 5] = [
     ("platform", "systrap"),
@@ -175,7 +180,7 @@ fn text<'a>(record: &'a Value, pointer: &str) -> Option<&'a str> {
 /// Whether its sandbox is of a release that is known, and configured as the modules here know it.
 pub(super) fn is_usual(record: &Value) -> bool {
     let said = |key: &str| text(record, &format!("/sandbox/metricMetadata/{key}"));
-    said("version").is_some_and(|release| KNOWN_RELEASES.contains(&release))
+    said("version").is_some_and(is_known_release)
         && USUAL.iter().all(|(key, value)| said(key) == Some(value))
 }
 

@@ -6,7 +6,7 @@ use torpor_gvisor::record::{ContainerRecord, PodRecord, RestoreReport, WakeCause
 use torpor_snapshots::ledger_file::Error::Fenced;
 use torpor_snapshots::{Image, LedgerFile};
 
-use super::{Refusal, sandbox};
+use super::{Refusal, reason_of, sandbox};
 use crate::node::Node;
 use crate::stages::Stages;
 
@@ -65,8 +65,8 @@ pub(super) fn wake_recorded(
     let restored =
         take().and_then(|()| sandbox::restore(node, pod, image, parts, what.cause(), awake));
     // A Pod that starts cold instead leaves its memory behind for good.
-    if restored.is_err()
-        && has_failed(ledger, waking.seq, image.id())?
+    if let Err(error) = &restored
+        && has_failed(ledger, waking.seq, image.id(), reason_of(error))?
         && what.takes()
         && !pod.cold_start_on_failure
     {
@@ -77,10 +77,15 @@ pub(super) fn wake_recorded(
 
 /// Notes that nothing of the restore runs; answers whether that was this Pod's last word. Fenced: the kubelet may have made another sandbox of
 /// the Pod meanwhile, which says of itself how its restore went.
-fn has_failed(ledger: &LedgerFile, waking: u64, image: &ImageId) -> anyhow::Result<bool> {
+fn has_failed(
+    ledger: &LedgerFile,
+    waking: u64,
+    image: &ImageId,
+    reason: &str,
+) -> anyhow::Result<bool> {
     let failed = Entry::WakeFailed {
         image: image.clone(),
-        reason: "RestoreFailed".to_owned(),
+        reason: reason.to_owned(),
     };
     match ledger.append_at(waking, &failed) {
         Ok(_) => Ok(true),

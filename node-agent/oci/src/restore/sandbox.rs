@@ -26,7 +26,7 @@ use torpor_snapshots::Image;
 use super::begin::{self, BegunByUs, SECOND_TRY_LIMIT};
 use super::memory::ensure_held_open;
 use super::others::{Ours, Runscs};
-use super::room;
+use super::{Refusal, room};
 use crate::console::Terminal;
 use crate::hearing;
 use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
@@ -50,6 +50,7 @@ pub(super) fn restore(
     cause: WakeCause,
     awake: impl Fn() -> anyhow::Result<()>,
 ) -> anyhow::Result<Stages> {
+    (node.config.admit_runsc(&pod.runsc_digest)).map_err(Refusal::from)?;
     let mut stages = Stages::new();
     let turns = Turns::new(&node.config.state_dir, node.config.wakes_at_once);
     let _turn = turns.take(cause, &pod.namespace);

@@ -220,3 +220,103 @@ fn a_pod_that_was_restored_says_that_it_starts_anew_also_where_its_report_is_gon
         assert_eq!(told, is_told, "{was_restored}, {last:?}");
     }
 }
+
+/// A node whose runsc is a build with this digest, with one pod that it runs and a committed image of that pod.
+fn pod_with_image(digest: &str) -> (tempfile::TempDir, Node, PodRecord, ImageId) {
+    let (dir, mut node, mut pod) = one_pod();
+    node.config.runsc_digest = digest.to_owned();
+    pod.runsc_digest = digest.to_owned();
+    let image = ImageId::parse(&format!("{}.1", pod.pod_uid.as_str())).expect("an id");
+    let store = store(&node).expect("a store");
+    let partial = store.begin(&pod.namespace, &image).expect("begun");
+    for name in ["checkpoint.img", "pages.img", "pages_meta.img"] {
+        partial.open_file(name).expect("a file");
+    }
+    let draft = torpor_snapshots::ManifestDraft {
+        pod_name: "a".into(),
+        sandbox_name: "a".into(),
+        reason: torpor_snapshots::SaveReason::Hibernate,
+        created_at: Timestamp::UNIX_EPOCH,
+        fingerprint: probe::fingerprint(&node.config, String::new()).expect("a fingerprint"),
+        containers: vec![torpor_snapshots::SavedContainer {
+            name: torpor_snapshots::SavedName::Root,
+            image_id: "sha256:aa".into(),
+            spec_digest: torpor_snapshots::Digest::of(b"spec"),
+        }],
+        completed: Vec::new(),
+        parent: None,
+    };
+    partial.commit(draft).expect("committed");
+    (dir, node, pod, image)
+}
+
+const REVOKED: &str = "blake3:77";
+
+#[test]
+fn an_image_of_a_revoked_build_is_refused_and_kept_until_the_revocation_is_lifted() {
+    let (_dir, mut node, pod, image) = pod_with_image(REVOKED);
+    node.config.revoked_runsc = vec![REVOKED.to_owned()];
+    let ledger = store(&node).and_then(|store| Ok(store.ledger(&pod.pod_uid)?));
+    let ledger = ledger.expect("a ledger");
+    for entry in [
+        Entry::Committed {
+            image: image.clone(),
+        },
+        Entry::Asleep {
+            image: image.clone(),
+            by_itself: false,
+        },
+    ] {
+        ledger.append(&entry).expect("written");
+    }
+    let spec = Spec(serde_json::json!({}));
+    let refused = begin(&node, &pod, &spec).expect_err("refused");
+    assert!(format!("{refused:#}").contains(REVOKED), "{refused:#}");
+    let report = node.records.report(&pod.pod_uid).expect("read");
+    let is_told =
+        matches!(&report, Some(RestoreReport::Failed { reason, .. }) if reason == "RunscRevoked");
+    assert!(is_told, "{report:?}");
+    let memory = ledger.read().expect("read").memory;
+    assert!(matches!(memory, Memory::Asleep { .. }), "{memory:?}");
+
+    node.config.revoked_runsc.clear();
+    let goes_on = SandboxState::Restoring {
+        image,
+        started: Vec::new(),
+    };
+    assert_eq!(begin(&node, &pod, &spec).expect("it begins"), goes_on);
+}
+
+#[test]
+fn a_wake_by_a_revoked_build_fails_with_that_reason_before_anything_runs() {
+    let (_dir, mut node, pod, id) = pod_with_image(REVOKED);
+    node.config.revoked_runsc = vec!["blake3:00".to_owned(), REVOKED.to_owned()];
+    let store = store(&node).expect("a store");
+    let image = store.image(&pod.namespace, &id).expect("the image");
+    let ledger = store.ledger(&pod.pod_uid).expect("a ledger");
+    let in_place = Restored::InPlace(WakeCause::Exec);
+    let refused = wake_recorded(&node, &pod, &image, &[], &ledger, &in_place);
+    let refused = refused.expect_err("refused");
+    assert_eq!(reason_of(&refused), "RunscRevoked");
+    let failed = Memory::WakeFailed {
+        image: id,
+        reason: "RunscRevoked".to_owned(),
+    };
+    assert_eq!(ledger.read().expect("read").memory, failed);
+}
+
+#[test]
+fn no_sandbox_starts_cold_with_a_revoked_build() {
+    let (_dir, mut node, pod) = one_pod();
+    let pod = PodRecord {
+        runsc_digest: REVOKED.to_owned(),
+        ..pod
+    };
+    let spec = Spec(serde_json::json!({}));
+    node.config.revoked_runsc = vec![REVOKED.to_owned()];
+    let refused = begin(&node, &pod, &spec).expect_err("refused");
+    assert!(format!("{refused:#}").contains("--revoked-runsc"));
+    node.config.revoked_runsc.clear();
+    let state = begin(&node, &pod, &spec).expect("it begins");
+    assert_eq!(state, SandboxState::Running);
+}

@@ -10,7 +10,7 @@ use std::time::Duration;
 use tempfile::TempDir;
 
 use super::*;
-use crate::args::ContainerdRestart;
+use crate::args::{ContainerdRestart, RunscArgs};
 
 /// The paths of a host that are not Torpor's.
 const MAIN: &str = "etc/containerd/config.toml";
@@ -119,6 +119,7 @@ impl Host {
             stats_period: StatsPeriod::Unchanged,
             host_root: self.root(),
             payload_dir: self.dir.path().join("payload"),
+            runsc: RunscArgs::default(),
             runsc_platform: "systrap".into(),
             runsc_debug_dir: None,
         }
@@ -303,6 +304,19 @@ fn new_binaries_need_no_restart_and_keep_the_old_runsc() {
             .join(old.strip_prefix("/").expect("absolute"))
             .exists()
     );
+}
+
+#[test]
+fn revoked_builds_are_told_to_torpor_oci_until_they_are_no_longer_named() {
+    let host = Host::new("version = 3\n").supervised();
+    let revoked = format!("blake3:{}", "7".repeat(64));
+    let mut args = host.install_args();
+    args.runsc.revoked_runsc = vec![revoked.clone()];
+    install(&args).expect("installed");
+    assert_eq!(host.config().revoked_runsc, [revoked]);
+    assert!(host.install().binaries, "the configuration is written anew");
+    assert!(host.config().revoked_runsc.is_empty());
+    assert_eq!(host.starts(), 2, "no restart of containerd");
 }
 
 #[test]

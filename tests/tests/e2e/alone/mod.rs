@@ -6,5 +6,7 @@ mod drain;
 mod kata;
 mod killed;
 mod programs;
+mod revoked;
 mod speechless;
+mod stock;
 mod tracing;
