@@ -14,11 +14,12 @@ import (
 )
 
 const (
-	chartFolder   = "deploy/helm"
-	devValues     = "hack/overlays/dev/values.yaml"
-	helmRelease   = "torpor"
-	crdsFolder    = "deploy/crds"
-	uninstallJobs = "templates/uninstall.yaml"
+	chartFolder    = "deploy/helm"
+	devValues      = "hack/overlays/dev/values.yaml"
+	devImageValues = "hack/overlays/dev/images.yaml"
+	helmRelease    = "torpor"
+	crdsFolder     = "deploy/crds"
+	uninstallJobs  = "templates/uninstall.yaml"
 )
 
 // helmProgram returns helm, built first if it is missing.
@@ -91,7 +92,7 @@ func installByHelm() error {
 		return err
 	}
 	args := []string{
-		"upgrade", "--install", helmRelease, chartFolder, "--values", devValues,
+		"upgrade", "--install", helmRelease, chartFolder, "--values", devImageValues, "--values", devValues,
 		"--namespace", torporNamespace, "--create-namespace", "--wait", "--timeout", "3m",
 	}
 	for repository, reference := range images {
@@ -133,7 +134,7 @@ func uninstallByHelm() error {
 		return err
 	}
 	if agent != "" {
-		text, err := runHelm(time.Minute, "template", helmRelease, chartFolder, "--values", devValues, "--namespace", torporNamespace,
+		text, err := runHelm(time.Minute, "template", helmRelease, chartFolder, "--values", devImageValues, "--values", devValues, "--namespace", torporNamespace,
 			"--set-string", "agent.image.tag="+strings.TrimPrefix(agent, agentImage+":"),
 			"--set", "uninstall.nodes={"+nodeNames()+"}", "--show-only", uninstallJobs)
 		if err != nil {
@@ -164,6 +165,8 @@ func nodeNames() string {
 	}
 	return strings.Join(names, ",")
 }
+
+const someDigest = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef"
 
 // chartCases are values for which the chart must say exactly what a kustomization says. REPO is the path to the repository.
 var chartCases = []struct {
@@ -270,12 +273,28 @@ patches:
 		helm: []string{"--set", "image.tag=dev,uninstall.nodes={ip-192-168-100-100.ap-southeast-1.compute.internal}", "--show-only", uninstallJobs},
 	},
 	{
+		name: "images by digest in one registry",
+		kustomization: `resources: [REPO/deploy/base]
+images:
+- {name: torpor.invalid/controller, newName: registry.example/torpor/controller, digest: "sha256:` + someDigest + `"}
+- {name: torpor.invalid/agent, newName: registry.example/torpor/agent, digest: "sha256:` + someDigest + `"}
+patches:
+- target: {kind: Deployment}
+  patch: '- {op: replace, path: /spec/template/spec/containers/0/args/2, value: "--runtime-image=registry.example/torpor/runtime:v3"}'
+`,
+		helm: []string{
+			"--set", "image.registry=registry.example/torpor,image.repository=torpor.invalid/controller,agent.image.repository=torpor.invalid/agent",
+			"--set", "runtime.image.repository=torpor.invalid/runtime,runtime.image.tag=v3,router.enabled=false",
+			"--set", "image.digest=sha256:" + someDigest + ",agent.image.digest=sha256:" + someDigest,
+		},
+	},
+	{
 		name: "values",
 		kustomization: `resources: [REPO/deploy/base]
 namespace: elsewhere
 images:
-- {name: torpor.dev/controller, newName: registry.example/c, newTag: v1}
-- {name: torpor.dev/agent, newTag: v2}
+- {name: torpor.invalid/controller, newName: registry.example/c, newTag: v1}
+- {name: torpor.invalid/agent, newName: torpor.dev/agent, newTag: v2}
 patches:
 - target: {kind: Deployment}
   patch: |
@@ -319,7 +338,10 @@ patches:
 
 // chartRefusals are values that the chart must refuse, and words that it must say.
 var chartRefusals = []struct{ values, words string }{
-	{"replicaCount=1", "image.tag is missing"},
+	{"replicaCount=1", "image.registry is missing"},
+	{"image.registry=registry.example", "image.digest is missing"},
+	{"image.registry=registry.example,image.digest=sha256:" + someDigest, "agent.image.digest is missing"},
+	{"image.registry=registry.example,image.digest=latest", "digest"},
 	{"image.tag=v1,controler.extensions=true", "controler"},
 	{"image.tag=v1,controller.sandboxConcurentWorkers=5", "sandboxConcurentWorkers"},
 	{"image.tag=v1,controller.sandboxConcurrentWorkers=many", "sandboxConcurrentWorkers"},
@@ -341,11 +363,11 @@ func checkChart() error {
 	if err != nil {
 		return err
 	}
-	if _, err := runHelm(time.Minute, "lint", "--strict", chartFolder, "--set", "image.tag=dev"); err != nil {
+	if _, err := runHelm(time.Minute, "lint", "--strict", chartFolder, "--values", devImageValues); err != nil {
 		return err
 	}
 	for _, c := range chartCases {
-		args := append([]string{"template", helmRelease, chartFolder, "--namespace", torporNamespace, "--include-crds"}, c.helm...)
+		args := append([]string{"template", helmRelease, chartFolder, "--namespace", torporNamespace, "--include-crds", "--values", devImageValues}, c.helm...)
 		chart, err := runHelm(time.Minute, args...)
 		if err != nil {
 			return fmt.Errorf("%s: %w", c.name, err)
@@ -396,6 +418,9 @@ func kustomized(kubectl, kustomization, chart string) (map[string]string, error)
 	text, err := output(time.Minute, kubectl, "kustomize", folder)
 	if err != nil {
 		return nil, err
+	}
+	for _, image := range []string{controllerImage, agentImage, routerImage, runtimeImage} {
+		text = strings.ReplaceAll(text, unsetImage(image), image+":dev")
 	}
 	all, err := parseManifests(kustomization, text)
 	if err != nil {

@@ -1,9 +1,47 @@
 package main
 
 import (
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 )
+
+// Whoever applies them without saying where the images are pulls from nobody.
+func TestManifestsNameNoRegistryThatSomebodyMayHave(t *testing.T) {
+	named := regexp.MustCompile(`(?m)(?:^\s*(?:- )?image:|--runtime-image=)\s*(\S+)`)
+	found := 0
+	err := filepath.WalkDir("../../deploy", func(path string, entry fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		if entry.IsDir() {
+			if name := entry.Name(); name == "helm" || name == "crds" {
+				return filepath.SkipDir
+			}
+			return nil
+		}
+		text, err := os.ReadFile(path)
+		if err != nil {
+			return err
+		}
+		for _, match := range named.FindAllStringSubmatch(string(text), -1) {
+			found++
+			if image := match[1]; image != unsetImage(strings.TrimSuffix(image, ":unset")) {
+				t.Errorf("%s: %s", path, image)
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if found < 6 {
+		t.Errorf("only %d images are found: is the pattern right?", found)
+	}
+}
 
 func TestObjectsOfBothToolsAreTakenApartAlike(t *testing.T) {
 	const object = "apiVersion: v1\nkind: Service\nmetadata:\n  labels:\n    app: a\n  name: s\n  namespace: n\nspec: {}"

@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"path"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -245,18 +246,23 @@ var (
 	namespaceLine = regexp.MustCompile(`(?m)^metadata:\n(?:  .*\n)*?  namespace: (\S+)$`)
 )
 
+// unsetImage is how the manifests name an image before anybody said where it is: a registry that cannot exist (RFC 2606), so that nobody's is pulled.
+func unsetImage(repository string) string {
+	return "torpor.invalid/" + path.Base(repository) + ":unset"
+}
+
 // render runs kustomize over a folder of the repository and puts the built images in.
 func render(folder string, images builtImages) ([]manifest, error) {
-	path := filepath.Join(repoRoot, folder)
-	if !fileExists(filepath.Join(path, "kustomization.yaml")) {
+	from := filepath.Join(repoRoot, folder)
+	if !fileExists(filepath.Join(from, "kustomization.yaml")) {
 		return nil, fmt.Errorf("%s/kustomization.yaml is missing: there is nothing to apply", folder)
 	}
-	text, err := output(time.Minute, binDir("kubectl"), "kustomize", path)
+	text, err := output(time.Minute, binDir("kubectl"), "kustomize", from)
 	if err != nil {
 		return nil, err
 	}
 	for repository, reference := range images {
-		text = strings.ReplaceAll(text, repository+":dev", reference)
+		text = strings.ReplaceAll(text, unsetImage(repository), reference)
 	}
 	return parseManifests(folder, text)
 }

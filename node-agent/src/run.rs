@@ -26,6 +26,7 @@ use torpor_api::snapshot::SandboxSnapshot;
 use torpor_core::ids::PodUid;
 use torpor_core::state::Policy;
 use torpor_daemon::spans::Exporter;
+use torpor_gvisor::config::FILE_NAME;
 use torpor_gvisor::process;
 
 use crate::args::RunArgs;

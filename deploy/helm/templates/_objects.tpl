@@ -11,7 +11,7 @@ torpor.objects: the objects of `files`, as a JSON list, with the images and the 
 {{- range $file := .files -}}
   {{- $text := $root.Files.Get (printf "files/%s" $file) -}}
   {{- range $image := list "controller" "agent" "router" "runtime" -}}
-    {{- $text = replace (printf "torpor.dev/%s:dev" $image) (include "torpor.image" (dict "root" $root "image" $image)) $text -}}
+    {{- $text = replace (printf "torpor.invalid/%s:unset" $image) (include "torpor.image" (dict "root" $root "image" $image)) $text -}}
   {{- end -}}
   {{- range $document := splitList "\n---\n" $text -}}
     {{- $object := fromYaml $document -}}
@@ -34,18 +34,32 @@ torpor.objects: the objects of `files`, as a JSON list, with the images and the 
 {{- default .Release.Namespace .Values.namespace.name -}}
 {{- end -}}
 
-{{/* torpor.image: reference of one of the images. One without a tag of its own has the controller's: enough for who gives all four one tag. */}}
+{{/*
+torpor.image: reference of one of the images, by digest where one is given. Without a tag of its own an image has the controller's: enough for a registry
+that has one tag for all four. The base names a registry that cannot exist (RFC 2606), so that nobody's image is pulled where none is named.
+*/}}
 {{- define "torpor.image" -}}
 {{- $values := .root.Values -}}
+{{- $value := ternary "image" (printf "%s.image" .image) (eq .image "controller") -}}
 {{- $image := $values.image -}}
 {{- if ne .image "controller" -}}
   {{- $image = (get $values .image).image -}}
 {{- end -}}
-{{- $tag := default $values.image.tag $image.tag -}}
-{{- if not $tag -}}
-  {{- fail (printf "image.tag is missing: which build of Torpor? (`hack/cluster build-torpor` makes images; or set %s)" (ternary "image.tag" (printf "%s.image.tag" .image) (eq .image "controller"))) -}}
+{{- $repository := $image.repository -}}
+{{- if hasPrefix "torpor.invalid/" $repository -}}
+  {{- if not $values.image.registry -}}
+    {{- fail (printf "image.registry is missing: which registry has Torpor's images? (`hack/release` makes them and says how to push them; or set %s.repository)" $value) -}}
+  {{- end -}}
+  {{- $repository = printf "%s/%s" (trimSuffix "/" $values.image.registry) (base $repository) -}}
 {{- end -}}
-{{- printf "%s:%s" $image.repository $tag -}}
+{{- $tag := default $values.image.tag $image.tag -}}
+{{- if $image.digest -}}
+  {{- printf "%s@%s" $repository $image.digest -}}
+{{- else if $tag -}}
+  {{- printf "%s:%s" $repository $tag -}}
+{{- else -}}
+  {{- fail (printf "%s.digest is missing, and so is image.tag: which build of Torpor? (`hack/release` and `hack/cluster build-torpor` make images)" $value) -}}
+{{- end -}}
 {{- end -}}
 
 {{/* torpor.pod: puts into a Pod's spec what values of one component say about it. What is not set stays as the base has it. */}}
