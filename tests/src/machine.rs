@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use anyhow::Context;
+use rustix::process::{Pid, Signal, kill_process};
 
 const CGROUP_ROOT: &str = "/sys/fs/cgroup";
 
@@ -37,16 +37,21 @@ impl Process {
 
     /// Ends it as nobody expects: no handler runs.
     pub fn kill(&self) -> anyhow::Result<()> {
-        Ok(kill(Pid::from_raw(self.pid), Signal::SIGKILL)?)
+        self.signal(Signal::KILL)
     }
 
     /// Lets it stand still, as one that gets no processor, until [`Self::go_on`].
     pub fn stop(&self) -> anyhow::Result<()> {
-        Ok(kill(Pid::from_raw(self.pid), Signal::SIGSTOP)?)
+        self.signal(Signal::STOP)
     }
 
     pub fn go_on(&self) -> anyhow::Result<()> {
-        Ok(kill(Pid::from_raw(self.pid), Signal::SIGCONT)?)
+        self.signal(Signal::CONT)
+    }
+
+    fn signal(&self, signal: Signal) -> anyhow::Result<()> {
+        let pid = Pid::from_raw(self.pid).context("no process has this id")?;
+        Ok(kill_process(pid, signal)?)
     }
 
     /// Whether it stands still because of a signal ([`Self::stop`]).

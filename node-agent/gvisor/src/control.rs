@@ -648,9 +648,13 @@ mod tests {
     }
 
     fn wait_until_readable(stream: &UnixStream) {
-        use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-        let mut fds = [PollFd::new(stream.as_fd(), PollFlags::POLLIN)];
-        poll(&mut fds, PollTimeout::from(5_000_u16)).expect("bytes to read");
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+        let limit = Timespec {
+            tv_sec: 5,
+            tv_nsec: 0,
+        };
+        let mut fds = [PollFd::new(stream, PollFlags::IN)];
+        poll(&mut fds, Some(&limit)).expect("bytes to read");
     }
 
     #[test]

@@ -278,7 +278,7 @@ pub(crate) fn wait(
     let mut control = node.runsc.connect(sandbox)?;
     control.begin_wait_pid(container.as_str(), pid)?;
     if terminal {
-        nix::unistd::setsid().context("cannot begin a session")?;
+        rustix::process::setsid().context("cannot begin a session")?;
         rustix::process::ioctl_tiocsctty(std::io::stdin()).context("cannot take the terminal")?;
         let (root, sandbox) = (node.runsc.root_of(sandbox), sandbox.clone());
         let container = container.clone();

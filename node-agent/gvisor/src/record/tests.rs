@@ -81,9 +81,9 @@ fn a_pod_is_held_open_by_its_pause_keeper_as_long_as_that_has_its_shim() {
         records.write_container(&container).expect("written");
         assert_eq!(holds(keeper), held, "{completed:?}");
     }
-    let pid = |pid: u32| nix::unistd::Pid::from_raw(pid.cast_signed());
     for keeper in [keeper, stranger] {
-        nix::sys::signal::kill(pid(keeper), nix::sys::signal::Signal::SIGKILL).expect("killed");
+        let pid = rustix::process::Pid::from_raw(keeper.cast_signed()).expect("a process");
+        rustix::process::kill_process(pid, rustix::process::Signal::KILL).expect("killed");
     }
     // They end when what they have started has ended and they have been told.
     own.wait().expect("reaped");

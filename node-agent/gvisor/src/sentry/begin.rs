@@ -4,7 +4,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 use super::process::{Word, hear, say};
 use super::{COMMAND, Error, Limit, prepare};
@@ -36,12 +36,12 @@ impl Beginning<'_> {
     /// Returns when the process executes runsc.
     pub(super) fn begin(&self, until: Limit) -> Result<Begun, Error> {
         let (unix, packets, cloexec) = (
-            AddressFamily::Unix,
-            SockType::SeqPacket,
-            SockFlag::SOCK_CLOEXEC,
+            AddressFamily::UNIX,
+            SocketType::SEQPACKET,
+            SocketFlags::CLOEXEC,
         );
         let (ours, theirs) =
-            socketpair(unix, packets, None, cloexec).map_err(prepare("make a socket"))?;
+            socketpair(unix, packets, cloexec, None).map_err(prepare("make a socket"))?;
         let mut child = Command::new("/proc/self/exe")
             .arg0(self.name)
             .args([COMMAND, self.id])

@@ -15,9 +15,9 @@ use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::libc;
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 use nix::unistd::{Gid, Uid, fchown};
 use rustix::fs::MemfdFlags;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use serde_json::{Value, json};
 
 use super::begin::Beginning;
@@ -257,11 +257,11 @@ impl Gofer {
 /// Two ends of which gVisor gets one and the gofer the other.
 fn connection() -> Result<(OwnedFd, OwnedFd), Error> {
     let (unix, stream, cloexec) = (
-        AddressFamily::Unix,
-        SockType::Stream,
-        SockFlag::SOCK_CLOEXEC,
+        AddressFamily::UNIX,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC,
     );
-    socketpair(unix, stream, None, cloexec).map_err(prepare("make a socket"))
+    socketpair(unix, stream, cloexec, None).map_err(prepare("make a socket"))
 }
 
 /// As runsc leaves it; whoever has ended needs none.

@@ -3,9 +3,9 @@
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
-use nix::errno::Errno;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::OFlags;
+use rustix::io::Errno;
 use rustix::net::Shutdown;
 
 const CHUNK: usize = 64 << 10;
@@ -55,24 +55,24 @@ impl Way {
     }
 
     /// Reads when there is nothing to write.
-    fn fill(&mut self, source: BorrowedFd<'_>) -> nix::Result<()> {
+    fn fill(&mut self, source: BorrowedFd<'_>) -> rustix::io::Result<()> {
         if self.wants_input() {
-            match nix::unistd::read(source, &mut self.buffer) {
+            match rustix::io::read(source, &mut *self.buffer) {
                 Ok(0) => self.over = true,
                 Ok(count) => (self.from, self.to) = (0, count),
-                Err(Errno::EAGAIN | Errno::EINTR) => {}
+                Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(errno) => return Err(errno),
             }
         }
         Ok(())
     }
 
-    fn flush(&mut self, sink: BorrowedFd<'_>) -> nix::Result<()> {
+    fn flush(&mut self, sink: BorrowedFd<'_>) -> rustix::io::Result<()> {
         while !self.is_empty() {
-            match nix::unistd::write(sink, &self.buffer[self.from..self.to]) {
+            match rustix::io::write(sink, &self.buffer[self.from..self.to]) {
                 Ok(count) => self.from += count,
-                Err(Errno::EINTR) => {}
-                Err(Errno::EAGAIN) => return Ok(()),
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Ok(()),
                 Err(errno) => return Err(errno),
             }
         }
@@ -140,32 +140,32 @@ fn wait(
     asked: Option<BorrowedFd<'_>>,
     (out, back): (&Way, &Way),
     until: Option<Instant>,
-) -> nix::Result<bool> {
+) -> rustix::io::Result<bool> {
     let mut fds = Vec::with_capacity(3);
-    fds.extend(asked.map(|asked| PollFd::new(asked, PollFlags::POLLIN)));
+    fds.extend(asked.map(|asked| PollFd::from_borrowed_fd(asked, PollFlags::IN)));
     for (side, input, output) in [
         (near, out.wants_input(), !back.is_empty()),
         (far, back.wants_input(), !out.is_empty()),
     ] {
         let mut flags = PollFlags::empty();
-        flags.set(PollFlags::POLLIN, input);
-        flags.set(PollFlags::POLLOUT, output);
+        flags.set(PollFlags::IN, input);
+        flags.set(PollFlags::OUT, output);
         // That a side has closed is reported whether it is asked for or not, and would be again and again until it is its
         // turn to be looked at.
         if !flags.is_empty() {
-            fds.push(PollFd::new(side, flags));
+            fds.push(PollFd::from_borrowed_fd(side, flags));
         }
     }
-    let timeout = until.map_or(PollTimeout::NONE, |until| {
+    let timeout = until.and_then(|until| {
         let left = until.saturating_duration_since(Instant::now());
-        // Rounded up, so that it is over when poll says so.
-        PollTimeout::try_from(left + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX)
+        // Longer than any time that somebody waits: none.
+        Timespec::try_from(left).ok()
     });
-    match poll(&mut fds, timeout) {
-        Ok(_) | Err(Errno::EINTR) => {}
+    match poll(&mut fds, timeout.as_ref()) {
+        Ok(_) | Err(Errno::INTR) => {}
         Err(errno) => return Err(errno),
     }
-    Ok(asked.is_some() && fds[0].any().unwrap_or(false))
+    Ok(asked.is_some() && !fds[0].revents().is_empty())
 }
 
 #[cfg(test)]

@@ -5,9 +5,8 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use nix::errno::Errno;
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, kill_process};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use torpor_cgroup::swap;
@@ -504,8 +503,11 @@ pub(crate) fn end_processes(node: &Node, cgroup: &Path) -> anyhow::Result<BTreeS
             );
         }
         for pid in pids {
-            match kill(Pid::from_raw(pid), Signal::SIGKILL) {
-                Ok(()) | Err(Errno::ESRCH) => killed.insert(pid),
+            let Some(process) = Pid::from_raw(pid) else {
+                continue;
+            };
+            match kill_process(process, Signal::KILL) {
+                Ok(()) | Err(Errno::SRCH) => killed.insert(pid),
                 Err(error) => return Err(error).context("cannot kill a process of the sandbox"),
             };
         }
