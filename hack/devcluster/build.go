@@ -29,11 +29,12 @@ const (
 type artifact struct {
 	name  string
 	files []string // what must be there afterwards
-	// One of: Go packages at a version, a Go module of this repository, a package of a copy of a Go module, or a C file of it.
+	// One of: Go packages at a version, a Go module of this repository, a package of a copy of a Go module, a C file of it, or a crate at a version.
 	packages []string
 	module   string
 	copied   *copiedModule
 	cSource  string
+	crate    string
 	// Further settings of the Go build.
 	cgo     bool
 	tags    string
@@ -138,6 +139,8 @@ func (a artifact) key(goVersion string) (string, error) {
 	fmt.Fprintf(h, "%q %q %q %v %q %q %q %s %s", a.packages, a.files, a.links, a.cgo, a.tags, a.ldflags, buildFlags, goVersion, runtime.GOARCH)
 	var sources []string
 	switch {
+	case a.crate != "":
+		fmt.Fprintf(h, "%q %q", a.crate, crateEnvironment)
 	case a.cSource != "":
 		sources = []string{filepath.Join(repoRoot, a.cSource)}
 	case a.copied != nil:
@@ -319,6 +322,9 @@ func (a artifact) compile(work string) error {
 		_, err := output(limit, "cc", "-Os", "-static", "-s", "-o", filepath.Join(work, a.files[0]), filepath.Join(repoRoot, a.cSource))
 		return err
 	}
+	if a.crate != "" {
+		return installCrate(a.crate, work, limit)
+	}
 	args := append([]string{}, buildFlags...)
 	args = append(args, "-ldflags", strings.TrimSpace("-s -w "+a.ldflags))
 	if a.tags != "" {
@@ -336,6 +342,33 @@ func (a artifact) compile(work string) error {
 	args = append(append([]string{"install"}, args...), a.packages...)
 	_, err := outputIn(limit, work, append(goEnvironment(a.cgo), "GOBIN="+work), nil, "go", args...)
 	return err
+}
+
+// crateEnvironment is for tools that run for seconds: they are built sooner than they would be optimised.
+var crateEnvironment = []string{
+	"CARGO_PROFILE_RELEASE_OPT_LEVEL=0", "CARGO_PROFILE_RELEASE_LTO=off", "CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16", "CARGO_PROFILE_RELEASE_DEBUG=false",
+}
+
+// installCrate builds the programs of a crate, with the versions of its own Cargo.lock, and leaves nothing else.
+func installCrate(crate, work string, limit time.Duration) error {
+	built := filepath.Join(work, "built")
+	defer os.RemoveAll(built)
+	environ := append(slices.Clone(crateEnvironment), "CARGO_TARGET_DIR="+filepath.Join(built, "target"))
+	args := []string{"install", "--locked", "--no-track", "--root", built, crate}
+	// In the repository, whose toolchain it takes.
+	if _, err := outputIn(limit, repoRoot, environ, nil, "cargo", args...); err != nil {
+		return err
+	}
+	programs, err := os.ReadDir(filepath.Join(built, "bin"))
+	if err != nil {
+		return err
+	}
+	for _, program := range programs {
+		if err := os.Rename(filepath.Join(built, "bin", program.Name()), filepath.Join(work, program.Name())); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // compile copies the module below work, runs the generator in the copy, and then Go with the arguments.

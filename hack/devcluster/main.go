@@ -29,6 +29,8 @@ const usage = `usage: hack/cluster COMMAND
   install-torpor        build-torpor, apply hack/overlays/dev, wait until it runs
   uninstall-torpor      take Torpor off the cluster and its nodes
                         both take --helm: by the chart deploy/helm instead of kustomize
+  deny [--advisories]   check licences, bans and sources of crates by deny.toml; known vulnerabilities too
+  release …             make a bundle to install from (see hack/release)
   stock-runsc           build runsc as gVisor's module alone makes it; print its path
   helm ARGS…            helm on this cluster; built when first asked for
   check-chart           the chart says what the kustomize base says; needs no cluster
@@ -86,6 +88,10 @@ func run(command string, args []string) error {
 		return err
 	case "install-torpor", "uninstall-torpor":
 		return torporCommand(command, args)
+	case "deny":
+		return denyCommand(args)
+	case "release":
+		return releaseCommand(args)
 	case "stock-runsc":
 		tools, err := toolsOf([]artifact{stockRunsc}, true)
 		if err == nil {

@@ -45,22 +45,12 @@ func buildTorpor() (builtImages, error) {
 	if err != nil {
 		return nil, err
 	}
-	target, err := cargoBuild()
+	target, err := cargoBuild(os.Getenv("TORPOR_PROFILE"))
 	if err != nil {
 		return nil, err
 	}
-	images := []torporImage{
-		{controllerImage, "torpor-controller", map[string]string{"torpor-controller": filepath.Join(target, "torpor-controller")}},
-		{routerImage, "sandbox-router", map[string]string{"sandbox-router": filepath.Join(target, "sandbox-router")}},
-		{runtimeImage, "sandbox-runtime", map[string]string{"sandbox-runtime": filepath.Join(target, "sandbox-runtime")}},
-		{agentImage, "torpor-agent", map[string]string{
-			"torpor-agent": filepath.Join(target, "torpor-agent"),
-			"torpor-oci":   filepath.Join(target, "torpor-oci"),
-			"runsc":        tools["runsc"],
-		}},
-	}
 	built := builtImages{}
-	for _, image := range images {
+	for _, image := range torporImages(target, tools) {
 		archive, reference, err := image.make()
 		if err != nil {
 			return nil, fmt.Errorf("image %s: %w", image.repository, err)
@@ -73,8 +63,22 @@ func buildTorpor() (builtImages, error) {
 	return built, nil
 }
 
+// torporImages are Torpor's, of the programs that cargo has built in this folder and of the build of runsc.
+func torporImages(target string, tools toolset) []torporImage {
+	return []torporImage{
+		{controllerImage, "torpor-controller", map[string]string{"torpor-controller": filepath.Join(target, "torpor-controller")}},
+		{routerImage, "sandbox-router", map[string]string{"sandbox-router": filepath.Join(target, "sandbox-router")}},
+		{runtimeImage, "sandbox-runtime", map[string]string{"sandbox-runtime": filepath.Join(target, "sandbox-runtime")}},
+		{agentImage, "torpor-agent", map[string]string{
+			"torpor-agent": filepath.Join(target, "torpor-agent"),
+			"torpor-oci":   filepath.Join(target, "torpor-oci"),
+			"runsc":        tools["runsc"],
+		}},
+	}
+}
+
 // cargoBuild builds the binaries and returns the folder they are in.
-func cargoBuild() (string, error) {
+func cargoBuild(profile string) (string, error) {
 	version, err := outputIn(time.Minute, repoRoot, nil, nil, "rustc", "-vV")
 	if err != nil {
 		return "", err
@@ -84,7 +88,7 @@ func cargoBuild() (string, error) {
 	if host == "" {
 		return "", fmt.Errorf("rustc -vV does not name its host:\n%s", version)
 	}
-	arguments, folder, err := cargoArguments(os.Getenv("TORPOR_PROFILE"))
+	arguments, folder, err := cargoArguments(profile)
 	if err != nil {
 		return "", err
 	}
@@ -120,38 +124,30 @@ func cargoEnvironment(environ []string) []string {
 // cargoArguments says how cargo builds the binaries in a profile, and the name of the folder that they come to.
 //
 //   - "cluster" (also ""): optimised, and no more than what the images hold. What is measured or shown is built so.
+//   - "release": what is given away, with the plugin of kubectl.
 //   - "dev": as the unit tests are, with the same selection of crates and so the same features: after them only the
 //     binaries are left to link. hack/test.sh does that; its checks need no speed.
 func cargoArguments(profile string) (arguments []string, folder string, err error) {
 	switch profile {
 	case "", "cluster":
 		return []string{"build", "--locked", "--profile", "cluster", "-p", "torpor-controller", "-p", "torpor-router", "-p", "torpor-runtime", "-p", "torpor-agent", "-p", "torpor-oci"}, "cluster", nil
+	case "release":
+		return []string{"build", "--locked", "--release", "-p", "torpor-controller", "-p", "torpor-router", "-p", "torpor-runtime", "-p", "torpor-agent", "-p", "torpor-oci", "-p", "torpor-cli"}, "release", nil
 	case "dev":
 		return []string{"build", "--locked", "--workspace", "--exclude", "torpor-tests", "--bins", "--tests"}, "debug", nil
 	default:
-		return nil, "", fmt.Errorf("TORPOR_PROFILE is %q: it must be cluster (optimised, the default) or dev", profile)
+		return nil, "", fmt.Errorf("TORPOR_PROFILE is %q: it must be cluster (optimised, the default), release or dev", profile)
 	}
 }
 
 // make writes the image's archive into the cache unless one of the same content is there.
 func (t torporImage) make() (archive, reference string, err error) {
-	h := sha256.New()
-	entries := emptyRoot()
-	names := make([]string, 0, len(t.files))
-	for name := range t.files {
-		names = append(names, name)
+	image, tag, err := t.contents("")
+	if err != nil {
+		return "", "", err
 	}
-	slices.Sort(names)
-	for _, name := range names {
-		sum, err := fileDigest(t.files[name])
-		if err != nil {
-			return "", "", err
-		}
-		fmt.Fprintf(h, "%s %s ", name, sum)
-		entries = append(entries, oci.Entry{Path: name, Mode: 0o755, Source: t.files[name]})
-	}
-	tag := fmt.Sprintf("%x", h.Sum(nil))[:16]
 	reference = t.repository + ":" + tag
+	image.Name = reference
 	cache, err := cacheRoot()
 	if err != nil {
 		return "", "", err
@@ -164,12 +160,32 @@ func (t torporImage) make() (archive, reference string, err error) {
 	if err := os.MkdirAll(folder, 0o755); err != nil {
 		return "", "", err
 	}
-	config := oci.Config{Entrypoint: []string{"/" + t.entrypoint}, Env: []string{"PATH=/"}}
-	if _, err := (oci.Image{Name: reference, Config: config, Entries: entries}).Write(archive); err != nil {
+	if _, err := image.Write(archive); err != nil {
 		return "", "", err
 	}
 	say("made image %s", reference)
 	return archive, reference, keepNewest(folder, 4)
+}
+
+// contents is the image under a name, and the hash of its files.
+func (t torporImage) contents(name string) (image oci.Image, tag string, err error) {
+	h := sha256.New()
+	entries := emptyRoot()
+	names := make([]string, 0, len(t.files))
+	for file := range t.files {
+		names = append(names, file)
+	}
+	slices.Sort(names)
+	for _, file := range names {
+		sum, err := fileDigest(t.files[file])
+		if err != nil {
+			return oci.Image{}, "", err
+		}
+		fmt.Fprintf(h, "%s %s ", file, sum)
+		entries = append(entries, oci.Entry{Path: file, Mode: 0o755, Source: t.files[file]})
+	}
+	config := oci.Config{Entrypoint: []string{"/" + t.entrypoint}, Env: []string{"PATH=/"}}
+	return oci.Image{Name: name, Config: config, Entries: entries}, fmt.Sprintf("%x", h.Sum(nil))[:16], nil
 }
 
 func fileDigest(path string) (string, error) {
