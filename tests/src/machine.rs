@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use rustix::process::{Pid, Signal, kill_process};
+use torpor_gvisor::process;
 
 const CGROUP_ROOT: &str = "/sys/fs/cgroup";
 
@@ -18,19 +19,15 @@ pub struct Process {
 
 impl Process {
     fn read(pid: i32) -> Option<Self> {
-        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        // The name in brackets may hold anything: the fields are counted from its end.
-        let mut fields = stat.rsplit(')').next()?.split_whitespace();
-        let state = fields.next()?;
-        let parent = fields.next()?.parse().ok()?;
+        let stat = process::stat(pid)?;
         let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
         let words: Vec<_> = line
             .split(|byte| *byte == 0)
             .map(String::from_utf8_lossy)
             .collect();
-        (state != "Z").then(|| Self {
+        (stat.state != 'Z').then(|| Self {
             pid,
-            parent,
+            parent: stat.ppid,
             command: words.join(" ").trim().to_owned(),
         })
     }
@@ -56,7 +53,7 @@ impl Process {
 
     /// Whether it stands still because of a signal ([`Self::stop`]).
     pub fn is_stopped(&self) -> bool {
-        torpor_gvisor::process::is_stopped(self.pid)
+        process::is_stopped(self.pid)
     }
 
     /// Whether the same process still runs.
@@ -105,9 +102,8 @@ impl Process {
 
     /// User and system time so far, in clock ticks.
     pub fn cpu_ticks(&self) -> Option<u64> {
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid)).ok()?;
-        let fields: Vec<&str> = stat.rsplit(')').next()?.split_whitespace().collect();
-        Some(fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?)
+        let stat = process::stat(self.pid)?;
+        Some(stat.utime + stat.stime)
     }
 }
 

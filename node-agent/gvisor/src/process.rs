@@ -31,6 +31,12 @@ fn path_of(pid: i32, file: &str) -> PathBuf {
     root().join(pid.to_string()).join(file)
 }
 
+use procfs_core::FromRead;
+pub use procfs_core::process::Stat;
+
+/// Longer than any line of `/proc/<pid>/stat`, which is 50 numbers and a name of 64 bytes.
+const MAX_STAT: u64 = 8 << 10;
+
 /// A file of `/proc/<pid>`. Nobody knows its length before: with room for most of them it is read by one call.
 fn text_of(pid: i32, file: &str) -> Option<String> {
     let mut text = String::with_capacity(4096);
@@ -38,18 +44,19 @@ fn text_of(pid: i32, file: &str) -> Option<String> {
     read.ok().map(|_| text)
 }
 
-/// What follows the name in `/proc/<pid>/stat`: state, parent, and more (proc_pid_stat(5)). None: there is no such process.
-pub fn after_name(pid: i32) -> Option<String> {
-    let stat = text_of(pid, "stat")?;
-    // The name stands in brackets and may hold anything, brackets too: what follows begins after the last one.
-    let (_, after) = stat.rsplit_once(')')?;
-    Some(after.trim_start().to_owned())
+/// What the kernel says of a process in `/proc/<pid>/stat` (proc_pid_stat(5)). None: there is no such process.
+pub fn stat(pid: i32) -> Option<Stat> {
+    stat_in(File::open(format!("/proc/{pid}/stat")).ok()?)
+}
+
+/// The same of a line that was read from there.
+pub fn stat_in(line: impl Read) -> Option<Stat> {
+    Stat::from_read(line.take(MAX_STAT)).ok()
 }
 
 /// Its parent: another one than before, once that has ended.
 pub fn parent(pid: i32) -> Option<i32> {
-    let after = after_name(pid)?;
-    after.split_whitespace().nth(1)?.parse().ok()
+    Some(stat(pid)?.ppid)
 }
 
 /// Its words in one string; empty for one that is gone.
@@ -60,23 +67,23 @@ pub fn command_line(pid: i32) -> String {
 
 /// Whether the process has ended and its parent has not asked for its status yet.
 pub fn is_zombie(pid: i32) -> bool {
-    after_name(pid).is_some_and(|after| after.starts_with('Z'))
+    stat(pid).is_some_and(|stat| stat.state == 'Z')
 }
 
 /// Whether the process is there and has not ended.
 pub fn lives(pid: i32) -> bool {
-    after_name(pid).is_some_and(|after| !has_ended(&after))
+    stat(pid).is_some_and(|stat| !has_ended(&stat))
 }
 
-/// Whether what follows the name is of a process that has ended.
-fn has_ended(after: &str) -> bool {
-    after.starts_with(['Z', 'X'])
+/// Whether the process is dead, with its status still to be asked for or not.
+pub fn has_ended(stat: &Stat) -> bool {
+    matches!(stat.state, 'Z' | 'X')
 }
 
 /// Whether the process is there and will do anything more: one that was killed may take long to end where it gets no processor, and is
 /// then there without being of use to anybody.
 pub fn goes_on(pid: i32) -> bool {
-    after_name(pid).is_some_and(|after| !is_ending(&after)) && !is_killed(&status(pid))
+    stat(pid).is_some_and(|stat| !is_ending(&stat)) && !is_killed(&status(pid))
 }
 
 fn status(pid: i32) -> String {
@@ -96,7 +103,7 @@ const KILLED: u64 = 1 << (9 - 1);
 
 /// Whether it was stopped (SIGSTOP) and not told to go on.
 pub fn is_stopped(pid: i32) -> bool {
-    after_name(pid).is_some_and(|after| after.starts_with('T'))
+    stat(pid).is_some_and(|stat| stat.state == 'T')
 }
 
 /// The cgroups that it is in, in the kernel's words; none of one that is gone.
@@ -104,19 +111,12 @@ pub(crate) fn cgroups(pid: i32) -> Option<String> {
     text_of(pid, "cgroup")
 }
 
-/// Whether what follows the name is of a process that ends, or has ended. Numbers count from the state, which is the third field of
-/// proc_pid_stat(5).
-fn is_ending(after: &str) -> bool {
-    const FLAGS: usize = 9 - 3;
-    const PENDING: usize = 31 - 3;
+/// Whether the process ends, or has ended.
+fn is_ending(stat: &Stat) -> bool {
     /// `PF_EXITING` (include/linux/sched.h).
-    const EXITING: u64 = 0x4;
-    let number = |field: usize| -> u64 {
-        let text = after.split_whitespace().nth(field);
-        text.and_then(|text| text.parse().ok()).unwrap_or(0)
-    };
+    const EXITING: u32 = 0x4;
     // The kernel adds the signal to what each thread has before it.
-    has_ended(after) || number(FLAGS) & EXITING != 0 || number(PENDING) & KILLED != 0
+    has_ended(stat) || stat.flags & EXITING != 0 || stat.signal & KILLED != 0
 }
 
 #[cfg(test)]
@@ -128,7 +128,7 @@ mod tests {
         // The third is of a process in a frozen cgroup after `kill -9`, where it ends only when it is let run (Linux 6.18).
         let stat = |state: &str, flags: u64, pending: u64| {
             format!(
-                "{state} 1 7 7 0 -1 {flags} 92 0 0 0 0 0 0 0 20 0 1 0 5 6 7 8 1 1 0 0 0 {pending} 0 4096 0 0 0 0 17 1 0 0 0 0 0"
+                "7 (a) R 1) {state} 1 7 7 0 -1 {flags} 92 0 0 0 0 0 0 0 20 0 1 0 5 6 7 8 1 1 0 0 0 {pending} 0 4096 0 0 0 0 17 1 0 0 0 0 0"
             )
         };
         for (state, flags, pending, ends) in [
@@ -139,8 +139,10 @@ mod tests {
             ("R", 4_194_560 | 4, 0, true),
             ("Z", 4_194_560, 0, true),
         ] {
-            let stat = stat(state, flags, pending);
-            assert_eq!(is_ending(&stat), ends, "{stat}");
+            let line = stat(state, flags, pending);
+            let stat = stat_in(line.as_bytes()).expect("understood");
+            assert_eq!((stat.comm.as_str(), stat.ppid), ("a) R 1", 1));
+            assert_eq!(is_ending(&stat), ends, "{line}");
         }
     }
 

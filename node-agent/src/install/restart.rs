@@ -12,6 +12,8 @@ use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
+use torpor_gvisor::process::{self, Stat};
+
 use super::error::Error;
 use super::host::HostRoot;
 use crate::args::{ContainerdArgs, ContainerdRestart};
@@ -94,24 +96,16 @@ fn named_run(pidfile: &Path) -> io::Result<Option<Run>> {
     let Ok(pid) = text.trim().parse::<i32>() else {
         return Ok(None);
     };
-    let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else {
-        return Ok(None);
-    };
-    Ok(living(&stat, "containerd").map(|started| Run {
+    let started = process::stat(pid).and_then(|stat| living(&stat, "containerd"));
+    Ok(started.map(|started| Run {
         pid: Pid::from_raw(pid),
         started,
     }))
 }
 
-/// When the process was started, from `/proc/<pid>/stat`; nothing if it has ended or has another name.
-fn living(stat: &str, name: &str) -> Option<u64> {
-    let (head, fields) = stat.rsplit_once(") ")?;
-    let (_, found) = head.split_once(" (")?;
-    let fields: Vec<&str> = fields.split_ascii_whitespace().collect();
-    let ended = matches!(*fields.first()?, "Z" | "X");
-    // Field 22 of the file, 3 being the first here.
-    let started = fields.get(19)?.parse().ok()?;
-    (found == name && !ended).then_some(started)
+/// When the process was started; nothing if it has ended or has another name.
+fn living(stat: &Stat, name: &str) -> Option<u64> {
+    (stat.comm == name && !process::has_ended(stat)).then_some(stat.starttime)
 }
 
 fn pidfile(path: &Path, deadline: Deadline) -> Result<(), Error> {
@@ -207,8 +201,11 @@ fn end(child: &mut Child) {
 mod tests {
     use super::*;
 
-    fn stat(name: &str, state: char) -> String {
-        format!("42 ({name}) {state} 1 42 42 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 9 0 123456 99 1")
+    fn stat(name: &str, state: char) -> Stat {
+        let line = format!(
+            "42 ({name}) {state} 1 42 42 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 9 0 123456 99 1 1 0 0 0 0 0 0 0 0 0 0 0 0 17 1"
+        );
+        process::stat_in(line.as_bytes()).expect("understood")
     }
 
     #[test]
@@ -220,7 +217,6 @@ mod tests {
         assert_eq!(living(&stat("containerd", 'Z'), "containerd"), None);
         assert_eq!(living(&stat("sshd", 'S'), "containerd"), None);
         assert_eq!(living(&stat("a) S (containerd", 'S'), "containerd"), None);
-        assert_eq!(living("", "containerd"), None);
     }
 
     #[test]
