@@ -11,6 +11,10 @@ use super::facts::Facts;
 use super::{Finding, nodes};
 use crate::units;
 
+/// What brings back a part of Torpor that is missing.
+pub(super) const APPLY: &str =
+    "kubectl apply -k OVERLAY (over deploy; it names your images), or helm upgrade";
+
 /// Those of this version: the schema of a whole Pod is in them.
 pub(super) static DEFINITIONS: LazyLock<Vec<serde_json::Value>> = LazyLock::new(crds::definitions);
 
@@ -94,7 +98,7 @@ pub fn controller(facts: &Facts) -> Vec<Finding> {
             None => vec![Finding::problem(
                 format!("Deployment {}/{}", facts.namespace, install::CONTROLLER),
                 "is missing: no Sandbox gets a Pod",
-                "kubectl apply -k deploy; if Torpor is in another namespace: --torpor-namespace",
+                "kubectl apply -k OVERLAY (over deploy; it names your images), or helm upgrade; if Torpor is in another namespace: --torpor-namespace",
             )],
         },
     )
@@ -220,7 +224,7 @@ pub fn runtime_class(facts: &Facts) -> Vec<Finding> {
         None => vec![Finding::problem(
             subject,
             "is missing: Pods that name it are refused, and others cannot hibernate",
-            "kubectl apply -k deploy",
+            APPLY,
         )],
     }
 }

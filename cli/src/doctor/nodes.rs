@@ -7,7 +7,7 @@ use k8s_openapi::api::apps::v1::DaemonSet;
 use k8s_openapi::api::core::v1::{ContainerStatus, Node, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::ResourceExt;
-use torpor_api::conditions::{self, PRESSURE, READY};
+use torpor_api::conditions::{self, PRESSURE, READY, RUNSC_REVOKED};
 use torpor_api::node::{NodeRuntime, RuntimeKind};
 use torpor_api::{SandboxNode, install};
 
@@ -63,8 +63,7 @@ fn of_daemon_set(facts: &Facts, sets: &[DaemonSet], workload: &Workload) -> Opti
     let (namespace, name) = (&facts.namespace, workload.name);
     let subject = format!("DaemonSet {namespace}/{name}");
     let Some(set) = sets.iter().find(|set| set.name_any() == name) else {
-        let remedy = "kubectl apply -k deploy";
-        return Some(Finding::problem(subject, workload.missing, remedy));
+        return Some(Finding::problem(subject, workload.missing, super::install::APPLY));
     };
     let status = set.status.clone().unwrap_or_default();
     let (wanted, ready) = (status.desired_number_scheduled, status.number_ready);
@@ -234,6 +233,7 @@ fn of_report(node: &SandboxNode, largest: i64, now: Timestamp) -> Vec<Finding> {
     }
     findings.extend(status.runtimes.iter().filter_map(|r| no_doze(&name, r)));
     findings.extend(pressed(&name, &status.conditions));
+    findings.extend(revoked(&name, &status.conditions));
     if let Some(storage) = &status.storage
         && storage.available_bytes < largest.max(storage.capacity_bytes / 10)
     {
@@ -282,6 +282,25 @@ fn pressed(node: &str, conditions: &[Condition]) -> Option<Finding> {
             "idle sandboxes are put to sleep before their time; if that stays so, give the node more memory or swap, or fewer Pods",
         )
     })
+}
+
+/// Builds of gVisor are revoked on the node. Where the installed one is among them, nothing starts there.
+fn revoked(node: &str, conditions: &[Condition]) -> Option<Finding> {
+    let told = conditions::find(conditions, RUNSC_REVOKED)?;
+    let words = format!("{}: {}", told.reason, told.message);
+    match (told.status.as_str(), told.reason.as_str()) {
+        ("True", "InstalledBuild") => Some(Finding::problem(
+            subject(node),
+            words,
+            "install another build of runsc (a new version of Torpor, or the installer's --runsc)",
+        )),
+        ("True", _) => Some(Finding::warning(
+            subject(node),
+            words,
+            "sandboxes whose images need such a build wait until it is taken out of the installer's --revoked-runsc",
+        )),
+        _ => None,
+    }
 }
 
 fn left_behind(reports: &[SandboxNode], nodes: &[Node]) -> Vec<Finding> {

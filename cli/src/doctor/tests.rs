@@ -371,6 +371,26 @@ fn a_node_that_is_short_of_memory_is_told(#[case] status: &str, #[case] text: Op
     assert_eq!(told, Vec::from_iter(text));
 }
 
+#[rstest]
+#[case("True", "InstalledBuild", Some(Severity::Problem))]
+#[case("True", "OtherBuild", Some(Severity::Warning))]
+#[case("False", "NoneRevoked", None)]
+fn a_revoked_build_of_runsc_is_told(
+    #[case] status: &str,
+    #[case] reason: &str,
+    #[case] severity: Option<Severity>,
+) {
+    let mut report = sandbox_node("node-0");
+    let conditions = report.pointer_mut("/status/conditions").unwrap();
+    let revoked = condition("RunscRevoked", status, reason, "2026-11-21T11:00:00Z");
+    conditions.as_array_mut().unwrap().push(revoked);
+    let mut facts = healthy();
+    facts.sandbox_nodes = Ok(vec![read(report)]);
+    let found = all(&facts);
+    let told: Vec<Severity> = found.iter().map(|found| found.severity).collect();
+    assert_eq!(told, Vec::from_iter(severity));
+}
+
 #[test]
 fn that_kata_makes_no_images_is_no_problem_of_the_node() {
     let mut report = sandbox_node("node-0");
