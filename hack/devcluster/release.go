@@ -316,12 +316,16 @@ func (r *release) writeBills() error {
 	}
 	const file = "bill"
 	environ := []string{"PATH=" + filepath.Dir(r.tools["cargo-cyclonedx"]) + ":" + os.Getenv("PATH")}
-	_, err = outputIn(5*time.Minute, copied, environ, nil, "cargo", "cyclonedx", "--format", "json", "--override-filename", file, "--target", rustTarget(), "--no-build-deps")
+	_, err = outputIn(5*time.Minute, copied, environ, nil, "cargo", "cyclonedx", "--format", "json", "--spec-version", "1.5", "--override-filename", file, "--target", rustTarget(), "--no-build-deps")
 	if err != nil {
 		return fmt.Errorf("SBOM of the crates: %w", err)
 	}
 	for folder, name := range shippedCrates {
-		if err := copyFile(filepath.Join(copied, folder, file+".json"), filepath.Join(r.folder, "sbom", name+".cdx.json")); err != nil {
+		bill, err := os.ReadFile(filepath.Join(copied, folder, file+".json"))
+		if err != nil {
+			return err
+		}
+		if err := writeFile(filepath.Join(r.folder, "sbom", name+".cdx.json"), []byte(withoutPlace(string(bill), copied)), 0o644); err != nil {
 			return err
 		}
 	}
@@ -331,6 +335,11 @@ func (r *release) writeBills() error {
 		return fmt.Errorf("SBOM of runsc: %w", err)
 	}
 	return nil
+}
+
+// withoutPlace names crates of the workspace by their folders in it: where it was built is nobody's business.
+func withoutPlace(bill, place string) string {
+	return strings.ReplaceAll(bill, "file://"+place+"/", "file:///torpor/")
 }
 
 // rustTarget is Rust's name of what the programs are built for.

@@ -101,3 +101,10 @@ func TestSumsNameEveryFileOfTheBundleOnce(t *testing.T) {
 		t.Errorf("%s", text)
 	}
 }
+
+func TestBillsDoNotSayWhereTheyWereMade(t *testing.T) {
+	got := withoutPlace(`{"bom-ref":"path+file:///home/me/x/sources/api#torpor-api@0.1.0"}`, "/home/me/x/sources")
+	if want := `{"bom-ref":"path+file:///torpor/api#torpor-api@0.1.0"}`; got != want {
+		t.Errorf("%s", got)
+	}
+}
