@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::ensure;
-use k8s_openapi::api::core::v1::Event;
+use k8s_openapi::api::core::v1::{Event, Pod};
 use kube::Api;
 use kube::api::ListParams;
 use torpor_api::annotations::HIBERNATE;
@@ -85,14 +85,13 @@ async fn a_revoked_build_wakes_and_starts_nothing_and_its_memory_goes_on_once_th
                 "{exec:?}"
             );
             case.annotate("sleeper", HIBERNATE, None).await?;
-            let told = |pod: &_| condition(pod, POD_RESTORED).1 == RUNSC_REVOKED;
-            let told = case.pod_until("sleeper", "its wake is refused", SLEEP_LIMIT, told);
-            let told = told.await?;
-            let (status, _, message) = condition(&told, POD_RESTORED);
-            ensure!(
-                status == "False" && message.contains("--revoked-runsc"),
-                "{message}"
-            );
+            // First it is told why the exec has failed, then what the agent's own attempt met.
+            let told = |pod: &Pod| {
+                let (status, reason, message) = condition(pod, POD_RESTORED);
+                (status, reason) == ("False", RUNSC_REVOKED) && message.contains("--revoked-runsc")
+            };
+            case.pod_until("sleeper", "its wake is refused", SLEEP_LIMIT, told)
+                .await?;
             ensure!(image.is_dir(), "the image is gone");
 
             case.create(shell_pod("new", COUNT)).await?;
