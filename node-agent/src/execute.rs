@@ -14,6 +14,7 @@ use torpor_gvisor::keeper::{self, Request, Rules, Verb};
 use torpor_gvisor::record::{
     self, ContainerRecord, Depth, NOT_HELD_OPEN, PodLock, PodRecord, WakeCause, WakeNote,
 };
+use torpor_gvisor::resume::{self, Left, Resumed};
 use torpor_gvisor::spec::Role;
 use torpor_gvisor::{pause, programs, save};
 use torpor_snapshots::{
@@ -115,6 +116,7 @@ pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
     let left = state
         .restorable(held)
         .filter(|_| step.before == Some(Entry::Awake));
+    let left = left.map(|image| (image, seq));
     let outcome = act(context, &step.action, &ledger, left);
     let entry = match (&outcome, &step.action) {
         (Outcome::Done | Outcome::Already, Action::DiscardLedger) => None,
@@ -125,12 +127,6 @@ pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
             image: image.clone(),
             reason: reason.clone(),
         }),
-        // It never ran: the image that was its memory is that again.
-        (Outcome::Failed { reason, .. }, Action::Resume)
-            if reason == NOT_HEARD || reason == SHIM_GONE =>
-        {
-            left.cloned().map(|image| Entry::Committed { image })
-        }
         _ => None,
     };
     // Another sandbox of the Pod, made while this one's keeper did not answer, may have written what is true of it.
@@ -167,7 +163,7 @@ fn act(
     context: &Context<'_>,
     action: &Action,
     ledger: &LedgerFile,
-    left: Option<&ImageId>,
+    left: Option<(&ImageId, u64)>,
 ) -> Outcome {
     let node = context.node;
     match action {
@@ -180,11 +176,7 @@ fn act(
         Action::Doze => doze(context),
         Action::Reclaim { image: Some(image) } => reclaim(context, image),
         Action::Reclaim { image: None } => without_image(),
-        Action::Resume => match left {
-            Some(image) if is_broken(context) => sleep_on(context, ledger, image),
-            Some(image) if !is_held_open(context) => shim_gone(image),
-            _ => resume(context),
-        },
+        Action::Resume => resume(context, left),
         Action::Checkpoint { image } => checkpoint(context, image),
         Action::Commit { image } => commit(context, image),
         Action::End { image } => run_verb(context, Verb::End, image),
@@ -208,17 +200,6 @@ fn act(
     }
 }
 
-/// Whether a process without which the sandbox cannot run on has ended while it stood still.
-fn is_broken(context: &Context<'_>) -> bool {
-    let has_gofers = |record: &PodRecord| {
-        let runsc = context.node.runsc.of(&record.sandbox);
-        runsc.has_its_gofers(record.sandbox.as_str())
-    };
-    context
-        .sandbox
-        .is_some_and(|(record, _)| matches!(has_gofers(record), Ok(false)))
-}
-
 fn is_held_open(context: &Context<'_>) -> bool {
     let records = &context.node.records;
     context
@@ -235,18 +216,12 @@ fn shim_gone(image: &ImageId) -> Outcome {
 }
 
 /// The sandbox cannot run on: its memory is the image's alone, from which the next plan wakes it.
-fn sleep_on(context: &Context<'_>, ledger: &LedgerFile, image: &ImageId) -> Outcome {
-    let stays = Entry::Committed {
-        image: image.clone(),
-    };
-    if let Err(error) = ledger.append(&stays) {
-        return failed(error.reason(), &error);
-    }
+fn end_broken(context: &Context<'_>, image: &ImageId) -> Outcome {
     match run_verb(context, Verb::End, image) {
         Outcome::Done => Outcome::Failed {
             reason: "GoferGone".to_owned(),
             message: format!(
-                "a process that the sandbox needs has ended while it slept: it goes on from image {image}"
+                "a gofer of the sandbox has ended while it slept: it goes on from image {image}"
             ),
         },
         other => other,
@@ -288,28 +263,72 @@ fn doze(context: &Context<'_>) -> Outcome {
     outcome
 }
 
-fn resume(context: &Context<'_>) -> Outcome {
-    let records = &context.node.records;
-    let began = Instant::now();
-    let dozed = context
-        .sandbox
-        .is_some_and(|(record, _)| matches!(records.doze(&record.sandbox), Ok(Some(_))));
-    let outcome = with_control(context, |control, record| {
-        pause::resume(records, control, &record.sandbox, CALL_LIMIT)
-    });
-    tell_keeper(context, &Request::Release);
-    if let (true, Outcome::Done, Some((record, _))) = (dozed, &outcome, context.sandbox) {
-        let micros = u64::try_from(began.elapsed().as_micros()).unwrap_or(u64::MAX);
-        let note = WakeNote {
-            cause: context.cause,
-            from: Depth::Dozing,
-            stages_end_micros: [("resumed".to_owned(), micros)].into(),
-        };
-        if let Err(error) = records.write_wake(&record.sandbox, &note) {
-            tracing::warn!(pod = %context.pod, error = words(&error), "the wake is not noted");
-        }
+/// Lets the sandbox run on. `left`: the image that was its memory until the ledger said otherwise, with the number of that entry.
+fn resume(context: &Context<'_>, left: Option<(&ImageId, u64)>) -> Outcome {
+    let Some((record, _)) = context.sandbox else {
+        return no_sandbox();
+    };
+    let (sandbox, records) = (&record.sandbox, &context.node.records);
+    let image = left.map(|(image, _)| image);
+    let left = match left.map(|(image, seq)| ledger_left(context, image, seq)) {
+        Some(Err(error)) => return failed(error.reason(), &error),
+        Some(Ok(left)) => Some(left),
+        None => None,
+    };
+    if let Some(image) = image.filter(|_| !is_held_open(context)) {
+        return stays(sandbox, left, shim_gone(image));
     }
-    outcome
+    let began = Instant::now();
+    let dozed = matches!(records.doze(sandbox), Ok(Some(_)));
+    let mut control = match context.node.connect(sandbox) {
+        Ok(control) => control,
+        Err(error) => return stays(sandbox, left, not_done(&error.into())),
+    };
+    let runsc = context.node.runsc.of(sandbox);
+    let resumed = resume::resume(records, &runsc, &mut control, sandbox, left, CALL_LIMIT);
+    tell_keeper(context, &Request::Release);
+    match (resumed, image) {
+        (Ok(Resumed::Runs), _) => {
+            if dozed {
+                note_wake(context, sandbox, began.elapsed());
+            }
+            Outcome::Done
+        }
+        (Ok(Resumed::GoferGone), Some(image)) => end_broken(context, image),
+        (Ok(Resumed::RanAlready | Resumed::GoferGone), _) => Outcome::Already,
+        (Err(resume::Error::Pause(error)), _) => not_done(&error),
+        (Err(error), _) => failed("ControlFailed", &error),
+    }
+}
+
+fn ledger_left(
+    context: &Context<'_>,
+    image: &ImageId,
+    seq: u64,
+) -> Result<Left, ledger_file::Error> {
+    let ledger = context.node.store.ledger(context.pod)?;
+    let image = image.clone();
+    Ok(Left { image, ledger, seq })
+}
+
+/// The sandbox does not run: the image, if there is one, is its memory again.
+fn stays(sandbox: &SandboxId, left: Option<Left>, outcome: Outcome) -> Outcome {
+    match left.map(|left| left.take_back(sandbox)) {
+        Some(Err(error)) => failed("LedgerFailed", &error),
+        Some(Ok(())) | None => outcome,
+    }
+}
+
+fn note_wake(context: &Context<'_>, sandbox: &SandboxId, took: Duration) {
+    let micros = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
+    let note = WakeNote {
+        cause: context.cause,
+        from: Depth::Dozing,
+        stages_end_micros: [("resumed".to_owned(), micros)].into(),
+    };
+    if let Err(error) = context.node.records.write_wake(sandbox, &note) {
+        tracing::warn!(pod = %context.pod, error = words(&error), "the wake is not noted");
+    }
 }
 
 /// The image is another Pod's; where it lies is for the store to find. Its maker's ledger knows of one that is only away for a while.
@@ -378,11 +397,18 @@ fn with_control(
     {
         Ok(true) => Outcome::Done,
         Ok(false) => Outcome::Already,
-        Err(pause::Error::Control(error)) if error.is_unknown() => Outcome::Unknown {
-            message: words(&error),
+        Err(error) => not_done(&error),
+    }
+}
+
+/// A call over the control socket was not done, or nobody knows whether it was.
+fn not_done(error: &pause::Error) -> Outcome {
+    match error {
+        pause::Error::Control(error) if error.is_unknown() => Outcome::Unknown {
+            message: words(error),
         },
-        Err(error) if error.was_not_heard() => failed(NOT_HEARD, &error),
-        Err(error) => failed("ControlFailed", &error),
+        error if error.was_not_heard() => failed(NOT_HEARD, error),
+        error => failed("ControlFailed", error),
     }
 }
 

@@ -5,8 +5,15 @@ use std::path::{Path, PathBuf};
 
 use crate::{Error, Hierarchies, counted, write};
 
-/// How much more a Pod may have while it is woken, in bytes: 64 MiB, and so much that nobody's own limit becomes what a wider one is (whole pages of 64 KiB, which no kernel rounds).
-pub const ROOM: u64 = (64 << 20) + (7 << 16);
+/// By so many bytes a wider limit differs from the Pod's own and whole steps, so that it is known from a limit that somebody else has set. Whole pages of
+/// 64 KiB, which no kernel rounds.
+const MARK: u64 = 7 << 16;
+/// Wider limits are so many bytes apart.
+const STEP: u64 = 1 << 20;
+/// What is used may grow by so many bytes while a wider limit is narrowed.
+const SLACK: u64 = 4 << 20;
+/// How much more a Pod may have while it is woken, in bytes.
+pub const ROOM: u64 = 64 * STEP + MARK;
 /// From here on v1's number means "no limit": it is the largest of a signed one, in whole pages.
 const NO_LIMIT: u64 = i64::MAX as u64 & !0xffff;
 
@@ -39,9 +46,28 @@ impl Room {
         write(&self.path, &self.wider.to_string())
     }
 
-    /// Whether the wider limit is in its place: not once somebody (the kubelet) has set another one, or the cgroup is gone.
+    /// Whether a wider limit is in its place: not once somebody (the kubelet) has set another one, or the cgroup is gone.
     pub fn is_made(&self) -> Result<bool, Error> {
-        Ok(number(&self.path)? == Some(self.wider))
+        Ok(number(&self.path)?.is_some_and(|now| self.is_wider(now)))
+    }
+
+    fn is_wider(&self, limit: u64) -> bool {
+        let more = limit
+            .checked_sub(self.limit)
+            .and_then(|more| more.checked_sub(MARK));
+        limit <= self.wider && more.is_some_and(|more| more.is_multiple_of(STEP))
+    }
+
+    /// The limit for what is used now: the Pod's own where it fits, else the narrowest wider one.
+    fn narrowest(&self, used: u64) -> u64 {
+        if used <= self.limit {
+            return self.limit;
+        }
+        let more = used.saturating_add(SLACK).saturating_sub(self.limit + MARK);
+        let steps = more.div_ceil(STEP);
+        (self.limit + MARK)
+            .saturating_add(steps.saturating_mul(STEP))
+            .min(self.wider)
     }
 
     /// Whether it is the same limit's.
@@ -49,15 +75,31 @@ impl Room {
         self.path == other.path
     }
 
-    /// Puts the limit back, if the wider one is in its place. False: what is used does not fit yet, file cache aside; v1 would refuse it, and v2 would kill.
+    /// Puts the limit back where what is used fits, file cache aside. Where it does not, the wider limit is narrowed, and never widened again: v1 would
+    /// refuse the Pod's own limit, and v2 would kill. Answers whether no wider limit is left.
     pub fn give_back(&self) -> Result<bool, Error> {
+        let Some(now) = number(&self.path)?.filter(|now| self.is_wider(*now)) else {
+            return Ok(true);
+        };
+        let limit = self.narrowest(self.used()?);
+        if limit >= now {
+            return Ok(false);
+        }
+        Ok(self.limit_to(limit)? && limit == self.limit)
+    }
+
+    /// Puts the limit back whatever is used. The kernel takes back what it can; then v2's ends a process of the cgroup, and v1's refuses.
+    /// Answers whether no wider limit is left.
+    pub fn enforce(&self) -> Result<bool, Error> {
         if !self.is_made()? {
             return Ok(true);
         }
-        if self.kept()? > self.limit {
-            return Ok(false);
-        }
-        match write(&self.path, &self.limit.to_string()) {
+        self.limit_to(self.limit)
+    }
+
+    /// False: v1 refuses a limit below what cannot be taken back.
+    fn limit_to(&self, limit: u64) -> Result<bool, Error> {
+        match write(&self.path, &limit.to_string()) {
             Err(Error::Write { source, .. }) if source.kind() == ErrorKind::ResourceBusy => {
                 Ok(false)
             }
@@ -66,7 +108,7 @@ impl Room {
     }
 
     /// Bytes in use without file cache, which the kernel takes back by itself.
-    fn kept(&self) -> Result<u64, Error> {
+    fn used(&self) -> Result<u64, Error> {
         let group = self.path.parent().unwrap_or(&self.path);
         let mut used = None;
         for file in ["memory.current", "memory.usage_in_bytes"] {
@@ -146,6 +188,9 @@ mod tests {
         set(usage, &(LIMIT + 4096).to_string());
         assert!(!room.give_back().expect("looked"), "v2 would kill");
         assert!(room.is_made().expect("read"));
+        assert!(room.enforce().expect("enforced"));
+        assert_eq!(now(), LIMIT.to_string(), "whatever is used");
+        room.make().expect("made again");
         set(
             "memory.stat",
             &format!("{whole}inactive_file 1024\n{whole}active_file 3072\n"),
@@ -157,6 +202,26 @@ mod tests {
     }
 
     #[test]
+    fn a_wider_limit_follows_what_is_used_down_and_never_up() {
+        const MIB: u64 = 1 << 20;
+        let (root, hierarchies) = pod(&[("memory.max", "268435456\n"), ("memory.current", "0\n")]);
+        let path = |file: &str| root.path().join(POD).join(file);
+        let rooms = hierarchies.rooms(Path::new(POD));
+        let [room] = rooms.as_slice() else {
+            panic!("{rooms:?}")
+        };
+        room.make().expect("made");
+        for (used, more) in [(63, 64), (20, 24), (30, 24), (1, 5), (4, 5)] {
+            let used = (LIMIT + used * MIB).to_string();
+            std::fs::write(path("memory.current"), used).expect("written");
+            assert!(!room.give_back().expect("looked"));
+            let now = std::fs::read_to_string(path("memory.max")).expect("read");
+            assert_eq!(now, (LIMIT + more * MIB + MARK).to_string());
+            assert!(room.is_made().expect("read"), "it is known for a wider one");
+        }
+    }
+
+    #[test]
     fn a_limit_that_the_kubelet_has_changed_meanwhile_is_left_alone() {
         let (root, hierarchies) = pod(&[("memory.max", "268435456\n")]);
         let file = root.path().join(POD).join("memory.max");
@@ -164,6 +229,7 @@ mod tests {
         rooms[0].make().expect("made");
         std::fs::write(&file, "512000000\n").expect("written");
         assert!(rooms[0].give_back().expect("left alone"));
+        assert!(rooms[0].enforce().expect("left alone"));
         assert_eq!(std::fs::read_to_string(&file).expect("read"), "512000000\n");
         std::fs::remove_file(&file).expect("removed");
         assert!(rooms[0].give_back().expect("it is gone"));

@@ -24,6 +24,7 @@
 //! | [`probe`] | what this node's runsc can do; its fingerprint |
 //! | [`pause`] | pausing exactly once |
 //! | [`traffic`] | when a pod last sent or received a packet |
+//! | [`resume`] | letting a sandbox that stands still run on |
 //! | [`sentry`] | the first process of a restored sandbox |
 //! | [`save`] | reading a sandbox' memory into an image |
 //! | [`turns`] | how many sandboxes are restored at once |
@@ -48,6 +49,7 @@ pub mod probe;
 pub mod process;
 pub mod programs;
 pub mod record;
+pub mod resume;
 pub mod root;
 pub mod runsc;
 pub mod save;

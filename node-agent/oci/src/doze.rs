@@ -8,6 +8,7 @@ use torpor_core::ids::{ImageId, SandboxId};
 use torpor_gvisor::control::Control;
 use torpor_gvisor::keeper::{self, Answer, Request};
 use torpor_gvisor::record::{Depth, DozeNote, SandboxState, SleepNote, WakeCause};
+use torpor_gvisor::resume::Resumed;
 use torpor_gvisor::{halt, pause};
 
 use crate::exec::awake;
@@ -88,22 +89,10 @@ pub(crate) fn wake(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow
 /// Resumes the sandbox if it dozes; answers whether it did. The caller holds the lock.
 pub(crate) fn rouse(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<bool> {
     let mut stages = Stages::new();
-    let restored = || {
-        let sleeps = restore::sleep_on(node, sandbox)?;
-        if sleeps {
-            restore::wake_locked(node, sandbox, cause)?;
-        }
-        anyhow::Ok(sleeps)
-    };
-    // The sandbox itself may have ended, too.
-    let is_broken = || anyhow::Ok(!node.runsc.of(sandbox).has_its_gofers(sandbox.as_str())?);
-    if node.records.doze(sandbox)?.is_some() && is_broken()? && restored()? {
-        return Ok(true);
-    }
     match resume(node, sandbox, &mut stages)? {
         Resumed::Runs => {}
-        Resumed::DidNotDoze => return Ok(false),
-        Resumed::Broke => return restored(),
+        Resumed::RanAlready => return Ok(false),
+        Resumed::GoferGone => return restore::restored(node, sandbox, cause),
     }
     let pause = node.records.container_dir(&sandbox.clone().into());
     // A keeper that cannot be told is gone, and with it what it held back.
@@ -147,34 +136,25 @@ pub(crate) fn left_to_agent(node: &Node, sandbox: &SandboxId) -> anyhow::Result<
     Ok(())
 }
 
-/// What came of a resume.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Resumed {
-    Runs,
-    DidNotDoze,
-    /// It stands still, and its memory is its image's alone.
-    Broke,
-}
-
+/// Resumes the sandbox if it dozes.
 fn resume(node: &Node, sandbox: &SandboxId, stages: &mut Stages) -> anyhow::Result<Resumed> {
     let Some(mut control) = dozing(node, sandbox)? else {
-        return Ok(Resumed::DidNotDoze);
+        return Ok(Resumed::RanAlready);
     };
-    let about_to_run = restore::about_to_run(node, sandbox)?;
-    // What ends from now on takes the memory along; what ended before this does not.
-    let runsc = node.runsc.of(sandbox);
-    if about_to_run.leaves_an_image() && !runsc.has_its_gofers_beside(sandbox.as_str(), &control)? {
-        about_to_run.take_back()?;
-        return Ok(Resumed::Broke);
-    }
+    let left = restore::about_to_run(node, sandbox)?;
     stages.over("recorded");
-    let resumed = pause::resume(&node.records, &mut control, sandbox, CALL_LIMIT);
-    if !about_to_run.settle(resumed)? {
-        bail!("the sandbox was resumed by somebody who did not hold its lock");
+    let resumed = restore::resume(node, &mut control, sandbox, left)?;
+    match resumed {
+        Resumed::Runs => {
+            stages.over("resumed");
+            node.records.note_call(sandbox)?;
+        }
+        Resumed::RanAlready => {
+            bail!("the sandbox was resumed by somebody who did not hold its lock")
+        }
+        Resumed::GoferGone => {}
     }
-    stages.over("resumed");
-    node.records.note_call(sandbox)?;
-    Ok(Resumed::Runs)
+    Ok(resumed)
 }
 
 /// The way to a sandbox that dozes; none to one that does not, or that died while it dozed.

@@ -33,6 +33,7 @@ mod execs;
 mod loopback;
 mod mute;
 mod others;
+mod owed;
 mod questions;
 mod relay;
 mod requests;
@@ -44,6 +45,7 @@ use children::{Children, Purpose};
 use execs::Execs;
 use loopback::{Arrival, Loopback, MOST_FORWARDS};
 use others::Others;
+use owed::{Look, Owed};
 use relay::Relay;
 use requests::Handled;
 use typing::Typing;
@@ -51,8 +53,8 @@ use watch::Watch;
 
 /// How often a keeper that holds packets back makes sure that it still has to: whoever was to tell it may have died.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
-/// The longest that it looks again for memory that does not fit in the pod's limit.
-const LONGEST_LOOK: Duration = Duration::from_secs(60);
+/// A collection of gVisor's garbage takes some hundredths of a second.
+const COLLECT_LIMIT: Duration = Duration::from_secs(1);
 /// What the shim is told when the sandbox died under its container: as if it had been killed.
 const KILLED: u8 = 137;
 
@@ -78,25 +80,6 @@ struct Keeper<'a> {
     stirred: bool,
     /// The pod's limit of memory may still be wider than it is to be.
     owed: Option<Owed>,
-}
-
-/// When to look again whether what a sandbox uses fits in its limit.
-#[derive(Clone, Copy)]
-struct Owed {
-    at: Instant,
-    wait: Duration,
-}
-
-impl Owed {
-    /// After a second, or after twice as long as the last time.
-    fn after(before: Option<Self>) -> Self {
-        let wait = before.map_or(LOOK_AGAIN, |before| before.wait.saturating_mul(2));
-        let wait = wait.min(LONGEST_LOOK);
-        Self {
-            at: Instant::now() + wait,
-            wait,
-        }
-    }
 }
 
 /// Runs until the container has ended.
@@ -166,7 +149,7 @@ impl Keeper<'_> {
             self.follow(next);
         }
         self.look_at_sandbox(&ended);
-        if self.owed.is_some_and(|owed| owed.at <= Instant::now()) {
+        if self.owed.is_some_and(|owed| owed.is_due(Instant::now())) {
             self.give_room_back();
         }
         // Who woke it from a doze may not have told.
@@ -268,9 +251,7 @@ impl Keeper<'_> {
         let drowsy = self.waiting.is_none() && self.stirred;
         let look = (!settled || drowsy).then_some(LOOK_AGAIN);
         let turn = self.watch.as_mut().and_then(Watch::turn_again);
-        let owed = self
-            .owed
-            .map(|owed| owed.at.saturating_duration_since(Instant::now()));
+        let owed = self.owed.map(|owed| owed.wait(Instant::now()));
         look.into_iter()
             .chain(turn)
             .chain(owed)
@@ -327,11 +308,38 @@ impl Keeper<'_> {
             self.owed = None;
             return;
         }
+        let now = Instant::now();
+        let look = self.owed.map_or(Look::GiveBack, |owed| owed.look(now));
         let all_back = match records.try_lock(sandbox) {
-            Ok(Some(_lock)) => restore::room::give_back(self.node, sandbox),
+            Ok(Some(_lock)) => self.end_room(look),
             _ => false,
         };
-        self.owed = (!all_back).then(|| Owed::after(self.owed));
+        let next = || {
+            self.owed
+                .map_or_else(|| Owed::new(now), |owed| owed.again(now))
+        };
+        self.owed = (!all_back).then(next);
+    }
+
+    /// Answers whether no room is left. The caller holds the pod's lock.
+    fn end_room(&self, look: Look) -> bool {
+        let (node, sandbox) = (self.node, &self.record.sandbox);
+        if restore::room::give_back(node, sandbox) {
+            return true;
+        }
+        // A sandbox that dozes is not connected to, which would let its processes go on.
+        if look == Look::GiveBack || !matches!(node.records.doze(sandbox), Ok(None)) {
+            return false;
+        }
+        let connected = node.runsc.connect(sandbox);
+        if let Err(error) = connected.and_then(|mut control| control.collect_garbage(COLLECT_LIMIT))
+        {
+            eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
+        }
+        match look {
+            Look::GiveBack | Look::Collect => restore::room::give_back(node, sandbox),
+            Look::Enforce => restore::room::enforce(node, sandbox),
+        }
     }
 
     /// Who has woken the sandbox does so too, unless he was killed before it.

@@ -8,7 +8,6 @@ use torpor_cgroup as cgroup;
 use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_gvisor::control::{self, SignalScope};
 use torpor_gvisor::keeper::{self, Request};
-use torpor_gvisor::pause;
 use torpor_gvisor::record::{ContainerRecord, SandboxState, WakeCause};
 
 use crate::doze;
@@ -205,17 +204,13 @@ fn is_saved_and_paused(node: &Node, record: &ContainerRecord) -> anyhow::Result<
     Ok(!dozes && restore::stands_in(node, &record.sandbox)?.is_some())
 }
 
-/// Resumes the container's sandbox if it stands still. The caller holds the lock.
+/// Lets the container's sandbox run on if it stands still. The caller holds the lock.
 fn run_on(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
-    let (sandbox, records) = (&record.sandbox, &node.records);
+    let sandbox = &record.sandbox;
     let Ok(mut control) = node.runsc.connect(sandbox) else {
         return Ok(());
     };
-    if pause::is_paused(records, &mut control, sandbox, CALL_LIMIT)? {
-        let about_to_run = restore::about_to_run(node, sandbox)?;
-        about_to_run.settle(pause::resume(records, &mut control, sandbox, CALL_LIMIT))?;
-    }
-    Ok(())
+    restore::run_on(node, &mut control, sandbox, WakeCause::Signal).map(drop)
 }
 
 /// Sends the signal, and has the keeper wait for the container's end if it does not yet: containerd dies now and then between a container's creation and its start, in which nobody has

@@ -34,7 +34,9 @@ mod source;
 
 use known::saved_name;
 pub(crate) use known::{completed, is_new, saved_pause};
-pub(crate) use memory::{about_to_run, memory_image, sleep_on, stands_in};
+pub(crate) use memory::{
+    about_to_run, memory_image, restored, resume, run_on, sleep_on, stands_in,
+};
 use recorded::{Restored, wake_recorded};
 pub(crate) use sandbox::{end_processes, kill_processes, put_quotas_back};
 use source::{Source, last_image, source};

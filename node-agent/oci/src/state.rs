@@ -6,7 +6,7 @@ use anyhow::bail;
 use serde_json::{Value, json};
 use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_gvisor::keeper::Answer;
-use torpor_gvisor::record::SandboxState;
+use torpor_gvisor::record::{SandboxState, WakeCause};
 use torpor_gvisor::{pause, traffic};
 
 use crate::node::{CALL_LIMIT, Node};
@@ -70,9 +70,7 @@ pub(crate) fn resume(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
     let record = node.container(id)?;
     let _lock = node.records.lock(&record.sandbox)?;
     let mut control = node.runsc.connect(&record.sandbox)?;
-    let about_to_run = restore::about_to_run(node, &record.sandbox)?;
-    let resumed = pause::resume(&node.records, &mut control, &record.sandbox, CALL_LIMIT);
-    if !about_to_run.settle(resumed)? {
+    if !restore::run_on(node, &mut control, &record.sandbox, WakeCause::Asked)? {
         bail!("the sandbox is not paused");
     }
     Ok(())

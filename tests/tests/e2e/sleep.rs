@@ -5,7 +5,7 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use torpor_api::annotations::{DOZE_AFTER, HIBERNATE_AFTER};
+use torpor_api::annotations::{DOZE_AFTER, FREEZE, HIBERNATE_AFTER};
 use torpor_api::conditions::POD_HIBERNATED;
 use torpor_api::reasons::hibernated::AWAKE;
 use torpor_gvisor::record::SandboxState;
@@ -384,6 +384,54 @@ async fn memory_survives_the_death_of_a_gofer_of_a_dozing_pod() -> anyhow::Resul
                 })
                 .await?;
             }
+            assert_eq!(case.sh(name, "a", "cat /mem").await?, kept, "{name}");
+            assert_eq!(restarts(&case.ready(name).await?), 0, "{name}");
+        }
+        Ok(())
+    })
+    .await
+}
+
+/// A sandbox that was frozen over a doze has its memory in an image and no note that anybody may resume it. A signal, or containerd's resume,
+/// lets it run on: from the image, because gVisor would kill the container that has lost its gofer.
+#[tokio::test]
+async fn memory_survives_the_death_of_a_gofer_of_a_frozen_pod_that_is_resumed() -> anyhow::Result<()>
+{
+    let _swap = Swap::on()?;
+    case("frozengofer", async |case| {
+        for (name, verb) in [("signalled", "kill"), ("resumed", "resume")] {
+            let spec = json!({ "containers": [shell("a", "cat /proc/sys/kernel/random/uuid >/mem; sleep 1000000")] });
+            let named = json!({ "metadata": { "name": name } });
+            let pod = case.start(with(sleepy(DOZE_AFTER, spec), named)).await?;
+            let kept = case.written(name, "a", "/mem").await?;
+            let uid = uid(&pod);
+            wait::until("it dozes, its memory reclaimed", START_LIMIT, async || {
+                wait::holds(case.node.dozes(&uid)?, || "it does not".to_owned())
+            })
+            .await?;
+            case.annotate(name, FREEZE, Some("true")).await?;
+            let sandbox = case.node.sandbox_of(&uid)?.sandbox;
+            wait::until("it is frozen", START_LIMIT, async || {
+                let note = case.node.records.doze(&sandbox)?;
+                let paused = case.node.records.is_noted_paused(&sandbox);
+                wait::holds(paused && note.is_none(), || format!("{paused}, {note:?}"))
+            })
+            .await?;
+            case.node.gofer(&uid)?.kill()?;
+            let container = case.node.container(&uid, "a")?.id;
+            let signal = (verb == "kill").then_some("CONT");
+            let done = tokio::process::Command::new(case.node.torpor_oci())
+                .args([verb, container.as_str()])
+                .args(signal)
+                .output()
+                .await?;
+            assert!(done.status.success(), "{verb}: {done:?}");
+            case.annotate(name, FREEZE, None).await?;
+            wait::until("it goes on with its memory", START_LIMIT, async || {
+                let found = case.sh(name, "a", "cat /mem").await;
+                wait::holds(found.is_ok(), || format!("{found:?}"))
+            })
+            .await?;
             assert_eq!(case.sh(name, "a", "cat /mem").await?, kept, "{name}");
             assert_eq!(restarts(&case.ready(name).await?), 0, "{name}");
         }

@@ -4,11 +4,13 @@ use anyhow::ensure;
 use torpor_core::Entry;
 use torpor_core::ids::{ImageId, SandboxId};
 use torpor_core::ledger::Memory;
+use torpor_gvisor::control::Control;
 use torpor_gvisor::pause;
-use torpor_gvisor::record::NOT_HELD_OPEN;
-use torpor_snapshots::{ImageError, LedgerFile};
+use torpor_gvisor::record::{NOT_HELD_OPEN, WakeCause};
+use torpor_gvisor::resume::{self, Left, Resumed};
+use torpor_snapshots::ImageError;
 
-use super::{end, store};
+use super::{end, store, wake_locked};
 use crate::node::{CALL_LIMIT, Node};
 
 /// The image that the sandbox' memory lies in, by the ledger, if it is there.
@@ -58,25 +60,63 @@ pub(super) fn ensure_held_open(node: &Node, sandbox: &SandboxId) -> anyhow::Resu
     Ok(())
 }
 
-/// Before a paused sandbox is resumed: from now on no image is its memory.
-pub(crate) fn about_to_run(node: &Node, sandbox: &SandboxId) -> anyhow::Result<AboutToRun> {
+/// Says in the ledger that the sandbox is awake, before it is resumed; answers with the image that is stale from now on.
+pub(crate) fn about_to_run(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Option<Left>> {
     let pod = node.records.pod(sandbox)?;
     let store = store(node)?;
     let ledger = store.ledger(&pod.pod_uid)?;
     let found = |image: &ImageId| store.image(&pod.namespace, image);
     let is_away = |image: &ImageId| matches!(found(image), Err(ImageError::Missing { .. }));
     let known = ledger.read()?;
-    let Some(image) = outlived(&known.memory, is_away) else {
-        return Ok(AboutToRun { left: None });
+    let Some(image) = outlived(&known.memory, is_away).cloned() else {
+        return Ok(None);
     };
     // Where there is no image nobody brings the sandbox back, and who ends it must not wait for that.
-    if found(image).is_ok() {
+    if found(&image).is_ok() {
         ensure_held_open(node, sandbox)?;
     }
     let seq = ledger.append(&Entry::Awake)?.seq;
-    Ok(AboutToRun {
-        left: Some((ledger, seq, image.clone())),
-    })
+    Ok(Some(Left { image, ledger, seq }))
+}
+
+/// Resumes the sandbox by the one rule for that.
+pub(crate) fn resume(
+    node: &Node,
+    control: &mut Control,
+    sandbox: &SandboxId,
+    left: Option<Left>,
+) -> anyhow::Result<Resumed> {
+    let runsc = node.runsc.of(sandbox);
+    let resumed = resume::resume(&node.records, &runsc, control, sandbox, left, CALL_LIMIT);
+    Ok(resumed?)
+}
+
+/// Lets a sandbox that stands still run on: resumed, or restored from its image where it cannot be resumed. Answers whether it stood still.
+/// The caller holds the lock.
+pub(crate) fn run_on(
+    node: &Node,
+    control: &mut Control,
+    sandbox: &SandboxId,
+    cause: WakeCause,
+) -> anyhow::Result<bool> {
+    if !pause::is_paused(&node.records, control, sandbox, CALL_LIMIT)? {
+        return Ok(false);
+    }
+    let left = about_to_run(node, sandbox)?;
+    match resume(node, control, sandbox, left)? {
+        Resumed::Runs => Ok(true),
+        Resumed::RanAlready => Ok(false),
+        Resumed::GoferGone => restored(node, sandbox, cause),
+    }
+}
+
+/// Restores a sandbox that stands still and cannot run on; answers whether there was an image to restore it from. The caller holds the lock.
+pub(crate) fn restored(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<bool> {
+    let sleeps = sleep_on(node, sandbox)?;
+    if sleeps {
+        wake_locked(node, sandbox, cause)?;
+    }
+    Ok(sleeps)
 }
 
 /// The image that the sandbox leaves behind when it runs on. One that was committed is left also where it cannot be found or read now: it may be there
@@ -88,42 +128,8 @@ fn outlived(memory: &Memory, is_away: impl Fn(&ImageId) -> bool) -> Option<&Imag
     }
 }
 
-/// The ledger says of a sandbox that it runs.
-#[must_use = "what came of it"]
-pub(crate) struct AboutToRun {
-    /// With the sequence number of that entry, and the image that was the sandbox' memory.
-    left: Option<(LedgerFile, u64, ImageId)>,
-}
-
-impl AboutToRun {
-    /// Whether there is an image that is its memory again if it does not run after all.
-    pub(crate) fn leaves_an_image(&self) -> bool {
-        self.left.is_some()
-    }
-
-    /// It does not run after all: the image is its memory again.
-    pub(crate) fn take_back(self) -> anyhow::Result<()> {
-        if let Some((ledger, seq, image)) = self.left {
-            ledger.append_at(seq, &Entry::Committed { image })?;
-        }
-        Ok(())
-    }
-
-    /// What came of it. A sandbox that ended before it heard that it may run on has not run: the image is its memory again.
-    pub(crate) fn settle(self, resumed: Result<bool, pause::Error>) -> anyhow::Result<bool> {
-        if resumed.as_ref().is_err_and(pause::Error::was_not_heard) {
-            self.take_back()?;
-        }
-        Ok(resumed?)
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use torpor_core::ids::PodUid;
-    use torpor_gvisor::control;
-    use torpor_snapshots::Store;
-
     use super::*;
 
     #[test]
@@ -143,43 +149,6 @@ mod tests {
             (&committed, false, Some(&image)),
         ] {
             assert_eq!(outlived(memory, |_| is_away), left, "{memory:?} {is_away}");
-        }
-    }
-
-    #[test]
-    fn only_a_sandbox_that_heard_nothing_keeps_its_image() {
-        let source = || std::io::ErrorKind::ConnectionReset.into();
-        let method = "containerManager.Resume";
-        let not_heard = control::Error::NotHeard {
-            method,
-            source: source(),
-        };
-        let unknown = control::Error::NoAnswer {
-            method,
-            source: source(),
-        };
-        for (resumed, keeps) in [
-            (Ok(true), false),
-            (Err(not_heard.into()), true),
-            (Err(unknown.into()), false),
-        ] {
-            let dir = tempfile::tempdir().expect("a directory");
-            let store = Store::open(dir.path()).expect("a store");
-            let pod = PodUid::new("pod-a").expect("a uid");
-            let ledger = store.ledger(&pod).expect("a ledger");
-            let image = ImageId::parse("pod-a.1").expect("an id");
-            let committed = Entry::Committed {
-                image: image.clone(),
-            };
-            ledger.append(&committed).expect("written");
-            let seq = ledger.append(&Entry::Awake).expect("written").seq;
-            let words = format!("{resumed:?}");
-            let about_to_run = AboutToRun {
-                left: Some((ledger, seq, image.clone())),
-            };
-            assert_eq!(about_to_run.settle(resumed).is_ok(), words == "Ok(true)");
-            let state = store.ledger(&pod).expect("a ledger").read().expect("read");
-            assert_eq!(!state.is_stale(&image), keeps, "{words}");
         }
     }
 }

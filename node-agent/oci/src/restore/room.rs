@@ -40,22 +40,50 @@ fn try_make(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Gives back what was made, and says whether none is left. Where none was made nothing changes.
+/// Gives back what is not used any more, and says whether no room is left. Where none was made nothing changes.
 pub(crate) fn give_back(node: &Node, sandbox: &SandboxId) -> bool {
-    try_give_back(node, sandbox).unwrap_or_else(|error| {
+    end_rooms(node, sandbox, Room::give_back)
+}
+
+/// Gives all of it back, whatever the sandbox uses. Where the kernel only refuses (cgroup v1), the sandbox is ended, as the kernel ends a process that
+/// exceeds its limit.
+pub(crate) fn enforce(node: &Node, sandbox: &SandboxId) -> bool {
+    if end_rooms(node, sandbox, Room::enforce) {
+        return true;
+    }
+    let ended = node
+        .records
+        .pod(sandbox)
+        .map_err(anyhow::Error::from)
+        .and_then(|pod| super::kill_processes(node, &pod.cgroup));
+    match ended {
+        Ok(()) => eprintln!(
+            "torpor-oci: the sandbox is ended: it uses more memory than its Pod's limit a minute after it woke, and the kernel cannot take it back"
+        ),
+        Err(error) => {
+            eprintln!("torpor-oci: the sandbox exceeds its Pod's limit of memory: {error:#}")
+        }
+    }
+    end_rooms(node, sandbox, Room::give_back)
+}
+
+type End = fn(&Room) -> Result<bool, torpor_cgroup::Error>;
+
+fn end_rooms(node: &Node, sandbox: &SandboxId, end: End) -> bool {
+    try_end_rooms(node, sandbox, end).unwrap_or_else(|error| {
         eprintln!("torpor-oci: the pod's limit of memory is not back: {error:#}");
         false
     })
 }
 
-fn try_give_back(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
+fn try_end_rooms(node: &Node, sandbox: &SandboxId, end: End) -> anyhow::Result<bool> {
     let noted = node.records.room(sandbox)?;
     if noted.is_empty() {
         return Ok(true);
     }
     let mut left = Vec::new();
     for room in noted {
-        if !room.give_back()? {
+        if !end(&room)? {
             left.push(room);
         }
     }
@@ -99,10 +127,23 @@ mod tests {
         assert_ne!(wider, LIMIT);
         limited.uses(270_000_000);
         assert!(!give_back(node, &pod.sandbox));
+        let narrowed = limited.memory();
+        assert!(narrowed < wider, "it follows what is used");
         make(node, pod);
         assert_eq!((limited.memory(), limited.noted()), (wider, 1));
         limited.uses(260_000_000);
         assert!(give_back(node, &pod.sandbox));
+        assert_eq!((limited.memory().as_str(), limited.noted()), (LIMIT, 0));
+    }
+
+    #[test]
+    fn room_that_is_still_used_ends_all_the_same() {
+        let limited = limited();
+        let (node, pod) = (&limited.node, &limited.pod);
+        make(node, pod);
+        limited.uses(290_000_000);
+        assert!(!give_back(node, &pod.sandbox));
+        assert!(enforce(node, &pod.sandbox));
         assert_eq!((limited.memory().as_str(), limited.noted()), (LIMIT, 0));
     }
 

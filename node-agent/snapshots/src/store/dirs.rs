@@ -122,11 +122,10 @@ pub(super) fn check_private(fd: BorrowedFd<'_>, path: &Path) -> Result<(), OpenE
     Ok(())
 }
 
-/// Makes a directory; one that exists is left as it is.
+/// Makes a directory, durably; one that exists is left as it is. It may be there and not be durable: its maker may have died in between.
 pub(super) fn make_dir(at: BorrowedFd<'_>, name: &str, path: &Path) -> Result<(), PathError> {
     match rustix::fs::mkdirat(at, name, PRIVATE_DIR) {
-        Ok(()) => sync_dir(at, path),
-        Err(Errno::EXIST) => Ok(()),
+        Ok(()) | Err(Errno::EXIST) => sync_dir(at, path),
         Err(errno) => Err(PathError::new("create", path, errno)),
     }
 }
@@ -328,5 +327,26 @@ fn remove_level(at: BorrowedFd<'_>, name: &CStr, path: &Path, depth: u32) -> Res
     match rustix::fs::unlinkat(at, name, AtFlags::REMOVEDIR) {
         Ok(()) | Err(Errno::NOENT) => Ok(()),
         Err(errno) => Err(failed(errno)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use rustix::fs::{Mode, OFlags};
+
+    use super::*;
+
+    /// The kernel makes directories through a descriptor that it does not fsync.
+    #[test]
+    fn a_directory_that_was_there_already_is_made_durable_too() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let flags = OFlags::PATH | OFlags::DIRECTORY;
+        let unsynced = rustix::fs::open(dir.path(), flags, Mode::empty()).expect("opened");
+        std::fs::create_dir(dir.path().join("there")).expect("made");
+        for name in ["fresh", "there"] {
+            make_dir(unsynced.as_fd(), name, dir.path()).expect_err(name);
+        }
     }
 }
