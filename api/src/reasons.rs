@@ -125,11 +125,15 @@ pub mod restored {
     pub const RUNSC_REVOKED: &str = "RunscRevoked";
     pub const RESTORE_FAILED: &str = "RestoreFailed";
     pub const NODE_UNAVAILABLE: &str = "NodeUnavailable";
+    /// Another node than that of the saved Pod claims the image.
+    pub const NODE_MISMATCH: &str = "NodeMismatch";
+    /// The Pod is gone, and its node has yet to say whether it holds the memory.
+    pub const ASKING_NODE: &str = "AskingNode";
     pub const SNAPSHOT_NOT_FOUND: &str = "SnapshotNotFound";
     pub const SNAPSHOT_NOT_READY: &str = "SnapshotNotReady";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 13] = [
+    pub const ALL: [&str; 15] = [
         RESTORED,
         ROLLED_BACK,
         COLD_STARTED,
@@ -141,6 +145,8 @@ pub mod restored {
         RUNSC_REVOKED,
         RESTORE_FAILED,
         NODE_UNAVAILABLE,
+        NODE_MISMATCH,
+        ASKING_NODE,
         SNAPSHOT_NOT_FOUND,
         SNAPSHOT_NOT_READY,
     ];

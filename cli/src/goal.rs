@@ -204,7 +204,11 @@ impl Goal {
                     | restored::FINGERPRINT_MISMATCH
                     | restored::RUNSC_REVOKED
             ),
-            Self::Resume => restored::ALL.contains(&reason) && reason != restored::COLD_STARTED,
+            // The node that is asked for the memory answers within seconds.
+            Self::Resume => {
+                let goes_on = [restored::COLD_STARTED, restored::ASKING_NODE];
+                restored::ALL.contains(&reason) && !goes_on.contains(&reason)
+            }
         }
     }
 }
@@ -329,6 +333,7 @@ mod tests {
     #[case(Goal::Suspend, &[("Hibernated", "False", "RuntimeNotCapable"), ("Suspended", "False", "X")])]
     #[case(Goal::Resume, &[("Ready", "False", "DependenciesNotReady")])]
     #[case(Goal::Resume, &[("Restored", "False", "ColdStarted"), ("Ready", "False", "X")])]
+    #[case(Goal::Resume, &[("Restored", "False", "AskingNode"), ("Ready", "False", "X")])]
     fn on_the_way_the_conditions_words_are_told(
         #[case] goal: Goal,
         #[case] conditions: &[(&str, &str, &str)],
@@ -354,6 +359,7 @@ mod tests {
     #[case(Goal::Hibernate, ("Hibernated", "False", "InvalidAnnotation"))]
     #[case(Goal::Wake, ("Restored", "False", "ImageCorrupt"))]
     #[case(Goal::Resume, ("Restored", "False", "NodeUnavailable"))]
+    #[case(Goal::Resume, ("Restored", "False", "NodeMismatch"))]
     fn what_waiting_does_not_mend_is_a_refusal_with_a_remedy_unless_it_stood_there_before(
         #[case] goal: Goal,
         #[case] condition: (&str, &str, &str),

@@ -106,6 +106,12 @@ pub fn remedy(reason: &str) -> Option<&'static str> {
         restored::NODE_UNAVAILABLE => {
             "bring the node back, or start without the memory: kubectl annotate sandbox NAME torpor.dev/on-restore-failure=ColdStart"
         }
+        restored::ASKING_NODE => {
+            "wait: the node reports every 30 s at the latest; if it stays, look at its agent (`kubectl torpor doctor`)"
+        }
+        restored::NODE_MISMATCH => {
+            "look at the agent of the node that claims the image, which may have been taken over, and delete the SandboxSnapshot if it is not right; to start without the memory: torpor.dev/on-restore-failure=ColdStart"
+        }
         restored::FINGERPRINT_MISMATCH => {
             "go back to the runtime that made the image, or start without the memory: torpor.dev/on-restore-failure=ColdStart"
         }

@@ -3,7 +3,7 @@
 //!
 //! Losing the lease is fatal on purpose. The lease saves work, it is not what keeps the cluster right: every dangerous call is fenced by itself.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use jiff::Timestamp;
 use k8s_openapi::{
@@ -11,6 +11,7 @@ use k8s_openapi::{
     apimachinery::pkg::apis::meta::v1::MicroTime,
 };
 use kube::{Api, Client, api::PostParams};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 /// Name of the lease.
@@ -21,7 +22,7 @@ pub const LEASE_NAME: &str = torpor_api::install::CONTROLLER_LEASE;
 pub struct Timing {
     /// How long a lease lasts without being renewed.
     pub duration: Duration,
-    /// How long the leader tries to renew before it gives up; shorter than `duration`.
+    /// Time from a renewal within which the next one has to succeed, all tries together; shorter than `duration`.
     pub renew_deadline: Duration,
     /// How long to wait between tries.
     pub retry: Duration,
@@ -34,6 +35,18 @@ impl Default for Timing {
             renew_deadline: Duration::from_secs(10),
             retry: Duration::from_secs(2),
         }
+    }
+}
+
+impl Timing {
+    /// Time that is left for tries to renew a lease; none once the leader has to stop.
+    ///
+    /// `renewed` is when the request of the last renewal was sent. Another candidate sees the renewed record later than that, and
+    /// waits for `duration` from then on: it does not lead before this one has stopped.
+    fn left(&self, renewed: Instant, now: Instant) -> Option<Duration> {
+        let since = now.saturating_duration_since(renewed);
+        let left = self.renew_deadline.saturating_sub(since);
+        (!left.is_zero()).then_some(left)
     }
 }
 
@@ -54,6 +67,8 @@ pub struct Candidate {
     timing: Timing,
     /// The record as last seen, and since when it has been the same.
     seen: Option<(LeaseSpec, Instant)>,
+    /// When the request was sent that last made the lease this candidate's.
+    renewed: Option<Instant>,
 }
 
 impl std::fmt::Debug for Candidate {
@@ -70,13 +85,14 @@ impl Candidate {
             identity,
             timing,
             seen: None,
+            renewed: None,
         }
     }
 
     /// Waits for the lease. `None`: the program is being stopped.
     pub async fn acquire(&mut self, shutdown: &CancellationToken) -> Option<()> {
         loop {
-            match self.limited_try().await {
+            match self.limited_try(self.timing.renew_deadline).await {
                 Ok(true) => return Some(()),
                 Ok(false) => tracing::debug!("another process leads"),
                 Err(error) => tracing::warn!(%error, "cannot get the lease"),
@@ -90,33 +106,42 @@ impl Candidate {
 
     /// Keeps the lease until `shutdown`, then gives it back; or until it is lost.
     pub async fn keep(&mut self, shutdown: &CancellationToken) -> Ended {
-        let mut renewed = Instant::now();
+        let began = Instant::now();
+        let left = |this: &Self| {
+            let renewed = this.renewed.unwrap_or(began);
+            this.timing.left(renewed, Instant::now())
+        };
         loop {
+            let Some(wait) = left(self) else {
+                return Ended::Lost;
+            };
             tokio::select! {
                 () = shutdown.cancelled() => {
                     self.release().await;
                     return Ended::Stopped;
                 }
-                () = tokio::time::sleep(self.timing.retry) => {}
+                () = tokio::time::sleep(wait.min(self.timing.retry)) => {}
             }
-            match self.limited_try().await {
-                Ok(true) => renewed = Instant::now(),
+            let Some(limit) = left(self) else {
+                return Ended::Lost;
+            };
+            match self.limited_try(limit).await {
+                Ok(true) => {}
                 Ok(false) => return Ended::Lost,
-                Err(error) => {
-                    tracing::warn!(%error, "cannot renew the lease");
-                    if renewed.elapsed() > self.timing.renew_deadline {
-                        return Ended::Lost;
-                    }
-                }
+                Err(error) => tracing::warn!(%error, "cannot renew the lease"),
             }
         }
     }
 
-    async fn limited_try(&mut self) -> Result<bool, Error> {
-        let limit = self.timing.renew_deadline;
-        tokio::time::timeout(limit, self.try_to_hold())
+    async fn limited_try(&mut self, limit: Duration) -> Result<bool, Error> {
+        let sent = Instant::now();
+        let held = tokio::time::timeout(limit, self.try_to_hold())
             .await
-            .map_err(|_| Error::NoAnswer)?
+            .map_err(|_| Error::NoAnswer)??;
+        if held {
+            self.renewed = Some(sent);
+        }
+        Ok(held)
     }
 
     /// One try to get or renew the lease. `false`: somebody else holds it.
@@ -231,4 +256,23 @@ pub enum Error {
     // kube's Display names its causes already.
     #[error("{0}")]
     Call(kube::Error),
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case::just_renewed(0, Some(10))]
+    #[case::the_tries_so_far_took_a_while(7, Some(3))]
+    #[case::over(10, None)]
+    #[case::long_over(22, None)]
+    fn all_tries_of_a_renewal_share_one_deadline(#[case] since: u64, #[case] left: Option<u64>) {
+        let renewed = Instant::now();
+        let now = renewed + Duration::from_secs(since);
+        let left = left.map(Duration::from_secs);
+        assert_eq!(Timing::default().left(renewed, now), left);
+    }
 }

@@ -28,6 +28,7 @@ pub mod pool;
 pub mod queue;
 pub mod run;
 pub mod sandbox;
+pub mod saved_pod;
 pub mod serve;
 pub mod settings;
 pub mod snapshot;

@@ -14,7 +14,7 @@ use crate::{
     events,
     pace::{Advance, Awaited},
     queue::Lane,
-    watches,
+    saved_pod, watches,
 };
 
 pub mod apply;
@@ -28,7 +28,7 @@ pub mod validate;
 
 use self::{
     apply::Applied,
-    plan::{Phase, Plan},
+    plan::{LastPod, Phase, Plan},
 };
 
 /// How often the plan is made anew within one pass, before the rest is left to the next one.
@@ -43,6 +43,8 @@ pub enum Error {
     Unknown(#[source] calls::Error),
     #[error("cannot write the status")]
     WriteStatus(#[source] calls::Error),
+    #[error("cannot record the Sandbox's Pod")]
+    RecordPod(#[source] calls::Error),
     /// In the status already, in these words.
     #[error("{}", .0.join("; "))]
     Refused(Vec<String>),
@@ -57,6 +59,7 @@ impl Error {
             Self::Observe(_) => "ObserveFailed",
             Self::Unknown(_) => "OutcomeUnknown",
             Self::WriteStatus(_) => "StatusWriteFailed",
+            Self::RecordPod(_) => "RecordFailed",
             Self::Refused(_) => "Refused",
             Self::Unsettled => "Unsettled",
         }
@@ -91,7 +94,7 @@ async fn pass(sandbox: Arc<Sandbox>, context: &Context) -> Result<Option<Duratio
     if went_well && let Some(wait) = status::may_wait(&sandbox, &before, &after, now) {
         return Ok(requeue.into_iter().chain([wait]).min());
     }
-    write_status(&sandbox, &before, &after, &api, context).await?;
+    let written = write_status(&sandbox, &before, &after, &api, context).await?;
     if context.settings.sandbox_events {
         for note in notes::between(&before, &after, &plan) {
             events::publish(&api, &*sandbox, note).await;
@@ -100,6 +103,7 @@ async fn pass(sandbox: Arc<Sandbox>, context: &Context) -> Result<Option<Duratio
     context
         .metrics
         .observe_sandbox(&sandbox, &before, &after, now);
+    record_pod(written.as_ref().unwrap_or(&sandbox), &plan, &api, context).await?;
     let refusals: Vec<String> = plan
         .refusals
         .iter()
@@ -193,9 +197,9 @@ async fn write_status(
     after: &SandboxStatus,
     api: &Apiserver,
     context: &Context,
-) -> Result<(), Error> {
+) -> Result<Option<Sandbox>, Error> {
     let Some(patch) = status::patch(Some(before), after) else {
-        return Ok(());
+        return Ok(None);
     };
     let namespace = sandbox.namespace().unwrap_or_default();
     match api
@@ -203,11 +207,35 @@ async fn write_status(
         .await
     {
         Ok(written) => {
+            watches::sandbox_written(context, written.clone());
+            Ok(Some(written))
+        }
+        // It was deleted meanwhile.
+        Err(error) if error.answer() == Answer::NotFound => Ok(None),
+        Err(error) => Err(Error::WriteStatus(error)),
+    }
+}
+
+/// Writes, or takes away, the record of the last Pod.
+async fn record_pod(
+    sandbox: &Sandbox,
+    plan: &Plan,
+    api: &Apiserver,
+    context: &Context,
+) -> Result<(), Error> {
+    let patch = match &plan.last_pod {
+        LastPod::Keep => return Ok(()),
+        LastPod::Write(record) => saved_pod::last_pod_patch(sandbox, Some(record)),
+        LastPod::Forget => saved_pod::last_pod_patch(sandbox, None),
+    };
+    let (namespace, name) = (sandbox.namespace().unwrap_or_default(), sandbox.name_any());
+    match api.patch::<Sandbox>(&namespace, &name, &patch).await {
+        Ok(written) => {
             watches::sandbox_written(context, written);
             Ok(())
         }
-        // It was deleted meanwhile.
-        Err(error) if error.answer() == Answer::NotFound => Ok(()),
-        Err(error) => Err(Error::WriteStatus(error)),
+        // It was deleted, or somebody wrote it since it was seen: its event brings the next pass.
+        Err(error) if matches!(error.answer(), Answer::NotFound | Answer::Conflict) => Ok(()),
+        Err(error) => Err(Error::RecordPod(error)),
     }
 }

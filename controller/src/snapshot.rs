@@ -4,12 +4,13 @@
 use std::{sync::Arc, time::Duration};
 
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::ResourceExt;
 use serde_json::{Value, json};
 use torpor_api::{
-    Sandbox, SandboxSnapshot, annotations,
+    PodRecord, Sandbox, SandboxSnapshot, annotations,
     conditions::{self, Draft, Status},
+    name_hash,
     reasons::{self, event},
 };
 
@@ -17,6 +18,7 @@ use crate::{
     calls::{self, Answer},
     context::Context,
     events::{self, Note, Severity},
+    saved_pod,
 };
 
 /// How long a node may be away before an image on it is given up, counted from the deletion of the snapshot.
@@ -95,13 +97,11 @@ fn is_left_to_agent(snapshot: &SandboxSnapshot) -> bool {
     snapshot.is_committed() || snapshot.is_missing() || snapshot.is_told_by_agent()
 }
 
-/// Node that holds, or was to hold, the bytes.
+/// Node that holds, or was to hold, the bytes: an agent's word counts only where nobody else says it.
 fn node_of(snapshot: &SandboxSnapshot) -> Option<&String> {
-    let holds = snapshot
-        .status
-        .as_ref()
-        .and_then(|status| status.node_name.as_ref());
-    holds.or(snapshot.spec.node_name.as_ref())
+    let status = snapshot.status.as_ref();
+    let asked_for = snapshot.spec.node_name.as_ref();
+    asked_for.or_else(|| status?.node_name.as_ref())
 }
 
 fn plan_deleted(snapshot: &SandboxSnapshot, around: Around, since: Option<Duration>) -> Plan {
@@ -132,6 +132,7 @@ pub async fn reconcile(
     context: Arc<Context>,
 ) -> Result<Option<Duration>, Error> {
     let namespace = snapshot.namespace().unwrap_or_default();
+    record_pod(&snapshot, &context).await?;
     let around = look_around(&snapshot, &namespace, &context).await?;
     let name = snapshot.name_any();
     match plan(&snapshot, around, Timestamp::now()) {
@@ -158,6 +159,38 @@ pub async fn reconcile(
         }
     }
     Ok(None)
+}
+
+/// The Pod whose memory a snapshot holds, if that is yet to be recorded on it.
+fn unrecorded<'a>(
+    snapshot: &SandboxSnapshot,
+    pods: impl IntoIterator<Item = &'a Pod>,
+    sandbox: Option<&Sandbox>,
+) -> Option<PodRecord> {
+    if snapshot.metadata.deletion_timestamp.is_some() {
+        return None;
+    }
+    let record = saved_pod::saved_pod(snapshot, pods, sandbox)?;
+    let written = snapshot.annotations().get(annotations::SAVED_POD);
+    (written != Some(&record.to_annotation())).then_some(record)
+}
+
+/// Records the Pod while it is there to tell: users name none in a snapshot.
+async fn record_pod(snapshot: &SandboxSnapshot, context: &Context) -> Result<(), Error> {
+    let namespace = snapshot.namespace().unwrap_or_default();
+    let of = &snapshot.spec.sandbox_name;
+    let pods = context.caches.pods.indexed(&namespace, &name_hash(of));
+    let sandbox = context.caches.sandboxes.get(&namespace, of);
+    let pods = pods.iter().map(|pod| &**pod);
+    let Some(record) = unrecorded(snapshot, pods, sandbox.as_deref()) else {
+        return Ok(());
+    };
+    let patch = json!({"metadata": {
+        "uid": snapshot.uid(), "annotations": saved_pod::annotation(&record),
+    }});
+    let (api, name) = (&context.api, snapshot.name_any());
+    let written = api.patch::<SandboxSnapshot>(&namespace, &name, &patch);
+    settled(written.await.map(drop))
 }
 
 async fn look_around(

@@ -6,8 +6,8 @@ use futures::StreamExt;
 use k8s_openapi::{
     api::{
         core::v1::{
-            ContainerState, ContainerStateRunning, ContainerStatus, PersistentVolumeClaim, Pod,
-            PodSpec, Service, ServiceSpec,
+            Container, ContainerState, ContainerStateRunning, ContainerStatus,
+            PersistentVolumeClaim, Pod, PodSpec, Service, ServiceSpec,
         },
         networking::v1::NetworkPolicy,
         node::v1::RuntimeClass,
@@ -27,7 +27,9 @@ use tokio::task::JoinSet;
 use torpor_api::{
     PodSnapshot, PodSnapshotManualTrigger, Sandbox, SandboxClaim, SandboxNode, SandboxSnapshot,
     SandboxTemplate, SandboxWarmPool, SnapshotClass, SnapshotReason, annotations, conditions,
-    labels, node::is_silence,
+    labels,
+    node::{SandboxReport, is_silence},
+    reasons::restored,
 };
 
 use crate::{
@@ -35,7 +37,7 @@ use crate::{
     claim::adopt,
     context::Context,
     queue::{Lane, Queue},
-    sandbox,
+    sandbox, saved_pod,
 };
 
 pub mod extensions;
@@ -391,13 +393,16 @@ fn waiting_for_node(change: &Change<SandboxNode>, caches: &Caches) -> Vec<Key> {
         Some((status.runtimes, status.fingerprint))
     };
     let is_able = abilities(&change.before) != abilities(&change.after);
-    if !is_able && !is_back(change) {
-        return Vec::new();
-    }
     let Some(node) = change.after.as_ref().or(change.before.as_ref()) else {
         return Vec::new();
     };
     let name = node.name_any();
+    if !is_able && !is_back(change) {
+        return match has_other_images(change) {
+            true => asking_node(&name, caches),
+            false => Vec::new(),
+        };
+    }
     let waiting = caches.sandboxes.filtered(|sandbox| {
         let Some(status) = &sandbox.status else {
             return false;
@@ -417,6 +422,26 @@ fn waiting_for_node(change: &Change<SandboxNode>, caches: &Caches) -> Vec<Key> {
     });
     let waiting = waiting.iter().map(|sandbox| key_of(&**sandbox));
     waiting.chain(asleep).collect()
+}
+
+/// Whether the node lists other images than before.
+fn has_other_images(change: &Change<SandboxNode>) -> bool {
+    let listed = |node: &Option<Arc<SandboxNode>>| {
+        let status = node.as_ref().and_then(|node| node.status.clone());
+        status.unwrap_or_default().sandboxes
+    };
+    listed(&change.before) != listed(&change.after)
+}
+
+/// Sandboxes that wait for the node to say whether it holds their memory.
+fn asking_node(node: &str, caches: &Caches) -> Vec<Key> {
+    let asking = caches.sandboxes.filtered(|sandbox| {
+        let status = sandbox.status.as_ref();
+        let said = status.and_then(|s| conditions::find(&s.conditions, conditions::RESTORED));
+        said.is_some_and(|said| said.reason == restored::ASKING_NODE)
+            && saved_pod::last_pod(sandbox).is_some_and(|record| record.node_name == node)
+    });
+    asking.iter().map(|sandbox| key_of(&**sandbox)).collect()
 }
 
 /// Whether the agent is heard of again.
@@ -452,11 +477,20 @@ fn trim_sandbox(sandbox: &mut Sandbox) {
     }
 }
 
-/// A SandboxNode without what its agent says of each sandbox: that grows with the node, and is for people.
-fn trim_node(node: &mut SandboxNode) {
+/// A SandboxNode without most of what its agent says of each sandbox: that grows with the node, and is for people. What stays is which
+/// Pods' memory lies in an image.
+pub fn trim_node(node: &mut SandboxNode) {
     trim(node);
     if let Some(status) = &mut node.status {
-        status.sandboxes = Vec::new();
+        let all = std::mem::take(&mut status.sandboxes);
+        let with_image = all.into_iter().filter(|report| report.image_id.is_some());
+        status.sandboxes = with_image
+            .map(|report| SandboxReport {
+                image_id: report.image_id,
+                pod_uid: report.pod_uid,
+                ..SandboxReport::default()
+            })
+            .collect();
     }
 }
 
@@ -465,6 +499,8 @@ pub fn trim_pod(pod: &mut Pod) {
     trim(pod);
     if let Some(spec) = pod.spec.take() {
         pod.spec = Some(PodSpec {
+            // Their names: a record of the Pod is made when the image of each is known.
+            containers: named(spec.containers),
             node_name: spec.node_name,
             runtime_class_name: spec.runtime_class_name,
             ..PodSpec::default()
@@ -479,11 +515,30 @@ pub fn trim_pod(pod: &mut Pod) {
                     running: running.map(|_| ContainerStateRunning::default()),
                     ..ContainerState::default()
                 }),
-                ..ContainerStatus::default()
+                ..image_of(container)
             };
         }
-        status.init_container_statuses = None;
+        for container in status.init_container_statuses.iter_mut().flatten() {
+            *container = image_of(container);
+        }
         status.ephemeral_container_statuses = None;
+    }
+}
+
+fn named(containers: Vec<Container>) -> Vec<Container> {
+    let name = |container: Container| Container {
+        name: container.name,
+        ..Container::default()
+    };
+    containers.into_iter().map(name).collect()
+}
+
+/// Of a container's status which image it runs.
+fn image_of(container: &mut ContainerStatus) -> ContainerStatus {
+    ContainerStatus {
+        name: std::mem::take(&mut container.name),
+        image_id: std::mem::take(&mut container.image_id),
+        ..ContainerStatus::default()
     }
 }
 

@@ -17,7 +17,7 @@ use super::dereference::{Fact, Observed};
 use super::plan::{Action, Area, ImageFence, ImageUse, Plan, SnapshotFence, Step, pod_name_patch};
 use crate::{
     calls::{self, Answer, Apiserver},
-    trace,
+    saved_pod, trace,
 };
 
 /// How one step ended.
@@ -134,6 +134,15 @@ async fn execute(area: Area, action: &Action, sandbox: &Sandbox, api: &Apiserver
         }
         Action::WakeUp { resume } => wake_up(api, sandbox, *resume, failed).await,
         Action::ForgetPodName => set_pod_name(api, sandbox, None, failed).await,
+        Action::ForgetLastPod => {
+            let patch = saved_pod::last_pod_patch(sandbox, None);
+            match api.patch::<Sandbox>(ns, name, &patch).await {
+                Ok(sandbox) => Outcome::Done(Some(Fact::Sandbox(Arc::new(sandbox)))),
+                // Somebody wrote it since it was seen: the next pass sees what.
+                Err(error) if error.answer() == Answer::Conflict => Outcome::Unknown(error),
+                Err(error) => refused(error, |e| failed("failed to forget the last pod", e)),
+            }
+        }
         Action::RecordPodName(pod) => set_pod_name(api, sandbox, Some(pod), failed).await,
         Action::CreatePod { pod, image } => create_pod(api, ns, pod, image.as_ref(), failed).await,
         Action::PatchPod { name, patch } => match api.patch::<Pod>(ns, name, patch).await {
@@ -372,9 +381,11 @@ async fn check_image(api: &Apiserver, namespace: &str, fence: &ImageFence) -> Re
     let Some(snapshot) = found else {
         return Err(Outcome::Surprise(Fact::NoSnapshot(fence.name.clone())));
     };
+    let told = snapshot.status.as_ref().and_then(|s| s.node_name.as_ref());
     let usable = snapshot.uid().as_deref() == Some(&fence.uid)
         && snapshot.metadata.deletion_timestamp.is_none()
         && snapshot.is_committed()
+        && fence.node.as_ref().is_none_or(|node| told == Some(node))
         && (fence.use_of == ImageUse::Copy || !snapshot.is_consumed());
     if usable {
         Ok(())

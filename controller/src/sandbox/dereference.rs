@@ -9,7 +9,7 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Node, PersistentVolumeClaim, Pod, Service};
 use kube::ResourceExt;
 use torpor_api::{
-    Sandbox, SandboxNode, SandboxSnapshot, SnapshotClass,
+    PodRecord, Sandbox, SandboxNode, SandboxSnapshot, SnapshotClass,
     annotations::{self, Settings},
     name_hash,
 };
@@ -17,6 +17,7 @@ use torpor_api::{
 use crate::{
     calls::{self, Apiserver},
     pod_snapshot::newest,
+    saved_pod,
     watches::Caches,
 };
 
@@ -32,6 +33,8 @@ pub struct Observed {
     pub service: Option<Arc<Service>>,
     /// Snapshots that name the Sandbox, and the one that it is to be a copy of, by name.
     pub snapshots: BTreeMap<String, Arc<SandboxSnapshot>>,
+    /// What is recorded of the Pods whose memory they hold, by the snapshot's name.
+    pub saved_pods: BTreeMap<String, PodRecord>,
     /// The apiserver was asked for the snapshots itself.
     pub snapshots_are_certain: bool,
     /// What the nodes of the Pods and snapshots report, by name.
@@ -168,6 +171,38 @@ async fn ask_for_snapshots(observed: &mut Observed, api: &Apiserver) -> Result<(
     Ok(())
 }
 
+/// Nodes that hold memory of the Sandbox, or may: those on which saved Pods ran, those that snapshots name, and that of the last Pod.
+pub(super) fn nodes_of_memory(observed: &Observed) -> BTreeSet<String> {
+    let told = observed.snapshots.values().filter_map(|snapshot| {
+        let status = snapshot.status.as_ref()?;
+        status.node_name.clone()
+    });
+    let homes = observed.snapshots.values().filter_map(|snapshot| {
+        let record = observed.saved_pods.get(&snapshot.name_any());
+        saved_pod::home(snapshot, record).cloned()
+    });
+    let last = saved_pod::last_pod(&observed.sandbox);
+    let last = last.into_iter().map(|record| record.node_name);
+    told.chain(homes).chain(last).collect()
+}
+
+/// What is recorded of the Pods of the snapshots: the snapshot that is copied is of another Sandbox.
+fn gather_saved_pods(observed: &mut Observed, caches: &Caches) {
+    let namespace = observed.sandbox.namespace().unwrap_or_default();
+    let mut found = BTreeMap::new();
+    for (name, snapshot) in &observed.snapshots {
+        let of = &snapshot.spec.sandbox_name;
+        let own = (*of == observed.sandbox.name_any()).then(|| Arc::clone(&observed.sandbox));
+        let sandbox = own.or_else(|| caches.sandboxes.get(&namespace, of));
+        let cached = caches.pods.indexed(&namespace, &name_hash(of));
+        let pods = cached.iter().map(|pod| &**pod);
+        if let Some(record) = saved_pod::saved_pod(snapshot, pods, sandbox.as_deref()) {
+            found.insert(name.clone(), record);
+        }
+    }
+    observed.saved_pods = found;
+}
+
 /// Named snapshot, nodes, runtime handlers, snapshot class.
 fn gather_cached(observed: &mut Observed, caches: &Caches) {
     let sandbox = Arc::clone(&observed.sandbox);
@@ -190,12 +225,8 @@ fn gather_cached(observed: &mut Observed, caches: &Caches) {
         .values()
         .filter_map(|pod| pod.spec.as_ref()?.node_name.clone())
         .collect();
-    nodes.extend(observed.snapshots.values().filter_map(|snapshot| {
-        snapshot
-            .status
-            .as_ref()
-            .and_then(|status| status.node_name.clone())
-    }));
+    gather_saved_pods(observed, caches);
+    nodes.extend(nodes_of_memory(observed));
     for name in nodes {
         if let Some(node) = caches.nodes.get("", &name) {
             observed.nodes.insert(name, node);

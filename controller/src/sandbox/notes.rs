@@ -80,8 +80,13 @@ pub fn between(before: &SandboxStatus, after: &SandboxStatus, plan: &Plan) -> Ve
             _ => {}
         }
     }
+    if let Some(why) = &plan.memory.given_up {
+        note(Severity::Warning, event::MEMORY_NOT_KEPT, why);
+    }
     if let Some(condition) = changed(conditions::RESTORED) {
         match condition.reason.as_str() {
+            // Nothing has failed yet.
+            restored::ASKING_NODE => {}
             restored::RESTORED => note(Severity::Normal, event::RESUMED, &condition.message),
             restored::ROLLED_BACK => note(Severity::Warning, event::RESUMED, &condition.message),
             restored::COLD_STARTED => {

@@ -3,14 +3,14 @@
 //! Order, as upstream: expiry, else claims → Pod → Service. Torpor's part (memory kept over a suspension) decides within the Pod's turn whether the Pod may be deleted
 //! yet, and what a new one continues from.
 
-use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Pod, Service};
 use kube::ResourceExt;
 use serde_json::{Value, json};
 use torpor_api::{
-    Sandbox, annotations,
+    PodRecord, Sandbox, annotations,
     conditions::{self, Draft},
     reasons,
 };
@@ -43,6 +43,8 @@ pub enum Area {
 pub struct ImageFence {
     pub name: String,
     pub uid: String,
+    /// Node on which the saved Pod ran: the agent of no other may have committed the image.
+    pub node: Option<String>,
     pub use_of: ImageUse,
 }
 
@@ -82,6 +84,8 @@ pub enum Action {
     },
     ForgetPodName,
     RecordPodName(String),
+    /// Nobody is to look for the memory of the Pod that last ran.
+    ForgetLastPod,
     CreatePod {
         pod: Value,
         image: Option<ImageFence>,
@@ -121,6 +125,16 @@ pub enum Action {
     },
 }
 
+/// What becomes of the record of the Pod that last ran for the Sandbox.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub enum LastPod {
+    #[default]
+    Keep,
+    Write(PodRecord),
+    /// Somebody wants the Pod, and its memory with it, gone.
+    Forget,
+}
+
 /// One call and the area that it belongs to.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Step {
@@ -146,6 +160,8 @@ pub struct MemoryOutlook {
     pub suspended: Option<Draft>,
     /// The Pod has ended, and its memory has not: the sandbox goes on from it.
     pub keeps_ended: bool,
+    /// Memory that is given up although the Sandbox does not start cold: it starts as a copy.
+    pub given_up: Option<String>,
 }
 
 /// The Service as the status shows it.
@@ -173,6 +189,8 @@ pub struct Plan {
     pub service: ServiceOutlook,
     pub memory: MemoryOutlook,
     pub phase: Phase,
+    /// Written when all else is done: nobody waits for it.
+    pub last_pod: LastPod,
     /// When to look again though nothing has changed.
     pub requeue: Option<Duration>,
 }
@@ -296,6 +314,7 @@ fn expire(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
         && pod.metadata.deletion_timestamp.is_none()
     {
         plan.step(Area::Pod, delete_pod(pod, None));
+        memory::forget_record(plan, desired);
     }
     if let Some(service) = &observed.service
         && ownership(&**service, sandbox) == Ownership::Ours
@@ -365,21 +384,14 @@ pub fn asks_for_nodes(observed: &Observed, now: Timestamp) -> Vec<String> {
     if has_pod(observed) {
         return Vec::new();
     }
-    let statuses = observed
-        .snapshots
-        .values()
-        .filter_map(|s| s.status.as_ref());
-    let named: BTreeSet<&String> = statuses.filter_map(|s| s.node_name.as_ref()).collect();
+    let named = super::dereference::nodes_of_memory(observed);
     let is_silent = |name: &str| {
         let node = observed.nodes.get(name);
         node.is_none_or(|node| node.is_silent(now))
     };
     let silent = named.into_iter().filter(|name| is_silent(name));
     let asked = &observed.gone_nodes;
-    silent
-        .filter(|name| !asked.contains(*name))
-        .cloned()
-        .collect()
+    silent.filter(|name| !asked.contains(name)).collect()
 }
 
 /// Merge patch that takes the Pod name off a Sandbox, or puts it on.

@@ -3,7 +3,7 @@
 use kube::ResourceExt;
 use serde_json::{Map, Value, json};
 use torpor_api::{
-    Sandbox, SandboxSnapshot,
+    PodRecord, Sandbox, SandboxSnapshot,
     annotations::{self, OnRestoreFailure},
     conditions::POD_RESTORE_SETTLED,
     raw::RawPodSpec,
@@ -21,8 +21,8 @@ pub struct Memory {
     /// The user named the image, so that a used one is accepted.
     pub copy: bool,
     pub on_failure: OnRestoreFailure,
-    /// Container name and the image reference that the saved container had.
-    pub containers: Vec<(String, String)>,
+    /// Names of the saved containers, each with the image reference that its kubelet reported, if that is recorded.
+    pub containers: Vec<(String, Option<String>)>,
     /// Names of the containers that had ended before.
     pub completed: Vec<String>,
     /// Name of the Pod that was saved, which was its hostname.
@@ -32,30 +32,38 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// What to continue from, or `None` while the snapshot does not say where the image lies.
+    /// What to continue from, or `None` while the snapshot does not say where which image lies. The node and the container images are
+    /// never those of the status, which an agent writes. Without a record the images are those of the template.
     pub fn of(
         snapshot: &SandboxSnapshot,
+        node: &str,
+        saved: Option<&PodRecord>,
         copy: bool,
         on_failure: OnRestoreFailure,
     ) -> Option<Self> {
         let status = snapshot.status.as_ref()?;
+        status.node_name.as_ref()?;
         Some(Self {
             image_id: status.image_id.clone()?,
-            node: status.node_name.clone()?,
+            node: node.to_owned(),
             copy,
             on_failure,
             containers: status
                 .containers
                 .iter()
-                .filter(|container| !container.image_id.is_empty())
-                .map(|container| (container.name.clone(), container.image_id.clone()))
+                .map(|container| {
+                    let image = saved.and_then(|saved| saved.images.get(&container.name));
+                    (container.name.clone(), image.cloned())
+                })
                 .collect(),
             completed: status
                 .completed_containers
                 .iter()
                 .map(|container| container.name.clone())
                 .collect(),
-            pod_name: status.pod_name.clone(),
+            pod_name: saved
+                .map(|saved| saved.name.clone())
+                .or_else(|| status.pod_name.clone()),
             pod_snapshot: None,
         })
     }
@@ -192,7 +200,9 @@ fn continue_from(spec: &mut Map<String, Value>, memory: &Memory, name: &str) {
             }
             if let Some((_, image)) = saved {
                 has_started(container, list == "initContainers");
-                container["image"] = image_reference(image).into();
+                if let Some(image) = image {
+                    container["image"] = image_reference(image).into();
+                }
             }
             // Pulling could only fail or bring something else; and a bare image id has no registry to pull from.
             if container["imagePullPolicy"] != "Never" {

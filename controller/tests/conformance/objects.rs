@@ -1,6 +1,7 @@
 //! Objects as tests write them.
 
 use serde_json::{Value, json};
+use torpor_api::PodRecord;
 use torpor_test_apiserver::merge_patch;
 
 pub(crate) const NS: &str = "ns";
@@ -63,12 +64,35 @@ pub(crate) fn ready_pod(node: &str) -> Value {
         "status": {
             "phase": "Running",
             "podIPs": [{"ip": "10.0.0.1"}],
+            "containerStatuses": [running("c")],
             "conditions": [
                 {"type": "PodScheduled", "status": "True"},
                 {"type": "Ready", "status": "True"},
             ],
         },
     })
+}
+
+/// Reference of the image of each container, as its kubelet reports it.
+pub(crate) const IMAGE: &str = "registry.example/img@sha256:abc";
+
+/// What a kubelet reports of a container that runs.
+pub(crate) fn running(container: &str) -> Value {
+    json!({
+        "name": container, "image": "img", "imageID": IMAGE, "ready": true, "restartCount": 0,
+        "state": {"running": {}},
+    })
+}
+
+/// What the controller records of a Pod "s" on a node.
+pub(crate) fn pod_record(uid: &str, node: &str) -> String {
+    let record = PodRecord {
+        images: [("c".to_owned(), IMAGE.to_owned())].into(),
+        name: "s".to_owned(),
+        node_name: node.to_owned(),
+        uid: uid.to_owned(),
+    };
+    record.to_annotation()
 }
 
 /// A condition of any object.
@@ -88,7 +112,7 @@ pub(crate) fn committed(image: &str, node: &str) -> Value {
             "nodeName": node,
             "podName": "s",
             "fingerprint": fingerprint(),
-            "containers": [{"name": "c", "imageID": "registry.example/img@sha256:abc"}],
+            "containers": [{"name": "c", "imageID": IMAGE}],
             "committedAt": "2026-01-01T00:00:00Z",
             "conditions": [condition("Committed", "True", "Committed", "")],
         },
@@ -107,6 +131,7 @@ pub(crate) fn manual_snapshot(name: &str) -> Value {
 pub(crate) fn golden() -> Value {
     let mut snapshot = manual_snapshot("golden");
     snapshot["status"] = committed("g.1", "n1")["status"].take();
+    snapshot["metadata"]["annotations"] = json!({"torpor.dev/saved-pod": pod_record("g", "n1")});
     snapshot
 }
 

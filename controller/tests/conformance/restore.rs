@@ -168,13 +168,22 @@ async fn images_of_an_earlier_sandbox_of_that_name_are_not_ours() {
     world.edit_snapshot(&name, &json!({"metadata": {"ownerReferences": owner}}));
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
+    let node_has_none = json!({"status": {"heartbeatTime": "2099-01-01T00:00:00Z"}});
+    world.api.edit("sandboxnodes", "", "n1", &node_has_none);
+    world.settle().await;
     assert_eq!(restore_image(&world), Value::Null);
 }
 
 #[tokio::test]
 async fn a_sandbox_whose_pod_had_another_name_keeps_its_hostname() {
     let (world, name) = asleep(json!({})).await;
-    world.edit_snapshot(&name, &json!({"status": {"podName": "pool-x7k2p"}}));
+    let record = r#"{"name": "pool-x7k2p", "nodeName": "n1", "uid": "UID"}"#;
+    let record = record.replace(
+        "UID",
+        world.snapshots()[0]["spec"]["podUID"].as_str().unwrap(),
+    );
+    let was = json!({"metadata": {"annotations": {"torpor.dev/saved-pod": record}}});
+    world.edit_snapshot(&name, &was);
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
     assert_eq!(world.pod().unwrap()["spec"]["hostname"], "pool-x7k2p");

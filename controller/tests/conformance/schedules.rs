@@ -82,14 +82,14 @@ fn event(controllers: usize) -> impl Strategy<Value = Event> {
 }
 
 /// One process: what it knows, and the passes that are under way in it.
-struct Process {
-    context: Arc<Context>,
+pub(crate) struct Process {
+    pub(crate) context: Arc<Context>,
     gate: Arc<Semaphore>,
     passes: BTreeMap<String, JoinHandle<()>>,
 }
 
 impl Process {
-    fn start(api: &Apiserver) -> Self {
+    pub(crate) fn start(api: &Apiserver) -> Self {
         let gate = Arc::new(Semaphore::new(0));
         let client = api.gated_client(&gate);
         // A call may wait at the gate for as long as the schedule wants.
@@ -103,7 +103,7 @@ impl Process {
     }
 
     /// Starts a pass, unless one over the same object is under way.
-    fn pass(&mut self, key: String, pass: impl Future<Output = ()> + Send + 'static) {
+    pub(crate) fn pass(&mut self, key: String, pass: impl Future<Output = ()> + Send + 'static) {
         self.passes.retain(|_, pass| !pass.is_finished());
         self.passes.entry(key).or_insert_with(|| tokio::spawn(pass));
     }
@@ -128,14 +128,19 @@ impl Process {
         });
     }
 
-    async fn step(&self) {
+    /// Whether a pass is under way.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.passes.values().any(|pass| !pass.is_finished())
+    }
+
+    pub(crate) async fn step(&self) {
         self.gate.add_permits(1);
         quiet().await;
         // Nobody waited for it.
         self.gate.forget_permits(self.gate.available_permits());
     }
 
-    fn crash(&mut self, api: &Apiserver) {
+    pub(crate) fn crash(&mut self, api: &Apiserver) {
         for pass in self.passes.values() {
             pass.abort();
         }
@@ -348,7 +353,7 @@ impl Run {
 }
 
 /// How many schedules; `TORPOR_SCHEDULES` sets more.
-fn cases() -> u32 {
+pub(crate) fn cases() -> u32 {
     let wanted = std::env::var("TORPOR_SCHEDULES").ok();
     wanted.and_then(|n| n.parse().ok()).unwrap_or(50)
 }
@@ -357,7 +362,7 @@ fn claim_name(number: usize) -> String {
     format!("c{number}")
 }
 
-fn uid(object: &Value) -> &str {
+pub(crate) fn uid(object: &Value) -> &str {
     object["metadata"]["uid"].as_str().unwrap()
 }
 

@@ -41,7 +41,7 @@ pub(crate) fn all(api: &Apiserver, context: &Context) {
     fill(api, volume_claims, "persistentvolumeclaims", hashed);
     fill(api, services, "services", |_| true);
     fill(api, snapshots, "sandboxsnapshots", |_| true);
-    fill(api, nodes, "sandboxnodes", |_| true);
+    fill_trimmed(api, nodes, "sandboxnodes", |_| true, watches::trim_node);
     fill(api, runtime_classes, "runtimeclasses", |_| true);
     fill(api, snapshot_classes, "snapshotclasses", |_| true);
     fill(api, pools, "sandboxwarmpools", |_| true);

@@ -9,7 +9,7 @@ use torpor_controller::{calls, context::Context, sandbox, settings::Settings};
 use crate::{
     apiserver::{Apiserver, Write},
     cluster::is_going,
-    objects::{NS, ready_pod, runtime_class, sandbox_node},
+    objects::{NS, ready_pod, running, runtime_class, sandbox_node},
 };
 
 pub(crate) struct World {
@@ -163,7 +163,14 @@ impl World {
     }
 
     pub(crate) fn pod_becomes_ready(&self) {
-        self.edit_pod(&ready_pod("n1"));
+        let mut ready = ready_pod("n1");
+        let pod = self.pod().expect("the Pod exists");
+        let containers = pod["spec"]["containers"].as_array().unwrap();
+        let statuses = containers
+            .iter()
+            .map(|container| running(container["name"].as_str().unwrap()));
+        ready["status"]["containerStatuses"] = statuses.collect();
+        self.edit_pod(&ready);
     }
 
     /// The kubelet has ended a Pod that is being deleted.

@@ -7,6 +7,7 @@
 
 use std::{cmp::Reverse, sync::Arc};
 
+use jiff::Timestamp;
 use k8s_openapi::{api::core::v1::Pod, apimachinery::pkg::apis::meta::v1::Condition};
 use kube::ResourceExt;
 use torpor_api::{
@@ -24,13 +25,21 @@ use crate::sandbox::{
 };
 
 mod evicted;
+mod origin;
+mod record;
 mod resume;
 mod suspend;
+mod unclaimed;
 mod whereabouts;
 
 pub(in crate::sandbox) use self::evicted::{disruption, is_evicted};
-use self::whereabouts::{LOOK_FOR_NODE, image_missing, kept_in};
+use self::{
+    origin::node_of_image,
+    unclaimed::Left,
+    whereabouts::{LOOK_FOR_NODE, image_missing, kept_in},
+};
 pub(super) use self::{
+    record::{forget_record, record},
     resume::{awake, start, wishes_for_pod},
     suspend::suspend,
 };
@@ -205,7 +214,7 @@ fn class_problem(desired: &Desired<'_>, observed: &Observed) -> Option<String> {
 const NOT_KEPT: &str = "memory was not kept";
 
 /// The Pod is gone: what is left of its memory.
-pub(super) fn asleep(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
+pub(super) fn asleep(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, now: Timestamp) {
     let shown = if let Some(snapshot) = newest_resumable(desired, observed) {
         match snapshot.is_missing() {
             true => {
@@ -214,15 +223,29 @@ pub(super) fn asleep(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed
             }
             false => kept_in(observed, snapshot),
         }
-    } else if own_snapshots(desired, observed).any(|snapshot| is_half_made(snapshot)) {
-        says(
+    } else {
+        let left = unclaimed::settle(plan, desired, observed, now);
+        without_image(plan, desired, observed, left)
+    };
+    show_hibernated(plan, desired, observed, shown);
+}
+
+/// What Hibernated says of a suspended Sandbox that has neither Pod nor image.
+fn without_image(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, left: Left) -> Shown {
+    let is_half_made = own_snapshots(desired, observed).any(|snapshot| is_half_made(snapshot));
+    match left {
+        Left::Awaited(shown) => shown,
+        Left::GivenUp(why) if !is_half_made => {
+            unclaimed::forget(plan, desired);
+            says(conditions::HIBERNATED, hibernated::SAVE_FAILED, why)
+        }
+        _ if is_half_made => says(
             conditions::HIBERNATED,
             hibernated::SAVE_FAILED,
             format!("The Pod ended before its memory was saved; {NOT_KEPT}"),
-        )
-    } else {
+        ),
         // Why memory was not kept can no longer be seen once the Pod is gone.
-        match shown_before(desired.sandbox, conditions::HIBERNATED) {
+        _ => match shown_before(desired.sandbox, conditions::HIBERNATED) {
             Some(before)
                 if before.reason == hibernated::RUNTIME_NOT_CAPABLE
                     || before.reason == hibernated::SAVE_FAILED =>
@@ -230,9 +253,8 @@ pub(super) fn asleep(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed
                 Shown::Keep
             }
             _ => Shown::Remove,
-        }
-    };
-    show_hibernated(plan, desired, observed, shown);
+        },
+    }
 }
 
 /// The memory is on its way into an image.
@@ -254,9 +276,13 @@ fn says_missing(observed: &Observed, snapshot: &SandboxSnapshot) -> Shown {
     says(conditions::HIBERNATED, hibernated::IMAGE_MISSING, message)
 }
 
-fn fence(snapshot: &SandboxSnapshot, use_of: ImageUse) -> ImageFence {
-    let (name, uid) = (snapshot.name_any(), snapshot.uid().unwrap_or_default());
-    ImageFence { name, uid, use_of }
+fn fence(observed: &Observed, snapshot: &SandboxSnapshot, use_of: ImageUse) -> ImageFence {
+    ImageFence {
+        name: snapshot.name_any(),
+        uid: snapshot.uid().unwrap_or_default(),
+        node: node_of_image(observed, snapshot).cloned(),
+        use_of,
+    }
 }
 
 fn delete_snapshot(snapshot: &SandboxSnapshot, fence: SnapshotFence) -> Action {

@@ -50,9 +50,9 @@ fn suspended(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, now: T
         PodState::Unowned(pod) | PodState::Foreign(pod, _) => {
             plan.pod = Some(Arc::clone(pod));
             forget_pod_name(plan, desired);
-            memory::asleep(plan, desired, observed);
+            memory::asleep(plan, desired, observed, now);
         }
-        PodState::Absent => memory::asleep(plan, desired, observed),
+        PodState::Absent => memory::asleep(plan, desired, observed, now),
         PodState::Several(_) => {}
     }
 }
@@ -104,6 +104,7 @@ fn running(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, now: Tim
                 plan.step(Area::Pod, Action::RecordPodName(pod.name_any()));
             }
             memory::awake(plan, desired, observed, pod);
+            memory::record(plan, desired, observed, pod);
         }
         PodState::Absent => match &desired.template {
             Ok(_) => memory::start(plan, desired, observed, now),

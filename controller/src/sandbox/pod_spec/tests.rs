@@ -22,7 +22,7 @@ fn memory() -> Memory {
         node: "n1".into(),
         copy: false,
         on_failure: OnRestoreFailure::Fail,
-        containers: vec![("c".into(), "registry.example/img@sha256:abc".into())],
+        containers: vec![("c".into(), Some("registry.example/img@sha256:abc".into()))],
         completed: Vec::new(),
         pod_name: Some("s".into()),
         pod_snapshot: None,
@@ -88,7 +88,7 @@ fn the_node_is_asked_for_beside_what_the_template_asks(
 #[case("docker-pullable://img@sha256:abc", "img@sha256:abc")]
 fn container_images_are_those_of_the_image(#[case] saved: &str, #[case] used: &str) {
     let memory = Memory {
-        containers: vec![("c".into(), saved.into())],
+        containers: vec![("c".into(), Some(saved.into()))],
         ..memory()
     };
     for (policy, kept) in [(json!("Always"), "IfNotPresent"), (json!("Never"), "Never")] {
@@ -134,7 +134,7 @@ fn what_was_done_at_the_start_of_a_saved_container_is_not_done_again() {
         })
     };
     let spec = json!({"initContainers": [container("sidecar"), container("once")], "containers": [container("c")]});
-    let saved = |name: &str| (name.to_owned(), "sha256:abc".to_owned());
+    let saved = |name: &str| (name.to_owned(), Some("sha256:abc".to_owned()));
     let memory = Memory {
         containers: vec![saved("sidecar"), saved("c")],
         ..memory()
@@ -262,7 +262,7 @@ fn a_snapshot_that_does_not_say_where_its_image_lies_is_no_memory() {
         }))
         .unwrap()
     };
-    let of = |status| Memory::of(&snapshot(status), false, OnRestoreFailure::Fail);
+    let of = |status| Memory::of(&snapshot(status), "n1", None, false, OnRestoreFailure::Fail);
     assert_eq!(of(json!({"imageID": "p.1"})), None);
     assert_eq!(of(json!({"nodeName": "n1"})), None);
     assert!(of(json!({"imageID": "p.1", "nodeName": "n1"})).is_some());

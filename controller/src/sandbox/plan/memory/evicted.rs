@@ -17,8 +17,9 @@ use torpor_api::{
 
 use super::{
     super::{Area, ImageUse, Plan, Shown, delete_pod},
-    NOT_KEPT, capabilities, fence, is_deleting, is_terminating, kept_in, node_of, phase,
-    pod_condition, says, says_earlier_goes, says_missing, says_saving, shown_before,
+    NOT_KEPT, capabilities, fence, is_deleting, is_terminating, kept_in, node_of,
+    origin::mismatch,
+    phase, pod_condition, says, says_earlier_goes, says_missing, says_saving, shown_before,
     sleeps_in_place, snapshot_of_pod,
     suspend::make_snapshot,
 };
@@ -84,6 +85,9 @@ pub(super) fn keep(
 
 /// Where the Pod's image is, or that it is not whole yet.
 fn says_how_far(observed: &Observed, snapshot: &SandboxSnapshot, until_whole: String) -> Shown {
+    if let Some(why) = mismatch(observed, snapshot) {
+        return says(conditions::HIBERNATED, hibernated::SAVE_FAILED, why);
+    }
     if snapshot.is_missing() {
         return says_missing(observed, snapshot);
     }
@@ -158,8 +162,16 @@ fn keep_ended(
     if is_deleting(snapshot) {
         return Some(says_earlier_goes(snapshot));
     }
+    if let Some(why) = mismatch(observed, snapshot) {
+        let message = format!("{why}. To keep the memory, delete the SandboxSnapshot");
+        return Some(says(
+            conditions::HIBERNATED,
+            hibernated::SAVE_FAILED,
+            message,
+        ));
+    }
     if snapshot.is_committed() {
-        let image = fence(snapshot, ImageUse::OnlyCopy);
+        let image = fence(observed, snapshot, ImageUse::OnlyCopy);
         plan.step(Area::Pod, delete_pod(pod, Some(image)));
     } else if snapshot.is_missing() {
         // The snapshot names it, with or without the Pod.

@@ -16,8 +16,11 @@ use torpor_daemon::spans::LONGEST_CARRIER;
 use super::{
     super::{Action, Area, ImageUse, Plan, Shown, SnapshotFence, delete_pod},
     capabilities, delete_snapshot, evicted, fence, image_missing, is_deleting, is_half_made,
-    is_resumable, is_terminating, newest_resumable, node_of, own_snapshots, phase, pod_condition,
-    says, show_hibernated, shown_before, sleeps_in_place, snapshot_of_pod,
+    is_resumable, is_terminating, newest_resumable, node_of,
+    origin::{record, trusted_node},
+    own_snapshots, phase, pod_condition, says, show_hibernated, shown_before, sleeps_in_place,
+    snapshot_of_pod,
+    unclaimed::{self, Left},
     whereabouts::{LOOK_FOR_NODE, Lost, await_node, cold_start, lost, may_be_back, out_of_reach},
 };
 use crate::sandbox::{
@@ -27,7 +30,7 @@ use crate::sandbox::{
 };
 
 /// Why memory cannot be brought back: reason and message.
-type Obstacle = (&'static str, String);
+pub(super) type Obstacle = (&'static str, String);
 
 // --- no Pod -----------------------------------------------------------------------------------------------------------------------------
 
@@ -39,19 +42,39 @@ pub(in crate::sandbox::plan) fn start(
     now: Timestamp,
 ) {
     show_hibernated(plan, desired, observed, Shown::Remove);
-    // From here on the sandbox goes on without an image that is still being made; one that has just been committed is found by the fence.
+    if let Some(snapshot) = newest_resumable(desired, observed) {
+        delete_half_made(plan, desired, observed);
+        return resume(plan, desired, observed, snapshot, now);
+    }
+    let given_up = match unclaimed::settle(plan, desired, observed, now) {
+        Left::Awaited(shown) => return show_hibernated(plan, desired, observed, shown),
+        Left::GivenUp(why) => Some(why),
+        Left::Nothing => None,
+    };
+    delete_half_made(plan, desired, observed);
+    if given_up.is_some() {
+        unclaimed::forget(plan, desired);
+    }
+    if let Some(name) = &desired.settings.restore_from {
+        plan.memory.given_up = given_up;
+        return copy(plan, desired, observed, name, now);
+    }
+    let shown = match given_up {
+        Some(why) => {
+            let message = format!("Started without the saved memory. {why}");
+            says(conditions::RESTORED, restored::COLD_STARTED, message)
+        }
+        None => after_cold_start(desired, observed),
+    };
+    create_pod(plan, desired, observed, None, shown);
+}
+
+/// The sandbox goes on without images that are still being made; one that has just been committed is found by the fence.
+fn delete_half_made(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
     for snapshot in own_snapshots(desired, observed).filter(|snapshot| is_half_made(snapshot)) {
         let resource_version = snapshot.resource_version().unwrap_or_default();
         let fence = SnapshotFence::Unchanged { resource_version };
         plan.step(Area::Pod, delete_snapshot(snapshot, fence));
-    }
-    if let Some(snapshot) = newest_resumable(desired, observed) {
-        resume(plan, desired, observed, snapshot, now);
-    } else if let Some(name) = &desired.settings.restore_from {
-        copy(plan, desired, observed, name, now);
-    } else {
-        let shown = after_cold_start(desired, observed);
-        create_pod(plan, desired, observed, None, shown);
     }
 }
 
@@ -65,7 +88,7 @@ fn resume(
     let policy = desired.settings.restore_policy();
     match can_restore(desired, observed, snapshot, false) {
         Ok(memory) => {
-            let start = Some((memory, fence(snapshot, ImageUse::Resume)));
+            let start = Some((memory, fence(observed, snapshot, ImageUse::Resume)));
             create_pod(plan, desired, observed, start, Shown::Remove);
         }
         Err((reason, message)) if policy == OnRestoreFailure::Fail => {
@@ -125,7 +148,7 @@ fn copy(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, name: &str,
         }
         Ok((
             can_restore(desired, observed, snapshot, true)?,
-            fence(snapshot, ImageUse::Copy),
+            fence(observed, snapshot, ImageUse::Copy),
         ))
     });
     match memory {
@@ -167,15 +190,17 @@ fn can_restore(
 ) -> Result<Memory, Obstacle> {
     let name = snapshot.name_any();
     let policy = desired.settings.restore_policy();
+    let home = trusted_node(observed, snapshot)?;
     if let Some(lost) = lost(observed, snapshot) {
-        let message = out_of_reach(snapshot, lost);
+        let message = out_of_reach(observed, snapshot, lost);
         return Err((restored::NODE_UNAVAILABLE, message));
     }
     if snapshot.is_missing() {
         let message = image_missing(observed, snapshot);
         return Err((restored::IMAGE_MISSING, message));
     }
-    let Some(memory) = Memory::of(snapshot, copy, policy) else {
+    let saved = record(observed, snapshot);
+    let Some(memory) = Memory::of(snapshot, home, saved, copy, policy) else {
         let message = format!("SandboxSnapshot {name:?} does not say where its image lies");
         return Err((restored::SNAPSHOT_NOT_READY, message));
     };

@@ -5,9 +5,9 @@ use std::time::Duration;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{ContainerStatus, Pod};
 use kube::ResourceExt;
-use serde_json::{Value, json};
+use serde_json::json;
 use torpor_api::{
-    SandboxSnapshot,
+    PodRecord, SandboxSnapshot,
     annotations::{self, SuspensionStrategy},
     conditions::{self, Draft, Status},
     reasons::{freeze, hibernated, restored as restored_reasons, snapshot as snapshot_reasons},
@@ -17,13 +17,20 @@ use torpor_api::{
 use super::{
     super::{Action, Area, ImageUse, Plan, Shown, SnapshotFence, delete_pod, pods::patch_pod},
     NOT_KEPT, capabilities, delete_snapshot, evicted, fence, is_deleting, is_terminating, kept_in,
-    node_of, phase, pod_condition, says, says_earlier_goes, says_missing, says_saving,
-    show_hibernated, sleeps_in_place, snapshot_of_pod,
+    node_of,
+    origin::mismatch,
+    phase, pod_condition,
+    record::forget_record,
+    says, says_earlier_goes, says_missing, says_saving, show_hibernated, sleeps_in_place,
+    snapshot_of_pod,
 };
-use crate::sandbox::{
-    dereference::Observed,
-    metadata,
-    validate::{Desired, owner_reference},
+use crate::{
+    sandbox::{
+        dereference::Observed,
+        metadata,
+        validate::{Desired, owner_reference},
+    },
+    saved_pod,
 };
 
 /// How often to look whether a name that somebody else took is free.
@@ -43,10 +50,10 @@ pub(in crate::sandbox::plan) fn suspend(
 ) {
     let shown = match desired.settings.strategy() {
         SuspensionStrategy::Stop => {
-            stop(plan, pod);
+            stop(plan, desired, pod);
             Shown::Remove
         }
-        SuspensionStrategy::Freeze => freeze_pod(plan, observed, pod, now),
+        SuspensionStrategy::Freeze => freeze_pod(plan, desired, observed, pod, now),
         SuspensionStrategy::Hibernate => hibernate(plan, desired, observed, pod, now),
     };
     show_hibernated(plan, desired, observed, shown);
@@ -54,15 +61,16 @@ pub(in crate::sandbox::plan) fn suspend(
     plan.memory.restored = Shown::Keep;
 }
 
-/// Upstream's suspend.
-fn stop(plan: &mut Plan, pod: &Pod) {
+/// Upstream's suspend: the memory goes with the Pod.
+fn stop(plan: &mut Plan, desired: &Desired<'_>, pod: &Pod) {
+    forget_record(plan, desired);
     if !is_terminating(pod) {
         plan.step(Area::Pod, delete_pod(pod, None));
     }
 }
 
 /// Whether the sandbox has been running. To the kubelet so is a Pod whose containers it starts in vain, again and again: one that was refused its image has no memory but that.
-fn runs(pod: &Pod) -> bool {
+pub(super) fn runs(pod: &Pod) -> bool {
     phase(pod) == "Running" && !was_refused(pod)
 }
 
@@ -108,12 +116,18 @@ fn may_have_resumed(plan: &mut Plan, pod: &Pod, now: Timestamp) -> bool {
     true
 }
 
-fn freeze_pod(plan: &mut Plan, observed: &Observed, pod: &Pod, now: Timestamp) -> Shown {
+fn freeze_pod(
+    plan: &mut Plan,
+    desired: &Desired<'_>,
+    observed: &Observed,
+    pod: &Pod,
+    now: Timestamp,
+) -> Shown {
     if is_terminating(pod) {
         return Shown::Keep;
     }
     if !runs(pod) && !may_have_resumed(plan, pod, now) {
-        stop(plan, pod);
+        stop(plan, desired, pod);
         return Shown::Remove;
     }
     let reported = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED);
@@ -123,7 +137,7 @@ fn freeze_pod(plan: &mut Plan, observed: &Observed, pod: &Pod, now: Timestamp) -
     let (can, runtime) = capabilities(observed, pod);
     // What stands still has been frozen: its node may have no word for that at the moment, and its memory is nowhere else.
     if !can.freeze && !frozen {
-        stop(plan, pod);
+        stop(plan, desired, pod);
         return says(
             conditions::HIBERNATED,
             hibernated::RUNTIME_NOT_CAPABLE,
@@ -176,11 +190,17 @@ fn hibernate(
             false => says_earlier_goes(snapshot),
         };
     }
+    if snapshot.is_committed()
+        && let Some(why) = mismatch(observed, snapshot)
+    {
+        let message = format!("{why}. To save the memory, delete the SandboxSnapshot");
+        return says(conditions::HIBERNATED, hibernated::SAVE_FAILED, message);
+    }
     if snapshot.is_committed() && !snapshot.is_consumed() {
         if !is_terminating(pod) {
             plan.step(
                 Area::Pod,
-                delete_pod(pod, Some(fence(snapshot, ImageUse::OnlyCopy))),
+                delete_pod(pod, Some(fence(observed, snapshot, ImageUse::OnlyCopy))),
             );
         }
         return kept_in(observed, snapshot);
@@ -188,7 +208,7 @@ fn hibernate(
     if snapshot.is_missing() && !snapshot.is_consumed() {
         // The Pod sleeps in the same image, and stays until that is found. One that has ended is of no more use.
         if has_ended(pod) {
-            stop(plan, pod);
+            stop(plan, desired, pod);
         }
         return says_missing(observed, snapshot);
     }
@@ -203,7 +223,7 @@ fn hibernate(
             snapshot.name_any()
         ));
     }
-    not_committed(plan, snapshot, pod, now)
+    not_committed(plan, desired, snapshot, pod, now)
 }
 
 fn has_ended(pod: &Pod) -> bool {
@@ -211,7 +231,13 @@ fn has_ended(pod: &Pod) -> bool {
 }
 
 /// The snapshot of this Pod is under way, or failed.
-fn not_committed(plan: &mut Plan, snapshot: &SandboxSnapshot, pod: &Pod, now: Timestamp) -> Shown {
+fn not_committed(
+    plan: &mut Plan,
+    desired: &Desired<'_>,
+    snapshot: &SandboxSnapshot,
+    pod: &Pod,
+    now: Timestamp,
+) -> Shown {
     let name = snapshot.name_any();
     let committed = conditions::find(snapshot.conditions(), conditions::COMMITTED);
     let message = committed
@@ -219,7 +245,7 @@ fn not_committed(plan: &mut Plan, snapshot: &SandboxSnapshot, pod: &Pod, now: Ti
         .unwrap_or_default();
     let may_sleep = evicted::ended_asleep(pod) && !evicted::is_denied(snapshot);
     if has_ended(pod) && !may_sleep {
-        stop(plan, pod);
+        stop(plan, desired, pod);
         return says(
             conditions::HIBERNATED,
             hibernated::SAVE_FAILED,
@@ -228,12 +254,12 @@ fn not_committed(plan: &mut Plan, snapshot: &SandboxSnapshot, pod: &Pod, now: Ti
     }
     if !has_memory(plan, pod, now) {
         // It was to continue from an image, and has not: that is its memory still.
-        stop(plan, pod);
+        stop(plan, desired, pod);
         return Shown::Remove;
     }
     match committed.map(|condition| condition.reason.as_str()) {
         Some(snapshot_reasons::RUNTIME_NOT_CAPABLE) => {
-            stop(plan, pod);
+            stop(plan, desired, pod);
             let message = format!("{message}; {NOT_KEPT}");
             says(
                 conditions::HIBERNATED,
@@ -273,12 +299,12 @@ fn begin_hibernate(
     let node = node_of(pod);
     let Some(node) = node.filter(|_| has_memory(plan, pod, now)) else {
         // It has no memory worth keeping.
-        stop(plan, pod);
+        stop(plan, desired, pod);
         return Shown::Remove;
     };
     let (can, runtime) = capabilities(observed, pod);
     if !can.hibernate && !sleeps_in_place(pod) {
-        stop(plan, pod);
+        stop(plan, desired, pod);
         let named_a_runtime = pod
             .spec
             .as_ref()
@@ -307,11 +333,64 @@ pub(super) fn make_snapshot(
     node: &str,
     message: &str,
 ) -> Shown {
-    let name = suspend_snapshot_name(&desired.name, &pod.uid().unwrap_or_default());
+    let uid = pod.uid().unwrap_or_default();
+    // What the kubelet reports of a Pod that ends may name no image any more.
+    let record = PodRecord::of(pod).or_else(|| {
+        let last = saved_pod::last_pod(desired.sandbox);
+        last.filter(|record| record.uid == uid)
+    });
+    make(
+        plan,
+        desired,
+        observed,
+        (&uid, node),
+        record.as_ref(),
+        message,
+    )
+}
+
+/// Makes the snapshot of a Pod that is gone, unless another has its name.
+pub(super) fn make_snapshot_of(
+    plan: &mut Plan,
+    desired: &Desired<'_>,
+    observed: &Observed,
+    record: &PodRecord,
+    message: &str,
+) -> Shown {
+    let of = (record.uid.as_str(), record.node_name.as_str());
+    make(plan, desired, observed, of, Some(record), message)
+}
+
+fn make(
+    plan: &mut Plan,
+    desired: &Desired<'_>,
+    observed: &Observed,
+    (uid, node): (&str, &str),
+    record: Option<&PodRecord>,
+    message: &str,
+) -> Shown {
+    let name = suspend_snapshot_name(&desired.name, uid);
     if observed.snapshots.contains_key(&name) {
         return name_taken(plan, &name);
     }
-    let snapshot = suspend_snapshot(desired, pod, node);
+    let mut snapshot = json!({
+        "apiVersion": "torpor.dev/v1alpha1",
+        "kind": "SandboxSnapshot",
+        "metadata": {
+            "name": name,
+            "namespace": desired.namespace,
+            "ownerReferences": [owner_reference(desired.sandbox)],
+        },
+        "spec": {
+            "sandboxName": desired.name,
+            "podUID": uid,
+            "nodeName": node,
+            "reason": "Suspend",
+        },
+    });
+    if let Some(record) = record {
+        snapshot["metadata"]["annotations"] = saved_pod::annotation(record);
+    }
     plan.step(Area::Pod, Action::CreateSnapshot(snapshot));
     says_saving(message)
 }
@@ -323,23 +402,4 @@ fn name_taken(plan: &mut Plan, name: &str) -> Shown {
         "SandboxSnapshot {name:?} exists and is not of this Sandbox's Pod; delete it to go on"
     );
     says(conditions::HIBERNATED, hibernated::SAVE_FAILED, message)
-}
-
-fn suspend_snapshot(desired: &Desired<'_>, pod: &Pod, node: &str) -> Value {
-    let uid = pod.uid().unwrap_or_default();
-    json!({
-        "apiVersion": "torpor.dev/v1alpha1",
-        "kind": "SandboxSnapshot",
-        "metadata": {
-            "name": suspend_snapshot_name(&desired.name, &uid),
-            "namespace": desired.namespace,
-            "ownerReferences": [owner_reference(desired.sandbox)],
-        },
-        "spec": {
-            "sandboxName": desired.name,
-            "podUID": uid,
-            "nodeName": node,
-            "reason": "Suspend",
-        },
-    })
 }

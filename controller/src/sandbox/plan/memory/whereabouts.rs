@@ -13,6 +13,7 @@ use torpor_api::{
 
 use super::{
     super::{AT_ONCE, Plan, Shown},
+    origin::node_of_image,
     says, shown_before,
 };
 use crate::sandbox::{dereference::Observed, validate::Desired};
@@ -22,8 +23,8 @@ pub(super) const LOOK_FOR_NODE: Duration = Duration::from_secs(60);
 
 /// How long a node is waited for before memory that lies there is given up, where that is what the user wants: a machine that leaves the cluster for a moment, and an agent whose
 /// SandboxNode was deleted, are back by then.
-const GIVEN_UP_AFTER: SignedDuration = SignedDuration::from_secs(60);
-const LOOK_SOON: Duration = Duration::from_secs(10);
+pub(super) const GIVEN_UP_AFTER: SignedDuration = SignedDuration::from_secs(60);
+pub(super) const LOOK_SOON: Duration = Duration::from_secs(10);
 
 /// Why nothing can be had of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,7 +37,7 @@ pub(super) enum Lost {
 
 impl Lost {
     /// To stand behind the node's name.
-    fn clause(self) -> &'static str {
+    pub(super) fn clause(self) -> &'static str {
         match self {
             Self::Gone => "which is gone from the cluster",
             Self::NoAgent => "from which no agent of Torpor reports",
@@ -66,7 +67,17 @@ pub(super) fn cold_start() -> String {
 
 /// Whether nothing can be had of the node of an image.
 pub(super) fn lost(observed: &Observed, snapshot: &SandboxSnapshot) -> Option<Lost> {
-    let name = snapshot.status.as_ref()?.node_name.as_ref()?;
+    lost_by_name(observed, node_of_image(observed, snapshot)?)
+}
+
+/// Whether nothing can be had of a node that is asked for memory, or nothing was heard of its agent for too long.
+pub(super) fn lost_node(observed: &Observed, name: &str, now: Timestamp) -> Option<Lost> {
+    let node = observed.nodes.get(name);
+    let is_silent = node.is_some_and(|node| node.is_silent(now));
+    lost_by_name(observed, name).or(is_silent.then_some(Lost::NoAgent))
+}
+
+fn lost_by_name(observed: &Observed, name: &str) -> Option<Lost> {
     if observed.gone_nodes.contains(name) {
         return Some(Lost::Gone);
     }
@@ -77,7 +88,7 @@ pub(super) fn lost(observed: &Observed, snapshot: &SandboxSnapshot) -> Option<Lo
 }
 
 /// What the Sandbox says of its restore, if that is that it is not there.
-fn told<'a>(desired: &'a Desired<'a>) -> Option<&'a Condition> {
+pub(super) fn told<'a>(desired: &'a Desired<'a>) -> Option<&'a Condition> {
     let before = shown_before(desired.sandbox, conditions::RESTORED);
     before.filter(|restored| restored.status == "False")
 }
@@ -111,14 +122,12 @@ pub(super) fn await_node(plan: &mut Plan, desired: &Desired<'_>, why: &str) {
     plan.look_again(LOOK_SOON);
 }
 
-fn node_of(snapshot: &SandboxSnapshot) -> &str {
-    let status = snapshot.status.as_ref();
-    let node = status.and_then(|status| status.node_name.as_deref());
-    node.unwrap_or_default()
+fn node_of<'a>(observed: &'a Observed, snapshot: &'a SandboxSnapshot) -> &'a str {
+    node_of_image(observed, snapshot).map_or("", String::as_str)
 }
 
 /// An image whose node is lost.
-pub(super) fn out_of_reach(snapshot: &SandboxSnapshot, lost: Lost) -> String {
+pub(super) fn out_of_reach(observed: &Observed, snapshot: &SandboxSnapshot, lost: Lost) -> String {
     let verb = match snapshot.is_missing() {
         true => "was missing",
         false => "is",
@@ -126,7 +135,7 @@ pub(super) fn out_of_reach(snapshot: &SandboxSnapshot, lost: Lost) -> String {
     format!(
         "The image of SandboxSnapshot {:?} {verb} on node {:?}, {}",
         snapshot.name_any(),
-        node_of(snapshot),
+        node_of(observed, snapshot),
         lost.clause()
     )
 }
@@ -134,11 +143,15 @@ pub(super) fn out_of_reach(snapshot: &SandboxSnapshot, lost: Lost) -> String {
 /// Where an image should be that cannot be found.
 pub(super) fn image_missing(observed: &Observed, snapshot: &SandboxSnapshot) -> String {
     match lost(observed, snapshot) {
-        Some(lost) => format!("{}. {}", out_of_reach(snapshot, lost), lost.remedy()),
+        Some(lost) => format!(
+            "{}. {}",
+            out_of_reach(observed, snapshot, lost),
+            lost.remedy()
+        ),
         None => format!(
             "The image of SandboxSnapshot {:?} is not on node {:?}, and is waited for (a disk that is not mounted, a directory with another name)",
             snapshot.name_any(),
-            node_of(snapshot)
+            node_of(observed, snapshot)
         ),
     }
 }
@@ -147,7 +160,7 @@ pub(super) fn kept_in(observed: &Observed, snapshot: &SandboxSnapshot) -> Shown 
     let place = format!(
         "Memory is kept in SandboxSnapshot {:?} on node {:?}",
         snapshot.name_any(),
-        node_of(snapshot)
+        node_of(observed, snapshot)
     );
     let message = match lost(observed, snapshot) {
         Some(lost) => format!("{place}, {}. {}", lost.clause(), lost.remedy()),

@@ -1,0 +1,527 @@
+//! Random schedules of Suspend and resume: one controller or two, whose passes are let on one call at a time, that see the world late, that
+//! are refused or not told what became of a write, and that die between any two calls; a user that suspends and resumes; drains; and a node
+//! whose agent sleeps, saves, wakes and reports when the schedule says so. A call takes less time than a Pod takes to start or to end.
+//! Whatever the order: no memory that is in an image is lost, none is
+//! used twice or out of turn, there are never two Pods, and in the end the Sandbox is as asked.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use jiff::{SignedDuration, Timestamp};
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use torpor_controller::sandbox;
+
+use crate::{
+    apiserver::{Apiserver, Fault, FaultAnswer},
+    cluster::{is_going, name, said},
+    objects::{
+        NS, committed, condition, mode, ready_pod, runtime_class, sandbox_node, torpor_sandbox,
+    },
+    schedules::{Process, cases, quiet, uid},
+    sync,
+};
+
+#[derive(Clone, Debug)]
+enum Event {
+    /// A controller's watches deliver.
+    Sync(usize),
+    Pass(usize),
+    /// The next call of a controller goes through.
+    Step(usize),
+    /// So do the next few.
+    Steps(usize),
+    Crash(usize),
+    Mode(&'static str),
+    /// The kubelet starts a Pod.
+    Starts,
+    /// The kubelet lets go of a Pod that is being deleted.
+    Ends,
+    /// The agent does what it is asked for.
+    Agent,
+    /// The sandbox falls asleep by itself.
+    Sleeps,
+    /// Somebody calls it.
+    Wakes,
+    /// A drain evicts the Pod.
+    Evicted,
+    /// The agent reports.
+    Reports,
+    /// Everybody is quick for once, so that the schedule gets somewhere.
+    Progress(usize),
+    Fault(&'static str, &'static str, FaultAnswer),
+}
+
+fn event(controllers: usize) -> impl Strategy<Value = Event> {
+    let who = move || 0..controllers;
+    let write = prop::sample::select(vec![
+        ("create", "pods"),
+        ("delete", "pods"),
+        ("create", "sandboxsnapshots"),
+        ("delete", "sandboxsnapshots"),
+        ("patch", "sandboxsnapshots"),
+        ("patch", "sandboxes"),
+        ("patch status", "sandboxes"),
+    ]);
+    let answer = prop::sample::select(vec![
+        FaultAnswer::Refuse(500),
+        FaultAnswer::Refuse(409),
+        FaultAnswer::TooLate,
+    ]);
+    let modes = prop::sample::select(vec!["Running", "Suspended"]);
+    prop_oneof![
+        8 => who().prop_map(Event::Sync),
+        12 => who().prop_map(Event::Pass),
+        20 => who().prop_map(Event::Step),
+        8 => who().prop_map(Event::Steps),
+        2 => who().prop_map(Event::Crash),
+        6 => modes.prop_map(Event::Mode),
+        4 => Just(Event::Starts),
+        4 => Just(Event::Ends),
+        8 => Just(Event::Agent),
+        3 => Just(Event::Sleeps),
+        2 => Just(Event::Wakes),
+        2 => Just(Event::Evicted),
+        3 => Just(Event::Reports),
+        4 => who().prop_map(Event::Progress),
+        2 => (write, answer)
+            .prop_map(|((verb, kind), answer)| Event::Fault(verb, kind, answer)),
+    ]
+}
+
+/// A sandbox on the node.
+struct Live {
+    state: u64,
+    /// It went on from an image.
+    resumed: bool,
+    asleep: bool,
+}
+
+/// An image on the node's disk, by the UID of its Pod.
+struct Image {
+    state: u64,
+    /// Some Pod went on from it.
+    used: bool,
+}
+
+/// The node: its kubelet, its agent, and what is true of its sandboxes.
+struct Node {
+    api: Apiserver,
+    live: BTreeMap<String, Live>,
+    images: BTreeMap<String, Image>,
+    /// State of the sandbox while it is in an image and nowhere else.
+    owed: Option<u64>,
+    states: u64,
+}
+
+impl Node {
+    fn new_state(&mut self) -> u64 {
+        self.states += 1;
+        self.states
+    }
+
+    fn pod(&self) -> Option<Value> {
+        let all = self.api.list("pods");
+        assert!(all.len() <= 1, "two Pods: {all:#?}");
+        all.into_iter().next()
+    }
+
+    fn pod_says(&self, said: Value) {
+        let pod = self.pod().expect("it speaks of a Pod");
+        let mut all = pod["status"]["conditions"]
+            .as_array()
+            .cloned()
+            .unwrap_or_default();
+        all.retain(|other| other["type"] != said["type"]);
+        all.push(said);
+        self.api.edit(
+            "pods",
+            NS,
+            name(&pod),
+            &json!({"status": {"conditions": all}}),
+        );
+    }
+
+    fn starts(&mut self) {
+        let Some(pod) = self.pod().filter(|pod| !is_going(pod)) else {
+            return;
+        };
+        if pod["status"]["phase"] != "Pending" || said(&pod, "torpor.dev/Restored").is_some() {
+            return;
+        }
+        assert!(self.live.is_empty(), "two live sandboxes");
+        let from = pod["metadata"]["annotations"]["torpor.dev/restore-image"].as_str();
+        let state = match from {
+            None => {
+                assert_eq!(self.owed, None, "memory is lost: started cold: {pod:#}");
+                self.new_state()
+            }
+            Some(image) => {
+                let image = self.images.get_mut(image.trim_end_matches(".1"));
+                let Some(image) = image.filter(|image| !image.used) else {
+                    let stale = condition("torpor.dev/Restored", "False", "ImageStale", "used");
+                    return self.pod_says(stale);
+                };
+                assert_eq!(self.owed, Some(image.state), "an older state");
+                image.used = true;
+                self.owed = None;
+                image.state
+            }
+        };
+        let live = Live {
+            state,
+            resumed: from.is_some(),
+            asleep: false,
+        };
+        self.live.insert(uid(&pod).to_owned(), live);
+        self.api.edit("pods", NS, name(&pod), &ready_pod("n1"));
+    }
+
+    fn ends(&mut self) {
+        let Some(pod) = self.pod().filter(is_going) else {
+            return;
+        };
+        let of = uid(&pod).to_owned();
+        let is_evicted = said(&pod, "DisruptionTarget").is_some();
+        self.api.remove("pods", NS, name(&pod));
+        self.live.remove(&of);
+        let snapshots = self.api.list("sandboxsnapshots");
+        let is_kept = snapshots
+            .iter()
+            .any(|one| one["spec"]["podUID"] == of.as_str());
+        if !is_evicted && !is_kept {
+            self.discard(&of);
+        }
+    }
+
+    /// Removes an image, which nobody may need any more.
+    fn discard(&mut self, of: &str) {
+        if let Some(image) = self.images.remove(of) {
+            let is_owed = !image.used && self.owed == Some(image.state);
+            assert!(!is_owed, "the only copy of a memory was removed");
+        }
+    }
+
+    /// The Pod whose sandbox is on the node, unless it ends.
+    fn staying(&self) -> Option<(Value, String)> {
+        let pod = self.pod().filter(|pod| !is_going(pod))?;
+        let of = uid(&pod).to_owned();
+        self.live.contains_key(&of).then_some((pod, of))
+    }
+
+    fn falls_asleep(&mut self, of: &str) {
+        let live = self.live.get_mut(of).unwrap();
+        if live.asleep {
+            return;
+        }
+        live.asleep = true;
+        self.owed = Some(live.state);
+        let image = Image {
+            state: live.state,
+            used: false,
+        };
+        self.images.insert(of.to_owned(), image);
+        self.pod_says(condition("torpor.dev/Hibernated", "True", "Hibernated", ""));
+        self.reports();
+    }
+
+    fn wakes(&mut self, of: &str) {
+        let state = self.new_state();
+        let live = self.live.get_mut(of).unwrap();
+        if !live.asleep {
+            return;
+        }
+        live.asleep = false;
+        live.state = state;
+        self.owed = None;
+        self.images.remove(of);
+        self.pod_says(condition("torpor.dev/Hibernated", "False", "Awake", ""));
+        self.reports();
+    }
+
+    fn wakes_by_itself(&mut self) {
+        let Some((_, of)) = self.staying() else {
+            return;
+        };
+        let snapshots = self.api.list("sandboxsnapshots");
+        let is_wanted_asleep = snapshots
+            .iter()
+            .any(|one| one["spec"]["podUID"] == of.as_str());
+        if !is_wanted_asleep {
+            self.wakes(&of);
+        }
+    }
+
+    fn is_evicted(&self) {
+        if let Some(pod) = self.pod().filter(|pod| !is_going(pod)) {
+            self.pod_says(condition(
+                "DisruptionTarget",
+                "True",
+                "EvictionByEvictionAPI",
+                "",
+            ));
+            self.api.delete("pods", NS, name(&pod));
+        }
+    }
+
+    /// A report is later than a question that stands in the Sandbox' status already.
+    fn reports(&self) {
+        let sandbox = self.api.get("sandboxes", NS, "s").unwrap();
+        let asked = said(&sandbox, "Restored").is_some_and(|said| said.1 == "AskingNode");
+        let at = Timestamp::now() + SignedDuration::from_secs(if asked { 2 } else { 0 });
+        let unused = self.images.iter().filter(|(_, image)| !image.used);
+        let list: Vec<Value> = unused
+            .map(|(of, _)| json!({"podUID": of, "imageID": format!("{of}.1")}))
+            .collect();
+        let report = json!({"status": {"heartbeatTime": at.to_string(), "sandboxes": list}});
+        self.api.edit("sandboxnodes", "", "n1", &report);
+    }
+
+    fn agent(&mut self) {
+        for snapshot in self.api.list("sandboxsnapshots") {
+            let of = snapshot["spec"]["podUID"].as_str().unwrap().to_owned();
+            let is_committed = said(&snapshot, "Committed").is_some_and(|said| said.0 == "True");
+            if is_going(&snapshot) {
+                self.is_deleted(&snapshot, &of);
+            } else if is_committed {
+                self.is_kept(&snapshot, &of);
+            } else {
+                self.is_asked(&snapshot, &of);
+            }
+        }
+        if let Some((pod, _)) = self.staying()
+            && pod["metadata"]["annotations"]
+                .get("torpor.dev/restore-image")
+                .is_some()
+        {
+            self.pod_says(condition("torpor.dev/Restored", "True", "Restored", ""));
+        }
+    }
+
+    fn is_deleted(&mut self, snapshot: &Value, of: &str) {
+        if self.staying().is_some_and(|(_, staying)| staying == of) {
+            self.wakes(of);
+        } else {
+            self.discard(of);
+        }
+        let gone = json!({"metadata": {"finalizers": []}});
+        self.api.edit("sandboxsnapshots", NS, name(snapshot), &gone);
+    }
+
+    fn is_kept(&self, snapshot: &Value, of: &str) {
+        if said(snapshot, "Consumed").is_some()
+            || !self.images.get(of).is_some_and(|image| image.used)
+        {
+            return;
+        }
+        let mut all = snapshot["status"]["conditions"]
+            .as_array()
+            .cloned()
+            .unwrap();
+        all.push(condition("Consumed", "True", "Resumed", ""));
+        let by = self.pod().map(|pod| uid(&pod).to_owned());
+        let used = json!({"status": {"conditions": all, "consumedByPodUID": by}});
+        self.api.edit("sandboxsnapshots", NS, name(snapshot), &used);
+    }
+
+    fn is_asked(&mut self, snapshot: &Value, of: &str) {
+        let pod = self.pod().filter(|pod| uid(pod) == of);
+        match &pod {
+            Some(pod) if !is_going(pod) && self.live.contains_key(of) => self.falls_asleep(of),
+            // It is not on the node yet, or ends awake.
+            Some(_) if !self.images.contains_key(of) => return,
+            _ => {}
+        }
+        let answer = match self.images.get(of) {
+            Some(image) if !image.used => committed(&format!("{of}.1"), "n1"),
+            _ => json!({
+                "metadata": {"finalizers": ["torpor.dev/image"]},
+                "status": {"nodeName": "n1", "conditions": [
+                    condition("Committed", "False", "SandboxNotFound", "no image"),
+                ]},
+            }),
+        };
+        self.api
+            .edit("sandboxsnapshots", NS, name(snapshot), &answer);
+    }
+}
+
+struct Run {
+    node: Node,
+    processes: Vec<Process>,
+}
+
+impl Run {
+    fn new(controllers: usize) -> Self {
+        let api = Apiserver::with_clock();
+        api.create("runtimeclasses", runtime_class());
+        api.create("sandboxnodes", sandbox_node("n1"));
+        api.create("nodes", json!({"metadata": {"name": "n1"}}));
+        api.create("sandboxes", torpor_sandbox(json!({})));
+        let processes: Vec<Process> = (0..controllers).map(|_| Process::start(&api)).collect();
+        for process in &processes {
+            sync::all(&api, &process.context);
+        }
+        let node = Node {
+            api,
+            live: BTreeMap::new(),
+            images: BTreeMap::new(),
+            owed: None,
+            states: 0,
+        };
+        Self { node, processes }
+    }
+
+    async fn play(&mut self, event: &Event) {
+        let api = self.node.api.clone();
+        match *event {
+            Event::Sync(who) => sync::all(&api, &self.processes[who].context),
+            Event::Pass(who) => self.pass(who).await,
+            Event::Step(who) => self.step(who).await,
+            Event::Steps(who) => {
+                for _ in 0..4 {
+                    self.step(who).await;
+                }
+            }
+            Event::Crash(who) => {
+                self.processes[who].crash(&api);
+                sync::all(&api, &self.processes[who].context);
+            }
+            Event::Mode(to) => {
+                let generation = &api.get("sandboxes", NS, "s").unwrap()["metadata"]["generation"];
+                let next = json!({"metadata": {"generation": generation.as_u64().unwrap() + 1}});
+                api.edit("sandboxes", NS, "s", &mode(to));
+                api.edit("sandboxes", NS, "s", &next);
+            }
+            Event::Starts => {
+                self.finish().await;
+                self.node.starts();
+            }
+            Event::Ends => {
+                self.finish().await;
+                self.node.ends();
+            }
+            Event::Agent => self.node.agent(),
+            Event::Sleeps => {
+                if let Some((_, of)) = self.node.staying() {
+                    self.node.falls_asleep(&of);
+                }
+            }
+            Event::Wakes => self.node.wakes_by_itself(),
+            Event::Evicted => self.node.is_evicted(),
+            Event::Reports => self.node.reports(),
+            Event::Progress(who) => self.progress(who).await,
+            Event::Fault(verb, kind, answer) => api.fail(Fault { verb, kind, answer }),
+        }
+    }
+
+    async fn pass(&mut self, who: usize) {
+        let process = &mut self.processes[who];
+        let Some(found) = process.context.caches.sandboxes.get(NS, "s") else {
+            return;
+        };
+        let context = Arc::clone(&process.context);
+        process.pass("s".to_owned(), async move {
+            let _ = sandbox::reconcile(found, context).await;
+        });
+        quiet().await;
+    }
+
+    /// One call of a controller. It deletes no Pod whose sandbox is awake and is known to run, nor one that went on from an image.
+    async fn step(&mut self, who: usize) {
+        let before = self.node.pod().filter(|pod| !is_going(pod));
+        self.processes[who].step().await;
+        let Some(before) = before else { return };
+        let goes = self.node.pod().is_none_or(|pod| is_going(&pod));
+        let Some(live) = self.node.live.get(uid(&before)).filter(|_| goes) else {
+            return;
+        };
+        let seen = self.processes[who]
+            .context
+            .caches
+            .pods
+            .get(NS, name(&before));
+        let seen_running = seen
+            .and_then(|pod| pod.status.as_ref()?.phase.clone())
+            .is_some_and(|phase| phase == "Running");
+        let has_memory = live.resumed || seen_running;
+        assert!(
+            live.asleep || !has_memory,
+            "a Pod was deleted awake: {before:#}"
+        );
+    }
+
+    /// Passes that are under way come to their end.
+    async fn finish(&mut self) {
+        for who in 0..self.processes.len() {
+            while self.processes[who].is_busy() {
+                self.step(who).await;
+            }
+        }
+    }
+
+    async fn progress(&mut self, who: usize) {
+        for _ in 0..2 {
+            self.finish().await;
+            sync::all(&self.node.api, &self.processes[who].context);
+            self.pass(who).await;
+            self.finish().await;
+            self.node.starts();
+            self.node.agent();
+            self.node.ends();
+        }
+    }
+
+    /// No more crashes and nobody late: everything comes to rest as it was asked for.
+    async fn wind_down(&mut self) {
+        let api = self.node.api.clone();
+        api.forget_faults();
+        for process in &mut self.processes {
+            process.crash(&api);
+        }
+        for _ in 0..12 {
+            self.progress(0).await;
+            self.node.reports();
+        }
+        let sandbox = api.get("sandboxes", NS, "s").unwrap();
+        let runs = self
+            .node
+            .pod()
+            .is_some_and(|pod| self.node.live.contains_key(uid(&pod)));
+        let wanted = sandbox["spec"]["operatingMode"] == "Running";
+        assert_eq!(runs, wanted, "{sandbox:#}");
+        assert_eq!(self.node.pod().is_some(), wanted, "{sandbox:#}");
+    }
+}
+
+fn play(controllers: usize, events: &[Event]) {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
+    runtime.block_on(async {
+        let mut run = Run::new(controllers);
+        run.play(&Event::Progress(0)).await;
+        for event in events {
+            run.play(event).await;
+        }
+        run.wind_down().await;
+    });
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: cases(), ..ProptestConfig::default() })]
+
+    #[test]
+    fn one_controller_that_dies_at_any_call_loses_no_memory_and_uses_none_twice(
+        events in prop::collection::vec(event(1), 1..100)
+    ) {
+        play(1, &events);
+    }
+
+    #[test]
+    fn two_controllers_at_once_lose_no_memory_and_use_none_twice(
+        events in prop::collection::vec(event(2), 1..120)
+    ) {
+        play(2, &events);
+    }
+}
