@@ -358,7 +358,7 @@ async fn delete_pod(
     failed: impl Fn(&str, &calls::Error) -> Failure,
 ) -> Outcome {
     if let Some(image) = image
-        && let Err(outcome) = check_image(api, namespace, image).await
+        && let Err(outcome) = claim_image(api, namespace, image).await
     {
         return outcome;
     }
@@ -373,7 +373,11 @@ async fn delete_pod(
 }
 
 /// Asks the apiserver itself whether an image is still what the plan took it for. The caches may be behind by exactly the write that matters.
-async fn check_image(api: &Apiserver, namespace: &str, fence: &ImageFence) -> Result<(), Outcome> {
+async fn check_image(
+    api: &Apiserver,
+    namespace: &str,
+    fence: &ImageFence,
+) -> Result<SandboxSnapshot, Outcome> {
     let found = api
         .get::<SandboxSnapshot>(namespace, &fence.name)
         .await
@@ -388,9 +392,33 @@ async fn check_image(api: &Apiserver, namespace: &str, fence: &ImageFence) -> Re
         && fence.node.as_ref().is_none_or(|node| told == Some(node))
         && (fence.use_of == ImageUse::Copy || !snapshot.is_consumed());
     if usable {
-        Ok(())
+        Ok(snapshot)
     } else {
         Err(Outcome::Surprise(Fact::Snapshot(Arc::new(snapshot))))
+    }
+}
+
+/// Makes certain that an image may take the place of its Pod, and that nobody takes that back: whoever deletes the snapshot for the Pod's
+/// sake does so only as long as this is not written.
+async fn claim_image(api: &Apiserver, namespace: &str, fence: &ImageFence) -> Result<(), Outcome> {
+    let snapshot = check_image(api, namespace, fence).await?;
+    if snapshot
+        .annotations()
+        .contains_key(annotations::REPLACES_POD)
+    {
+        return Ok(());
+    }
+    let patch = json!({"metadata": {
+        "resourceVersion": snapshot.resource_version(),
+        "annotations": {annotations::REPLACES_POD: "true"},
+    }});
+    let written = api.patch::<SandboxSnapshot>(namespace, &fence.name, &patch);
+    match written.await {
+        Ok(_) => Ok(()),
+        Err(error) if matches!(error.answer(), Answer::Conflict | Answer::NotFound) => {
+            Err(observe_snapshot(api, namespace, &fence.name).await)
+        }
+        Err(error) => Err(Outcome::Unknown(error)),
     }
 }
 
@@ -404,7 +432,11 @@ async fn delete_snapshot(
     let resource_version = match fence {
         SnapshotFence::Stale => None,
         SnapshotFence::Unchanged { resource_version } => Some(resource_version.as_str()),
-        SnapshotFence::PodAlive { name: pod, uid } => {
+        SnapshotFence::PodAlive {
+            name: pod,
+            uid,
+            resource_version,
+        } => {
             match api.get::<Pod>(namespace, pod).await {
                 Err(error) => return Outcome::Unknown(error),
                 Ok(None) => return Outcome::Surprise(Fact::NoPod(pod.clone())),
@@ -416,7 +448,7 @@ async fn delete_snapshot(
                     }
                 }
             }
-            None
+            Some(resource_version.as_str())
         }
     };
     match deleted(

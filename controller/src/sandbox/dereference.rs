@@ -35,6 +35,8 @@ pub struct Observed {
     pub snapshots: BTreeMap<String, Arc<SandboxSnapshot>>,
     /// What is recorded of the Pods whose memory they hold, by the snapshot's name.
     pub saved_pods: BTreeMap<String, PodRecord>,
+    /// The apiserver was asked for the Sandbox itself.
+    pub sandbox_is_certain: bool,
     /// The apiserver was asked for the snapshots itself.
     pub snapshots_are_certain: bool,
     /// What the nodes of the Pods and snapshots report, by name.
@@ -146,6 +148,9 @@ pub async fn gather_memory(
     caches: &Caches,
     api: &Apiserver,
 ) -> Result<(), calls::Error> {
+    if super::plan::asks_for_sandbox(observed) {
+        ask_for_sandbox(observed, api).await?;
+    }
     if super::plan::asks_for_snapshots(observed) {
         ask_for_snapshots(observed, api).await?;
     }
@@ -155,6 +160,18 @@ pub async fn gather_memory(
             observed.gone_nodes.insert(node);
         }
     }
+    Ok(())
+}
+
+/// The watch of Sandboxes may be behind. One that was deleted, or made anew under its name, is the next pass's.
+async fn ask_for_sandbox(observed: &mut Observed, api: &Apiserver) -> Result<(), calls::Error> {
+    let known = Arc::clone(&observed.sandbox);
+    let namespace = known.namespace().unwrap_or_default();
+    let found = api.get::<Sandbox>(&namespace, &known.name_any()).await?;
+    if let Some(found) = found.filter(|found| found.uid() == known.uid()) {
+        observed.learn(Fact::Sandbox(Arc::new(found)));
+    }
+    observed.sandbox_is_certain = true;
     Ok(())
 }
 

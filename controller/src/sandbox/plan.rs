@@ -64,8 +64,13 @@ pub enum ImageUse {
 pub enum SnapshotFence {
     /// It is as it was when it was seen to be worthless: nobody has committed it meanwhile.
     Unchanged { resource_version: String },
-    /// Its Pod lives and is not being deleted, so that the memory is not lost with the image.
-    PodAlive { name: String, uid: String },
+    /// Its Pod lives and is not being deleted, so that the memory is not lost with the image; and nobody has begun to delete that Pod for
+    /// the snapshot's sake since the snapshot was seen.
+    PodAlive {
+        name: String,
+        uid: String,
+        resource_version: String,
+    },
     /// Nothing: the sandbox has gone on from it.
     Stale,
 }
@@ -371,6 +376,22 @@ pub fn asks_for_snapshots(observed: &Observed) -> bool {
         || said(conditions::HIBERNATED).is_some();
     may_have_slept
         && !observed.snapshots_are_certain
+        && sandbox.metadata.deletion_timestamp.is_none()
+        && sandbox.spec.operating_mode == torpor_api::OperatingMode::Running
+        && runtime_class_name(&sandbox.spec.pod_template.spec).is_some()
+        && !has_pod(observed)
+        && !memory::has_image(&validate(observed), observed)
+}
+
+/// Whether it has to be made certain what the Sandbox itself says before it starts without memory: a process whose watch is behind knows neither
+/// that it was suspended meanwhile nor that it slept.
+pub fn asks_for_sandbox(observed: &Observed) -> bool {
+    let sandbox = &*observed.sandbox;
+    // A new Sandbox has no Pod to remember.
+    let had_a_pod =
+        sandbox.status.is_some() && sandbox.annotations().contains_key(annotations::POD_NAME);
+    had_a_pod
+        && !observed.sandbox_is_certain
         && sandbox.metadata.deletion_timestamp.is_none()
         && sandbox.spec.operating_mode == torpor_api::OperatingMode::Running
         && runtime_class_name(&sandbox.spec.pod_template.spec).is_some()

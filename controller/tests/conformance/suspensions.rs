@@ -298,10 +298,11 @@ impl Node {
     }
 
     fn is_deleted(&mut self, snapshot: &Value, of: &str) {
-        if self.staying().is_some_and(|(_, staying)| staying == of) {
-            self.wakes(of);
-        } else {
-            self.discard(of);
+        match self.pod().filter(|pod| uid(pod) == of) {
+            Some(pod) if !is_going(&pod) && self.live.contains_key(of) => self.wakes(of),
+            // The image is that Pod's own as long as there is one.
+            Some(_) => {}
+            None => self.discard(of),
         }
         let gone = json!({"metadata": {"finalizers": []}});
         self.api.edit("sandboxsnapshots", NS, name(snapshot), &gone);

@@ -231,7 +231,7 @@ fn a_pod_that_runs_again_has_its_snapshot_deleted_only_while_it_lives() {
     );
     assert_eq!(
         actions(&alive),
-        ["delete snapshot, PodAlive { name: \"s\", uid: \"u-p\" }"]
+        ["delete snapshot, PodAlive { name: \"s\", uid: \"u-p\", resource_version: \"7\" }"]
     );
     let going = pod(json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}));
     let going = plan(

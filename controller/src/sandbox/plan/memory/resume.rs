@@ -435,13 +435,26 @@ fn cancel_suspension(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed
     };
     // A Pod that ends takes its memory along; then the image is what is left, and the next Pod continues from it.
     let ends = is_terminating(pod) || matches!(phase(pod), "Succeeded" | "Failed");
-    if !ends && !is_deleting(snapshot) {
-        let fence = SnapshotFence::PodAlive {
-            name: pod.name_any(),
-            uid,
-        };
-        plan.step(Area::Pod, delete_snapshot(snapshot, fence));
+    if ends || is_deleting(snapshot) {
+        return;
     }
+    if snapshot
+        .annotations()
+        .contains_key(annotations::REPLACES_POD)
+    {
+        // Somebody may be about to delete the Pod: the next one continues from the image.
+        if is_resumable(snapshot) && snapshot.is_committed() {
+            let image = fence(observed, snapshot, ImageUse::OnlyCopy);
+            plan.step(Area::Pod, delete_pod(pod, Some(image)));
+        }
+        return;
+    }
+    let fence = SnapshotFence::PodAlive {
+        name: pod.name_any(),
+        uid,
+        resource_version: snapshot.resource_version().unwrap_or_default(),
+    };
+    plan.step(Area::Pod, delete_snapshot(snapshot, fence));
 }
 
 /// The snapshot that a Pod was made to continue from.
