@@ -152,8 +152,14 @@ async fn execute(area: Area, action: &Action, sandbox: &Sandbox, api: &Apiserver
             }
             Err(error) => refused(error, |e| failed("failed to patch pod", e)),
         },
-        Action::DeletePod { name, uid, image } => {
-            delete_pod(api, ns, (name, uid), image.as_ref(), failed).await
+        Action::DeletePod {
+            name,
+            uid,
+            resource_version,
+            image,
+        } => {
+            let version = resource_version.as_deref();
+            delete_pod(api, ns, (name, uid, version), image.as_ref(), failed).await
         }
         Action::CreateService(service) => {
             let created = api.create::<Service>(ns, service.clone()).await;
@@ -353,7 +359,7 @@ async fn create_pod(
 async fn delete_pod(
     api: &Apiserver,
     namespace: &str,
-    (name, uid): (&str, &str),
+    (name, uid, resource_version): (&str, &str, Option<&str>),
     image: Option<&ImageFence>,
     failed: impl Fn(&str, &calls::Error) -> Failure,
 ) -> Outcome {
@@ -362,7 +368,10 @@ async fn delete_pod(
     {
         return outcome;
     }
-    match api.delete::<Pod>(namespace, name, uid, None).await {
+    match api
+        .delete::<Pod>(namespace, name, uid, resource_version)
+        .await
+    {
         // It is shown until it is really gone; the watch tells.
         Ok(()) => Outcome::Done(None),
         Err(error) if matches!(error.answer(), Answer::NotFound | Answer::Conflict) => {

@@ -102,6 +102,8 @@ pub enum Action {
     DeletePod {
         name: String,
         uid: String,
+        /// Version of the Pod that is meant, where it goes because it has no memory: it may have been restored since it was seen.
+        resource_version: Option<String>,
         image: Option<ImageFence>,
     },
     CreateService(Value),
@@ -341,7 +343,18 @@ fn delete_pod(pod: &Pod, image: Option<ImageFence>) -> Action {
     Action::DeletePod {
         name: pod.name_any(),
         uid: pod.uid().unwrap_or_default(),
+        resource_version: None,
         image,
+    }
+}
+
+/// Deletes a Pod that has no memory worth keeping, as long as it is as it was seen.
+fn delete_as_seen(pod: &Pod) -> Action {
+    Action::DeletePod {
+        name: pod.name_any(),
+        uid: pod.uid().unwrap_or_default(),
+        resource_version: pod.resource_version(),
+        image: None,
     }
 }
 

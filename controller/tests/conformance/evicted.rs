@@ -80,6 +80,23 @@ async fn a_sleeping_pod_that_is_evicted_leaves_its_image_to_the_next_pod(
 }
 
 #[tokio::test]
+async fn who_is_suspended_while_its_sleeping_pod_is_evicted_keeps_its_memory() {
+    let world = asleep("True", "Hibernated").await;
+    evict(&world);
+    world.edit_sandbox(&mode("Suspended"));
+    world.settle().await;
+    agent_says(&world, true);
+    world.settle().await;
+    world.pod_ends();
+    world.settle().await;
+    assert_eq!(world.condition("Hibernated").unwrap().0, "True");
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    let image = world.pod_annotation("torpor.dev/restore-image");
+    assert_eq!(image.as_deref(), Some("i.1"));
+}
+
+#[tokio::test]
 async fn what_keeps_the_image_of_an_evicted_pod_from_its_name_is_said_and_not_that_it_was_awake() {
     let world = asleep("True", "Hibernated").await;
     let name = format!("s-{}", &world.pod_uid()[..8]);

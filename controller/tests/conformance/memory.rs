@@ -64,7 +64,11 @@ async fn the_pod_stays_until_its_memory_is_committed() {
     world.edit_snapshot(&name, &committed("i.1", "n1"));
     assert_eq!(
         world.writes_of_a_pass().await,
-        ["patch sandboxsnapshots", "delete pods", "patch status sandboxes"]
+        [
+            "patch sandboxsnapshots",
+            "delete pods",
+            "patch status sandboxes"
+        ]
     );
     world.settle().await;
     world.pod_ends();

@@ -181,6 +181,12 @@ impl Node {
             return;
         };
         let of = uid(&pod).to_owned();
+        // A Pod takes longer to end than its agent to hear of a snapshot that is deleted.
+        for snapshot in self.api.list("sandboxsnapshots") {
+            if is_going(&snapshot) && snapshot["spec"]["podUID"] == of.as_str() {
+                self.is_deleted(&snapshot, &of);
+            }
+        }
         let is_evicted = said(&pod, "DisruptionTarget").is_some();
         self.api.remove("pods", NS, name(&pod));
         self.live.remove(&of);
@@ -206,6 +212,12 @@ impl Node {
         let pod = self.pod().filter(|pod| !is_going(pod))?;
         let of = uid(&pod).to_owned();
         self.live.contains_key(&of).then_some((pod, of))
+    }
+
+    fn is_recorded(&self, of: &str) -> bool {
+        let sandbox = self.api.get("sandboxes", NS, "s").unwrap();
+        let record = sandbox["metadata"]["annotations"]["torpor.dev/last-pod"].as_str();
+        record.is_some_and(|record| record.contains(of))
     }
 
     fn falls_asleep(&mut self, of: &str) {
@@ -403,7 +415,10 @@ impl Run {
             }
             Event::Agent => self.node.agent(),
             Event::Sleeps => {
-                if let Some((_, of)) = self.node.staying() {
+                // The memory of a Pod that no controller has ever seen run is not looked for.
+                if let Some((_, of)) = self.node.staying()
+                    && self.node.is_recorded(&of)
+                {
                     self.node.falls_asleep(&of);
                 }
             }
@@ -502,6 +517,10 @@ fn play(controllers: usize, events: &[Event]) {
     runtime.block_on(async {
         let mut run = Run::new(controllers);
         run.play(&Event::Progress(0)).await;
+        // Every controller has seen the Sandbox run: a leader's first list is no older than its lease.
+        for who in 0..controllers {
+            run.play(&Event::Sync(who)).await;
+        }
         for event in events {
             run.play(event).await;
         }

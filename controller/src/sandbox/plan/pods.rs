@@ -46,6 +46,7 @@ fn suspended(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, now: T
         PodState::Ours(pod) => {
             plan.pod = Some(Arc::clone(pod));
             memory::suspend(plan, desired, observed, pod, now);
+            memory::record(plan, desired, observed, pod);
         }
         PodState::Unowned(pod) | PodState::Foreign(pod, _) => {
             plan.pod = Some(Arc::clone(pod));

@@ -14,19 +14,22 @@ use crate::{
     saved_pod,
 };
 
-/// Records the Pod of a Sandbox that is to run. A member of a pool is replaced and not brought back: its Pod is recorded once it
-/// is claimed.
+/// Records the Pod of a Sandbox, be it evicted already. A member of a pool is replaced and not brought back: its Pod is recorded once
+/// it is claimed.
 pub(in crate::sandbox::plan) fn record(
     plan: &mut Plan,
     desired: &Desired<'_>,
     observed: &Observed,
     pod: &Pod,
 ) {
-    if is_terminating(pod) {
-        // Whoever deletes a Pod without evicting it wants it gone.
-        if !evicted::is_evicted(pod) {
+    if is_terminating(pod) && !evicted::is_evicted(pod) {
+        // Whoever deletes the Pod of a Sandbox that is to run wants it gone.
+        if !desired.suspended {
             forget_record(plan, desired);
         }
+        return;
+    }
+    if plan.last_pod != LastPod::Keep {
         return;
     }
     let known = saved_pod::last_pod(desired.sandbox);

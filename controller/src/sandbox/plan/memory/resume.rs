@@ -14,7 +14,7 @@ use torpor_api::{
 use torpor_daemon::spans::LONGEST_CARRIER;
 
 use super::{
-    super::{Action, Area, ImageUse, Plan, Shown, SnapshotFence, delete_pod},
+    super::{Action, Area, ImageUse, Plan, Shown, SnapshotFence, delete_as_seen, delete_pod},
     capabilities, delete_snapshot, evicted, fence, image_missing, is_deleting, is_half_made,
     is_resumable, is_terminating, newest_resumable, node_of,
     origin::{record, trusted_node},
@@ -507,10 +507,10 @@ fn settle_restore(
     {
         // Somebody has continued from this image already. This Pod never ran; the next one starts cold.
         supersede(plan);
-        plan.step(Area::Pod, delete_pod(pod, None));
+        plan.step(Area::Pod, delete_as_seen(pod));
     } else if draft.status == "False" && policy_was_changed(desired, pod) {
         // The policy is read when the sandbox is made, so that a new Pod is needed for the new one.
-        plan.step(Area::Pod, delete_pod(pod, None));
+        plan.step(Area::Pod, delete_as_seen(pod));
     }
 }
 

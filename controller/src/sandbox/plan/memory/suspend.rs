@@ -15,7 +15,10 @@ use torpor_api::{
 };
 
 use super::{
-    super::{Action, Area, ImageUse, Plan, Shown, SnapshotFence, delete_pod, pods::patch_pod},
+    super::{
+        Action, Area, ImageUse, Plan, Shown, SnapshotFence, delete_as_seen, delete_pod,
+        pods::patch_pod,
+    },
     NOT_KEPT, capabilities, delete_snapshot, evicted, fence, is_deleting, is_terminating, kept_in,
     node_of,
     origin::mismatch,
@@ -61,11 +64,18 @@ pub(in crate::sandbox::plan) fn suspend(
     plan.memory.restored = Shown::Keep;
 }
 
-/// Upstream's suspend: the memory goes with the Pod.
+/// Upstream's suspend: the memory goes with the Pod, which is to have none worth keeping unless the user says so.
 fn stop(plan: &mut Plan, desired: &Desired<'_>, pod: &Pod) {
     forget_record(plan, desired);
     if !is_terminating(pod) {
-        plan.step(Area::Pod, delete_pod(pod, None));
+        let as_it_is = desired.settings.strategy() == SuspensionStrategy::Stop;
+        plan.step(
+            Area::Pod,
+            match as_it_is {
+                true => delete_pod(pod, None),
+                false => delete_as_seen(pod),
+            },
+        );
     }
 }
 
@@ -294,7 +304,8 @@ fn begin_hibernate(
     now: Timestamp,
 ) -> Shown {
     if is_terminating(pod) {
-        return Shown::Keep;
+        // One that is evicted in its sleep leaves its image.
+        return evicted::keep(plan, desired, observed, pod).unwrap_or(Shown::Keep);
     }
     let node = node_of(pod);
     let Some(node) = node.filter(|_| has_memory(plan, pod, now)) else {

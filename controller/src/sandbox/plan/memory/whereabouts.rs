@@ -74,7 +74,7 @@ pub(super) fn lost(observed: &Observed, snapshot: &SandboxSnapshot) -> Option<Lo
 pub(super) fn lost_node(observed: &Observed, name: &str, now: Timestamp) -> Option<Lost> {
     let node = observed.nodes.get(name);
     let is_silent = node.is_some_and(|node| node.is_silent(now));
-    lost_by_name(observed, name).or(is_silent.then_some(Lost::NoAgent))
+    lost_by_name(observed, name).or_else(|| is_silent.then_some(Lost::NoAgent))
 }
 
 fn lost_by_name(observed: &Observed, name: &str) -> Option<Lost> {
