@@ -103,8 +103,9 @@ pub const LAST_POD: &str = "torpor.dev/last-pod";
 /// from here. Agents cannot write it.
 pub const SAVED_POD: &str = "torpor.dev/saved-pod";
 
-/// On a SandboxSnapshot: its Pod is being deleted for its sake. From then on the sandbox goes on from the image, whatever its user wants meanwhile:
-/// of two controllers one cannot take back what the other relies on.
+/// On a SandboxSnapshot: its Pod is being deleted for its sake. From then on the sandbox goes on
+/// from the image, whatever its user wants meanwhile: of two controllers one cannot take back what
+/// the other relies on.
 pub const REPLACES_POD: &str = "torpor.dev/replaces-pod";
 
 /// Finalizer of a SandboxSnapshot: bytes of it may lie on a node.

@@ -1,7 +1,9 @@
-//! Leader election over a Lease, as client-go does it: whoever holds the lease renews it; who sees it not renewed for its whole duration takes it. No clocks are compared:
-//! what counts is how long *this* process has seen the same record.
+//! Leader election over a Lease, as client-go does it: whoever holds the lease renews it; who sees
+//! it not renewed for its whole duration takes it. No clocks are compared: what counts is how long
+//! *this* process has seen the same record.
 //!
-//! Losing the lease is fatal on purpose. The lease saves work, it is not what keeps the cluster right: every dangerous call is fenced by itself.
+//! Losing the lease is fatal on purpose. The lease saves work, it is not what keeps the cluster
+//! right: every dangerous call is fenced by itself.
 
 use std::time::Duration;
 
@@ -22,7 +24,8 @@ pub const LEASE_NAME: &str = torpor_api::install::CONTROLLER_LEASE;
 pub struct Timing {
     /// How long a lease lasts without being renewed.
     pub duration: Duration,
-    /// Time from a renewal within which the next one has to succeed, all tries together; shorter than `duration`.
+    /// Time from a renewal within which the next one has to succeed, all tries together; shorter
+    /// than `duration`.
     pub renew_deadline: Duration,
     /// How long to wait between tries.
     pub retry: Duration,
@@ -41,8 +44,9 @@ impl Default for Timing {
 impl Timing {
     /// Time that is left for tries to renew a lease; none once the leader has to stop.
     ///
-    /// `renewed` is when the request of the last renewal was sent. Another candidate sees the renewed record later than that, and
-    /// waits for `duration` from then on: it does not lead before this one has stopped.
+    /// `renewed` is when the request of the last renewal was sent. Another candidate sees the
+    /// renewed record later than that, and waits for `duration` from then on: it does not lead
+    /// before this one has stopped.
     fn left(&self, renewed: Instant, now: Instant) -> Option<Duration> {
         let since = now.saturating_duration_since(renewed);
         let left = self.renew_deadline.saturating_sub(since);
@@ -78,7 +82,8 @@ impl std::fmt::Debug for Candidate {
 }
 
 impl Candidate {
-    /// A candidate for the lease of a namespace. `identity` has to differ from that of every other candidate.
+    /// A candidate for the lease of a namespace. `identity` has to differ from that of every other
+    /// candidate.
     pub fn new(client: Client, namespace: &str, identity: String, timing: Timing) -> Self {
         Self {
             api: Api::namespaced(client, namespace),
@@ -173,7 +178,8 @@ impl Candidate {
     fn settled(written: Result<Lease, kube::Error>) -> Result<bool, Error> {
         match written {
             Ok(_) => Ok(true),
-            // Somebody wrote in between; perhaps an earlier write of ours whose answer was lost. The next look tells.
+            // Somebody wrote in between; perhaps an earlier write of ours whose answer was lost.
+            // The next look tells.
             Err(kube::Error::Api(status)) if status.is_conflict() || status.is_already_exists() => {
                 Err(Error::Raced)
             }

@@ -1,7 +1,9 @@
-//! No client required. Which Pod a SandboxSnapshot holds the memory of, by what the kubelet reported while it ran.
+//! No client required. Which Pod a SandboxSnapshot holds the memory of, by what the kubelet
+//! reported while it ran.
 //!
-//! The controller keeps it in annotations, which agents cannot write. The node and the container images of a restore come from
-//! here: an agent that was taken over can then draw no Pod of another node to itself.
+//! The controller keeps it in annotations, which agents cannot write. The node and the container
+//! images of a restore come from here: an agent that was taken over can then draw no Pod of another
+//! node to itself.
 
 use k8s_openapi::api::core::v1::Pod;
 use kube::{Resource, ResourceExt};
@@ -31,8 +33,9 @@ pub fn last_pod(sandbox: &Sandbox) -> Option<PodRecord> {
     read(sandbox, annotations::LAST_POD)
 }
 
-/// The Pod whose memory a snapshot holds: by the snapshot's own record, else by the Pod itself, else by the record of its Sandbox.
-/// `pods` are those of the namespace that may be it; `sandbox` is the Sandbox that the snapshot names.
+/// The Pod whose memory a snapshot holds: by the snapshot's own record, else by the Pod itself,
+/// else by the record of its Sandbox. `pods` are those of the namespace that may be it; `sandbox`
+/// is the Sandbox that the snapshot names.
 pub fn saved_pod<'a>(
     snapshot: &SandboxSnapshot,
     pods: impl IntoIterator<Item = &'a Pod>,
@@ -75,8 +78,9 @@ pub fn annotation(record: &PodRecord) -> Value {
     json!({annotations::SAVED_POD: record.to_annotation()})
 }
 
-/// Merge patch that records the last Pod on a Sandbox, or forgets it. It holds only for the version of the Sandbox that it was
-/// made from: a process that sees late must not put an earlier Pod in the place of a later one.
+/// Merge patch that records the last Pod on a Sandbox, or forgets it. It holds only for the version
+/// of the Sandbox that it was made from: a process that sees late must not put an earlier Pod in
+/// the place of a later one.
 pub fn last_pod_patch(sandbox: &Sandbox, record: Option<&PodRecord>) -> Value {
     let value = record.map(PodRecord::to_annotation);
     json!({"metadata": {

@@ -97,7 +97,8 @@ fn is_left_to_agent(snapshot: &SandboxSnapshot) -> bool {
     snapshot.is_committed() || snapshot.is_missing() || snapshot.is_told_by_agent()
 }
 
-/// Node that holds, or was to hold, the bytes: an agent's word counts only where nobody else says it.
+/// Node that holds, or was to hold, the bytes: an agent's word counts only where nobody else says
+/// it.
 fn node_of(snapshot: &SandboxSnapshot) -> Option<&String> {
     let status = snapshot.status.as_ref();
     let asked_for = snapshot.spec.node_name.as_ref();

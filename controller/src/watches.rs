@@ -477,8 +477,8 @@ fn trim_sandbox(sandbox: &mut Sandbox) {
     }
 }
 
-/// A SandboxNode without most of what its agent says of each sandbox: that grows with the node, and is for people. What stays is which
-/// Pods' memory lies in an image.
+/// A SandboxNode without most of what its agent says of each sandbox: that grows with the node, and
+/// is for people. What stays is which Pods' memory lies in an image.
 pub fn trim_node(node: &mut SandboxNode) {
     trim(node);
     if let Some(status) = &mut node.status {
@@ -560,3 +560,6 @@ fn trim_claim(claim: &mut PersistentVolumeClaim) {
     claim.spec = None;
     claim.status = None;
 }
+
+#[cfg(test)]
+mod tests;

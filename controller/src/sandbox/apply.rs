@@ -407,8 +407,8 @@ async fn check_image(
     }
 }
 
-/// Makes certain that an image may take the place of its Pod, and that nobody takes that back: whoever deletes the snapshot for the Pod's
-/// sake does so only as long as this is not written.
+/// Makes certain that an image may take the place of its Pod, and that nobody takes that back:
+/// whoever deletes the snapshot for the Pod's sake does so only as long as this is not written.
 async fn claim_image(api: &Apiserver, namespace: &str, fence: &ImageFence) -> Result<(), Outcome> {
     let snapshot = check_image(api, namespace, fence).await?;
     if snapshot

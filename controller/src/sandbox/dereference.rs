@@ -163,7 +163,8 @@ pub async fn gather_memory(
     Ok(())
 }
 
-/// The watch of Sandboxes may be behind. One that was deleted, or made anew under its name, is the next pass's.
+/// The watch of Sandboxes may be behind. One that was deleted, or made anew under its name, is the
+/// next pass's.
 async fn ask_for_sandbox(observed: &mut Observed, api: &Apiserver) -> Result<(), calls::Error> {
     let known = Arc::clone(&observed.sandbox);
     let namespace = known.namespace().unwrap_or_default();
@@ -188,7 +189,8 @@ async fn ask_for_snapshots(observed: &mut Observed, api: &Apiserver) -> Result<(
     Ok(())
 }
 
-/// Nodes that hold memory of the Sandbox, or may: those on which saved Pods ran, those that snapshots name, and that of the last Pod.
+/// Nodes that hold memory of the Sandbox, or may: those on which saved Pods ran, those that
+/// snapshots name, and that of the last Pod.
 pub(super) fn nodes_of_memory(observed: &Observed) -> BTreeSet<String> {
     let told = observed.snapshots.values().filter_map(|snapshot| {
         let status = snapshot.status.as_ref()?;
@@ -203,7 +205,8 @@ pub(super) fn nodes_of_memory(observed: &Observed) -> BTreeSet<String> {
     told.chain(homes).chain(last).collect()
 }
 
-/// What is recorded of the Pods of the snapshots: the snapshot that is copied is of another Sandbox.
+/// What is recorded of the Pods of the snapshots: the snapshot that is copied is of another
+/// Sandbox.
 fn gather_saved_pods(observed: &mut Observed, caches: &Caches) {
     let namespace = observed.sandbox.namespace().unwrap_or_default();
     let mut found = BTreeMap::new();

@@ -64,8 +64,8 @@ pub enum ImageUse {
 pub enum SnapshotFence {
     /// It is as it was when it was seen to be worthless: nobody has committed it meanwhile.
     Unchanged { resource_version: String },
-    /// Its Pod lives and is not being deleted, so that the memory is not lost with the image; and nobody has begun to delete that Pod for
-    /// the snapshot's sake since the snapshot was seen.
+    /// Its Pod lives and is not being deleted, so that the memory is not lost with the image; and
+    /// nobody has begun to delete that Pod for the snapshot's sake since the snapshot was seen.
     PodAlive {
         name: String,
         uid: String,
@@ -102,7 +102,8 @@ pub enum Action {
     DeletePod {
         name: String,
         uid: String,
-        /// Version of the Pod that is meant, where it goes because it has no memory: it may have been restored since it was seen.
+        /// Version of the Pod that is meant, where it goes because it has no memory: it may have
+        /// been restored since it was seen.
         resource_version: Option<String>,
         image: Option<ImageFence>,
     },
@@ -396,8 +397,8 @@ pub fn asks_for_snapshots(observed: &Observed) -> bool {
         && !memory::has_image(&validate(observed), observed)
 }
 
-/// Whether it has to be made certain what the Sandbox itself says before it starts without memory: a process whose watch is behind knows neither
-/// that it was suspended meanwhile nor that it slept.
+/// Whether it has to be made certain what the Sandbox itself says before it starts without memory:
+/// a process whose watch is behind knows neither that it was suspended meanwhile nor that it slept.
 pub fn asks_for_sandbox(observed: &Observed) -> bool {
     let sandbox = &*observed.sandbox;
     // A new Sandbox has no Pod to remember.

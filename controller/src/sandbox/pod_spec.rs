@@ -21,7 +21,8 @@ pub struct Memory {
     /// The user named the image, so that a used one is accepted.
     pub copy: bool,
     pub on_failure: OnRestoreFailure,
-    /// Names of the saved containers, each with the image reference that its kubelet reported, if that is recorded.
+    /// Names of the saved containers, each with the image reference that its kubelet reported, if
+    /// that is recorded.
     pub containers: Vec<(String, Option<String>)>,
     /// Names of the containers that had ended before.
     pub completed: Vec<String>,
@@ -32,8 +33,9 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// What to continue from, or `None` while the snapshot does not say where which image lies. The node and the container images are
-    /// never those of the status, which an agent writes. Without a record the images are those of the template.
+    /// What to continue from, or `None` while the snapshot does not say where which image lies. The
+    /// node and the container images are never those of the status, which an agent writes. Without
+    /// a record the images are those of the template.
     pub fn of(
         snapshot: &SandboxSnapshot,
         node: &str,

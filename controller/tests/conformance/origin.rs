@@ -1,5 +1,5 @@
-//! Which node may speak for an image: only that on which the saved Pod ran. An agent that was taken over writes what it likes into the
-//! status of a SandboxSnapshot.
+//! Which node may speak for an image: only that on which the saved Pod ran. An agent that was taken
+//! over writes what it likes into the status of a SandboxSnapshot.
 
 use rstest::rstest;
 use serde_json::{Value, json};

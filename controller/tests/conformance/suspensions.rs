@@ -1,7 +1,8 @@
-//! Random schedules of Suspend and resume: one controller or two, whose passes are let on one call at a time, that see the world late, that
-//! are refused or not told what became of a write, and that die between any two calls; a user that suspends and resumes; drains; and a node
-//! whose agent sleeps, saves, wakes and reports when the schedule says so. A call takes less time than a Pod takes to start or to end.
-//! Whatever the order: no memory that is in an image is lost, none is
+//! Random schedules of Suspend and resume: one controller or two, whose passes are let on one call
+//! at a time, that see the world late, that are refused or not told what became of a write, and
+//! that die between any two calls; a user that suspends and resumes; drains; and a node whose agent
+//! sleeps, saves, wakes and reports when the schedule says so. A call takes less time than a Pod
+//! takes to start or to end. Whatever the order: no memory that is in an image is lost, none is
 //! used twice or out of turn, there are never two Pods, and in the end the Sandbox is as asked.
 
 use std::{collections::BTreeMap, sync::Arc};
@@ -442,7 +443,8 @@ impl Run {
         quiet().await;
     }
 
-    /// One call of a controller. It deletes no Pod whose sandbox is awake and is known to run, nor one that went on from an image.
+    /// One call of a controller. It deletes no Pod whose sandbox is awake and is known to run, nor
+    /// one that went on from an image.
     async fn step(&mut self, who: usize) {
         let before = self.node.pod().filter(|pod| !is_going(pod));
         self.processes[who].step().await;
@@ -517,7 +519,8 @@ fn play(controllers: usize, events: &[Event]) {
     runtime.block_on(async {
         let mut run = Run::new(controllers);
         run.play(&Event::Progress(0)).await;
-        // Every controller has seen the Sandbox run: a leader's first list is no older than its lease.
+        // Every controller has seen the Sandbox run: a leader's first list is no older than its
+        // lease.
         for who in 0..controllers {
             run.play(&Event::Sync(who)).await;
         }

@@ -1,4 +1,5 @@
-//! Memory that a Pod left while no controller saw it go: it is asked for, claimed, waited for, or given up aloud.
+//! Memory that a Pod left while no controller saw it go: it is asked for, claimed, waited for, or
+//! given up aloud.
 
 use jiff::{SignedDuration, Timestamp};
 use rstest::rstest;
@@ -38,7 +39,8 @@ fn reports(world: &World, node: &str, seconds: i64, pods: &[&str]) {
     world.api.edit("sandboxnodes", "", node, &said);
 }
 
-/// While no controller looks, a drain evicts the Pod and its kubelet ends it. The next controller has seen nothing of that.
+/// While no controller looks, a drain evicts the Pod and its kubelet ends it. The next controller
+/// has seen nothing of that.
 fn drained_unseen(world: World) -> World {
     world.pod_says(condition(
         "DisruptionTarget",

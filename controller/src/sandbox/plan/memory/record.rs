@@ -1,4 +1,5 @@
-//! The record of the Pod that last ran: written once it runs where it can sleep, forgotten when its memory is to go with it.
+//! The record of the Pod that last ran: written once it runs where it can sleep, forgotten when its
+//! memory is to go with it.
 
 use k8s_openapi::api::core::v1::Pod;
 use torpor_api::PodRecord;
@@ -14,8 +15,8 @@ use crate::{
     saved_pod,
 };
 
-/// Records the Pod of a Sandbox, be it evicted already. A member of a pool is replaced and not brought back: its Pod is recorded once
-/// it is claimed.
+/// Records the Pod of a Sandbox, be it evicted already. A member of a pool is replaced and not
+/// brought back: its Pod is recorded once it is claimed.
 pub(in crate::sandbox::plan) fn record(
     plan: &mut Plan,
     desired: &Desired<'_>,

@@ -69,7 +69,8 @@ pub(in crate::sandbox::plan) fn start(
     create_pod(plan, desired, observed, None, shown);
 }
 
-/// The sandbox goes on without images that are still being made; one that has just been committed is found by the fence.
+/// The sandbox goes on without images that are still being made; one that has just been committed
+/// is found by the fence.
 fn delete_half_made(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
     for snapshot in own_snapshots(desired, observed).filter(|snapshot| is_half_made(snapshot)) {
         let resource_version = snapshot.resource_version().unwrap_or_default();

@@ -64,7 +64,8 @@ pub(in crate::sandbox::plan) fn suspend(
     plan.memory.restored = Shown::Keep;
 }
 
-/// Upstream's suspend: the memory goes with the Pod, which is to have none worth keeping unless the user says so.
+/// Upstream's suspend: the memory goes with the Pod, which is to have none worth keeping unless the
+/// user says so.
 fn stop(plan: &mut Plan, desired: &Desired<'_>, pod: &Pod) {
     forget_record(plan, desired);
     if !is_terminating(pod) {
@@ -406,7 +407,8 @@ fn make(
     says_saving(message)
 }
 
-/// Not one of ours, or it would have been found before. It is the user's to remove, and no event of it need reach this Sandbox.
+/// Not one of ours, or it would have been found before. It is the user's to remove, and no event of
+/// it need reach this Sandbox.
 fn name_taken(plan: &mut Plan, name: &str) -> Shown {
     plan.look_again(NAME_TAKEN);
     let message = format!(

@@ -1,8 +1,9 @@
 //! Memory of a Pod that is gone, which no SandboxSnapshot holds yet.
 //!
-//! A controller that was away did not see the Pod go, and nobody else makes a SandboxSnapshot of its image. The record of the Sandbox's
-//! last Pod names the node to ask: its SandboxNode lists the images that the node holds. An image that is listed gets its snapshot. One
-//! that is not is given up once the node has reported later than the Pod was known to be gone.
+//! A controller that was away did not see the Pod go, and nobody else makes a SandboxSnapshot of
+//! its image. The record of the Sandbox's last Pod names the node to ask: its SandboxNode lists the
+//! images that the node holds. An image that is listed gets its snapshot. One that is not is given
+//! up once the node has reported later than the Pod was known to be gone.
 
 use std::sync::Arc;
 
@@ -61,7 +62,8 @@ impl Sought<'_> {
     }
 }
 
-/// Looks for memory of the Sandbox's last Pod. To be asked only while there is no Pod, nor an image to go on from.
+/// Looks for memory of the Sandbox's last Pod. To be asked only while there is no Pod, nor an image
+/// to go on from.
 pub(super) fn settle(
     plan: &mut Plan,
     desired: &Desired<'_>,
@@ -127,7 +129,8 @@ fn sought<'a>(
 ) -> Option<Sought<'a>> {
     if let Some(record) = record {
         let snapshot = snapshot_of_pod(desired, observed, &record.uid);
-        // Any other snapshot of that Pod tells what became of its memory: it was used, or somebody deleted it.
+        // Any other snapshot of that Pod tells what became of its memory: it was used, or somebody
+        // deleted it.
         let open = snapshot.is_none_or(|snapshot| is_half_made(snapshot));
         return open.then_some(Sought {
             uid: &record.uid,
@@ -146,7 +149,8 @@ fn sought<'a>(
     })
 }
 
-/// Whether the node on which the Pod ran reports an image of it. What other nodes list counts for nothing.
+/// Whether the node on which the Pod ran reports an image of it. What other nodes list counts for
+/// nothing.
 fn is_listed(observed: &Observed, sought: &Sought<'_>) -> bool {
     let report = observed
         .nodes
@@ -207,8 +211,8 @@ fn is_answered(
     sought.snapshot.is_none() && lost != Some(Lost::Gone) && asked_at(desired).is_some_and(later)
 }
 
-/// Says that the node is asked, and when to look again. With policy ColdStart a Sandbox that is to run waits for a limited time:
-/// answers why it is over.
+/// Says that the node is asked, and when to look again. With policy ColdStart a Sandbox that is to
+/// run waits for a limited time: answers why it is over.
 fn await_answer(
     plan: &mut Plan,
     desired: &Desired<'_>,
@@ -218,7 +222,8 @@ fn await_answer(
 ) -> Option<String> {
     let asked = asked_at(desired);
     if asked.is_none() && told(desired).is_some() {
-        // The time of a condition is that of its status: it would be taken for the time at which the node was asked.
+        // The time of a condition is that of its status: it would be taken for the time at which
+        // the node was asked.
         plan.memory.restored = Shown::Remove;
         plan.look_again(AT_ONCE);
         return None;
@@ -264,7 +269,8 @@ fn await_answer(
     None
 }
 
-/// Forgets the last Pod: what its node lists later is an older state of the Sandbox than that which goes on now.
+/// Forgets the last Pod: what its node lists later is an older state of the Sandbox than that which
+/// goes on now.
 pub(super) fn forget(plan: &mut Plan, desired: &Desired<'_>) {
     if saved_pod::last_pod(desired.sandbox).is_some() {
         plan.step(Area::Pod, Action::ForgetLastPod);

@@ -70,7 +70,8 @@ pub(super) fn lost(observed: &Observed, snapshot: &SandboxSnapshot) -> Option<Lo
     lost_by_name(observed, node_of_image(observed, snapshot)?)
 }
 
-/// Whether nothing can be had of a node that is asked for memory, or nothing was heard of its agent for too long.
+/// Whether nothing can be had of a node that is asked for memory, or nothing was heard of its agent
+/// for too long.
 pub(super) fn lost_node(observed: &Observed, name: &str, now: Timestamp) -> Option<Lost> {
     let node = observed.nodes.get(name);
     let is_silent = node.is_some_and(|node| node.is_silent(now));

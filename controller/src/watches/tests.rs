@@ -1,0 +1,110 @@
+use serde_json::{Value, json};
+use torpor_api::PodRecord;
+
+use super::*;
+
+fn node(sandboxes: &Value, heard: &str) -> Arc<SandboxNode> {
+    let mut node = serde_json::from_value(json!({
+        "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxNode",
+        "metadata": {"name": "n1"}, "spec": {},
+        "status": {"heartbeatTime": heard, "sandboxes": sandboxes},
+    }))
+    .unwrap();
+    trim_node(&mut node);
+    Arc::new(node)
+}
+
+fn asking(name: &str, reason: &str, node: &str) -> Sandbox {
+    let record = PodRecord {
+        node_name: node.to_owned(),
+        uid: "u".to_owned(),
+        ..PodRecord::default()
+    };
+    serde_json::from_value(json!({
+        "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox",
+        "metadata": {
+            "name": name, "namespace": "ns",
+            "annotations": {annotations::LAST_POD: record.to_annotation()},
+        },
+        "spec": {"podTemplate": {"spec": {"containers": []}}},
+        "status": {"conditions": [{
+            "type": "Restored", "status": "False", "reason": reason, "message": "",
+            "lastTransitionTime": "2026-01-01T00:00:00Z",
+        }]},
+    }))
+    .unwrap()
+}
+
+#[test]
+fn a_node_that_lists_another_image_wakes_those_that_ask_it_and_a_heartbeat_wakes_nobody() {
+    let caches = Caches::default();
+    caches.sandboxes.apply(Event::Init);
+    for (name, reason, node) in [
+        ("asks", "AskingNode", "n1"),
+        ("asks-another", "AskingNode", "n2"),
+        ("started-cold", "ColdStarted", "n1"),
+    ] {
+        let sandbox = asking(name, reason, node);
+        caches.sandboxes.apply(Event::InitApply(sandbox));
+    }
+    caches.sandboxes.apply(Event::InitDone);
+    let none = node(&json!([]), "2026-01-01T00:00:00Z");
+    let waiting = |after: Arc<SandboxNode>| {
+        let change = Change {
+            before: Some(Arc::clone(&none)),
+            after: Some(after),
+        };
+        let keys = waiting_for_node(&change, &caches);
+        keys.into_iter().map(|key| key.1).collect::<Vec<_>>()
+    };
+    let image = json!([{"podUID": "u", "imageID": "u.1", "namespace": "ns", "podName": "s"}]);
+    assert_eq!(waiting(node(&image, "2026-01-01T00:00:05Z")), ["asks"]);
+    let awake = json!([{"podUID": "u", "namespace": "ns", "podName": "s"}]);
+    for nothing_new in [json!([]), awake] {
+        let heartbeat = node(&nothing_new, "2026-01-01T00:00:30Z");
+        assert!(waiting(heartbeat).is_empty());
+    }
+}
+
+#[test]
+fn of_a_node_what_is_kept_is_whose_memory_lies_in_an_image() {
+    let all = json!([
+        {"podUID": "u", "imageID": "u.1", "namespace": "ns", "podName": "s", "imageBytes": 7},
+        {"podUID": "v", "namespace": "ns", "podName": "t"},
+    ]);
+    let node = node(&all, "2026-01-01T00:00:00Z");
+    let kept = SandboxReport {
+        image_id: Some("u.1".to_owned()),
+        pod_uid: "u".to_owned(),
+        ..SandboxReport::default()
+    };
+    assert_eq!(node.status.as_ref().unwrap().sandboxes, [kept]);
+}
+
+#[test]
+fn of_a_pod_so_much_is_kept_that_it_can_be_recorded() {
+    let status = |name: &str, image: &str| {
+        json!({
+            "name": name, "image": "i", "imageID": image, "ready": true, "restartCount": 3,
+            "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}},
+        })
+    };
+    let whole: Pod = serde_json::from_value(json!({
+        "metadata": {"name": "s", "uid": "u"},
+        "spec": {"nodeName": "n1", "containers": [{"name": "c", "image": "i"}, {"name": "d"}]},
+        "status": {
+            "containerStatuses": [status("c", "r@sha256:1"), status("d", "r@sha256:2")],
+            "initContainerStatuses": [status("runtime", "r@sha256:3")],
+        },
+    }))
+    .unwrap();
+    let mut trimmed = whole.clone();
+    trim_pod(&mut trimmed);
+    assert!(PodRecord::of(&whole).is_some());
+    assert_eq!(PodRecord::of(&trimmed), PodRecord::of(&whole));
+    // One container's image is not known yet.
+    let mut partial = whole;
+    partial.status.as_mut().unwrap().container_statuses = Some(Vec::new());
+    trim_pod(&mut partial);
+    assert_eq!(PodRecord::of(&partial), None);
+}
