@@ -119,11 +119,12 @@ async fn scale_controller(case: &Case, replicas: i32) -> anyhow::Result<()> {
 async fn end_controller(case: &Case) -> anyhow::Result<i32> {
     let deployments: Api<Deployment> = Api::namespaced(case.client(), SYSTEM);
     let deployment = deployments.get(CONTROLLER).await?;
-    let spec = deployment.spec.unwrap_or_default();
+    let spec = deployment.spec;
     scale_controller(case, 0).await?;
     let labels = spec.selector.match_labels.unwrap_or_default();
-    let labels: Vec<String> = labels.iter().map(|(k, v)| format!("{k}={v}")).collect();
-    let params = ListParams::default().labels(&labels.join(","));
+    let labels = labels.iter().map(|(key, value)| format!("{key}={value}"));
+    let labels = labels.collect::<Vec<_>>().join(",");
+    let params = ListParams::default().labels(&labels);
     let pods: Api<Pod> = Api::namespaced(case.client(), SYSTEM);
     wait::until("no controller is there", LIMIT, async || {
         let left = pods.list(&params).await?.items;
