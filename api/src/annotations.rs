@@ -73,6 +73,8 @@ pub const NEXT_WAKEUP: &str = "agents.x-k8s.io/next-wakeup";
 pub const WAKE_AT: &str = "torpor.dev/wake-at";
 /// `"true"` puts the sandbox runtime into the Pod's first container when a Pod is made that starts cold. Also read on a SandboxTemplate, whose Sandboxes get it.
 pub const INJECT_RUNTIME: &str = "torpor.dev/inject-runtime";
+/// Which NetworkPolicy a Sandbox without a SandboxTemplate gets: see [`NetworkIsolation`]. The label of the same name on its Pod says which it has.
+pub const NETWORK_POLICY: &str = crate::labels::NETWORK_POLICY;
 
 // --- what the controller writes on a Pod ------------------------------------------------------------------------------------------------
 /// `"true"` pauses the sandbox and keeps it.
@@ -112,7 +114,7 @@ pub const REPLACES_POD: &str = "torpor.dev/replaces-pod";
 pub const IMAGE_FINALIZER: &str = "torpor.dev/image";
 
 /// Torpor's annotations that users write.
-pub const USER_SETTINGS: [&str; 13] = [
+pub const USER_SETTINGS: [&str; 14] = [
     SUSPENSION_STRATEGY,
     HIBERNATE,
     ON_RESTORE_FAILURE,
@@ -126,6 +128,7 @@ pub const USER_SETTINGS: [&str; 13] = [
     WAKE_ON,
     WAKE_AT,
     INJECT_RUNTIME,
+    NETWORK_POLICY,
 ];
 
 /// Those of them that a SandboxClaim may bring: they are about the life of its own sandbox. The others say whose memory it starts from, where memory is kept and what runs in
@@ -204,6 +207,16 @@ impl OnCrash {
             Self::LastImage => "LastImage",
         }
     }
+}
+
+/// Which NetworkPolicy a Sandbox without a SandboxTemplate gets.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum NetworkIsolation {
+    /// The controller's: the strict one with `--default-network-policy`, else none.
+    #[default]
+    Default,
+    /// None.
+    None,
 }
 
 /// How long a sandbox must have been idle before something is done with it. Written as Go and jiff write durations (`30m`, `1h30m`,
@@ -301,6 +314,8 @@ pub struct Settings {
     /// `None` when nobody asked: then every packet wakes.
     pub wake_on: Option<WakeOn>,
     pub inject_runtime: bool,
+    /// `None` when nobody asked.
+    pub network_policy: Option<NetworkIsolation>,
     /// One entry per wrong value.
     pub problems: Vec<InvalidAnnotation>,
 }
@@ -359,6 +374,7 @@ impl Settings {
             |v| parse_flag(INJECT_RUNTIME, v),
             &mut problems,
         );
+        let network_policy = checked(value(NETWORK_POLICY), parse_isolation, &mut problems);
         Self {
             suspension_strategy,
             hibernate: hibernate.unwrap_or_default(),
@@ -373,6 +389,7 @@ impl Settings {
             next_wakeup,
             wake_at,
             inject_runtime: inject_runtime.unwrap_or_default(),
+            network_policy,
             problems,
         }
     }
@@ -444,6 +461,15 @@ pub fn parse_on_crash(value: &str) -> Result<OnCrash, InvalidAnnotation> {
         "ColdStart" => Ok(OnCrash::ColdStart),
         "LastImage" => Ok(OnCrash::LastImage),
         _ => Err(invalid(ON_CRASH, value, "ColdStart, LastImage")),
+    }
+}
+
+/// Parses the value of [`NETWORK_POLICY`].
+pub fn parse_isolation(value: &str) -> Result<NetworkIsolation, InvalidAnnotation> {
+    match value {
+        "default" => Ok(NetworkIsolation::Default),
+        "none" => Ok(NetworkIsolation::None),
+        _ => Err(invalid(NETWORK_POLICY, value, "default, none")),
     }
 }
 
@@ -538,6 +564,7 @@ mod tests {
             (NEXT_WAKEUP, "tomorrow"),
             (WAKE_AT, "now"),
             (INJECT_RUNTIME, "True"),
+            (NETWORK_POLICY, "off"),
         ]);
         let settings = Settings::read(Some(&own), None);
         let said: Vec<String> = settings.problems.iter().map(ToString::to_string).collect();
@@ -557,6 +584,7 @@ mod tests {
                 r#"annotation agents.x-k8s.io/next-wakeup: value "tomorrow" is not allowed; allowed: a time as RFC 3339 has it, such as 2026-06-06T11:58:00Z"#,
                 r#"annotation torpor.dev/wake-at: value "now" is not allowed; allowed: a time as RFC 3339 has it, such as 2026-06-06T11:58:00Z"#,
                 r#"annotation torpor.dev/inject-runtime: value "True" is not allowed; allowed: true, false"#,
+                r#"annotation torpor.dev/network-policy: value "off" is not allowed; allowed: default, none"#,
             ]
         );
         assert_eq!(

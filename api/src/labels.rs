@@ -23,9 +23,11 @@ pub const CLAIM_UID: &str = "agents.x-k8s.io/claim-uid";
 pub const SANDBOX_NAME: &str = "agents.x-k8s.io/sandbox-name";
 /// `true` lets a Sandbox adopt an object that nobody owns.
 pub const ADOPTABLE: &str = "agents.x-k8s.io/adoptable";
+/// On a Pod whose Sandbox has no template: `default` where the namespace's default NetworkPolicy selects it, `none` where not. Torpor's.
+pub const NETWORK_POLICY: &str = "torpor.dev/network-policy";
 
 /// Every label of this module, for the test that lists them.
-pub const ALL: [&str; 10] = [
+pub const ALL: [&str; 11] = [
     SANDBOX_NAME_HASH,
     WARM_POOL_SANDBOX,
     SANDBOX_TEMPLATE_REF_HASH,
@@ -36,11 +38,12 @@ pub const ALL: [&str; 10] = [
     CLAIM_UID,
     SANDBOX_NAME,
     ADOPTABLE,
+    NETWORK_POLICY,
 ];
 
-/// Whether a key is reserved for the controllers, as upstream reserves it.
+/// Whether a key is reserved for the controllers: upstream's prefixes, and the label by which Torpor isolates Pods.
 pub fn is_system(key: &str) -> bool {
-    SYSTEM_PREFIXES.iter().any(|prefix| key.starts_with(prefix))
+    key == NETWORK_POLICY || SYSTEM_PREFIXES.iter().any(|prefix| key.starts_with(prefix))
 }
 
 /// The value of [`CREATED_BY`] reduced to what a metric label may hold.

@@ -21,6 +21,7 @@ pub mod pod_record;
 pub mod pod_snapshot;
 pub mod raw;
 pub mod reasons;
+pub mod retention;
 pub mod sandbox;
 pub mod snapshot;
 

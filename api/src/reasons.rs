@@ -52,8 +52,12 @@ pub mod claim {
     pub const SANDBOX_MISSING: &str = "SandboxMissing";
     pub const SANDBOX_NOT_READY: &str = "SandboxNotReady";
     pub const RECONCILER_ERROR: &str = "ReconcilerError";
+    /// The template's NetworkPolicy is not there yet, or not with the template's rules. Torpor's.
+    pub const NETWORK_POLICY_PENDING: &str = "NetworkPolicyPending";
+    /// Somebody else's NetworkPolicy has the name of the template's own. Torpor's.
+    pub const NETWORK_POLICY_NOT_OWNED: &str = "NetworkPolicyNotOwned";
 
-    /// Every reason of this module.
+    /// Every reason of this module that upstream has too.
     pub const ALL: [&str; 12] = [
         WARM_POOL_NOT_FOUND,
         TEMPLATE_NOT_FOUND,
@@ -277,9 +281,12 @@ pub mod event {
     pub const NETWORK_POLICY_NOT_OWNED: &str = "NetworkPolicyNotOwned";
     /// A sandbox sleeps before its time, because its node is short of memory or swap.
     pub const NODE_PRESSURE: &str = "NodePressure";
+    /// A snapshot was deleted by a rule of its SnapshotClass.
+    pub const SNAPSHOT_EXPIRED: &str = "SnapshotExpired";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 18] = [
+    pub const ALL: [&str; 19] = [
+        SNAPSHOT_EXPIRED,
         MULTIPLE_PODS,
         INVALID_ANNOTATION,
         SNAPSHOT_COMMITTED,

@@ -93,6 +93,12 @@ impl PodTemplate {
         self.metadata.as_ref()?.annotations.as_ref()
     }
 
+    /// Name of the snapshot that its sandboxes start as copies of.
+    pub fn restore_from(&self) -> Option<&str> {
+        let named = self.annotations()?.get(crate::annotations::RESTORE_FROM)?;
+        Some(named)
+    }
+
     /// Whether it asks for nothing of Torpor's: it names no RuntimeClass, and neither it nor the annotations of its Sandbox (`own`) say what a suspension does. Its memory is
     /// lost then, as with upstream.
     pub fn is_plain(&self, own: Option<&BTreeMap<String, String>>) -> bool {

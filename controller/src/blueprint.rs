@@ -13,10 +13,12 @@ use torpor_api::{
     sandbox::{PodMetadata, PodTemplate, VolumeClaimTemplate},
 };
 
+use crate::outline;
+
 mod meaning;
 
-pub use self::meaning::mean_the_same;
-use self::meaning::{POD, VOLUME_CLAIM, normalized};
+use self::meaning::{VOLUME_CLAIM, normalized};
+pub use self::meaning::{mean_the_same, normal_form};
 
 /// Name servers of sandboxes that the default NetworkPolicy cuts off from the cluster's DNS.
 const PUBLIC_NAMESERVERS: [&str; 2] = ["8.8.8.8", "1.1.1.1"];
@@ -42,14 +44,21 @@ pub fn secured_pod_spec(template: &SandboxTemplate) -> Map<String, Value> {
     }
     let strict = template.spec.network_policy_management == NetworkPolicyManagement::Managed
         && template.spec.network_policy.is_none();
-    if strict && is_unset(spec.get("dnsPolicy")) {
+    if strict {
+        name_public_servers(&mut spec);
+    }
+    spec
+}
+
+/// Names public name servers in a pod spec that says nothing of DNS, where a NetworkPolicy cuts the Pod off from the cluster's.
+pub fn name_public_servers(spec: &mut Map<String, Value>) {
+    if is_unset(spec.get("dnsPolicy")) {
         spec.insert("dnsPolicy".to_owned(), "None".into());
         spec.insert(
             "dnsConfig".to_owned(),
             json!({"nameservers": PUBLIC_NAMESERVERS}),
         );
     }
-    spec
 }
 
 /// The spec of a Sandbox to create. What is unset is left out: the schema of a custom resource knows no null.
@@ -115,7 +124,9 @@ pub struct Blueprint<'a> {
     reference: String,
     hash: String,
     /// Worked out when the first Sandbox with another hash is looked at.
-    pod_spec: OnceCell<Value>,
+    meaning: OnceCell<Value>,
+    /// The same, of the first that is known by its outline.
+    digest: OnceCell<String>,
 }
 
 impl<'a> Blueprint<'a> {
@@ -125,7 +136,8 @@ impl<'a> Blueprint<'a> {
             template,
             reference: name_hash(&template.name_any()),
             hash: blueprint_hash(template),
-            pod_spec: OnceCell::new(),
+            meaning: OnceCell::new(),
+            digest: OnceCell::new(),
         }
     }
 
@@ -165,25 +177,37 @@ impl<'a> Blueprint<'a> {
 
     /// Whether a Sandbox is what the template would make, as far as it matters.
     fn is_equivalent(&self, sandbox: &Sandbox) -> bool {
-        let template = self.template;
-        let wanted = self
-            .pod_spec
-            .get_or_init(|| normalized(POD, &Value::Object(secured_pod_spec(template))));
-        *wanted == normalized(POD, &json!(sandbox.spec.pod_template.spec))
-            && sandbox.spec.service == template.spec.service
-            && volumes(&sandbox.spec.volume_claim_templates)
-                == volumes(&template.spec.volume_claim_templates)
+        let Some(digest) = outline::digest(sandbox) else {
+            return *self.meaning() == meaning_of(sandbox);
+        };
+        digest
+            == self
+                .digest
+                .get_or_init(|| outline::digest_of(self.meaning()))
+    }
+
+    fn meaning(&self) -> &Value {
+        let spec = &self.template.spec;
+        self.meaning.get_or_init(|| {
+            let pod_spec = Value::Object(secured_pod_spec(self.template));
+            meaning(&pod_spec, spec.service, &spec.volume_claim_templates)
+        })
     }
 }
 
-fn volumes(templates: &[VolumeClaimTemplate]) -> Vec<(&str, Value)> {
-    templates
-        .iter()
-        .map(|template| {
-            let spec = normalized(VOLUME_CLAIM, &json!(template.spec));
-            (template.metadata.name.as_str(), spec)
-        })
-        .collect()
+/// What a Sandbox is, as far as it matters to whether its template would make it.
+pub fn meaning_of(sandbox: &Sandbox) -> Value {
+    let spec = &sandbox.spec;
+    let pod_spec = json!(spec.pod_template.spec);
+    meaning(&pod_spec, spec.service, &spec.volume_claim_templates)
+}
+
+fn meaning(pod_spec: &Value, service: Option<bool>, volumes: &[VolumeClaimTemplate]) -> Value {
+    let volumes = volumes.iter().map(|template| {
+        let spec = normalized(VOLUME_CLAIM, &json!(template.spec));
+        json!([template.metadata.name, spec])
+    });
+    json!([normal_form(pod_spec), service, volumes.collect::<Vec<_>>()])
 }
 
 #[cfg(test)]

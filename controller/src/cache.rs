@@ -19,6 +19,8 @@ pub type Key = (String, String);
 pub struct Cache<K> {
     content: Arc<RwLock<Content<K>>>,
     index_of: fn(&K) -> Option<String>,
+    /// Takes away what is not kept.
+    trim: fn(&mut K),
     ready: Arc<watch::Sender<bool>>,
 }
 
@@ -36,6 +38,7 @@ impl<K> Clone for Cache<K> {
         Self {
             content: Arc::clone(&self.content),
             index_of: self.index_of,
+            trim: self.trim,
             ready: Arc::clone(&self.ready),
         }
     }
@@ -59,8 +62,14 @@ impl<K> Cache<K> {
         Self {
             content: Arc::new(RwLock::new(content)),
             index_of,
+            trim: |_| {},
             ready: Arc::new(watch::channel(false).0),
         }
+    }
+
+    /// The same, in which of each object only that is kept which `trim` leaves.
+    pub fn keeping(self, trim: fn(&mut K)) -> Self {
+        Self { trim, ..self }
     }
 
     /// The object of that name.
@@ -126,6 +135,7 @@ pub struct Change<K> {
 impl<K: Resource> Cache<K> {
     /// Takes a watch event in, and says what it changed: also what vanished while the watch was down.
     pub fn apply(&self, event: Event<K>) -> Vec<Change<K>> {
+        let event = self.trimmed(event);
         let mut content = self.write();
         match event {
             Event::Init => {
@@ -156,9 +166,18 @@ impl<K: Resource> Cache<K> {
         }
     }
 
+    fn trimmed(&self, mut event: Event<K>) -> Event<K> {
+        if let Event::InitApply(object) | Event::Apply(object) | Event::Delete(object) = &mut event
+        {
+            (self.trim)(object);
+        }
+        event
+    }
+
     /// Puts in what the apiserver answered to a write of this process, unless something newer is known. Until the watch has caught up with it, older events about the object
     /// are passed over. An object that is not there stays away: its deletion may have been seen already.
-    pub fn assume(&self, object: K) -> Option<Change<K>> {
+    pub fn assume(&self, mut object: K) -> Option<Change<K>> {
+        (self.trim)(&mut object);
         let mut content = self.write();
         let key = key_of(&object);
         let version = version_of(&object)?;

@@ -14,7 +14,7 @@ use torpor_api::{SandboxClaim, annotations, extensions::SandboxClaimStatus};
 use crate::{
     calls::{self, Answer},
     context::Context,
-    trace,
+    outline, trace,
 };
 
 pub mod adopt;
@@ -108,6 +108,9 @@ pub async fn serve(claim: Arc<SandboxClaim>, context: &Context) -> Result<Served
     if claim.metadata.deletion_timestamp.is_some() {
         return Ok(Served::default());
     }
+    let Some(claim) = whole(claim, context).await? else {
+        return Ok(Served::default());
+    };
     let (claim, trace) = traced(claim, context);
     let waits = !claim.status.as_ref().is_some_and(is_ready);
     let awaited = waits.then(|| context.api.awaited());
@@ -130,6 +133,21 @@ pub async fn serve(claim: Arc<SandboxClaim>, context: &Context) -> Result<Served
         }
     }
     Err(Error::Unsettled)
+}
+
+/// The claim itself, where the cache has only its outline; `None` if it is gone.
+async fn whole(
+    claim: Arc<SandboxClaim>,
+    context: &Context,
+) -> Result<Option<Arc<SandboxClaim>>, Error> {
+    if !outline::is_outline(&*claim) {
+        return Ok(Some(claim));
+    }
+    let found = outline::whole(&context.api, &*claim).await;
+    let found = found.map_err(Error::Observe)?;
+    Ok(found
+        .filter(|found| found.metadata.deletion_timestamp.is_none())
+        .map(Arc::new))
 }
 
 /// The trace that passes over a claim belong to, as a carrier: the one that its annotation names, or that of its first pass.
@@ -169,6 +187,7 @@ async fn leave(plan: Plan, news: Option<News>, context: &Context) -> Result<Serv
 /// Plans and applies until a plan went through as planned.
 async fn settle(session: &mut Session, context: &Context) -> Result<Plan, Error> {
     for _ in 0..ROUNDS {
+        apply::complete(session, context).await?;
         let mut plan = plan::plan(&session.observed, Timestamp::now());
         if plan.wants_member {
             session.ask_pool(context);

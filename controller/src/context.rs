@@ -70,6 +70,7 @@ impl Context {
             templates,
             triggers,
             pod_snapshots,
+            retention,
         } = &self.queues;
         for (controller, queue) in [
             ("sandbox", sandboxes),
@@ -79,6 +80,7 @@ impl Context {
             ("sandboxtemplate", templates),
             ("podsnapshotmanualtrigger", triggers),
             ("podsnapshot", pod_snapshots),
+            ("snapshotretention", retention),
         ] {
             self.metrics.set_depth(controller, queue.depth());
         }

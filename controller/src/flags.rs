@@ -10,7 +10,10 @@ use clap::{
     Arg, ArgAction, ArgMatches, CommandFactory, FromArgMatches, Parser, parser::ValueSource,
 };
 
-use crate::settings::{self, ClaimSettings, PoolSettings, Settings};
+use crate::{
+    network::Cidr,
+    settings::{self, ClaimSettings, NetworkSettings, PoolSettings, Settings},
+};
 
 /// Flags that mean something here.
 #[derive(Clone, Debug, Parser)]
@@ -104,6 +107,12 @@ pub struct Flags {
     /// Image of the sandbox runtime, for Sandboxes with the annotation torpor.dev/inject-runtime; none when empty. Torpor's.
     #[arg(long, default_value = "")]
     pub runtime_image: String,
+    /// Give Sandboxes without a SandboxTemplate the strict NetworkPolicy that templates have, unless their annotation torpor.dev/network-policy says none. Torpor's.
+    #[arg(long, default_value = "false", go_boolean())]
+    pub default_network_policy: bool,
+    /// Ranges of addresses (198.51.100.0/24,2001:db8::/32) that the strict NetworkPolicies block beside the private ones; may be given again. Torpor's.
+    #[arg(long, value_name = "CIDR", value_delimiter = ',')]
+    pub network_policy_except: Vec<Cidr>,
     /// Format of the log: text or json. Torpor's.
     #[arg(long, default_value = "text", value_parser = ["text", "json"])]
     pub log_format: String,
@@ -151,6 +160,10 @@ impl Flags {
                 label_domains: domains
                     .and_then(settings::label_domains)
                     .unwrap_or(defaults.label_domains),
+            },
+            network: NetworkSettings {
+                default_policy: self.default_network_policy,
+                except: self.network_policy_except.clone(),
             },
         }
     }

@@ -15,9 +15,10 @@ use torpor_api::{SandboxWarmPool, extensions::SandboxWarmPoolStatus, name_hash};
 
 use crate::{
     calls::{self, Answer},
+    claim::dereference::template_policy,
     context::Context,
     events::{self, Note},
-    merge_patch,
+    merge_patch, outline,
     pace::Advance,
     watches::extensions::orphan_index,
 };
@@ -33,6 +34,8 @@ use self::{memory::Remembered, plan::Observed};
 /// A pass did not come through; it is tried again with a growing delay.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
+    #[error("cannot see what is there")]
+    Observe(#[source] calls::Error),
     #[error("cannot tell whether a step took effect")]
     Unknown(#[source] calls::Error),
     #[error("a step was refused")]
@@ -45,6 +48,7 @@ impl Error {
     /// Stable name, for metrics and logs.
     pub fn reason(&self) -> &'static str {
         match self {
+            Self::Observe(_) => "ObserveFailed",
             Self::Unknown(_) => "OutcomeUnknown",
             Self::Refused(_) => "Refused",
             Self::WriteStatus(_) => "StatusWriteFailed",
@@ -60,10 +64,19 @@ pub async fn reconcile(
     if pool.metadata.deletion_timestamp.is_some() {
         return Ok(None);
     }
-    let observed = gather(&pool, &context);
+    let mut observed = gather(&pool, &context);
+    if let Some(template) = &observed.template
+        && outline::is_outline(&**template)
+    {
+        let whole = outline::whole(&context.api, &**template).await;
+        observed.template = whole.map_err(Error::Observe)?.map(Arc::new);
+    }
     let plan = plan::plan(&observed, Timestamp::now());
     let uid = pool.uid().unwrap_or_default();
     context.pools.held(&uid, &plan.held, Instant::now());
+    context
+        .pools
+        .unisolated(&uid, plan.unisolated, Instant::now());
     let done = apply::apply(&plan, &observed, &context).await;
     if let Some(note) = context.pools.note(&pool, &plan, Instant::now()) {
         publish(&pool, note, &context).await;
@@ -104,9 +117,12 @@ fn gather(pool: &Arc<SandboxWarmPool>, context: &Context) -> Observed {
         }
         seen.is_none()
     });
+    let template = caches.templates.get(&namespace, template);
     Observed {
         pool: Arc::clone(pool),
-        template: caches.templates.get(&namespace, template),
+        template_policy: template_policy(template.as_deref(), &namespace, context),
+        except: context.settings.network.except.clone(),
+        template,
         members: caches.sandboxes.indexed(&namespace, &uid),
         orphans: caches.sandboxes.indexed(&namespace, &orphans),
         pressed: context.api.is_pressed(),

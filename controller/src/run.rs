@@ -16,7 +16,7 @@ use crate::{
     context::Context,
     pod_snapshot, pool,
     queue::Queue,
-    sandbox,
+    retention, sandbox,
     settings::Settings,
     snapshot, template, trace, watches,
 };
@@ -25,6 +25,8 @@ use crate::{
 const DRAIN: Duration = Duration::from_secs(20);
 /// How many snapshots are looked at at once.
 const SNAPSHOT_WORKERS: u16 = 8;
+/// The snapshots of how many Sandboxes are deleted by rules at once.
+const RETENTION_WORKERS: u16 = 2;
 /// When an object is looked at again whose pass left what was too much.
 const TOO_MUCH_RETRY: Duration = Duration::from_secs(10);
 
@@ -60,6 +62,12 @@ impl Failure for template::Error {
 impl Failure for pod_snapshot::Error {
     fn reason(&self) -> &'static str {
         pod_snapshot::Error::reason(self)
+    }
+}
+
+impl Failure for retention::Error {
+    fn reason(&self) -> &'static str {
+        retention::Error::reason(self)
     }
 }
 
@@ -138,6 +146,15 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
         cache: |context| &context.caches.snapshots,
         queue: |context| &context.queues.snapshots,
         reconcile: snapshot::reconcile,
+    });
+    start.kind(Kind {
+        name: "snapshotretention",
+        span: "ReconcileSnapshotRetention",
+        trace: |object, _| trace::carried(object),
+        workers: RETENTION_WORKERS,
+        cache: |context| &context.caches.sandboxes,
+        queue: |context| &context.queues.retention,
+        reconcile: retention::reconcile,
     });
     start.kind(Kind {
         name: "podsnapshotmanualtrigger",
@@ -238,7 +255,7 @@ impl Workers<'_> {
             let afterwards = self.afterwards.clone();
             self.tasks.spawn(async move {
                 // Until everything has been listed once, an absence means nothing.
-                let ready = context.caches.wait_ready(context.settings.extensions);
+                let ready = context.caches.wait_ready(&context.settings);
                 if shutdown.run_until_cancelled(ready).await.is_none() {
                     return;
                 }

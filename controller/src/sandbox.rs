@@ -12,6 +12,8 @@ use crate::{
     candidates,
     context::Context,
     events,
+    network::default_policy::{self, Isolation},
+    outline,
     pace::{Advance, Awaited},
     queue::Lane,
     saved_pod, watches,
@@ -82,6 +84,9 @@ async fn pass(sandbox: Arc<Sandbox>, context: &Context) -> Result<Option<Duratio
     if sandbox.metadata.deletion_timestamp.is_some() {
         return Ok(None);
     }
+    let Some(sandbox) = whole(sandbox, context).await? else {
+        return Ok(None);
+    };
     let before = sandbox.status.clone().unwrap_or_default();
     let (api, _awaited) = turn(&sandbox, context);
     let (plan, applied, sandbox) = settle(sandbox, &api, context).await?;
@@ -114,6 +119,18 @@ async fn pass(sandbox: Arc<Sandbox>, context: &Context) -> Result<Option<Duratio
         return Err(Error::Refused(refusals));
     }
     Ok(requeue)
+}
+
+/// The Sandbox itself, where the cache has only its outline; `None` if it is gone.
+async fn whole(sandbox: Arc<Sandbox>, context: &Context) -> Result<Option<Arc<Sandbox>>, Error> {
+    if !outline::is_outline(&*sandbox) {
+        return Ok(Some(sandbox));
+    }
+    let found = outline::whole(&context.api, &*sandbox).await;
+    let found = found.map_err(Error::Observe)?;
+    Ok(found
+        .filter(|found| found.metadata.deletion_timestamp.is_none())
+        .map(Arc::new))
 }
 
 /// Whether somebody waits for a pass over the Sandbox: nobody does for a member of a pool, nor for the labels of a Pod whose Sandbox has just been handed to a claim.
@@ -159,7 +176,8 @@ async fn settle(
         .runtime_image
         .clone_from(&context.settings.runtime_image);
     for _ in 0..ROUNDS {
-        let plan = plan::plan(&observed, Timestamp::now());
+        let mut plan = plan::plan(&observed, Timestamp::now());
+        isolate(&mut plan, &observed.sandbox, context).await?;
         let applied = apply::apply(&plan, &mut observed, api).await;
         if let Some(pod) = &applied.pod {
             watches::pod_written(context, (**pod).clone());
@@ -174,6 +192,25 @@ async fn settle(
         gathered.await.map_err(Error::Observe)?;
     }
     Err(Error::Unsettled)
+}
+
+/// The Pod of a Sandbox without a template gets the namespace's default NetworkPolicy, which is there before the Pod.
+async fn isolate(plan: &mut Plan, sandbox: &Sandbox, context: &Context) -> Result<(), Error> {
+    let isolation = Isolation::of(sandbox, context.settings.network.default_policy);
+    let mut policy = Ok(());
+    if default_policy::is_needed(plan, isolation) {
+        let namespace = sandbox.namespace().unwrap_or_default();
+        policy = match default_policy::ensure(&namespace, context).await {
+            Ok(()) => Ok(()),
+            Err(default_policy::Error::Unknown(error)) => return Err(Error::Unknown(error)),
+            Err(error) => {
+                tracing::warn!(namespace, %error, "no default NetworkPolicy");
+                Err(error.to_string())
+            }
+        };
+    }
+    default_policy::amend(plan, sandbox, isolation, policy);
+    Ok(())
 }
 
 /// What the status should say, and when to look again. An expiry that came during the pass is marked at once.

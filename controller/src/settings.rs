@@ -2,6 +2,8 @@
 
 use std::{sync::Arc, time::Duration};
 
+use crate::network::Cidr;
+
 /// How kinds are reconciled. The defaults are upstream's.
 #[derive(Clone, Debug)]
 pub struct Settings {
@@ -19,6 +21,23 @@ pub struct Settings {
     pub runtime_image: Option<Arc<str>>,
     pub pools: PoolSettings,
     pub claims: ClaimSettings,
+    pub network: NetworkSettings,
+}
+
+impl Settings {
+    /// Whether anything is decided by NetworkPolicies.
+    pub fn watches_policies(&self) -> bool {
+        self.extensions || self.network.default_policy
+    }
+}
+
+/// What sandboxes may reach. Torpor's.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NetworkSettings {
+    /// Sandboxes that have no template get the strict rules too.
+    pub default_policy: bool,
+    /// What the strict rules block beside the private addresses.
+    pub except: Vec<Cidr>,
 }
 
 /// How pools are filled.
@@ -65,6 +84,7 @@ impl Default for Settings {
             runtime_image: None,
             pools: PoolSettings::default(),
             claims: ClaimSettings::default(),
+            network: NetworkSettings::default(),
         }
     }
 }

@@ -10,9 +10,10 @@ use kube::ResourceExt;
 use torpor_api::{SandboxTemplate, reasons::event};
 
 use crate::{
-    calls::{self, Answer},
+    calls::{self, Answer, Namespaced},
     context::Context,
     events::{self, Note, Severity},
+    outline,
     pace::Advance,
 };
 
@@ -32,7 +33,7 @@ pub enum Error {
     #[error("cannot write")]
     Write(#[source] calls::Error),
     #[error(
-        "NetworkPolicy {0:?} exists and is not controlled by this SandboxTemplate; it is left alone, and the sandboxes are without the template's rules"
+        "NetworkPolicy {0:?} exists and is not controlled by this SandboxTemplate; it is left alone, and no Sandbox of the template is made"
     )]
     NotOwned(String),
     #[error("the objects around the SandboxTemplate keep changing")]
@@ -56,10 +57,18 @@ pub async fn reconcile(
     template: Arc<SandboxTemplate>,
     context: Arc<Context>,
 ) -> Result<Option<Duration>, Error> {
+    let Some(template) = whole(template, &context).await? else {
+        return Ok(None);
+    };
     let namespace = template.namespace().unwrap_or_default();
     let name = plan::policy_name(&template);
+    let policy = match context.caches.policies.get(&namespace, &name) {
+        Some(policy) => whole(policy, &context).await?,
+        None => None,
+    };
     let mut observed = Observed {
-        policy: context.caches.policies.get(&namespace, &name),
+        policy,
+        except: context.settings.network.except.clone(),
         template,
     };
     for _ in 0..ROUNDS {
@@ -83,7 +92,16 @@ pub async fn reconcile(
     Err(Error::Unsettled)
 }
 
-/// A template has no status, and who wrote it reads no log: without the Event nobody hears that its sandboxes lack the default.
+/// The object itself, where the cache has only its outline; `None` if it is gone.
+async fn whole<K: Namespaced>(object: Arc<K>, context: &Context) -> Result<Option<Arc<K>>, Error> {
+    if !outline::is_outline(&*object) {
+        return Ok(Some(object));
+    }
+    let found = outline::whole(&context.api, &*object).await;
+    Ok(found.map_err(Error::Observe)?.map(Arc::new))
+}
+
+/// A template has no status, and who wrote it reads no log: without the Event nobody hears why no Sandbox is made of it.
 async fn tell_not_owned(template: &SandboxTemplate, policy: &str, context: &Context) {
     let uid = template.uid().unwrap_or_default();
     if !context.templates.is_due(&uid, Instant::now()) {
@@ -93,8 +111,8 @@ async fn tell_not_owned(template: &SandboxTemplate, policy: &str, context: &Cont
         severity: Severity::Warning,
         reason: event::NETWORK_POLICY_NOT_OWNED,
         message: format!(
-            "NetworkPolicy {policy:?} exists and is not controlled by this SandboxTemplate: it is left alone, and the template's sandboxes are without the template's rules \
-             (where it has none of its own: without the secure default). Delete that NetworkPolicy or make it anew under another name, and the template's own is made; \
+            "NetworkPolicy {policy:?} exists and is not controlled by this SandboxTemplate: it is left alone, and no Sandbox of the template is made without the template's rules \
+             (those made before it came are without them). Delete that NetworkPolicy or make it anew under another name, and the template's own is made; \
              or set spec.networkPolicyManagement: Unmanaged if it is meant to be the only one"
         ),
     };

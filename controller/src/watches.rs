@@ -36,17 +36,24 @@ use crate::{
     cache::{Cache, Change, Key, key_of},
     claim::adopt,
     context::Context,
+    outline,
     queue::{Lane, Queue},
-    sandbox, saved_pod,
+    retention, sandbox, saved_pod,
+    settings::Settings,
 };
 
 pub mod extensions;
 mod pod_snapshots;
 
-/// How many objects are read at once. Tenants make most of them, and each may have more than a megabyte.
+/// How many objects are read at once. Tenants make most of them, and each may have more than a megabyte, of which reading makes many.
 const PAGE: u32 = 50;
+/// The same, of kinds whose objects are read whole and may be large.
+const PAGE_OF_LARGE: u32 = 10;
 
-/// Everything that is watched.
+/// Where kubectl keeps what it applied last.
+const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
+
+/// Everything that is watched. Of what is large only an outline is kept ([`outline`]).
 #[derive(Clone, Debug)]
 pub struct Caches {
     /// Indexed by the UID of the controller; see [`extensions::sandbox_index`].
@@ -73,7 +80,7 @@ pub struct Caches {
 impl Default for Caches {
     fn default() -> Self {
         Self {
-            sandboxes: Cache::new(extensions::sandbox_index),
+            sandboxes: Cache::new(extensions::sandbox_index).keeping(outline::of_sandbox),
             pods: Cache::new(|pod| pod.labels().get(labels::SANDBOX_NAME_HASH).cloned()),
             volume_claims: Cache::new(|_| None),
             services: Cache::new(|_| None),
@@ -81,10 +88,11 @@ impl Default for Caches {
             nodes: Cache::new(|_| None),
             runtime_classes: Cache::new(|_| None),
             snapshot_classes: Cache::new(|_| None),
-            claims: Cache::new(|claim| Some(claim.spec.warm_pool_ref.name.clone())),
+            claims: Cache::new(|claim: &SandboxClaim| Some(claim.spec.warm_pool_ref.name.clone()))
+                .keeping(outline::of_claim),
             pools: Cache::new(|pool| Some(pool.spec.sandbox_template_ref.name.clone())),
-            templates: Cache::new(|_| None),
-            policies: Cache::new(|_| None),
+            templates: Cache::new(|_| None).keeping(outline::of_template),
+            policies: Cache::new(|_| None).keeping(outline::of_policy),
             triggers: Cache::new(|_| None),
             pod_snapshots: Cache::new(|one| one.labels().get(labels::SANDBOX_NAME_HASH).cloned()),
         }
@@ -93,7 +101,7 @@ impl Default for Caches {
 
 impl Caches {
     /// Waits until each kind has been listed once; only then is an absence worth anything. The kinds of the extensions are watched only when they are reconciled.
-    pub async fn wait_ready(&self, extensions: bool) {
+    pub async fn wait_ready(&self, settings: &Settings) {
         tokio::join!(
             self.sandboxes.wait_ready(),
             self.pods.wait_ready(),
@@ -105,13 +113,15 @@ impl Caches {
             self.snapshot_classes.wait_ready(),
             self.pod_snapshots.wait_ready(),
         );
-        if extensions {
+        if settings.extensions {
             tokio::join!(
                 self.claims.wait_ready(),
                 self.pools.wait_ready(),
                 self.templates.wait_ready(),
-                self.policies.wait_ready(),
             );
+        }
+        if settings.watches_policies() {
+            self.policies.wait_ready().await;
         }
     }
 }
@@ -126,6 +136,8 @@ pub struct Queues {
     pub templates: Queue,
     pub triggers: Queue,
     pub pod_snapshots: Queue,
+    /// Sandboxes whose snapshots have to be looked at.
+    pub retention: Queue,
 }
 
 /// Starts all watches. They end when `tasks` is dropped or aborted.
@@ -134,27 +146,36 @@ pub fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
     start_sandboxes(context, tasks);
     start_dependents(context, tasks);
     let known = Arc::clone(context);
-    tasks.spawn(follow_guarded(client.clone(), trim_node, move |event| {
-        for change in known.caches.nodes.apply(event) {
-            waiting_for_node(&change, &known.caches)
-                .into_iter()
-                .for_each(|key| known.queues.sandboxes.add(key));
-        }
-    }));
+    tasks.spawn(follow_guarded(
+        client.clone(),
+        in_pages(),
+        trim_node,
+        move |event| {
+            for change in known.caches.nodes.apply(event) {
+                waiting_for_node(&change, &known.caches)
+                    .into_iter()
+                    .for_each(|key| known.queues.sandboxes.add(key));
+            }
+        },
+    ));
     let known = Arc::clone(context);
     tasks.spawn(follow(client.clone(), in_pages(), trim, move |event| {
         known.caches.runtime_classes.apply(event);
     }));
     let known = Arc::clone(context);
-    tasks.spawn(follow_guarded(client, trim, move |event| {
+    tasks.spawn(follow_guarded(client, in_pages(), trim, move |event| {
         for change in known.caches.snapshot_classes.apply(event) {
-            naming_class(&change, &known.caches.sandboxes)
-                .into_iter()
-                .for_each(|key| known.queues.sandboxes.add(key));
+            for key in naming_class(&change, &known.caches.sandboxes) {
+                known.queues.retention.add(key.clone());
+                known.queues.sandboxes.add(key);
+            }
         }
     }));
     if context.settings.extensions {
         extensions::start(context, tasks);
+    }
+    if context.settings.watches_policies() {
+        extensions::start_policies(context, tasks);
     }
     pod_snapshots::start(context, tasks);
 }
@@ -163,6 +184,7 @@ fn start_sandboxes(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
     let known = Arc::clone(context);
     tasks.spawn(follow_guarded(
         context.api.client(),
+        in_small_pages(),
         trim_sandbox,
         move |event| {
             for change in known.caches.sandboxes.apply(event) {
@@ -171,18 +193,26 @@ fn start_sandboxes(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
         },
     ));
     let known = Arc::clone(context);
-    tasks.spawn(follow_guarded(context.api.client(), trim, move |event| {
-        for change in known.caches.snapshots.apply(event) {
-            let Some(snapshot) = change.after.as_ref().or(change.before.as_ref()) else {
-                continue;
-            };
-            known.queues.snapshots.add(key_of(&**snapshot));
-            pod_snapshots::image_changed(&known, snapshot);
-            named_by(snapshot, &known.caches.sandboxes)
-                .into_iter()
-                .for_each(|key| known.queues.sandboxes.add(key));
-        }
-    }));
+    tasks.spawn(follow_guarded(
+        context.api.client(),
+        in_pages(),
+        trim,
+        move |event| {
+            for change in known.caches.snapshots.apply(event) {
+                let Some(snapshot) = change.after.as_ref().or(change.before.as_ref()) else {
+                    continue;
+                };
+                known.queues.snapshots.add(key_of(&**snapshot));
+                pod_snapshots::image_changed(&known, snapshot);
+                let (namespace, _) = key_of(&**snapshot);
+                let sandbox = snapshot.spec.sandbox_name.clone();
+                known.queues.retention.add((namespace, sandbox));
+                named_by(snapshot, &known.caches.sandboxes)
+                    .into_iter()
+                    .for_each(|key| known.queues.sandboxes.add(key));
+            }
+        },
+    ));
 }
 
 /// Wakes whom a change of a Sandbox concerns.
@@ -201,9 +231,39 @@ pub fn sandbox_changed(context: &Context, change: &Change<Sandbox>) {
         }
     }
     let lane = sandbox::lane(sandbox, context);
+    if of_retention(&change.before) != of_retention(&change.after) {
+        context.queues.retention.add(key.clone());
+        for sandbox in [&change.before, &change.after].into_iter().flatten() {
+            copied_from(context, &key.0, retention::restored_from(sandbox));
+        }
+    }
     context.queues.sandboxes.add_in(lane, key);
     if context.settings.extensions {
         extensions::sandbox_changed(context, change);
+    }
+}
+
+/// What decides about the deletion of snapshots: the class that a Sandbox names, and the snapshot that it is a copy of.
+fn of_retention(sandbox: &Option<Arc<Sandbox>>) -> Option<[Option<String>; 2]> {
+    let sandbox = sandbox.as_ref()?;
+    let own = sandbox.annotations().get(annotations::SNAPSHOT_CLASS);
+    let of_template = || {
+        let all = sandbox.spec.pod_template.annotations()?;
+        all.get(annotations::SNAPSHOT_CLASS)
+    };
+    let class = own.or_else(of_template).cloned();
+    Some([class, retention::restored_from(sandbox).map(str::to_owned)])
+}
+
+/// A snapshot is named as the source of copies, or no longer: its Sandbox' snapshots are looked at.
+fn copied_from(context: &Context, namespace: &str, snapshot: Option<&str>) {
+    let found = snapshot.and_then(|name| context.caches.snapshots.get(namespace, name));
+    if let Some(found) = found {
+        let sandbox = found.spec.sandbox_name.clone();
+        context
+            .queues
+            .retention
+            .add((namespace.to_owned(), sandbox));
     }
 }
 
@@ -278,6 +338,11 @@ fn in_pages() -> watcher::Config {
     watcher::Config::default().page_size(PAGE)
 }
 
+/// As [`in_pages`]: see [`PAGE_OF_LARGE`].
+fn in_small_pages() -> watcher::Config {
+    watcher::Config::default().page_size(PAGE_OF_LARGE)
+}
+
 /// Reads a watch for ever and hands each event on. Faults of the watch are retried with a growing delay.
 async fn follow<K>(
     client: Client,
@@ -300,6 +365,7 @@ async fn follow<K>(
 /// (A time with 13 decimals is one.)
 async fn follow_guarded<K>(
     client: Client,
+    config: watcher::Config,
     trim: fn(&mut K),
     mut take: impl FnMut(Event<K>) + Send + 'static,
 ) where
@@ -307,7 +373,7 @@ async fn follow_guarded<K>(
 {
     follow::<DeserializeGuard<K>>(
         client,
-        in_pages(),
+        config,
         |_| {},
         move |event| {
             if let Some(event) = unguarded(event) {
@@ -463,12 +529,21 @@ fn naming_class(change: &Change<SnapshotClass>, sandboxes: &Cache<Sandbox>) -> V
     naming.iter().map(|sandbox| key_of(&**sandbox)).collect()
 }
 
+/// Takes away what nobody here reads of any object: who wrote which field, and what kubectl applied last, which is the whole object once more.
 fn trim<K: Resource>(object: &mut K) {
     object.meta_mut().managed_fields = None;
+    forget_last_applied(object);
+}
+
+fn forget_last_applied<K: Resource>(object: &mut K) {
+    if let Some(all) = &mut object.meta_mut().annotations {
+        all.remove(LAST_APPLIED);
+    }
 }
 
 /// A Sandbox without what is known of who last wrote its fields, but for what somebody applied: an assignment must not forget that.
 fn trim_sandbox(sandbox: &mut Sandbox) {
+    forget_last_applied(sandbox);
     if let Some(fields) = &mut sandbox.metadata.managed_fields {
         fields.retain(adopt::was_applied);
     }

@@ -125,7 +125,12 @@ const BY_POINTER: [(&str, &str); 8] = [
 
 /// Whether two specs differ in nothing but what is unset or zero, and in the spelling of quantities.
 pub fn mean_the_same(one: &Value, other: &Value) -> bool {
-    normalized(POD, one) == normalized(POD, other)
+    normal_form(one) == normal_form(other)
+}
+
+/// The form that all specs have that mean the same.
+pub fn normal_form(spec: &Value) -> Value {
+    normalized(POD, spec)
 }
 
 /// The same value without differences that mean nothing to Kubernetes: unset or zero, and the spelling of quantities. `key` is the name under which it stands; items of a list stand under the list's.

@@ -166,7 +166,7 @@ async fn annotate(
     }
 }
 
-/// The Events, in upstream's words. The last one is ours: upstream's condition does not say where a pool is looked for.
+/// The Events, in upstream's words. Two are ours: upstream's condition does not say where a pool is looked for, and upstream waits for no NetworkPolicy.
 fn notes(session: &Session) -> Vec<Note> {
     let normal = |reason, message| Note {
         severity: Severity::Normal,
@@ -193,6 +193,12 @@ fn notes(session: &Session) -> Vec<Note> {
             {
                 Some(pool_not_found(&session.observed.claim))
             }
+            // That the policy is pending passes by itself, and the condition says so.
+            Happened::Said { before, after }
+                if newly(reasons::NETWORK_POLICY_NOT_OWNED, before, after) =>
+            {
+                policy_not_owned(after)
+            }
             Happened::Said { .. } => None,
             Happened::Ended(policy) => Some(normal(
                 event::CLAIM_EXPIRED,
@@ -209,6 +215,16 @@ fn newly(reason: &str, before: &SandboxClaimStatus, after: &SandboxClaimStatus) 
             .is_some_and(|ready| ready.reason == reason)
     };
     says(after) && !says(before)
+}
+
+/// In the condition's words.
+fn policy_not_owned(status: &SandboxClaimStatus) -> Option<Note> {
+    let ready = conditions::find(&status.conditions, conditions::READY)?;
+    Some(Note {
+        severity: Severity::Warning,
+        reason: event::NETWORK_POLICY_NOT_OWNED,
+        message: ready.message.clone(),
+    })
 }
 
 /// The same whether another namespace has a pool of that name or not: whoever may make claims here need not be allowed to know.

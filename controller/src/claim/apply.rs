@@ -19,6 +19,8 @@ use crate::{
     calls::{self, Answer},
     candidates::{is_member, pool_of},
     context::Context,
+    outline,
+    template::plan::policy_name,
     watches,
 };
 
@@ -114,6 +116,35 @@ async fn execute(action: &Action, session: &mut Session, context: &Context) -> R
     }
 }
 
+/// Reads what the caches have only outlines of, as far as the plan works with it: the claim's own Sandboxes, the member that is offered, and the template of a claim that has no Sandbox.
+pub async fn complete(session: &mut Session, context: &Context) -> Result<(), Error> {
+    let owned = session.observed.known.owned.values();
+    let owned: Vec<String> = owned
+        .filter(|sandbox| outline::is_outline(&***sandbox))
+        .map(|sandbox| sandbox.name_any())
+        .collect();
+    for name in owned {
+        look(&name, session, context).await?;
+    }
+    let observed = &session.observed;
+    let template = observed.template.as_deref();
+    if observed.known.owned.is_empty() && template.is_some_and(outline::is_outline) {
+        refresh(session, context).await?;
+    }
+    if let Offered::Sandbox(member) = &session.observed.offer
+        && outline::is_outline(&**member)
+    {
+        let name = member.name_any();
+        session.observed.offer = Offered::Unasked;
+        lost(&name, session, context).await?;
+        if session.observed.offer == Offered::Unasked {
+            session.observed.lost += 1;
+            session.taken = None;
+        }
+    }
+    Ok(())
+}
+
 fn refused(error: calls::Error) -> Result<Step, Error> {
     match error.answer() {
         Answer::Unknown => Err(Error::Unknown(error)),
@@ -155,7 +186,7 @@ async fn look(name: &str, session: &mut Session, context: &Context) -> Result<()
     Ok(())
 }
 
-/// Asks the apiserver for pool and template.
+/// Asks the apiserver for pool, template and the template's NetworkPolicy.
 async fn refresh(session: &mut Session, context: &Context) -> Result<(), Error> {
     let observed = &mut session.observed;
     let namespace = observed.claim.namespace().unwrap_or_default();
@@ -168,6 +199,12 @@ async fn refresh(session: &mut Session, context: &Context) -> Result<(), Error> 
         let name = &pool.spec.sandbox_template_ref.name;
         let template = api.get::<SandboxTemplate>(&namespace, name).await;
         observed.template = template.map_err(Error::Observe)?.map(Arc::new);
+    }
+    observed.template_policy = None;
+    if let Some(template) = &observed.template {
+        let name = policy_name(template);
+        let policy = api.get::<NetworkPolicy>(&namespace, &name).await;
+        observed.template_policy = policy.map_err(Error::Observe)?.map(Arc::new);
     }
     observed.fresh = true;
     Ok(())

@@ -6,8 +6,9 @@ use std::{
 };
 
 use jiff::Timestamp;
+use k8s_openapi::api::networking::v1::NetworkPolicy;
 use kube::ResourceExt;
-use torpor_api::{Sandbox, SandboxClaim};
+use torpor_api::{Sandbox, SandboxClaim, SandboxTemplate};
 
 use super::{
     apply::Happened,
@@ -18,6 +19,7 @@ use crate::{
     blueprint::Blueprint,
     candidates::{Offer, Taken, is_member, pool_of},
     context::Context,
+    template::plan::policy_name,
     watches::extensions::controller_of,
 };
 
@@ -60,6 +62,8 @@ pub fn dereference(claim: Arc<SandboxClaim>, context: &Context) -> Session {
     let observed = Observed {
         known,
         pool,
+        template_policy: template_policy(template.as_deref(), namespace, context),
+        except: context.settings.network.except.clone(),
         template,
         fresh: false,
         namesake: caches.sandboxes.get(namespace, &name),
@@ -76,6 +80,16 @@ pub fn dereference(claim: Arc<SandboxClaim>, context: &Context) -> Session {
         happened: Vec::new(),
         trace: None,
     }
+}
+
+/// Whatever has the name of a template's NetworkPolicy.
+pub fn template_policy(
+    template: Option<&SandboxTemplate>,
+    namespace: &str,
+    context: &Context,
+) -> Option<Arc<NetworkPolicy>> {
+    let name = policy_name(template?);
+    context.caches.policies.get(namespace, &name)
 }
 
 fn by_name(sandboxes: Vec<Arc<Sandbox>>) -> BTreeMap<String, Arc<Sandbox>> {

@@ -6,6 +6,7 @@
 use std::{sync::Arc, time::Duration};
 
 use jiff::Timestamp;
+use k8s_openapi::api::networking::v1::NetworkPolicy;
 use kube::ResourceExt;
 use serde_json::Value;
 use torpor_api::{
@@ -20,7 +21,12 @@ use super::{
     metadata::{self, Invalid},
     sandbox_spec::{self, Rejected},
 };
-use crate::{blueprint::Blueprint, sandbox};
+use crate::{
+    blueprint::Blueprint,
+    network::Cidr,
+    sandbox,
+    template::plan::{Unisolated, isolation},
+};
 
 /// Everything that decides about one claim.
 #[derive(Clone, Debug, Default)]
@@ -29,6 +35,10 @@ pub struct Observed {
     pub known: Known,
     pub pool: Option<Arc<SandboxWarmPool>>,
     pub template: Option<Arc<SandboxTemplate>>,
+    /// Whatever has the name of the template's NetworkPolicy.
+    pub template_policy: Option<Arc<NetworkPolicy>>,
+    /// What the operator blocks beside the private addresses.
+    pub except: Vec<Cidr>,
     /// Pool and template are as the apiserver has them, and not only as the caches show them.
     pub fresh: bool,
     /// A Sandbox with the claim's own name, whoever controls it.
@@ -60,7 +70,7 @@ pub enum Offered {
 pub enum Action {
     /// Read the Sandbox of this name from the apiserver.
     Ask(String),
-    /// Read pool and template from the apiserver.
+    /// Read pool, template and the template's NetworkPolicy from the apiserver.
     Refresh,
     /// Make the claim the controller of a member of a pool.
     Assign {
@@ -104,6 +114,8 @@ pub enum Refusal {
         "Sandbox {0:?} exists and is not controlled by this claim. Please use a different claim name or delete the sandbox manually"
     )]
     NameTaken(String),
+    #[error(transparent)]
+    Unisolated(#[from] Unisolated),
     #[error("Sandbox already created; waiting for cache to converge")]
     CreatePending,
     #[error("{0} pool members were taken by others; the next pass retries from a converged view")]
@@ -122,6 +134,8 @@ impl Refusal {
             }
             Self::Rejected(_) => reasons::VOLUME_CLAIM_TEMPLATES_ERROR,
             Self::NameTaken(_) => reasons::RECONCILER_ERROR,
+            Self::Unisolated(why) if why.is_passing() => reasons::NETWORK_POLICY_PENDING,
+            Self::Unisolated(_) => reasons::NETWORK_POLICY_NOT_OWNED,
             Self::CreatePending => reasons::SANDBOX_CREATE_PENDING,
             Self::Contention(_) => reasons::ADOPTION_CONFLICT,
         }
@@ -141,9 +155,10 @@ impl Refusal {
     /// When to look again; `None`: once the user has changed something.
     pub fn retry(&self) -> Option<Duration> {
         match self {
-            Self::PoolNotFound(_) | Self::TemplateNotFound(_) | Self::NameTaken(_) => {
-                Some(MISSING_RETRY)
-            }
+            Self::PoolNotFound(_)
+            | Self::TemplateNotFound(_)
+            | Self::NameTaken(_)
+            | Self::Unisolated(_) => Some(MISSING_RETRY),
             Self::Metadata(_) | Self::Rejected(_) => None,
             Self::CreatePending | Self::Contention(_) => Some(CACHE_LAG_RETRY),
         }
@@ -371,6 +386,11 @@ fn plan_unbound(
     let pod_metadata = metadata::merged(template.spec.pod_template.metadata.as_ref(), claim)?;
     let cold = || -> Result<Plan, Refusal> {
         let mut sandbox = sandbox_spec::sandbox(claim, template, &pod_metadata)?;
+        isolation(
+            template,
+            observed.template_policy.as_deref(),
+            &observed.except,
+        )?;
         if let Some(gone) = replaces {
             sandbox["metadata"]["annotations"][torpor_api::annotations::REPLACES] = gone.into();
         }

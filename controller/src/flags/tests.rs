@@ -52,6 +52,33 @@ fn flags_of_pools_and_claims_have_their_effect() {
     read(&["--sandbox-warm-pool-max-batch-size=0"]).unwrap_err();
 }
 
+#[test]
+fn flags_of_network_policies_have_their_effect() {
+    let (flags, _) = read(&[]).unwrap();
+    assert_eq!(flags.settings(None).network, NetworkSettings::default());
+    let (flags, _) = read(&[
+        "--default-network-policy",
+        "--network-policy-except=198.51.100.0/24,2001:db8::/32",
+        "--network-policy-except=203.0.113.0/24",
+    ])
+    .unwrap();
+    let NetworkSettings {
+        default_policy,
+        except,
+    } = flags.settings(None).network;
+    let except: Vec<String> = except.iter().map(ToString::to_string).collect();
+    let given = ["198.51.100.0/24", "2001:db8::/32", "203.0.113.0/24"];
+    assert_eq!(
+        (default_policy, except),
+        (true, given.map(str::to_owned).to_vec())
+    );
+    let error = read(&["--network-policy-except=198.51.100.7/24"]).unwrap_err();
+    let error = error.to_string();
+    for words in ["--network-policy-except", "the range is 198.51.100.0/24"] {
+        assert!(error.contains(words), "{error}");
+    }
+}
+
 #[rstest]
 #[case(&["--leader-elect=false"], false)]
 #[case(&["-leader-elect=false"], false)]

@@ -29,6 +29,8 @@ struct Pool {
     deleting: BTreeMap<String, Instant>,
     /// Members that were held: when they were first seen to be so no more; `None`: they were at the last look, however long ago that was.
     held: BTreeMap<String, Option<Instant>>,
+    /// Since when no member is made because the template's NetworkPolicy is not in place.
+    unisolated: Option<Instant>,
     /// Until when nothing is made, because members have left.
     hold: Option<Instant>,
     tokens: Option<(f64, Instant)>,
@@ -61,6 +63,8 @@ pub struct Remembered {
     pub deleting: BTreeSet<String>,
     /// How long ago members, by UID, were first seen to wait no more for something that no other in their place would have had either; 0 for those that waited at the last look.
     pub held: BTreeMap<String, Duration>,
+    /// For how long no member was made because the template's NetworkPolicy was not in place.
+    pub unisolated: Duration,
     /// How long nothing is made.
     pub hold: Option<Duration>,
     /// How many may be made now; `None`: no limit.
@@ -100,6 +104,7 @@ impl Memory {
                 .iter()
                 .map(|(member, over)| (member.clone(), over.map(ago).unwrap_or_default()))
                 .collect(),
+            unisolated: pool.unisolated.map(ago).unwrap_or_default(),
             hold: pool
                 .hold
                 .and_then(|until| until.checked_duration_since(now)),
@@ -108,6 +113,13 @@ impl Memory {
             forgotten_in: pool.forgotten_in(now),
             salt: salt(pool.names),
         }
+    }
+
+    /// Whether the last pass made no member because the template's NetworkPolicy was not in place.
+    pub fn unisolated(&self, uid: &str, waits: bool, now: Instant) {
+        let mut all = self.lock();
+        let pool = all.entry(uid.to_owned()).or_default();
+        pool.unisolated = waits.then(|| pool.unisolated.unwrap_or(now));
     }
 
     /// A member is about to be made.
@@ -301,6 +313,21 @@ mod tests {
         memory.creating("p", "b");
         memory.not_created("p", "b");
         assert!(of(&memory).creating.is_empty());
+    }
+
+    #[test]
+    fn how_long_a_pool_waits_for_its_policy_is_counted_from_the_first_pass_that_waited() {
+        let (memory, begin) = (Memory::default(), Instant::now());
+        let second = Duration::from_secs(1);
+        let waited = |at: Instant| {
+            let settings = PoolSettings::default();
+            memory.remembered("p", &settings, at).unisolated
+        };
+        memory.unisolated("p", true, begin);
+        memory.unisolated("p", true, begin + second);
+        assert_eq!(waited(begin + 2 * second), 2 * second);
+        memory.unisolated("p", false, begin + 2 * second);
+        assert_eq!(waited(begin + 3 * second), Duration::ZERO);
     }
 
     #[test]

@@ -3,7 +3,9 @@
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use jiff::Timestamp;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
+use k8s_openapi::{
+    api::networking::v1::NetworkPolicy, apimachinery::pkg::apis::meta::v1::Condition,
+};
 use kube::ResourceExt;
 use serde_json::{Value, json};
 use torpor_api::{
@@ -18,11 +20,18 @@ use super::{
     memory::Remembered,
 };
 use crate::{
-    blueprint::Blueprint, pace::Advance, sandbox::plan::is_name_taken, settings::PoolSettings,
+    blueprint::Blueprint,
+    network::Cidr,
+    pace::Advance,
+    sandbox::plan::is_name_taken,
+    settings::PoolSettings,
+    template::plan::{Unisolated, isolation},
 };
 
 /// How long a pool without a template waits for it, unless it comes.
 pub const TEMPLATE_RETRY: Duration = Duration::from_secs(60);
+/// How long a pool waits for its template's NetworkPolicy before it looks by itself, and before its user is told. The policy's own event comes sooner.
+pub const POLICY_GRACE: Duration = Duration::from_secs(15);
 /// How long a pool leaves an apiserver in peace that has too much to do.
 pub const PRESSED_RETRY: Duration = Duration::from_secs(1);
 /// When a pool goes on that has given way to others: behind all that wait by then.
@@ -35,6 +44,10 @@ const SLACK: Duration = Duration::from_secs(2);
 pub struct Observed {
     pub pool: Arc<SandboxWarmPool>,
     pub template: Option<Arc<SandboxTemplate>>,
+    /// Whatever has the name of the template's NetworkPolicy.
+    pub template_policy: Option<Arc<NetworkPolicy>>,
+    /// What the operator blocks beside the private addresses.
+    pub except: Vec<Cidr>,
     /// Sandboxes that the pool controls.
     pub members: Vec<Arc<Sandbox>>,
     /// Sandboxes that carry the pool's label and that nobody controls.
@@ -74,6 +87,8 @@ pub struct Plan {
     pub held: BTreeSet<String>,
     /// Why the pool does not progress.
     pub stalled: Option<String>,
+    /// Members are lacking, and none is made before the template's NetworkPolicy is in place.
+    pub unisolated: bool,
     /// The pool has all members, and each of them a Pod on a node.
     pub placed: bool,
     pub requeue: Option<Duration>,
@@ -309,9 +324,16 @@ fn worst(mut members: Vec<&Arc<Sandbox>>, count: usize) -> Vec<&Arc<Sandbox>> {
 }
 
 fn plan_creates(plan: &mut Plan, observed: &Observed, remembered: &Remembered) {
-    if observed.template.is_none() {
+    let Some(template) = observed.template.as_deref() else {
         plan.requeue = (plan.missing > 0).then_some(TEMPLATE_RETRY);
         return;
+    };
+    if plan.missing > 0 || !remembered.uncertain.is_empty() {
+        let policy = observed.template_policy.as_deref();
+        if let Err(why) = isolation(template, policy, &observed.except) {
+            wait_for_policy(plan, &why, remembered);
+            return;
+        }
     }
     // Their answers are missing: the same name again makes the same object.
     plan.create = remembered.uncertain.iter().cloned().collect();
@@ -336,6 +358,15 @@ fn plan_creates(plan: &mut Plan, observed: &Observed, remembered: &Remembered) {
     plan.create.extend(names);
 }
 
+/// Nothing is made without the template's rules. The controller makes or changes the policy in a moment: the user is told only when that lasts.
+fn wait_for_policy(plan: &mut Plan, why: &Unisolated, remembered: &Remembered) {
+    plan.unisolated = true;
+    plan.requeue = Some(POLICY_GRACE);
+    if !why.is_passing() || remembered.unisolated >= POLICY_GRACE {
+        plan.stalled = Some(format!("No member is made: {why}"));
+    }
+}
+
 /// When a member's time is over, or one that is held may come on.
 fn plan_next_look(plan: &mut Plan, keep: &[&Arc<Sandbox>], observed: &Observed, now: Timestamp) {
     let settings = &observed.settings;
@@ -355,9 +386,12 @@ fn plan_next_look(plan: &mut Plan, keep: &[&Arc<Sandbox>], observed: &Observed, 
         }
         plan.held.extend(member.uid());
     }
-    plan.stalled = stalled(&unscheduled, &refused, observed);
-    if plan.stalled.is_some() {
+    if let Some(held) = stalled(&unscheduled, &refused, observed) {
         looks.push(settings.unschedulable_recheck);
+        plan.stalled = Some(match plan.stalled.take() {
+            Some(first) => format!("{first}\n{held}"),
+            None => held,
+        });
     }
     plan.requeue = plan.requeue.into_iter().chain(looks).min();
 }

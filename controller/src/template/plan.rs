@@ -7,19 +7,12 @@ use kube::{Resource, ResourceExt};
 use serde_json::{Value, json};
 use torpor_api::{SandboxTemplate, extensions::NetworkPolicyManagement, labels, name_hash};
 
-use crate::{blueprint, merge_patch, watches::extensions::controller_of};
-
-/// Namespace and label of the router: the only one that the default lets in.
-const ROUTER_NAMESPACE: &str = "agent-sandbox-system";
-const ROUTER_APP: &str = "sandbox-router";
-/// What sandboxes may not reach by default: private and link-local addresses, and with them the cluster, its DNS and the cloud's metadata service.
-const PRIVATE_V4: [&str; 4] = [
-    "10.0.0.0/8",
-    "172.16.0.0/12",
-    "192.168.0.0/16",
-    "169.254.0.0/16",
-];
-const PRIVATE_V6: [&str; 2] = ["fc00::/7", "fe80::/10"];
+use crate::{
+    blueprint, merge_patch,
+    network::rules::{self, Cidr},
+    outline,
+    watches::extensions::controller_of,
+};
 
 /// What was seen.
 #[derive(Clone, Debug)]
@@ -27,6 +20,66 @@ pub struct Observed {
     pub template: Arc<SandboxTemplate>,
     /// Whatever has the name of the template's policy.
     pub policy: Option<Arc<NetworkPolicy>>,
+    /// What the operator blocks beside the private addresses.
+    pub except: Vec<Cidr>,
+}
+
+/// Why no Sandbox of a template may be made yet.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Unisolated {
+    #[error(
+        "NetworkPolicy {0:?} of the SandboxTemplate does not exist yet; the Sandbox is made as soon as it does"
+    )]
+    Missing(String),
+    #[error(
+        "NetworkPolicy {0:?} does not have the rules of the SandboxTemplate yet; the Sandbox is made as soon as it does"
+    )]
+    Outdated(String),
+    #[error(
+        "NetworkPolicy {0:?} exists and is not controlled by the SandboxTemplate, so that no Sandbox is made without the template's rules. \
+         Delete that NetworkPolicy or make it anew under another name; or set spec.networkPolicyManagement: Unmanaged in the SandboxTemplate"
+    )]
+    NotOwned(String),
+}
+
+impl Unisolated {
+    /// Whether the controller itself is about to change it.
+    pub fn is_passing(&self) -> bool {
+        !matches!(self, Self::NotOwned(_))
+    }
+}
+
+/// Whether a Sandbox of the template may be made: the template's NetworkPolicy is there, the template's own, and says what the template says. `policy` is what has its name.
+pub fn isolation(
+    template: &SandboxTemplate,
+    policy: Option<&NetworkPolicy>,
+    except: &[Cidr],
+) -> Result<(), Unisolated> {
+    if !is_managed(template) {
+        return Ok(());
+    }
+    let name = policy_name(template);
+    match policy {
+        None => Err(Unisolated::Missing(name)),
+        Some(policy) if !owns(template, policy) => Err(Unisolated::NotOwned(name)),
+        // The next policy of that name is made once this one is gone.
+        Some(policy) if policy.metadata.deletion_timestamp.is_some() => {
+            Err(Unisolated::Missing(name))
+        }
+        Some(policy) if update(policy, template, except).is_some() => {
+            Err(Unisolated::Outdated(name))
+        }
+        Some(_) => Ok(()),
+    }
+}
+
+fn is_managed(template: &SandboxTemplate) -> bool {
+    template.spec.network_policy_management == NetworkPolicyManagement::Managed
+}
+
+fn owns(template: &SandboxTemplate, policy: &NetworkPolicy) -> bool {
+    let owner = controller_of(policy);
+    owner.is_some_and(|owner| Some(&owner.uid) == template.metadata.uid.as_ref())
 }
 
 /// One call.
@@ -38,9 +91,17 @@ pub enum Action {
     DeletePolicy { uid: String },
 }
 
+/// End of the name of a template's policy.
+const POLICY_SUFFIX: &str = "-network-policy";
+
 /// Name of the policy that the Sandboxes of a template share.
 pub fn policy_name(template: &SandboxTemplate) -> String {
-    format!("{}-network-policy", template.name_any())
+    template.name_any() + POLICY_SUFFIX
+}
+
+/// Name of the template whose policy would have this name.
+pub fn template_of_policy(name: &str) -> Option<&str> {
+    name.strip_suffix(POLICY_SUFFIX)
 }
 
 /// Decides; pure. An error names a policy that somebody else has under this name.
@@ -57,25 +118,28 @@ pub fn plan(observed: &Observed) -> Result<Vec<Action>, String> {
             "labels": {labels::SANDBOX_TEMPLATE_REF_HASH: hash},
         }})));
     }
-    let managed = template.spec.network_policy_management == NetworkPolicyManagement::Managed;
-    let ours = observed.policy.as_ref().map(|policy| {
-        let owner = controller_of(&**policy);
-        owner.is_some_and(|owner| Some(&owner.uid) == template.metadata.uid.as_ref())
-    });
-    match (&observed.policy, ours.unwrap_or_default()) {
-        (Some(policy), true) if managed => steps.extend(update(policy, template)),
+    let (managed, except) = (is_managed(template), &observed.except);
+    let ours = observed
+        .policy
+        .as_ref()
+        .is_some_and(|policy| owns(template, policy));
+    match (&observed.policy, ours) {
+        (Some(policy), true) if managed => steps.extend(update(policy, template, except)),
         (Some(policy), true) => steps.push(Action::DeletePolicy {
             uid: policy.uid().unwrap_or_default(),
         }),
         (Some(policy), false) if managed => return Err(policy.name_any()),
-        (None, _) if managed => steps.push(Action::CreatePolicy(policy(template))),
+        (None, _) if managed => steps.push(Action::CreatePolicy(policy(template, except))),
         _ => {}
     }
     Ok(steps)
 }
 
-fn update(policy: &NetworkPolicy, template: &SandboxTemplate) -> Option<Action> {
-    let (found, wanted) = (json!(policy.spec), spec(template));
+fn update(policy: &NetworkPolicy, template: &SandboxTemplate, except: &[Cidr]) -> Option<Action> {
+    let (found, wanted) = (json!(policy.spec), spec(template, except));
+    if outline::digest(policy) == Some(&*outline::digest_of(&blueprint::normal_form(&wanted))) {
+        return None;
+    }
     if blueprint::mean_the_same(&found, &wanted) {
         return None;
     }
@@ -86,7 +150,8 @@ fn update(policy: &NetworkPolicy, template: &SandboxTemplate) -> Option<Action> 
     })))
 }
 
-fn policy(template: &SandboxTemplate) -> Value {
+/// The policy to create.
+pub fn policy(template: &SandboxTemplate, except: &[Cidr]) -> Value {
     json!({
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -102,13 +167,13 @@ fn policy(template: &SandboxTemplate) -> Value {
                 "blockOwnerDeletion": true,
             }],
         },
-        "spec": spec(template),
+        "spec": spec(template, except),
     })
 }
 
-fn spec(template: &SandboxTemplate) -> Value {
+fn spec(template: &SandboxTemplate, except: &[Cidr]) -> Value {
     let (ingress, egress) = match template.spec.network_policy.clone() {
-        None => (default_ingress(), default_egress()),
+        None => (rules::ingress(), rules::egress(except)),
         Some(mut rules) => {
             let ingress = rules.ingress.iter_mut().flatten();
             ingress.for_each(|rule| name_protocols(rule.ports.as_deref_mut()));
@@ -135,20 +200,6 @@ fn name_protocols(ports: Option<&mut [NetworkPolicyPort]>) {
     for port in ports.into_iter().flatten() {
         port.protocol.get_or_insert_with(|| "TCP".to_owned());
     }
-}
-
-fn default_ingress() -> Value {
-    json!([{"from": [{
-        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": ROUTER_NAMESPACE}},
-        "podSelector": {"matchLabels": {"app": ROUTER_APP}},
-    }]}])
-}
-
-fn default_egress() -> Value {
-    json!([{"to": [
-        {"ipBlock": {"cidr": "0.0.0.0/0", "except": PRIVATE_V4}},
-        {"ipBlock": {"cidr": "::/0", "except": PRIVATE_V6}},
-    ]}])
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! The watches of SandboxClaim, SandboxTemplate, SandboxWarmPool and NetworkPolicy, and what a change of a Sandbox means to its claim or its pool.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use jiff::Timestamp;
 use k8s_openapi::{
@@ -15,12 +15,14 @@ use torpor_api::{
     labels,
 };
 
-use super::{follow, follow_guarded, in_pages, trim};
+use super::{copied_from, follow, follow_guarded, in_pages, in_small_pages, trim};
 use crate::{
     cache::{Change, key_of},
     candidates::pool_of,
     claim::binding::{committed_name, owns},
     context::Context,
+    network::default_policy::{self, Isolation},
+    template::plan::template_of_policy,
 };
 
 /// How long after a change of a member its pool is looked at. A pass walks over all members, and in a storm of changes one pass serves many of them.
@@ -30,25 +32,44 @@ const POOL_LOOK: Duration = Duration::from_millis(100);
 pub(super) fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
     let client = context.api.client();
     let known = Arc::clone(context);
-    tasks.spawn(follow_guarded(client.clone(), trim, move |event| {
-        for change in known.caches.claims.apply(event) {
-            claim_changed(&known, &change);
-        }
-    }));
+    tasks.spawn(follow_guarded(
+        client.clone(),
+        in_small_pages(),
+        trim,
+        move |event| {
+            for change in known.caches.claims.apply(event) {
+                claim_changed(&known, &change);
+            }
+        },
+    ));
     let known = Arc::clone(context);
-    tasks.spawn(follow_guarded(client.clone(), trim, move |event| {
-        for change in known.caches.pools.apply(event) {
-            pool_changed(&known, &change);
-        }
-    }));
+    tasks.spawn(follow_guarded(
+        client.clone(),
+        in_pages(),
+        trim,
+        move |event| {
+            for change in known.caches.pools.apply(event) {
+                pool_changed(&known, &change);
+            }
+        },
+    ));
     let known = Arc::clone(context);
-    tasks.spawn(follow_guarded(client.clone(), trim, move |event| {
-        for change in known.caches.templates.apply(event) {
-            template_changed(&known, &change);
-        }
-    }));
-    let known = Arc::clone(context);
-    tasks.spawn(follow(client, in_pages(), trim, move |event| {
+    tasks.spawn(follow_guarded(
+        client,
+        in_small_pages(),
+        trim,
+        move |event| {
+            for change in known.caches.templates.apply(event) {
+                template_changed(&known, &change);
+            }
+        },
+    ));
+}
+
+/// Starts the watch of NetworkPolicies.
+pub(super) fn start_policies(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
+    let (client, known) = (context.api.client(), Arc::clone(context));
+    tasks.spawn(follow(client, in_small_pages(), trim, move |event| {
         for change in known.caches.policies.apply(event) {
             policy_changed(&known, &change);
         }
@@ -222,6 +243,9 @@ pub fn template_changed(context: &Context, change: &Change<SandboxTemplate>) {
             .templates
             .forget(&template.uid().unwrap_or_default());
     }
+    for template in [&change.before, &change.after].into_iter().flatten() {
+        copied_from(context, &key.0, template.spec.pod_template.restore_from());
+    }
     for pool in context.caches.pools.indexed(&key.0, &key.1) {
         if other {
             wake_unbound_claims(context, &key.0, &pool.name_any());
@@ -231,14 +255,47 @@ pub fn template_changed(context: &Context, change: &Change<SandboxTemplate>) {
     context.queues.templates.add(key);
 }
 
-fn policy_changed(context: &Context, change: &Change<NetworkPolicy>) {
+/// Asks for a pass over the template, whether the policy is its own or only has its name, and over the pools and claims that may have waited for it.
+pub fn policy_changed(context: &Context, change: &Change<NetworkPolicy>) {
+    let mut templates = BTreeSet::new();
     for policy in [&change.before, &change.after].into_iter().flatten() {
         let owner = controller_of_kind(&**policy, &SandboxTemplate::kind(&()));
-        if let Some(template) = owner {
-            let namespace = policy.namespace().unwrap_or_default();
-            let key = (namespace, template.name.clone());
-            context.queues.templates.add(key);
+        templates.extend(owner.map(|owner| owner.name.clone()));
+        let named = template_of_policy(policy.metadata.name.as_deref().unwrap_or_default());
+        templates.extend(named.map(str::to_owned));
+    }
+    let Some(policy) = change.after.as_ref().or(change.before.as_ref()) else {
+        return;
+    };
+    let (namespace, name) = key_of(&**policy);
+    if name == default_policy::NAME {
+        wake_isolated(context, &namespace);
+    }
+    for template in templates {
+        for pool in context.caches.pools.indexed(&namespace, &template) {
+            wake_unbound_claims(context, &namespace, &pool.name_any());
+            context.queues.pools.add(key_of(&*pool));
         }
+        if context
+            .caches
+            .templates
+            .get(&namespace, &template)
+            .is_some()
+        {
+            context.queues.templates.add((namespace.clone(), template));
+        }
+    }
+}
+
+/// Asks for passes over the Sandboxes of a namespace that count on its default policy: one of them brings it back, or has waited for its name to be free.
+fn wake_isolated(context: &Context, namespace: &str) {
+    let enabled = context.settings.network.default_policy;
+    let isolated = context.caches.sandboxes.filtered(|sandbox| {
+        sandbox.namespace().as_deref() == Some(namespace)
+            && Isolation::of(sandbox, enabled) == Isolation::Strict
+    });
+    for sandbox in isolated {
+        context.queues.sandboxes.add(key_of(&*sandbox));
     }
 }
 

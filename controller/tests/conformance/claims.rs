@@ -199,7 +199,7 @@ async fn a_policy_that_was_opened_a_moment_ago_counts() {
 }
 
 /// Names that wait for a pass, in the order in which they asked.
-async fn waiting(queue: &Queue) -> Vec<String> {
+pub(crate) async fn waiting(queue: &Queue) -> Vec<String> {
     let mut names = Vec::new();
     while queue.depth() > 0 {
         let key = queue.next().await;

@@ -4,6 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
+use torpor_api::{SandboxTemplate, extensions::NetworkPolicyManagement};
 use torpor_controller::{
     calls, claim, context::Context, pool, sandbox, settings::Settings, template,
 };
@@ -216,7 +217,23 @@ impl Cluster {
 
     // --- objects --------------------------------------------------------------------------------------------------------------------------
 
+    /// A template that the controller has seen: its NetworkPolicy is there, unless somebody else's is.
     pub(crate) fn template(&self, change: Value) {
+        self.new_template(change);
+        let found = self.api.get("sandboxtemplates", NS, "t").unwrap();
+        let Ok(template) = serde_json::from_value::<SandboxTemplate>(found) else {
+            return;
+        };
+        let managed = template.spec.network_policy_management == NetworkPolicyManagement::Managed;
+        let name = template::plan::policy_name(&template);
+        if managed && self.api.get("networkpolicies", NS, &name).is_none() {
+            let policy = template::plan::policy(&template, &self.context.settings.network.except);
+            self.api.create("networkpolicies", policy);
+        }
+    }
+
+    /// A template that the controller has not seen yet.
+    pub(crate) fn new_template(&self, change: Value) {
         let template = merged(
             json!({
                 "metadata": {"name": "t", "namespace": NS},

@@ -46,7 +46,9 @@ pub(crate) fn all(api: &Apiserver, context: &Context) {
     fill(api, snapshot_classes, "snapshotclasses", |_| true);
     fill(api, pools, "sandboxwarmpools", |_| true);
     fill(api, templates, "sandboxtemplates", |_| true);
-    fill(api, policies, "networkpolicies", |_| true);
+    for change in fill(api, policies, "networkpolicies", |_| true) {
+        extensions::policy_changed(context, &change);
+    }
     fill(api, triggers, "podsnapshotmanualtriggers", |_| true);
     fill(api, pod_snapshots, "podsnapshots", |_| true);
     for change in fill(api, claims, "sandboxclaims", |_| true) {

@@ -144,7 +144,7 @@ fn of_claim(claim: &Value) -> Value {
 fn template(cluster: &Cluster) {
     let hash = name_hash("t");
     let label = json!({"agents.x-k8s.io/sandbox-template-ref-hash": hash});
-    cluster.template(json!({
+    cluster.new_template(json!({
         "metadata": {"labels": label},
         "spec": {
             "podTemplate": {"spec": as_written()},
@@ -240,8 +240,11 @@ async fn what_upstreams_controller_left_goes_on_as_if_nothing_had_happened() {
     for _ in 0..3 {
         pass(&cluster).await;
     }
-    // The pool is told how its sandboxes would keep their memory: that is all.
-    assert_eq!(cluster.writes_with_events(), ["create events"]);
+    // The policy blocks more than upstream's, and the pool is told how its sandboxes would keep their memory: that is all.
+    assert_eq!(
+        cluster.writes_with_events(),
+        ["patch networkpolicies", "create events"]
+    );
     assert_eq!(cluster.events()[0].0, "RuntimeNotNamed");
     cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
     assert_eq!(cluster.members(), MEMBERS);

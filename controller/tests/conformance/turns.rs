@@ -14,6 +14,7 @@ use torpor_controller::{pool::plan, run, settings::Settings};
 
 use crate::{
     apiserver::{Apiserver, Fault, FaultAnswer},
+    claims::waiting,
     cluster::{Cluster, settings},
     objects::NS,
 };
@@ -133,6 +134,8 @@ async fn a_member_that_a_busy_apiserver_refuses_is_made_when_it_says_and_others_
     let gate = Arc::new(Semaphore::new(1));
     let gated = cluster.gated(&gate);
     gated.sync();
+    // No other pool waits for its turn.
+    waiting(&gated.context.queues.pools).await;
     let meanwhile = async {
         let begun = |api: &Apiserver| api.list("sandboxes").len() == 1;
         cluster.api.until("the pass is under way", begun).await;

@@ -20,6 +20,7 @@ mod kata;
 mod leftovers;
 mod losses;
 mod lost;
+mod networks;
 mod oci;
 mod oncrash;
 mod plugin;

@@ -222,6 +222,8 @@ async fn a_resumed_pod_has_its_volume_its_name_and_todays_configuration() -> any
             json!({ "volumeMounts": mounts(&[("data", "/data"), ("config", "/config"), ("secret", "/secret"), ("about", "/about")]) }),
         );
         let mut manifest = sandbox("s", json!({
+            // The default of a Sandbox whose network is open.
+            "dnsPolicy": "ClusterFirst",
             "containers": [witness],
             "volumes": [
                 { "name": "config", "configMap": { "name": "config" } },

@@ -40,16 +40,19 @@ fn observed(claim: Arc<SandboxClaim>) -> Observed {
     });
     let template = json!({
         "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxTemplate",
-        "metadata": {"name": "t", "namespace": "ns"},
+        "metadata": {"name": "t", "namespace": "ns", "uid": "u-t"},
         "spec": {"podTemplate": {
             "metadata": {"labels": {"sandbox.users.io/tier": "a"}},
             "spec": {"containers": [{"name": "c", "image": "img"}]},
         }},
     });
+    let template: SandboxTemplate = serde_json::from_value(template).unwrap();
+    let policy = crate::template::plan::policy(&template, &[]);
     Observed {
         claim,
         pool: Some(Arc::new(serde_json::from_value(pool).unwrap())),
-        template: Some(Arc::new(serde_json::from_value(template).unwrap())),
+        template: Some(Arc::new(template)),
+        template_policy: Some(Arc::new(serde_json::from_value(policy).unwrap())),
         label_domains: vec!["sandbox.users.io".to_owned()],
         ..Observed::default()
     }
@@ -367,4 +370,50 @@ fn the_same_view_gives_the_same_plan() {
         Offered::Sandbox(sandbox("m", json!({}))),
     );
     assert_eq!(plan(&view, now()), plan(&view, now()));
+}
+
+fn refusal(plan: Plan) -> (Refusal, Option<Duration>) {
+    match plan.outlook {
+        Outlook::Refused { why, .. } => (why, plan.requeue),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_claim_that_starts_cold_waits_for_the_templates_network_policy_and_says_so() {
+    let mut observed = offering(observed(claim(json!({}))), Offered::Nothing);
+    assert!(matches!(
+        plan(&observed, now()).steps[..],
+        [Action::CreateSandbox(_)]
+    ));
+    let policy = observed.template_policy.take();
+    let waiting = plan(&observed, now());
+    assert_eq!(waiting.steps, []);
+    let (why, again) = refusal(waiting);
+    assert_eq!(
+        (why.reason(), again),
+        ("NetworkPolicyPending", Some(MISSING_RETRY))
+    );
+    assert!(why.to_string().contains("\"t-network-policy\""), "{why}");
+    let mut foreign = (*policy.unwrap()).clone();
+    foreign.metadata.owner_references = None;
+    observed.template_policy = Some(Arc::new(foreign));
+    let (why, _) = refusal(plan(&observed, now()));
+    assert_eq!(why.reason(), "NetworkPolicyNotOwned");
+    assert!(
+        why.to_string().contains("Delete that NetworkPolicy"),
+        "{why}"
+    );
+}
+
+/// Its Pod was made when the policy was there.
+#[test]
+fn a_member_of_a_pool_is_handed_out_whatever_its_templates_network_policy() {
+    let member = sandbox("m", json!({}));
+    let mut observed = offering(observed(claim(json!({}))), Offered::Sandbox(member));
+    observed.template_policy = None;
+    assert!(matches!(
+        plan(&observed, now()).steps[..],
+        [Action::Assign { .. }]
+    ));
 }

@@ -20,7 +20,7 @@ fn pool(change: Value) -> Arc<SandboxWarmPool> {
 fn template(change: Value) -> Arc<SandboxTemplate> {
     let mut whole = json!({
         "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxTemplate",
-        "metadata": {"name": "t", "namespace": "ns"},
+        "metadata": {"name": "t", "namespace": "ns", "uid": "u-t"},
         "spec": {"podTemplate": {"spec": {"containers": [{"name": "c", "image": "img"}]}}},
     });
     merge_patch::apply(&mut whole, &change);
@@ -62,10 +62,20 @@ fn going() -> Value {
     json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}})
 }
 
+fn policy() -> Arc<NetworkPolicy> {
+    policy_of(&template(json!({})))
+}
+
+fn policy_of(template: &SandboxTemplate) -> Arc<NetworkPolicy> {
+    let policy = crate::template::plan::policy(template, &[]);
+    Arc::new(serde_json::from_value(policy).unwrap())
+}
+
 fn observed(members: &[Arc<Sandbox>]) -> Observed {
     Observed {
         pool: pool(json!({})),
         template: Some(template(json!({}))),
+        template_policy: Some(policy()),
         members: members.to_vec(),
         ..Observed::default()
     }
@@ -231,7 +241,9 @@ fn stale_members_go_at_once_only_under_recreate(
 ) {
     let mut view = observed(&ready(&["a", "b"]));
     view.pool = pool(of_pool);
-    view.template = Some(template(of_template));
+    let template = template(of_template);
+    view.template_policy = Some(policy_of(&template));
+    view.template = Some(template);
     let plan = plan(&view, now());
     assert_eq!(steps(&plan), expected);
     // Those that go still count.
@@ -497,4 +509,48 @@ fn a_pool_that_goes_leaves_its_members_to_garbage_collection() {
     let mut view = observed(&[]);
     view.pool = pool(going());
     assert_eq!(plan(&view, now()), Plan::default());
+}
+
+#[test]
+fn no_member_is_made_before_the_templates_network_policy_is_in_place() {
+    let mut observed = observed(&[]);
+    observed.remembered.uncertain.insert("p-x".to_owned());
+    observed.template_policy = None;
+    let waits = plan(&observed, now());
+    assert_eq!((waits.create.len(), waits.missing), (0, 3));
+    assert!(
+        waits.unisolated && waits.stalled.is_none(),
+        "it is about to come"
+    );
+    assert_eq!(waits.requeue, Some(POLICY_GRACE));
+    observed.remembered.unisolated = POLICY_GRACE;
+    let stalled = plan(&observed, now()).stalled.unwrap();
+    assert!(stalled.contains("\"t-network-policy\""), "{stalled}");
+    observed.template_policy = Some(policy());
+    let goes_on = plan(&observed, now());
+    assert!(!goes_on.unisolated && goes_on.stalled.is_none());
+    assert_eq!(goes_on.create.len(), 4);
+}
+
+#[test]
+fn a_pool_tells_at_once_that_somebody_else_has_the_name_of_the_network_policy() {
+    let mut foreign = (*policy()).clone();
+    foreign.metadata.owner_references = None;
+    let mut observed = observed(&[]);
+    observed.template_policy = Some(Arc::new(foreign));
+    let plan = plan(&observed, now());
+    assert_eq!(plan.create, [] as [String; 0]);
+    let stalled = plan.stalled.unwrap();
+    for words in ["\"t-network-policy\"", "networkPolicyManagement: Unmanaged"] {
+        assert!(stalled.contains(words), "{stalled}");
+    }
+}
+
+#[test]
+fn a_full_pool_does_not_wait_for_a_network_policy() {
+    let members = ["a", "b", "c"].map(|name| member(name, json!({})));
+    let mut observed = observed(&members);
+    observed.template_policy = None;
+    let plan = plan(&observed, now());
+    assert!(!plan.unisolated && plan.stalled.is_none() && plan.placed);
 }

@@ -15,6 +15,7 @@ use torpor_api::{
     conditions::{self, Draft, Status},
     node::RuntimeCapabilities,
     reasons::hibernated,
+    retention::Retention,
     snapshot::NODE_PROVISIONER,
 };
 
@@ -207,7 +208,12 @@ fn class_problem(desired: &Desired<'_>, observed: &Observed) -> Option<String> {
             "SnapshotClass {name:?} has provisioner {:?}, which is not supported; images are kept on the node that makes them",
             class.spec.provisioner
         )),
-        Some(_) => None,
+        Some(class) => {
+            let problems = Retention::read(&class.spec.parameters).problems;
+            let problems: Vec<String> = problems.iter().map(ToString::to_string).collect();
+            let problems = problems.join("; ");
+            (!problems.is_empty()).then(|| format!("SnapshotClass {name:?}: {problems}"))
+        }
     }
 }
 

@@ -16,7 +16,7 @@ fn template(change: Value) -> Arc<SandboxTemplate> {
 }
 
 fn policy_of(template: &SandboxTemplate) -> Arc<NetworkPolicy> {
-    let mut made = policy(template);
+    let mut made = policy(template, &[]);
     made["metadata"]["uid"] = "u-n".into();
     made["metadata"]["resourceVersion"] = "4".into();
     Arc::new(serde_json::from_value(made).unwrap())
@@ -29,6 +29,7 @@ fn planned(
     plan(&Observed {
         template: Arc::clone(template),
         policy,
+        except: Vec::new(),
     })
 }
 
@@ -59,7 +60,8 @@ fn a_template_gets_its_label_and_the_strict_default() {
                   "10.0.0.0/8",
                   "172.16.0.0/12",
                   "192.168.0.0/16",
-                  "169.254.0.0/16"
+                  "169.254.0.0/16",
+                  "100.64.0.0/10"
                 ]
               }
             },
@@ -68,7 +70,8 @@ fn a_template_gets_its_label_and_the_strict_default() {
                 "cidr": "::/0",
                 "except": [
                   "fc00::/7",
-                  "fe80::/10"
+                  "fe80::/10",
+                  "64:ff9b::/96"
                 ]
               }
             }
@@ -144,7 +147,7 @@ fn a_policy_that_says_it_is_left_and_another_is_brought_back() {
         patch["metadata"],
         json!({"uid": "u-n", "resourceVersion": "4"})
     );
-    assert_eq!(patch["spec"]["egress"], default_egress());
+    assert_eq!(patch["spec"]["egress"], rules::egress(&[]));
 }
 
 #[test]
@@ -175,4 +178,52 @@ fn a_template_that_goes_takes_its_policy_along_by_itself() {
         json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z", "labels": null}}),
     );
     assert_eq!(planned(&going, None), Ok(vec![]));
+}
+
+fn state(template: &SandboxTemplate, policy: Option<&NetworkPolicy>) -> Result<(), Unisolated> {
+    isolation(template, policy, &[])
+}
+
+#[test]
+fn no_sandbox_is_made_before_the_policy_is_there_and_the_templates_own() {
+    let template = template(json!({}));
+    let name = || "t-network-policy".to_owned();
+    let own = policy_of(&template);
+    assert_eq!(state(&template, Some(&own)), Ok(()));
+    assert_eq!(state(&template, None), Err(Unisolated::Missing(name())));
+    let mut going = (*own).clone();
+    going.metadata.deletion_timestamp = serde_json::from_value(json!("2026-01-01T00:00:00Z")).ok();
+    let gone = Err(Unisolated::Missing(name()));
+    assert_eq!(state(&template, Some(&going)), gone);
+    let mut foreign = (*own).clone();
+    foreign.metadata.owner_references = None;
+    let not_owned = state(&template, Some(&foreign)).unwrap_err();
+    assert_eq!(not_owned, Unisolated::NotOwned(name()));
+    assert!(!not_owned.is_passing());
+    for words in [
+        "\"t-network-policy\"",
+        "Delete",
+        "networkPolicyManagement: Unmanaged",
+    ] {
+        assert!(not_owned.to_string().contains(words), "{not_owned}");
+    }
+}
+
+#[test]
+fn no_sandbox_is_made_with_rules_that_the_template_had_before() {
+    let own = policy_of(&template(json!({})));
+    let edited = template(json!({"spec": {"networkPolicy": {"egress": []}}}));
+    let outdated = Err(Unisolated::Outdated("t-network-policy".to_owned()));
+    assert_eq!(state(&edited, Some(&own)), outdated);
+    let except = ["198.51.100.0/24".parse().unwrap()];
+    let unedited = template(json!({}));
+    assert_eq!(isolation(&unedited, Some(&own), &except), outdated);
+    // Rules that the template has of its own are all that it has.
+    let own = policy_of(&edited);
+    assert_eq!(isolation(&edited, Some(&own), &except), Ok(()));
+}
+
+#[test]
+fn of_an_unmanaged_template_nothing_is_waited_for() {
+    assert_eq!(state(&template(unmanaged()), None), Ok(()));
 }

@@ -1,0 +1,118 @@
+use super::*;
+use crate::blueprint::Blueprint;
+
+fn large() -> String {
+    "x".repeat(LARGEST)
+}
+
+fn containers(env: &str) -> Value {
+    json!([{"name": "c", "image": "img", "env": [{"name": "A", "value": env}]}])
+}
+
+fn template(env: &str) -> SandboxTemplate {
+    serde_json::from_value(json!({
+        "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxTemplate",
+        "metadata": {"name": "t", "namespace": "ns", "uid": "u-t"},
+        "spec": {"podTemplate": {
+            "metadata": {"annotations": {"torpor.dev/restore-from": "golden", "note": env}},
+            "spec": {"runtimeClassName": "torpor", "containers": containers(env)},
+        }},
+    }))
+    .unwrap()
+}
+
+/// A member of a pool of the template, whose labels say nothing of the version that it was made from.
+fn member(env: &str) -> Sandbox {
+    let template = template(env);
+    let made = crate::pool::member::sandbox(&Default::default(), &template, "m", true);
+    let mut member: Sandbox = serde_json::from_value(made).unwrap();
+    let hash = labels::SANDBOX_TEMPLATE_HASH;
+    member
+        .labels_mut()
+        .insert(hash.to_owned(), "old".to_owned());
+    member.metadata.uid = Some("u-m".to_owned());
+    member.labels_mut().insert("a".to_owned(), "b".to_owned());
+    member
+}
+
+#[test]
+fn what_is_small_is_kept_whole() {
+    let (mut kept, whole) = (member("1"), member("1"));
+    of_sandbox(&mut kept);
+    assert_eq!(kept, whole);
+    assert!(!is_outline(&kept));
+}
+
+#[test]
+fn an_outline_has_what_is_asked_of_a_cache_and_is_small() {
+    let mut kept = member(&large());
+    of_sandbox(&mut kept);
+    assert!(is_outline(&kept));
+    assert!(json!(kept).to_string().len() < 4096, "{kept:?}");
+    let whole = member("1");
+    assert_eq!(kept.owner_references(), whole.owner_references());
+    assert_eq!(kept.annotations(), whole.annotations());
+    assert_eq!(kept.labels().get("a"), None);
+    assert!(kept.labels().contains_key(labels::WARM_POOL_SANDBOX));
+    let template = &kept.spec.pod_template;
+    assert_eq!(template.restore_from(), Some("golden"));
+    let class = crate::sandbox::pod_spec::runtime_class_name(&template.spec);
+    assert_eq!(class.as_deref(), Some("torpor"));
+}
+
+#[test]
+fn a_member_that_is_known_by_its_outline_is_stale_when_it_would_be_by_its_spec() {
+    for (env, stale) in [(large(), false), (large() + "y", true)] {
+        let template = template(&large());
+        let blueprint = Blueprint::of(&template);
+        let (whole, mut kept) = (member(&env), member(&env));
+        of_sandbox(&mut kept);
+        assert!(is_outline(&kept));
+        assert_eq!(blueprint.is_stale(&whole), stale);
+        assert_eq!(blueprint.is_stale(&kept), stale);
+    }
+}
+
+#[test]
+fn nobody_can_write_an_object_that_is_taken_for_an_outline() {
+    // The operations that the apiserver has.
+    for operation in ["Apply", "Update", ""] {
+        let entries = json!([{"manager": OUTLINE, "operation": operation}]);
+        let mut written = member("1");
+        written.metadata.managed_fields = serde_json::from_value(entries).unwrap();
+        assert!(!is_outline(&written), "{operation}");
+    }
+}
+
+#[test]
+fn of_a_large_policy_it_is_still_known_whether_it_has_the_templates_rules() {
+    let rule = |at: usize| json!({"ports": [{"port": at, "protocol": "TCP"}]});
+    let rules: Vec<Value> = (1..2000).map(rule).collect();
+    let mut template = template("1");
+    template.spec.network_policy = serde_json::from_value(json!({"egress": rules})).ok();
+    let made = crate::template::plan::policy(&template, &[]);
+    let mut policy: NetworkPolicy = serde_json::from_value(made).unwrap();
+    of_policy(&mut policy);
+    assert!(is_outline(&policy) && policy.spec.is_none());
+    let state =
+        |template: &SandboxTemplate| crate::template::plan::isolation(template, Some(&policy), &[]);
+    assert_eq!(state(&template), Ok(()));
+    template.spec.network_policy = serde_json::from_value(json!({"egress": rules[1..]})).ok();
+    assert!(state(&template).is_err());
+}
+
+#[test]
+fn templates_and_claims_lose_what_makes_them_large() {
+    let mut kept = template(&large());
+    of_template(&mut kept);
+    assert!(is_outline(&kept) && json!(kept).to_string().len() < 4096);
+    let mut claim: SandboxClaim = serde_json::from_value(json!({
+        "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxClaim",
+        "metadata": {"name": "c", "namespace": "ns"},
+        "spec": {"warmPoolRef": {"name": "p"}, "env": [{"name": "A", "value": large()}]},
+    }))
+    .unwrap();
+    of_claim(&mut claim);
+    assert!(is_outline(&claim) && json!(claim).to_string().len() < 4096);
+    assert_eq!(claim.spec.warm_pool_ref.name, "p");
+}
