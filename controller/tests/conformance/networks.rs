@@ -257,7 +257,7 @@ async fn a_pod_that_was_made_before_the_flag_keeps_its_network_until_it_is_made_
     let cluster = Cluster::with(before);
     plain(&cluster, None);
     cluster.settle().await;
-    let mut after = (*cluster.context).settings.clone();
+    let mut after = cluster.context.settings.clone();
     after.network.default_policy = true;
     let context = crate::cluster::context(&cluster.api, after, Duration::from_secs(20));
     let cluster = Cluster {
