@@ -19,6 +19,7 @@ use crate::wait;
 /// Where the agent's DaemonSet is.
 pub const NAMESPACE: &str = "agent-sandbox-system";
 const DAEMON_SET: &str = "torpor-agent";
+const INSTALLER: &str = "torpor-installer";
 const COMEBACK_LIMIT: Duration = Duration::from_secs(60);
 /// While containerd is killed again and again, too: each time it dies in the start of the agent's Pod costs the kubelet's next look.
 const REPLACEMENT_LIMIT: Duration = Duration::from_secs(180);
@@ -97,7 +98,7 @@ impl Agent {
     pub async fn roll(case: &Case) -> anyhow::Result<()> {
         let sets: Api<DaemonSet> = Api::namespaced(case.client(), NAMESPACE);
         sets.restart(DAEMON_SET).await?;
-        rolled_out(case.client()).await
+        rolled_out(case.client(), DAEMON_SET).await
     }
 
     /// Waits until the DaemonSet's agent is the one that it is to be: a test that changed it does not wait for the way back. One that runs
@@ -106,7 +107,7 @@ impl Agent {
         if Self::find().is_ok_and(|agent| agent.pod().is_none()) {
             return Ok(());
         }
-        rolled_out(case.client()).await
+        rolled_out(case.client(), DAEMON_SET).await
     }
 
     /// Runs the body while the agent has these variables in its environment, which the agent of the DaemonSet has not otherwise. It is
@@ -123,7 +124,7 @@ impl Agent {
             .iter()
             .map(|(name, _)| json!({ "name": name, "$patch": "delete" }));
         change_environment(case.client(), set.collect()).await?;
-        let done = match rolled_out(case.client()).await {
+        let done = match rolled_out(case.client(), DAEMON_SET).await {
             Ok(()) => body().await,
             Err(error) => Err(error),
         };
@@ -138,17 +139,17 @@ impl Agent {
         patch: &str,
         body: impl AsyncFnOnce() -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
-        daemon_set(
-            &case.kubectl,
-            &["patch"],
-            &["--patch".to_owned(), patch.to_owned()],
-        )
-        .await?;
-        let done = match rolled_out(case.client()).await {
-            Ok(()) => body().await,
-            Err(error) => Err(error),
-        };
-        daemon_set(&case.kubectl, &["rollout", "undo"], &[]).await?;
+        with_patch_of(case, DAEMON_SET, patch, body).await
+    }
+
+    /// The same for the installer's DaemonSet. The agent starts again when something else is installed: the body waits for what it needs of that.
+    pub async fn with_installer_patch(
+        case: &Case,
+        patch: &str,
+        body: impl AsyncFnOnce() -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
+        let done = with_patch_of(case, INSTALLER, patch, body).await;
+        rolled_out(case.client(), INSTALLER).await?;
         done
     }
 
@@ -181,22 +182,41 @@ async fn change_environment(client: Client, variables: Vec<Value>) -> anyhow::Re
     Ok(())
 }
 
-/// One kubectl command on the DaemonSet.
-async fn daemon_set(kubectl: &Kubectl, verb: &[&str], more: &[String]) -> anyhow::Result<()> {
+async fn with_patch_of(
+    case: &Case,
+    set: &str,
+    patch: &str,
+    body: impl AsyncFnOnce() -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    daemon_set(&case.kubectl, set, &["patch"], &["--patch", patch]).await?;
+    let done = match rolled_out(case.client(), set).await {
+        Ok(()) => body().await,
+        Err(error) => Err(error),
+    };
+    daemon_set(&case.kubectl, set, &["rollout", "undo"], &[]).await?;
+    done
+}
+
+/// One kubectl command on a DaemonSet.
+async fn daemon_set(
+    kubectl: &Kubectl,
+    set: &str,
+    verb: &[&str],
+    more: &[&str],
+) -> anyhow::Result<()> {
     let kubectl = Kubectl {
         namespace: NAMESPACE.to_owned(),
         ..kubectl.clone()
     };
-    let more: Vec<&str> = more.iter().map(String::as_str).collect();
-    let name = format!("daemonset/{DAEMON_SET}");
-    let all = [verb, &[name.as_str()], &more].concat();
+    let name = format!("daemonset/{set}");
+    let all = [verb, &[name.as_str()], more].concat();
     kubectl.ok(&all).await.map(drop)
 }
 
-async fn rolled_out(client: Client) -> anyhow::Result<()> {
+async fn rolled_out(client: Client, set: &str) -> anyhow::Result<()> {
     let sets: Api<DaemonSet> = Api::namespaced(client, NAMESPACE);
-    let words = "the agent is rolled out";
-    wait::object(sets, DAEMON_SET, words, ROLLOUT_LIMIT, |found| {
+    let words = format!("{set} is rolled out");
+    wait::object(sets, set, &words, ROLLOUT_LIMIT, |found| {
         found.map_or_else(
             || Err("there is no such DaemonSet".to_owned()),
             |set| is_rolled_out(&set),

@@ -22,7 +22,7 @@ async fn a_stock_runsc_that_the_installer_is_given_hibernates_and_wakes() -> any
         let install =
             json!({ "name": "install", "env": [{ "name": "TORPOR_RUNSC", "value": stock }] });
         let patch = json!({ "spec": { "template": { "spec": { "initContainers": [install] } } } });
-        Agent::with_patch(case, &patch.to_string(), async || {
+        Agent::with_installer_patch(case, &patch.to_string(), async || {
             let now = Config::read(&case.node.config_file())?;
             ensure!(
                 now.runsc_digest != shipped.runsc_digest,
