@@ -104,13 +104,10 @@ pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
     {
         return Outcome::Stale;
     }
-    let mut seq = state.seq;
-    if let Some(entry) = &step.before {
-        match ledger.append(entry) {
-            Ok(state) => seq = state.seq,
-            Err(error) => return failed(error.reason(), &error),
-        }
-    }
+    let seq = match begin(&ledger, step) {
+        Ok(seq) => seq,
+        Err(outcome) => return outcome,
+    };
     let held = |image: &ImageId| context.node.store.image(context.namespace, image).is_ok();
     // What was the memory of a sandbox that is about to run.
     let left = state
@@ -138,6 +135,19 @@ pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
         };
     }
     outcome
+}
+
+/// Appends what must be durable before the act; answers how far the ledger is then. It may have gone on since the step's fence was looked at: whoever restores the sandbox writes too.
+fn begin(ledger: &LedgerFile, step: &Step) -> Result<u64, Outcome> {
+    let planned_for = step.fence.ledger_seq;
+    let Some(entry) = &step.before else {
+        return Ok(planned_for);
+    };
+    match ledger.append_at(planned_for, entry) {
+        Ok(state) => Ok(state.seq),
+        Err(ledger_file::Error::Fenced { .. }) => Err(Outcome::Stale),
+        Err(error) => Err(failed(error.reason(), &error)),
+    }
 }
 
 /// What the ledger says. One that cannot be trusted says nothing to a step that was planned without it and writes nothing into it: a sandbox that stands

@@ -97,6 +97,30 @@ fn a_ledger_that_cannot_be_trusted_stops_what_needs_it_and_nothing_else() {
 }
 
 #[test]
+fn what_comes_before_a_step_is_written_only_into_the_ledger_that_it_was_planned_for() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let node = node_in(dir.path());
+    let pod = PodUid::new("pod-a").expect("a uid");
+    let ledger = node.store.ledger(&pod).expect("a ledger");
+    let image = ImageId::parse("pod-a.1").expect("an image's name");
+    let committed = Entry::Committed {
+        image: image.clone(),
+    };
+    ledger.append(&committed).expect("written");
+    let awake = |ledger_seq| Step {
+        before: Some(Entry::Awake),
+        ..step(ledger_seq, Action::Resume)
+    };
+    // Planned for the first record; a restore has written a second one since.
+    let waking = Entry::Waking { image };
+    let state = ledger.append(&waking).expect("written");
+    assert_eq!(begin(&ledger, &awake(1)), Err(Outcome::Stale));
+    assert_eq!(ledger.read().expect("read"), state, "nothing was written");
+    assert_eq!(begin(&ledger, &awake(2)), Ok(3));
+    assert_eq!(begin(&ledger, &step(3, Action::Resume)), Ok(3));
+}
+
+#[test]
 fn a_sandbox_is_not_stopped_for_an_image_that_there_is_no_room_for() {
     let image = ImageId::parse("pod-a.1").expect("an image's name");
     let steps = [Action::Pause, Action::Checkpoint { image }].map(|action| step(0, action));
