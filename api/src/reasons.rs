@@ -216,12 +216,15 @@ pub mod plan {
     pub const NO_SANDBOX: &str = "NoSandbox";
     pub const IMAGE_MISSING: &str = "ImageMissing";
     pub const GARBAGE: &str = "Garbage";
+    pub const UNCLAIMED: &str = "Unclaimed";
+    pub const ASKING: &str = "Asking";
+    pub const GIVEN_UP: &str = "GivenUp";
     pub const POD_TERMINATING: &str = "PodTerminating";
     pub const POD_GONE: &str = "PodGone";
     pub const NUMBERS_EXHAUSTED: &str = "NumbersExhausted";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 32] = [
+    pub const ALL: [&str; 35] = [
         BUSY,
         LIVE_UNKNOWN,
         LEDGER_CORRUPT,
@@ -251,13 +254,16 @@ pub mod plan {
         NO_SANDBOX,
         IMAGE_MISSING,
         GARBAGE,
+        UNCLAIMED,
+        ASKING,
+        GIVEN_UP,
         POD_TERMINATING,
         POD_GONE,
         NUMBERS_EXHAUSTED,
     ];
 }
 
-/// Reasons of Events. Those on a Pod are written by the agent, the others by the controller.
+/// Reasons of Events. Those on a Pod are written by the agent, the others by the controller where nothing else is said.
 pub mod event {
     pub const MULTIPLE_PODS: &str = "MultiplePods";
     pub const INVALID_ANNOTATION: &str = "InvalidAnnotation";
@@ -283,9 +289,11 @@ pub mod event {
     pub const NODE_PRESSURE: &str = "NodePressure";
     /// A snapshot was deleted by a rule of its SnapshotClass.
     pub const SNAPSHOT_EXPIRED: &str = "SnapshotExpired";
+    /// The memory of a Sandbox' Pod that is gone was removed from its node, because no SandboxSnapshot named that Pod. Written by the agent.
+    pub const MEMORY_GIVEN_UP: &str = "MemoryGivenUp";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 19] = [
+    pub const ALL: [&str; 20] = [
         SNAPSHOT_EXPIRED,
         MULTIPLE_PODS,
         INVALID_ANNOTATION,
@@ -305,6 +313,7 @@ pub mod event {
         RUNTIME_NOT_NAMED,
         NETWORK_POLICY_NOT_OWNED,
         NODE_PRESSURE,
+        MEMORY_GIVEN_UP,
     ];
 }
 

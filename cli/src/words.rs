@@ -58,6 +58,15 @@ pub fn of_plan(reason: &str) -> Option<&'static str> {
         plan::NO_SANDBOX => "the Pod has no sandbox on its node (yet)",
         plan::IMAGE_MISSING => "its memory should be in an image that is not on the node",
         plan::GARBAGE => "an image that nothing refers to is being removed",
+        plan::UNCLAIMED => {
+            "the Pod is gone, and its memory is kept for a while for a SandboxSnapshot that names the Pod"
+        }
+        plan::ASKING => {
+            "the Pod is gone; before its memory goes, the apiserver is asked whether a SandboxSnapshot names the Pod"
+        }
+        plan::GIVEN_UP => {
+            "the Pod is gone, no SandboxSnapshot has named it, and its memory is being removed"
+        }
         plan::POD_TERMINATING => "the Pod is being deleted; nothing new is begun with it",
         plan::POD_GONE => "the Pod is gone",
         plan::NUMBERS_EXHAUSTED => "all image numbers of this Pod are used up",

@@ -101,6 +101,9 @@ pub(crate) struct RunArgs {
     /// Percent of the images' disk that saves leave free, or off: one that would take of it fails as on a full disk, before it writes anything
     #[arg(long, default_value = "5", env = "TORPOR_STORE_RESERVE")]
     pub(crate) store_reserve: Limit,
+    /// Seconds that the memory of a sleeping sandbox stays whose Pod was evicted or force-deleted, for a SandboxSnapshot that names the Pod; ends early, oldest first, when the images' disk has less free than --store-reserve. 0: none
+    #[arg(long, default_value = "600", value_parser = seconds, env = "TORPOR_UNCLAIMED_IMAGE_GRACE")]
+    pub(crate) unclaimed_image_grace: Duration,
     /// Where the host's cgroups are mounted: there it is read what sandboxes use, and whether they may swap
     #[arg(long, default_value = "/sys/fs/cgroup", value_parser = absolute, env = "TORPOR_CGROUP_ROOT")]
     pub(crate) cgroup_root: PathBuf,

@@ -1,7 +1,6 @@
 //! What the API asks for, for one Pod UID. Pure: from the watch caches to `torpor-core`'s words.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::{Container, ContainerStatus, Pod, PodCondition};
 use k8s_openapi::api::node::v1::RuntimeClass;
@@ -15,56 +14,6 @@ use torpor_core::state::{
 
 use crate::kubelet::containers;
 use crate::sleep::Said;
-
-/// The label that the controller puts on a Sandbox' Pod.
-const SANDBOX_KIND: &str = "Sandbox";
-
-/// Name of the Sandbox that controls the Pod.
-pub(crate) fn sandbox_name(pod: &Pod) -> Option<&str> {
-    let owners = pod.metadata.owner_references.as_deref().unwrap_or_default();
-    owners
-        .iter()
-        .find(|owner| owner.kind == SANDBOX_KIND && owner.controller == Some(true))
-        .map(|owner| owner.name.as_str())
-}
-
-/// The UID of the Pod that a snapshot is about: named in its spec, taken when it was accepted, or that of the Pod that
-/// stands for its Sandbox on this node.
-pub(crate) fn pod_of_snapshot(snapshot: &SandboxSnapshot, pods: &[&Pod]) -> Option<PodUid> {
-    let named = snapshot.spec.pod_uid.clone();
-    let accepted = || {
-        snapshot
-            .status
-            .as_ref()
-            .and_then(|status| status.pod_uid.clone())
-    };
-    let standing = || {
-        pods.iter()
-            .filter(|pod| pod.metadata.deletion_timestamp.is_none())
-            .filter(|pod| pod.namespace() == snapshot.namespace())
-            .find(|pod| sandbox_name(pod) == Some(snapshot.spec.sandbox_name.as_str()))
-            .and_then(|pod| pod.uid())
-    };
-    named
-        .or_else(accepted)
-        .or_else(standing)
-        .and_then(|uid| PodUid::new(uid).ok())
-}
-
-/// The snapshots that concern a Pod: of all those that name it, the ones of its own namespace. Whoever may write into one namespace has no
-/// say over the Pods of another, whatever UID they name. `namespace`: the Pod's; none if nothing on this node or in the API tells it.
-pub(crate) fn snapshots_about(
-    mut all: Vec<Arc<SandboxSnapshot>>,
-    pod: &PodUid,
-    namespace: Option<&str>,
-    pods: &[&Pod],
-) -> Vec<Arc<SandboxSnapshot>> {
-    all.retain(|snapshot| {
-        let own = namespace.is_none_or(|own| snapshot.namespace().as_deref() == Some(own));
-        own && pod_of_snapshot(snapshot, pods).as_ref() == Some(pod)
-    });
-    all
-}
 
 fn intent(snapshot: &SandboxSnapshot, pod_uid: &PodUid) -> Option<SnapshotIntent> {
     // Also one that cannot be found at the moment is the snapshot's: it may come back (a disk that is mounted late).
@@ -118,6 +67,8 @@ pub(crate) fn desired(
     Desired {
         pod_uid: pod_uid.clone(),
         pod: presence(pod),
+        // Whoever has had the Pod in hand knows: see `crate::driver`.
+        departure: None,
         power,
         sleep: said.after(),
         // What the node has to do with it is said by whoever knows the node.
@@ -494,25 +445,6 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn who_may_write_into_one_namespace_has_no_say_over_the_pods_of_another() {
-        let spec = json!({ "sandboxName": "s", "podUID": "pod-1", "reason": "Suspend" });
-        let own = Arc::new(snapshot(spec, &[]));
-        let mut other = snapshot(json!({ "sandboxName": "s" }), &[]);
-        other.metadata.namespace = Some("of-somebody-else".to_owned());
-        for named in ["spec", "status"] {
-            let mut other = other.clone();
-            match named {
-                "spec" => other.spec.pod_uid = Some("pod-1".to_owned()),
-                _ => other.status.get_or_insert_default().pod_uid = Some("pod-1".to_owned()),
-            }
-            let all = vec![Arc::new(other), own.clone()];
-            let about = |namespace| snapshots_about(all.clone(), &uid(), namespace, &[]);
-            let names: Vec<_> = about(Some("n")).iter().map(|s| s.namespace()).collect();
-            assert_eq!(names, [Some("n".to_owned())], "{named}");
-        }
-    }
-
-    #[test]
     fn no_byte_is_written_for_a_snapshot_without_our_finalizer() {
         let spec = json!({ "sandboxName": "s", "podUID": "pod-1" });
         let without = snapshot(spec.clone(), &[]);
@@ -545,7 +477,7 @@ pub(crate) mod tests {
             saved,
         ];
         let told = all.each_ref().map(|snapshot| {
-            let about_it = pod_of_snapshot(snapshot, &[]) == Some(uid());
+            let about_it = crate::about::named_pod(snapshot) == Some(uid());
             about_it
                 && !desired(&uid(), None, None, &[snapshot])
                     .snapshots
@@ -554,15 +486,5 @@ pub(crate) mod tests {
         assert_eq!(told, [false, true, false, false, true]);
         let left_to_it = all.each_ref().map(SandboxSnapshot::is_told_by_agent);
         assert_eq!(told, left_to_it);
-    }
-
-    #[test]
-    fn a_snapshot_that_names_only_a_sandbox_is_about_the_pod_that_stands_for_it() {
-        let of = |name: &str| {
-            let pod = pod(json!({}));
-            pod_of_snapshot(&snapshot(json!({ "sandboxName": name }), &[]), &[&pod])
-        };
-        assert_eq!(of("s"), Some(uid()));
-        assert_eq!(of("another"), None);
     }
 }

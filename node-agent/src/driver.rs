@@ -5,9 +5,8 @@
 //! asked for it, and now and then in any case, because the node itself sends no events.
 
 use std::cell::{Cell, RefCell};
-use std::collections::{BTreeSet, HashMap};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -27,7 +26,7 @@ use torpor_core::steps::{Outcome, Plan, Reason, Step};
 use torpor_gvisor::keeper::Rules;
 use torpor_gvisor::record::{PodLock, PodRecord, WakeCause};
 
-use crate::desired::{desired, pod_of_snapshot, snapshots_about};
+use crate::desired::desired;
 use crate::execute::{self, Context, execute};
 use crate::idle::Watched;
 use crate::kata::{Held, Kata};
@@ -35,18 +34,26 @@ use crate::metrics::Metrics;
 use crate::node::Node;
 use crate::pressure::NodePressure;
 use crate::publish::{self, Publisher, SavedImage};
-use crate::sandboxes::Board;
+use crate::sandboxes::{Board, Latest};
 use crate::saves::{SaveTurn, Saves};
+use crate::shown::ShownSnapshots;
 use crate::sleep::{Said, class_name};
 use crate::spans::Spans;
 use crate::wakes::FailedWakes;
 
 mod asleep;
 use asleep::Asleep;
+mod ask;
+pub(crate) use ask::Asked;
 mod draft;
 pub(crate) use draft::saved_name;
+mod gone;
+pub(crate) use gone::pod_about;
+use gone::{GivenUp, Going};
 mod of_gvisor;
 mod of_kata;
+mod tasks;
+use tasks::Tasks;
 mod tell;
 mod told;
 use told::{Kubelet, Told, rules_now};
@@ -68,7 +75,7 @@ const RETRY: Duration = Duration::from_secs(2);
 pub(crate) struct Shared {
     pub(crate) node: Arc<Node>,
     pub(crate) pods: Cache<Pod>,
-    pub(crate) snapshots: Cache<SandboxSnapshot>,
+    pub(crate) snapshots: Arc<ShownSnapshots>,
     pub(crate) classes: Cache<RuntimeClass>,
     pub(crate) publisher: Publisher,
     pub(crate) metrics: Arc<Metrics>,
@@ -79,13 +86,15 @@ pub(crate) struct Shared {
     pub(crate) spans: Arc<Spans>,
     /// The sandboxes that Kata runs, where the agent has to do with them.
     pub(crate) kata: Option<Arc<Kata>>,
+    /// What the apiserver has answered about Pods that are gone.
+    pub(crate) asked: Asked,
 }
 
 /// Starts tasks and wakes them.
 #[derive(Clone)]
 pub(crate) struct Driver {
     shared: Arc<Shared>,
-    tasks: Arc<Mutex<HashMap<PodUid, Arc<Notify>>>>,
+    tasks: Arc<Mutex<Tasks>>,
     tracker: TaskTracker,
     stop: CancellationToken,
     begun: Arc<AtomicBool>,
@@ -102,85 +111,6 @@ impl Driver {
         }
     }
 
-    /// The caches are full: from now on a Pod that is not in them is gone.
-    pub(crate) fn begin(&self) {
-        self.begun.store(true, Ordering::Release);
-        self.take_up();
-    }
-
-    /// The API says that something about the Pod changed; whether the Pod has anything to do with this node.
-    pub(crate) fn poke_if_kept(&self, pod: &PodUid) -> bool {
-        let kept = self.begun.load(Ordering::Acquire) && self.is_ours(pod);
-        if kept {
-            self.poke(pod);
-        }
-        kept
-    }
-
-    /// Something about the Pod may have changed.
-    fn poke(&self, pod: &PodUid) {
-        let mut tasks = self.tasks();
-        if let Some(task) = tasks.get(pod) {
-            task.notify_one();
-            return;
-        }
-        let notify = Arc::new(Notify::new());
-        tasks.insert(pod.clone(), notify.clone());
-        let driver = self.clone();
-        let pod = pod.clone();
-        self.tracker
-            .spawn(async move { driver.drive(pod, notify).await });
-    }
-
-    /// Every Pod that this node knows of, from the API or from its own disk, gets a task, which looks by itself from then on.
-    pub(crate) fn take_up(&self) {
-        for pod in self.known() {
-            if !self.tasks().contains_key(&pod) {
-                self.poke(&pod);
-            }
-        }
-    }
-
-    fn tasks(&self) -> MutexGuard<'_, HashMap<PodUid, Arc<Notify>>> {
-        self.tasks.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn known(&self) -> BTreeSet<PodUid> {
-        let shared = &self.shared;
-        let pods = shared.pods.state();
-        let of_api = pods.iter().filter_map(|pod| PodUid::new(pod.uid()?).ok());
-        let references: Vec<&Pod> = pods.iter().map(AsRef::as_ref).collect();
-        let snapshots = shared.snapshots.state();
-        let of_snapshots = snapshots
-            .iter()
-            .filter_map(|s| pod_of_snapshot(s, &references));
-        let of_node = shared.node.pods().into_iter();
-        let of_images = shared.node.store.pods().unwrap_or_default();
-        let of_ledgers = shared.node.store.ledgers().unwrap_or_default();
-        let mut known: BTreeSet<PodUid> = of_api.chain(of_node).chain(of_images).collect();
-        known.extend(of_ledgers);
-        // A restore that was under way when its Pod was removed may tell of its end after the agent has forgotten the Pod.
-        known.extend(shared.node.records.reported().unwrap_or_default());
-        // Snapshots of other nodes' Pods are other agents' business.
-        known.extend(of_snapshots.filter(|pod| self.is_ours(pod)));
-        known
-    }
-
-    /// A Pod that runs here, or bytes of which lie here.
-    fn is_ours(&self, pod: &PodUid) -> bool {
-        let node = &self.shared.node;
-        pod_of(&self.shared, pod).is_some()
-            || node.sandbox_of(pod).is_some()
-            || self.shared.snapshots.state().iter().any(|snapshot| {
-                let name = snapshot
-                    .status
-                    .as_ref()
-                    .and_then(|status| status.node_name.as_deref());
-                name == Some(self.shared.publisher.node_name())
-                    && pod_of_snapshot(snapshot, &[]).as_ref() == Some(pod)
-            })
-    }
-
     /// Waits until no task is in the middle of something.
     pub(crate) async fn stopped(&self) {
         self.tracker.close();
@@ -195,7 +125,7 @@ impl Driver {
                 Turn::Wait(wait) => (wait, None),
                 Turn::Rest(asleep, wait) => (wait, Some(asleep)),
                 Turn::Nothing => {
-                    self.tasks().remove(&pod);
+                    self.tasks().end(&pod);
                     return;
                 }
             };
@@ -249,17 +179,21 @@ impl Driver {
         let shared = &self.shared;
         let pod = pod_of(shared, pod_uid);
         shared.spans.note(pod_uid, pod.as_deref());
-        let Ok(snapshots) = self.snapshots_of(pod_uid, pod.as_deref()).await else {
+        let Ok((snapshots, has_image)) = self.snapshots_of(pod_uid, pod.as_deref()).await else {
             remembered.save_turn = None;
             return Turn::Wait(RETRY);
         };
         let snapshots = remembered.written.over(snapshots);
-        if let Err(wait) = self.adopt(&snapshots, pod.as_deref()).await {
+        let departure = remembered.going.departure(pod.as_deref(), Timestamp::now());
+        if let Err(wait) = self.adopt(&snapshots, pod.as_deref(), has_image).await {
             // Others do not wait for what the API does not take.
             remembered.save_turn = None;
             return Turn::Wait(wait);
         }
-        let desired = self.desired(pod_uid, pod.as_deref(), &snapshots);
+        let desired = Desired {
+            departure,
+            ..self.desired(pod_uid, pod.as_deref(), &snapshots)
+        };
         let kubelet = Kubelet::of(pod.as_deref(), &desired);
         let looked = self
             .look(pod.clone(), desired, kubelet, remembered.clone())
@@ -275,14 +209,14 @@ impl Driver {
         remembered.failed_wakes = look.failed_wakes;
         shared.pressure.note(pod_uid, look.candidate.take());
         if look.nothing {
-            shared.board.forget(pod_uid);
-            if let Some(kata) = &shared.kata {
-                kata.forget(pod_uid);
-            }
-            return Turn::Nothing;
+            return self
+                .end(pod_uid, &snapshots, &look, &mut remembered.written)
+                .await;
         }
         let watched = remembered.idle.is_some();
-        shared.board.note(pod_uid, &look.plan.why, watched);
+        let going = &remembered.going;
+        let latest = Latest::of(&look.plan, watched, going.sandbox(), going.since());
+        shared.board.note(pod_uid, latest);
         let (held, wish) = (remembered.save_turn.take(), look.wish.take());
         let joins = held.is_none();
         remembered.save_turn = shared.saves.follow(held, &look.plan, wish, task);
@@ -300,6 +234,9 @@ impl Driver {
             if look.plan.steps.is_empty() {
                 return Turn::Wait(RETRY);
             }
+        }
+        if look.plan.steps.is_empty() && look.plan.asks {
+            return self.ask(pod_uid, look.namespace.as_ref(), remembered).await;
         }
         if look.plan.steps.is_empty() {
             // Who joins the queue also looks what it waits for there, and tells it.
@@ -351,51 +288,6 @@ impl Driver {
         self.shared.publisher.node_pressure(pod, &words).await;
     }
 
-    async fn snapshots_of(
-        &self,
-        uid: &PodUid,
-        pod: Option<&Pod>,
-    ) -> Result<Vec<Arc<SandboxSnapshot>>, tokio::task::JoinError> {
-        let namespace = match pod {
-            Some(pod) => pod.namespace(),
-            None => {
-                let (shared, uid) = (self.shared.clone(), uid.clone());
-                tokio::task::spawn_blocking(move || namespace_of(&shared.node, &uid)).await?
-            }
-        };
-        let pods = self.shared.pods.state();
-        let references: Vec<&Pod> = pods.iter().map(AsRef::as_ref).collect();
-        let all = self.shared.snapshots.state();
-        Ok(snapshots_about(all, uid, namespace.as_deref(), &references))
-    }
-
-    /// Our finalizer goes on a snapshot before a byte is written for it; the cache then shows it to the next turn.
-    async fn adopt(
-        &self,
-        snapshots: &[Arc<SandboxSnapshot>],
-        pod: Option<&Pod>,
-    ) -> Result<(), Duration> {
-        let fresh = snapshots.iter().filter(|snapshot| {
-            !snapshot.is_adopted() && snapshot.metadata.deletion_timestamp.is_none()
-        });
-        let mut result = Ok(());
-        for snapshot in fresh.filter(|_| pod.is_some()) {
-            match self.shared.publisher.adopt(snapshot).await {
-                Ok(()) => result = Err(LOOK),
-                Err(error) => {
-                    let error = crate::observe::words(&error);
-                    tracing::warn!(
-                        snapshot = snapshot.name_any(),
-                        error,
-                        "finalizer not written"
-                    );
-                    result = Err(RETRY);
-                }
-            }
-        }
-        result
-    }
-
     async fn look(
         &self,
         pod: Option<Arc<Pod>>,
@@ -415,6 +307,7 @@ impl Driver {
     /// Runs the plan's steps until one does not succeed, on a thread that may block.
     async fn act(&self, mut look: Look, pod: Option<Arc<Pod>>, remembered: &mut Remembered) {
         let shared = self.shared.clone();
+        let given_up = std::mem::take(&mut look.given_up);
         let mut noted = remembered.failures.clone();
         let done = tokio::task::spawn_blocking(move || {
             let written = run_steps(&shared, &mut look, pod.as_deref(), &mut noted);
@@ -427,6 +320,7 @@ impl Driver {
                 if let Some(turn) = &remembered.save_turn {
                     turn.wrote(written);
                 }
+                self.tell_given_up(given_up, remembered).await;
             }
             Err(error) => tracing::error!(%error, "a step panicked"),
         }
@@ -459,15 +353,6 @@ fn until(wake_at: Option<Timestamp>) -> Duration {
     })
 }
 
-/// The namespace of a Pod of which only its sandbox or its images are left.
-fn namespace_of(node: &Node, pod: &PodUid) -> Option<String> {
-    let record = node.sandbox_of(pod).map(|record| record.namespace);
-    let of_images = || Some(node.store.list_pod(pod).ok()?.into_iter().next()?.namespace);
-    record
-        .or_else(of_images)
-        .map(|namespace| namespace.to_string())
-}
-
 fn pod_of(shared: &Shared, uid: &PodUid) -> Option<Arc<Pod>> {
     shared
         .pods
@@ -492,6 +377,8 @@ struct Remembered {
     found: Option<SandboxId>,
     written: Written,
     failed_wakes: FailedWakes,
+    /// How its Pod goes.
+    going: Going,
 }
 
 /// Whether the sandbox' turn to save has come, and what holds it back.
@@ -512,7 +399,10 @@ struct Look {
     /// What it waits to save.
     wish: Option<Wish>,
     saved: Vec<SavedImage>,
+    /// Nothing of the Pod is on the node, and there is nothing left to be said of it but what the plan says.
     nothing: bool,
+    /// Memory that the plan gives up.
+    given_up: Vec<GivenUp>,
     /// It sleeps, and nobody is at work on it.
     asleep: Option<Asleep>,
     /// Whether it could sleep for the node's sake.
@@ -621,3 +511,6 @@ fn log(pod: &PodUid, step: &Step, outcome: &Outcome, took: Duration) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,6 +1,7 @@
 //! torpor-agent: one per node. It watches the Pods of its node and hibernates, wakes and keeps their sandboxes as the API
 //! asks; `install` and `uninstall` put the runtime on the host and take it away.
 
+mod about;
 mod args;
 mod desired;
 mod driver;
@@ -22,6 +23,7 @@ mod sandbox_node;
 mod sandboxes;
 mod saves;
 mod server;
+mod shown;
 mod sleep;
 mod spans;
 mod swap;

@@ -59,6 +59,11 @@ struct ResourceLabel {
     resource: &'static str,
 }
 
+#[derive(Debug, Clone, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct GivenUpLabel {
+    reason: &'static str,
+}
+
 /// Seconds: a pause takes a millisecond, the save of gigabytes a minute.
 const SECONDS: [f64; 14] = [
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0,
@@ -93,6 +98,7 @@ pub(crate) struct Metrics {
     bandwidth_wait: Counter<f64, AtomicU64>,
     node_short: Family<ResourceLabel, Gauge>,
     asked_to_sleep: Family<ResourceLabel, Counter>,
+    given_up: Family<GivenUpLabel, Counter>,
 }
 
 impl Metrics {
@@ -124,6 +130,7 @@ impl Metrics {
             bandwidth_wait: Counter::default(),
             node_short: Family::default(),
             asked_to_sleep: Family::default(),
+            given_up: Family::default(),
             registry: Registry::default(),
         };
         registry.register("steps", "Steps executed, by outcome", metrics.steps.clone());
@@ -257,6 +264,11 @@ impl Metrics {
             "Sandboxes that were asked to sleep before their time, by what the node was short of",
             self.asked_to_sleep.clone(),
         );
+        registry.register(
+            "images_given_up",
+            "Images that were the memory of Pods that are gone and were removed because no SandboxSnapshot named those, by why they went",
+            self.given_up.clone(),
+        );
     }
 
     /// The apiserver has taken the agent's report.
@@ -300,6 +312,15 @@ impl Metrics {
     pub(crate) fn asked_to_sleep(&self, short_of: Resource) {
         let label = resource_label(short_of);
         self.asked_to_sleep.get_or_create(&label).inc();
+    }
+
+    /// Counts memory that nobody has claimed and that was removed.
+    pub(crate) fn gave_up(&self, disk_short: bool) {
+        let reason = match disk_short {
+            true => "DiskShort",
+            false => "GraceOver",
+        };
+        self.given_up.get_or_create(&GivenUpLabel { reason }).inc();
     }
 
     /// How many sandboxes have each reason in their latest plan.

@@ -180,21 +180,29 @@ mod tests {
 
     use super::*;
 
+    impl NodePressure {
+        /// That nothing makes ask.
+        pub(crate) fn off() -> Self {
+            Self {
+                limits: Limits {
+                    available: None,
+                    stalled: None,
+                    swap_free: None,
+                    idle: Duration::from_secs(30),
+                    settle: SETTLE,
+                    answer: ANSWER,
+                },
+                on_all: false,
+                known: Mutex::default(),
+                news: Notify::new(),
+            }
+        }
+    }
+
     #[test]
     fn that_the_node_is_short_of_something_else_than_before_is_news() {
-        let pressure = NodePressure {
-            limits: Limits {
-                available: Some(10),
-                stalled: None,
-                swap_free: None,
-                idle: Duration::from_secs(30),
-                settle: SETTLE,
-                answer: ANSWER,
-            },
-            on_all: false,
-            known: Mutex::default(),
-            news: Notify::new(),
-        };
+        let mut pressure = NodePressure::off();
+        pressure.limits.available = Some(10);
         let metrics = Metrics::new();
         let is_news = |memory_available| {
             let readings = Readings {

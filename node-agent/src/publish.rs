@@ -14,8 +14,8 @@ use kube::{Client, Resource, ResourceExt};
 use serde_json::json;
 use torpor_api::annotations::IMAGE_FINALIZER;
 use torpor_api::conditions::{self, Draft};
-use torpor_api::reasons;
 use torpor_api::snapshot::{self, SandboxSnapshot, SandboxSnapshotStatus};
+use torpor_api::{Sandbox, reasons};
 use torpor_core::status::{ConditionDraft, SnapshotDraft, SnapshotState, StatusDraft};
 use torpor_snapshots::Manifest;
 
@@ -94,6 +94,11 @@ impl Publisher {
             recorder,
             node_name,
         }
+    }
+
+    /// The apiserver.
+    pub(crate) fn client(&self) -> &Client {
+        &self.client
     }
 
     /// The node that the agent runs on.
@@ -178,6 +183,32 @@ impl Publisher {
             secondary: None,
         };
         self.publish(&event, &pod.object_ref(&())).await;
+    }
+
+    /// An Event on a Sandbox, of which only the name may be known: its memory is lost.
+    pub(crate) async fn memory_given_up(
+        &self,
+        namespace: String,
+        sandbox: String,
+        uid: Option<String>,
+        words: &str,
+    ) {
+        let event = Event {
+            type_: EventType::Warning,
+            reason: reasons::event::MEMORY_GIVEN_UP.to_owned(),
+            note: Some(shortened(words)),
+            action: "Discard".to_owned(),
+            secondary: None,
+        };
+        let about = ObjectReference {
+            api_version: Some(Sandbox::api_version(&()).into_owned()),
+            kind: Some(Sandbox::kind(&()).into_owned()),
+            name: Some(sandbox),
+            namespace: Some(namespace),
+            uid,
+            ..ObjectReference::default()
+        };
+        self.publish(&event, &about).await;
     }
 
     /// Puts our finalizer on a snapshot before the first byte is written for it.

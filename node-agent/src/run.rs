@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use futures::{Stream, StreamExt};
+use futures::{Stream, StreamExt, TryStreamExt};
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::node::v1::RuntimeClass;
 use kube::runtime::reflector::{self, Store};
@@ -30,8 +30,7 @@ use torpor_gvisor::config::FILE_NAME;
 use torpor_gvisor::process;
 
 use crate::args::RunArgs;
-use crate::desired::pod_of_snapshot;
-use crate::driver::{Driver, Shared};
+use crate::driver::{Asked, Driver, Shared, pod_about};
 use crate::installed::{self, Installed, News};
 use crate::kata::Kata;
 use crate::metrics::Metrics;
@@ -41,6 +40,7 @@ use crate::publish::Publisher;
 use crate::sandboxes::{Board, Sandboxes};
 use crate::saves::Saves;
 use crate::server::Readiness;
+use crate::shown::ShownSnapshots;
 use crate::sleep;
 use crate::spans::{self, Spans};
 use crate::swap::SwapRoom;
@@ -147,12 +147,16 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
         classes,
         publisher,
         metrics,
-        policy: Policy::default(),
+        policy: Policy {
+            unclaimed_grace: args.unclaimed_image_grace,
+            ..Policy::default()
+        },
         board,
         saves,
         pressure: node_pressure,
         spans,
         kata,
+        asked: Asked::default(),
     };
     let watching = watch(client, &args.node_name, shared, &stop, &mut tasks);
     let driver = tokio::select! {
@@ -174,10 +178,11 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
         pressed.await;
         Ok(())
     });
+    tasks.spawn(sweep(driver.clone(), stop.clone()));
     ready.reached();
     tracing::info!(node = args.node_name, "watching");
 
-    let ended = until_told(&mut ends, &driver, &installed, &mut tasks).await;
+    let ended = until_told(&mut ends, &installed, &mut tasks).await;
     stop.cancel();
     driver.stopped().await;
     if let Some(kata) = &for_end {
@@ -255,20 +260,17 @@ fn is_replaced(installed: &Installed) -> bool {
     }
 }
 
-/// Sweeps until a signal comes, until another version is installed, or until a task ends that
+/// Waits until a signal comes, until another version is installed, or until a task ends that
 /// should not.
 async fn until_told(
     ends: &mut Ends,
-    driver: &Driver,
     installed: &Installed,
     tasks: &mut tokio::task::JoinSet<anyhow::Result<()>>,
 ) -> anyhow::Result<()> {
-    let mut sweep = tokio::time::interval(SWEEP);
     let mut look = tokio::time::interval(LOOK);
     loop {
-        // Each arm only waits.
+        // Both arms only wait.
         tokio::select! {
-            _ = sweep.tick() => driver.take_up(),
             _ = look.tick() => if is_replaced(installed) {
                 return Ok(());
             },
@@ -277,11 +279,25 @@ async fn until_told(
     }
 }
 
+/// Looks for Pods without a task until told to stop.
+async fn sweep(driver: Driver, stop: CancellationToken) -> anyhow::Result<()> {
+    let mut sweep = tokio::time::interval(SWEEP);
+    loop {
+        // Both arms only wait.
+        tokio::select! {
+            _ = sweep.tick() => {}
+            () = stop.cancelled() => return Ok(()),
+        }
+        let driver = driver.clone();
+        tokio::task::spawn_blocking(move || driver.take_up()).await?;
+    }
+}
+
 /// Fills the caches and lets every change of them poke the driver.
 async fn watch(
     client: Client,
     node_name: &str,
-    shared: impl FnOnce(Store<Pod>, Store<SandboxSnapshot>, Store<RuntimeClass>) -> Shared,
+    shared: impl FnOnce(Store<Pod>, Arc<ShownSnapshots>, Store<RuntimeClass>) -> Shared,
     stop: &CancellationToken,
     tasks: &mut tokio::task::JoinSet<anyhow::Result<()>>,
 ) -> anyhow::Result<Driver> {
@@ -290,31 +306,30 @@ async fn watch(
         watcher::Config::default().fields(&format!("spec.nodeName={node_name}")),
         trim_pod,
     );
-    let (snapshots, snapshot_events) = reflect(
-        Api::<SandboxSnapshot>::all(client.clone()),
-        watcher::Config::default(),
-        trim_snapshot,
-    );
+    let snapshots = Arc::new(ShownSnapshots::new(node_name.to_owned()));
+    let all = Api::<SandboxSnapshot>::all(client.clone());
+    let snapshot_events = index(all, snapshots.clone());
     let (classes, class_events) = reflect(
         Api::<RuntimeClass>::all(client),
         watcher::Config::default(),
         trim_class,
     );
     let shared = shared(pods.clone(), snapshots.clone(), classes.clone());
-    let driver = Driver::new(Arc::new(shared), stop.clone());
+    let shared = Arc::new(shared);
+    let driver = Driver::new(shared.clone(), stop.clone());
     let for_pods = driver.clone();
     tasks.spawn(pump(pod_events, stop.clone(), move |pod: &Pod| {
         for_pods.changed(pod);
     }));
-    let (for_snapshots, known) = (driver.clone(), pods.clone());
+    let for_snapshots = driver.clone();
     tasks.spawn(pump(
         snapshot_events,
         stop.clone(),
-        move |snapshot: &SandboxSnapshot| {
-            let pods = known.state();
-            let references: Vec<&Pod> = pods.iter().map(AsRef::as_ref).collect();
-            if let Some(uid) = pod_of_snapshot(snapshot, &references) {
-                for_snapshots.poke_if_kept(&uid);
+        move |changed: &Vec<Arc<SandboxSnapshot>>| {
+            for snapshot in changed {
+                if let Some(uid) = pod_about(&shared, snapshot) {
+                    for_snapshots.poke_if_kept(&uid);
+                }
             }
         },
     ));
@@ -333,10 +348,7 @@ async fn watch(
     pods.wait_until_ready()
         .await
         .context("the watch of Pods ended")?;
-    snapshots
-        .wait_until_ready()
-        .await
-        .context("the watch of SandboxSnapshots ended")?;
+    snapshots.wait_until_whole().await;
     classes
         .wait_until_ready()
         .await
@@ -381,6 +393,18 @@ where
         .reflect(writer)
         .touched_objects();
     (store, events.boxed())
+}
+
+/// What the watch of snapshots shows goes into the index, which answers what has changed.
+fn index(
+    api: Api<SandboxSnapshot>,
+    into: Arc<ShownSnapshots>,
+) -> Events<Vec<Arc<SandboxSnapshot>>> {
+    watcher(api, watcher::Config::default().page_size(PAGE))
+        .modify(trim_snapshot)
+        .default_backoff()
+        .map_ok(move |event| into.take(event))
+        .boxed()
 }
 
 /// A Pod without what nobody here reads and its user may make large.
@@ -447,21 +471,24 @@ mod tests {
             server.create("sandboxsnapshots", large_snapshot(&format!("s{n}")));
         }
         let api = Api::<SandboxSnapshot>::all(server.client());
-        let (store, mut events) = reflect(api, watcher::Config::default(), trim_snapshot);
-        let reading = async { while events.next().await.is_some() {} };
+        let shown = Arc::new(ShownSnapshots::new("node".to_owned()));
+        let mut events = index(api, shown.clone());
         let listed = async {
-            tokio::select! {
-                ready = store.wait_until_ready() => ready.expect("the watch goes on"),
-                () = reading => panic!("the watch ended"),
+            let mut all = Vec::new();
+            while all.is_empty() {
+                let changed = events.next().await.expect("the watch goes on");
+                all = changed.expect("it is not interrupted");
             }
+            all
         };
-        tokio::time::timeout(Duration::from_secs(20), listed)
+        let listed = tokio::time::timeout(Duration::from_secs(20), listed)
             .await
             .expect("all is listed");
+        shown.wait_until_whole().await;
         let sizes = server.take_lists().into_iter().map(|(_, size)| size);
         assert_eq!(sizes.collect::<Vec<_>>(), [10, 1]);
-        assert_eq!(store.state().len(), 11);
-        for snapshot in store.state() {
+        assert_eq!(listed.len(), 11);
+        for snapshot in listed {
             let metadata = &snapshot.metadata;
             assert_eq!(
                 metadata.finalizers.as_deref(),

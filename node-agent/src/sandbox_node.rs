@@ -35,6 +35,8 @@ mod revoked;
 const HEARTBEAT: Duration = Duration::from_secs(30);
 /// How often what the node holds is looked at.
 const LOOK: Duration = Duration::from_secs(5);
+/// What is news in so short a time is told at once.
+const TOGETHER: Duration = Duration::from_millis(500);
 /// So many times as long as a look takes the next one waits: with hundreds of sandboxes it takes half a tenth of a second.
 const REST: u32 = 200;
 
@@ -65,6 +67,7 @@ pub(crate) async fn report(
         pressure,
         kata,
     } = subject;
+    let board = sandboxes.board();
     let sandboxes = Arc::new(Mutex::new(sandboxes));
     let mut has_owner = false;
     let mut written: Option<(SandboxNodeStatus, std::time::Instant)> = None;
@@ -119,6 +122,8 @@ pub(crate) async fn report(
             () = tokio::time::sleep(pause) => {}
             // Why sandboxes sleep before their time is told before they do.
             () = pressure.news() => {}
+            // The controller waits to hear of memory whose Pod is gone. Pods that go together are told of together.
+            () = async { board.news().await; tokio::time::sleep(TOGETHER).await } => {}
             () = stop.cancelled() => return,
         }
     }

@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use jiff::Timestamp;
@@ -10,7 +10,6 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use torpor_api::node::{LastWake, MAX_REPORTED, PlanReason, SandboxReport};
 use torpor_core::ids::{ImageId, PodUid, SandboxId};
 use torpor_core::state::ImageState;
-use torpor_core::steps::Reason;
 use torpor_gvisor::record::{PodRecord, SandboxState, SleepNote, WakeNote};
 use torpor_snapshots::Listed;
 
@@ -18,67 +17,10 @@ use crate::metrics::Metrics;
 use crate::node::Node;
 use crate::spans::Spans;
 
-/// The latest of each Pod: the drivers' tasks write, the report reads.
-#[derive(Debug, Default)]
-pub(crate) struct Board(Mutex<HashMap<PodUid, Latest>>);
-
-#[derive(Debug)]
-struct Latest {
-    /// The planner's.
-    reasons: Vec<PlanReason>,
-    /// Whether it is watched for idleness.
-    watched: bool,
-}
-
-impl Board {
-    pub(crate) fn note(&self, pod: &PodUid, why: &[Reason], watched: bool) {
-        let reasons = why.iter().map(told).collect();
-        self.lock().insert(pod.clone(), Latest { reasons, watched });
-    }
-
-    pub(crate) fn forget(&self, pod: &PodUid) {
-        self.lock().remove(pod);
-    }
-
-    fn of(&self, pod: &PodUid) -> Vec<PlanReason> {
-        let board = self.lock();
-        board
-            .get(pod)
-            .map_or_else(Vec::new, |latest| latest.reasons.clone())
-    }
-
-    /// How many are watched for idleness.
-    fn watched(&self) -> usize {
-        self.lock().values().filter(|latest| latest.watched).count()
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<PodUid, Latest>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// A reason in the API's words: its name, and what it carries as `key=value`.
-fn told(reason: &Reason) -> PlanReason {
-    use serde_json::Value;
-    match serde_json::to_value(reason) {
-        Ok(Value::String(reason)) => PlanReason {
-            reason,
-            detail: String::new(),
-        },
-        Ok(Value::Object(tagged)) => {
-            let (reason, fields) = tagged.into_iter().next().unwrap_or_default();
-            let fields = fields.as_object().cloned().unwrap_or_default();
-            let pairs = fields.into_iter().map(|(key, value)| match value {
-                Value::String(text) => format!("{key}={text}"),
-                other => format!("{key}={other}"),
-            });
-            let detail = pairs.collect::<Vec<_>>().join(" ");
-            PlanReason { reason, detail }
-        }
-        // A reason is a name, or a name with fields: serde writes nothing else of it.
-        _ => PlanReason::default(),
-    }
-}
+mod board;
+pub(crate) use board::{Board, Latest};
+mod left;
+use left::Names;
 
 /// A note on the node's disk, and the time of its file when it was read.
 #[derive(Debug)]
@@ -105,6 +47,8 @@ pub(crate) struct Sandboxes {
     metrics: Arc<Metrics>,
     board: Arc<Board>,
     spans: Arc<Spans>,
+    /// What the manifests of images say whose Pods are gone.
+    names: HashMap<ImageId, Names>,
 }
 
 impl Sandboxes {
@@ -115,10 +59,16 @@ impl Sandboxes {
             metrics,
             board,
             spans,
+            names: HashMap::new(),
         }
     }
 
-    /// One entry for each sandbox of the node, by Pod UID. `images`: all that the store holds.
+    /// Waits until a Pod that is gone has left an image, or has left it no more.
+    pub(crate) fn board(&self) -> Arc<Board> {
+        self.board.clone()
+    }
+
+    /// One entry for each Pod that is gone and has left its memory in an image, then one for each sandbox of the node, by Pod UID. `images`: all that the store holds.
     pub(crate) fn report(&mut self, node: &Node, images: &[Listed]) -> Vec<SandboxReport> {
         let mut pods = node.records.pods().unwrap_or_default();
         pods.sort_by_cached_key(|pod| {
@@ -138,6 +88,7 @@ impl Sandboxes {
             let mut report = self.describe(pod);
             if let Some(image) = asleep_in {
                 report.image_bytes = sizes.get(&image).map(|size| signed(*size));
+                report.image_id = Some(image.to_string());
                 let since = node.records.asleep_since(&pod.sandbox);
                 report.asleep_since = since
                     .and_then(|since| Timestamp::try_from(since).ok())
@@ -155,8 +106,10 @@ impl Sandboxes {
         let watched = i64::try_from(self.board.watched()).unwrap_or(i64::MAX);
         self.metrics.watched.set(watched);
         self.counts = true;
-        reports.truncate(MAX_REPORTED);
-        reports
+        let mut all = self.report_left(node, images, &mut reports);
+        all.append(&mut reports);
+        all.truncate(MAX_REPORTED);
+        all
     }
 
     /// The planner's reasons about a Pod.
@@ -215,7 +168,7 @@ impl Sandboxes {
             pod_name: pod.name.clone(),
             pod_uid: pod.pod_uid.to_string(),
             reasons: self.board.of(&pod.pod_uid),
-            sandbox_name: String::new(),
+            sandbox_name: self.board.sandbox_of(&pod.pod_uid).unwrap_or_default(),
         }
     }
 }
@@ -273,12 +226,15 @@ pub(crate) fn signed(bytes: u64) -> i64 {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use torpor_core::ids::{ContainerName, ImageId};
     use torpor_core::pressure::Resource;
     use torpor_core::queue::Urgency;
+    use torpor_core::steps::Reason;
     use torpor_gvisor::record::{Depth, WakeCause};
 
+    use super::board::told;
+    pub(crate) use super::left::tests::image_in;
     use super::*;
 
     /// Every reason once. The match makes sure that a new one is added here.
@@ -321,6 +277,15 @@ mod tests {
             Reason::NoSandbox,
             Reason::ImageMissing { image: image() },
             Reason::Garbage { image: image() },
+            Reason::Unclaimed {
+                image: image(),
+                until,
+            },
+            Reason::Asking { image: image() },
+            Reason::GivenUp {
+                image: image(),
+                disk_short: false,
+            },
             Reason::PodTerminating,
             Reason::PodGone,
             Reason::NumbersExhausted,
@@ -356,6 +321,9 @@ mod tests {
                 | Reason::NoSandbox
                 | Reason::ImageMissing { .. }
                 | Reason::Garbage { .. }
+                | Reason::Unclaimed { .. }
+                | Reason::Asking { .. }
+                | Reason::GivenUp { .. }
                 | Reason::PodTerminating
                 | Reason::PodGone
                 | Reason::NumbersExhausted => {}

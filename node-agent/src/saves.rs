@@ -234,7 +234,9 @@ mod tests {
                 hibernated: None,
                 restored: None,
                 snapshots: Vec::new(),
+                left: None,
             },
+            asks: false,
             wake_at: None,
             why: awaits
                 .map(|urgency| Reason::AwaitingTurn { urgency })

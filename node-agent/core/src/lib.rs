@@ -36,9 +36,9 @@ pub use ids::{
 pub use ledger::{Entry, LedgerState, Memory};
 pub use planner::plan;
 pub use state::{
-    Desired, Doze, Failure, Failures, ImageObserved, ImageState, Live, Observed, PodPresence,
-    Policy, Power, Record, Restore, RolledBack, SleepAfter, SnapshotIntent, SnapshotReason,
-    SnapshotWish,
+    Answer, Departure, Desired, Doze, Failure, Failures, ImageObserved, ImageState, Live, Observed,
+    PodPresence, Policy, Power, Record, Restore, RolledBack, SleepAfter, SnapshotIntent,
+    SnapshotReason, SnapshotWish,
 };
 pub use status::{ConditionDraft, Phase, SnapshotDraft, SnapshotState, StatusDraft};
 pub use steps::{Action, Fence, Outcome, Plan, Reason, Step, StepKind};

@@ -19,7 +19,7 @@
 //! | none | in an image, no keepers | - | nothing: the containers come back, torpor-oci restores the image |
 //!
 //! Rubbish goes in the same plan: partial images at once (a failed save may have filled the disk), images that nothing refers to
-//! when they are stale. What is refused: anything while somebody else is at work, while the state is unknown, while a new Pod is
+//! when they are stale. The memory of a Pod that is gone goes by rules of its own (gone.rs). What is refused: anything while somebody else is at work, while the state is unknown, while a new Pod is
 //! being restored; saves and wakes while the ledger cannot be trusted.
 
 use jiff::Timestamp;
@@ -31,6 +31,7 @@ use crate::state::{
 };
 use crate::steps::{Action, Fence, Plan, Reason, Step};
 
+mod gone;
 mod rubbish;
 mod save;
 mod status;
@@ -47,6 +48,7 @@ pub fn plan(desired: &Desired, observed: &Observed, policy: &Policy, now: Timest
         steps,
         why,
         wake_at,
+        asks,
         ..
     } = planning;
     let status = status::describe(&view, policy, &steps, &why);
@@ -55,6 +57,7 @@ pub fn plan(desired: &Desired, observed: &Observed, policy: &Policy, now: Timest
         status,
         wake_at,
         why,
+        asks,
     }
 }
 
@@ -68,6 +71,7 @@ struct Planning<'a> {
     steps: Vec<Step>,
     why: Vec<Reason>,
     wake_at: Option<Timestamp>,
+    asks: bool,
 }
 
 impl<'a> Planning<'a> {
@@ -81,6 +85,7 @@ impl<'a> Planning<'a> {
             steps: Vec::new(),
             why: Vec::new(),
             wake_at: None,
+            asks: false,
         }
     }
 
@@ -354,7 +359,7 @@ impl<'a> Planning<'a> {
             None => match view.fresh.clone() {
                 Some(image) => {
                     self.why.push(Reason::AwaitingContainers);
-                    self.adopt(&image);
+                    self.adopt_at_rest(&image);
                 }
                 None => self.why.push(Reason::NoSandbox),
             },

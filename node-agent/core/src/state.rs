@@ -79,11 +79,35 @@ pub struct SnapshotIntent {
     pub wish: SnapshotWish,
 }
 
+/// How a Pod went that the API has no more, and what becomes of the images that it left.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Departure {
+    /// When the agent found the Pod gone.
+    pub since: Timestamp,
+    /// When the agent last saw the Pod, somebody had deleted it to be rid of it: it was neither evicted nor ended by its kubelet. There is no grace time then.
+    pub by_user: bool,
+    /// The images' disk is short of room, and these images are the oldest that nobody claims: the grace time is over.
+    pub disk_short: bool,
+    /// The apiserver's answer, asked for this plan ([`crate::Plan::asks`]). The watches may be behind it.
+    pub answer: Option<Answer>,
+}
+
+/// What the apiserver itself has of a Pod that the watch shows no more.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Answer {
+    /// It has the Pod.
+    pub has_pod: bool,
+    /// Snapshots of this node that name the Pod and are not being deleted.
+    pub snapshots: BTreeSet<SnapshotUid>,
+}
+
 /// What the API asks for, for one Pod UID.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Desired {
     pub pod_uid: PodUid,
     pub pod: PodPresence,
+    /// How it went, of a Pod that is [`PodPresence::Gone`]. Without it nothing of the Pod's memory is removed.
+    pub departure: Option<Departure>,
     /// From the Pod's annotations. A Suspend snapshot of a present Pod makes it [`Power::Asleep`] whatever this says.
     pub power: Power,
     /// When it may fall asleep by itself, while [`Power::Awake`] is wanted.
@@ -320,6 +344,10 @@ pub struct Policy {
     pub look_again: Duration,
     /// How long a sandbox that woke for somebody runs at least before in-place hibernation takes it again.
     pub linger: Duration,
+    /// How long the image of a Pod that is gone waits for a snapshot that claims it, unless somebody deleted the Pod to be rid of it.
+    pub unclaimed_grace: Duration,
+    /// When to ask the apiserver again whose answer the watches do not show yet.
+    pub ask_again: Duration,
 }
 
 impl Default for Policy {
@@ -334,6 +362,8 @@ impl Default for Policy {
             upkeep_backoff_min: Duration::from_secs(1),
             look_again: Duration::from_millis(200),
             linger: Duration::from_secs(10),
+            unclaimed_grace: Duration::from_secs(600),
+            ask_again: Duration::from_secs(5),
         }
     }
 }

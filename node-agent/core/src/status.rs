@@ -133,4 +133,6 @@ pub struct StatusDraft {
     /// Pod condition torpor.dev/Restored; `None`: leave it without.
     pub restored: Option<ConditionDraft>,
     pub snapshots: Vec<SnapshotDraft>,
+    /// The image that holds the memory of a Pod that is gone, unless a Suspend snapshot has it already: the controller finds it by this.
+    pub left: Option<ImageId>,
 }

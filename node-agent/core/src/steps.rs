@@ -202,6 +202,12 @@ pub enum Reason {
     ImageMissing { image: ImageId },
     /// Nothing refers to an image any more.
     Garbage { image: ImageId },
+    /// The Pod is gone and `image` is its memory: until then it waits for a snapshot that claims it.
+    Unclaimed { image: ImageId, until: Timestamp },
+    /// `image` is the memory of a Pod that is gone, and the apiserver has not said yet that nobody claims it.
+    Asking { image: ImageId },
+    /// No snapshot has claimed the memory of a Pod that is gone, and `image` is being removed. `disk_short`: before the grace time was over.
+    GivenUp { image: ImageId, disk_short: bool },
     /// The Pod is being deleted.
     PodTerminating,
     /// The Pod is gone.
@@ -219,6 +225,8 @@ pub struct Plan {
     /// When to plan again although nothing changed.
     pub wake_at: Option<Timestamp>,
     pub why: Vec<Reason>,
+    /// Whether to ask the apiserver itself about the Pod, once the steps are done, and to plan again with its answer ([`crate::state::Departure::answer`]).
+    pub asks: bool,
 }
 
 impl Reason {

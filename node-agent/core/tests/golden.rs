@@ -6,8 +6,8 @@ use std::fmt::Write as _;
 
 use jiff::Timestamp;
 use torpor_core::{
-    Desired, Doze, Entry, ImageId, ImageObserved, ImageState, LedgerState, Live, Observed,
-    PodPresence, PodUid, Policy, Power, Record, SandboxId, SleepAfter, SnapshotIntent,
+    Answer, Departure, Desired, Doze, Entry, ImageId, ImageObserved, ImageState, LedgerState, Live,
+    Observed, PodPresence, PodUid, Policy, Power, Record, SandboxId, SleepAfter, SnapshotIntent,
     SnapshotReason, SnapshotUid, SnapshotWish, plan,
 };
 
@@ -92,6 +92,7 @@ fn wishes() -> Vec<(&'static str, Desired)> {
     let wish = |pod, power, reason: Option<SnapshotReason>| Desired {
         pod_uid: uid.clone(),
         pod,
+        departure: None,
         power,
         sleep: SleepAfter::default(),
         pressure: Default::default(),
@@ -147,8 +148,23 @@ fn wishes() -> Vec<(&'static str, Desired)> {
             wish(Present, Power::Awake, Some(SnapshotReason::Manual)),
         ),
         ("end", wish(Terminating, Power::Awake, None)),
-        ("gone", wish(Gone, Power::Awake, None)),
+        ("gone", gone(wish(Gone, Power::Awake, None), true)),
+        ("evicted", gone(wish(Gone, Power::Awake, None), false)),
     ]
+}
+
+/// A Pod that is gone, with its sandbox: just now, and the apiserver knows nothing more of it.
+fn gone(wish: Desired, by_user: bool) -> Desired {
+    let departure = Departure {
+        since: Timestamp::UNIX_EPOCH,
+        by_user,
+        disk_short: false,
+        answer: Some(Answer::default()),
+    };
+    Desired {
+        departure: Some(departure),
+        ..wish
+    }
 }
 
 #[test]
@@ -174,6 +190,11 @@ fn the_decisions_are_these() {
             };
             let _ = writeln!(table, "{live:?}{note}; ledger: {ledger}; image: {image}");
             for (name, desired) in wishes() {
+                let is_gone = desired.departure.is_some() && live == Live::None;
+                let observed = Observed {
+                    sandbox: observed.sandbox.clone().filter(|_| !is_gone),
+                    ..observed.clone()
+                };
                 let plan = plan(
                     &desired,
                     &observed,

@@ -11,7 +11,7 @@ use torpor_snapshots::{
     CompletedContainer, Fingerprint, ManifestDraft, SaveReason, SavedContainer, SavedName,
 };
 
-use crate::desired::sandbox_name;
+use crate::about::sandbox_name;
 use crate::node::Node;
 use crate::publish::SavedImage;
 

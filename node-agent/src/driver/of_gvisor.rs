@@ -4,7 +4,9 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use torpor_core::pressure::candidate;
 use torpor_core::state::{Desired, Live, PodPresence};
+use torpor_core::status::{SnapshotDraft, SnapshotState, reasons};
 
+use super::gone::{self, with_disk};
 use super::told::{is_found_dozing, tell_of_doze, tell_rules};
 use super::{Asleep, Kubelet, Look, Remembered, Shared, draft, note_turn};
 use crate::idle::{self, Watched};
@@ -21,6 +23,7 @@ pub(super) fn look(
     remembered: Remembered,
 ) -> (Look, Option<Watched>) {
     let node = &shared.node;
+    let desired = &with_disk(shared, desired);
     let now = Timestamp::now();
     let pod_uid = desired.pod_uid.clone();
     let record = node.sandbox_of(&pod_uid);
@@ -88,7 +91,7 @@ pub(super) fn look(
     let swap = &node.swap;
     let plan = swap.plan(desired, &mut observed, &shared.policy, now, working_set);
     let nothing = desired.pod == PodPresence::Gone
-        && desired.snapshots.is_empty()
+        && plan.status.snapshots.iter().all(is_settled)
         && record.is_none()
         && observed.images.is_empty()
         && observed.ledger.as_ref().is_ok_and(|ledger| ledger.seq == 0)
@@ -106,6 +109,7 @@ pub(super) fn look(
         .iter()
         .flat_map(|namespace| draft::saved(node, namespace, &plan))
         .collect();
+    let given_up = gone::given_up(node, namespace.as_ref(), &plan);
     let wish = shared.saves.wish(&plan, namespace.as_ref(), || {
         memory_of(node, record.as_ref()?)
     });
@@ -125,6 +129,7 @@ pub(super) fn look(
         wish,
         saved,
         nothing,
+        given_up,
         candidate: candidate(desired, &observed),
         rules: rules.unwrap_or_default(),
         told,
@@ -136,4 +141,16 @@ pub(super) fn look(
         kata: None,
     };
     (look, idle)
+}
+
+/// Whether a snapshot of a Pod of which nothing is left has been told all that there is to say.
+fn is_settled(snapshot: &SnapshotDraft) -> bool {
+    match &snapshot.state {
+        SnapshotState::Released => true,
+        SnapshotState::Failed { reason, .. } => reason == reasons::SANDBOX_NOT_FOUND,
+        SnapshotState::Pending { .. }
+        | SnapshotState::Saving
+        | SnapshotState::Committed { .. }
+        | SnapshotState::Releasing => false,
+    }
 }

@@ -56,6 +56,7 @@ pub(super) fn look(
         wish,
         saved: Vec::new(),
         nothing: false,
+        given_up: Vec::new(),
         candidate: candidate(desired, &observed),
         rules: Rules::default(),
         told: None,

@@ -7,8 +7,8 @@ use torpor_core::state::{Desired, Live, NOT_WATCHED, Observed};
 use torpor_gvisor::keeper::{self, Request, Rules};
 use torpor_gvisor::record::{PodRecord, Probes};
 
+use super::gone::snapshots_about;
 use super::{Driver, Shared};
-use crate::desired::snapshots_about;
 use crate::execute::tell_those_with_pipes;
 use crate::kubelet::{may_be_taken_for_probed, probes, rules};
 use crate::node::{CALL_LIMIT, Node};
@@ -80,8 +80,7 @@ pub(super) fn tell_of_doze(node: &Node, pod: &PodRecord, rules: &Rules) -> Resul
 
 /// What the Pod's keeper is to go by, by what the API has said last.
 pub(super) fn rules_now(shared: &Shared, uid: &PodUid, pod: &Pod) -> Rules {
-    let all = shared.snapshots.state();
-    let snapshots = snapshots_about(all, uid, pod.namespace().as_deref(), &[pod]);
+    let snapshots = snapshots_about(shared, uid, pod.namespace().as_deref(), Some(pod));
     let references: Vec<_> = snapshots.iter().map(AsRef::as_ref).collect();
     let desired = crate::desired::desired(uid, Some(pod), None, &references);
     rules(pod, &desired)

@@ -117,6 +117,7 @@ async fn a_restored_pod_is_told_everything_by_one_write_that_leaves_the_kubelets
         hibernated: None,
         restored: Some(draft),
         snapshots: Vec::new(),
+        left: None,
     };
     server.take_writes();
     publisher.pod(&read(pod), &status).await.expect("told");

@@ -554,9 +554,11 @@ impl Call {
             && (self.namespace.is_empty() || key.1 == self.namespace)
             && self.query.get("labelSelector").is_none_or(label)
             && self.query.get("fieldSelector").is_none_or(|selector| {
-                selector
-                    .strip_prefix("metadata.name=")
-                    .is_some_and(|name| name == key.2)
+                match selector.split_once('=') {
+                    Some(("metadata.name", name)) => name == key.2,
+                    Some(("spec.nodeName", node)) => object["spec"]["nodeName"] == node,
+                    _ => false,
+                }
             })
     }
 }

@@ -1,9 +1,9 @@
-//! What may go: unfinished images, images that nothing refers to, what a Pod left behind.
+//! What may go: unfinished images, and images that nothing refers to.
 
 use super::Planning;
 use crate::ids::ImageId;
 use crate::ledger::Entry;
-use crate::state::{ImageState, Live, later};
+use crate::state::{ImageState, later};
 use crate::steps::{Action, Reason};
 
 impl Planning<'_> {
@@ -20,40 +20,8 @@ impl Planning<'_> {
         }
     }
 
-    /// The Pod is gone. Its sandbox is the kubelet's to end; after that only what snapshots refer to stays, with the ledger,
-    /// which says whether those images are stale.
-    pub(super) fn plan_gone(&mut self) {
-        self.why.push(Reason::PodGone);
-        if self.view.observed.live != Live::None {
-            return;
-        }
-        // An image that a snapshot names and that is not there may come back, and is the snapshot's then: by its status and by the ledger.
-        let mut kept = self.view.is_awaited();
-        self.discard_partials();
-        for image in self.images(ImageState::Committed) {
-            if self.view.is_referenced(&image) || self.waits_for_restore(&image) {
-                kept = true;
-            } else {
-                self.discard(&image);
-            }
-        }
-        let has_ledger = self.view.ledger.seq > 0 || self.view.corrupt.is_some();
-        if !has_ledger || kept {
-            return;
-        }
-        if let Some(image) = self.view.taken_in_vain().cloned() {
-            // What is being removed may still be restoring.
-            if self.view.observed.sandbox.is_some() || self.view.observed.busy {
-                self.look_at(later(self.now, self.policy.look_again));
-                return;
-            }
-            self.removal(Action::ReleaseImage { image }, None);
-        }
-        self.removal(Action::DiscardLedger, None);
-    }
-
     /// Also an image that nobody wants any more is not taken from under a Pod that is coming back from it.
-    fn waits_for_restore(&mut self, image: &ImageId) -> bool {
+    pub(super) fn waits_for_restore(&mut self, image: &ImageId) -> bool {
         let restoring = self.view.is_being_restored(image);
         if restoring {
             self.look_at(later(self.now, self.policy.look_again));
@@ -78,7 +46,7 @@ impl Planning<'_> {
         }
     }
 
-    fn discard(&mut self, image: &ImageId) {
+    pub(super) fn discard(&mut self, image: &ImageId) {
         self.why.push(Reason::Garbage {
             image: image.clone(),
         });
@@ -98,7 +66,7 @@ impl Planning<'_> {
         self.view.corrupt.is_none() && self.view.ledger.images.contains_key(image)
     }
 
-    fn images(&self, state: ImageState) -> Vec<ImageId> {
+    pub(super) fn images(&self, state: ImageState) -> Vec<ImageId> {
         let images = self
             .view
             .observed

@@ -176,6 +176,22 @@ impl Planning<'_> {
         );
     }
 
+    /// The same where no sandbox runs. A save may have been cut off between its image and the ledger's word of it, and a snapshot takes only what the ledger knows as whole.
+    pub(super) fn adopt_at_rest(&mut self, image: &ImageId) {
+        if self.view.needing_image().next().is_none() {
+            return;
+        }
+        if matches!(self.view.ledger.memory, Memory::Saving { .. }) {
+            self.why.push(Reason::SaveUnfinished);
+            let image = image.clone();
+            let committed = Entry::Committed {
+                image: image.clone(),
+            };
+            self.upkeep(Action::Commit { image }, None, Some(committed));
+        }
+        self.adopt(image);
+    }
+
     /// Snapshots that want an image take the one that holds the sandbox's memory.
     pub(super) fn adopt(&mut self, image: &ImageId) {
         let snapshots: std::collections::BTreeSet<_> =

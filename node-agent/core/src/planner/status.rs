@@ -34,6 +34,7 @@ pub(super) fn describe(
             .iter()
             .map(|s| telling.snapshot(s))
             .collect(),
+        left: view.left().cloned(),
     }
 }
 
@@ -429,7 +430,7 @@ impl Telling<'_> {
         if self.adopts_for(snapshot) {
             return SnapshotState::Saving;
         }
-        if view.desired.pod == PodPresence::Terminating && self.may_be_in_image() {
+        if view.desired.pod != PodPresence::Present && self.may_be_in_image() {
             let message = "The Pod ends; its image is about to be kept.";
             return SnapshotState::Pending {
                 message: message.to_owned(),

@@ -7,14 +7,15 @@ use crate::ids::{ContainerName, PodUid, SandboxId, SnapshotUid};
 use crate::ledger::LedgerState;
 use crate::pressure::Pressure;
 use crate::state::{
-    Doze, Failures, ImageObserved, ImageState, Record, SleepAfter, SnapshotIntent, SnapshotReason,
-    SnapshotWish,
+    Answer, Departure, Doze, Failures, ImageObserved, ImageState, Record, SleepAfter,
+    SnapshotIntent, SnapshotReason, SnapshotWish,
 };
 use crate::status::{Phase, SnapshotState, Truth};
 use crate::steps::{Outcome, StepKind};
 
 mod capacity;
 mod failures;
+mod gone;
 mod sleep;
 mod snapshots;
 mod unsaved;
@@ -35,6 +36,7 @@ fn desired(power: Power) -> Desired {
     Desired {
         pod_uid: uid(),
         pod: PodPresence::Present,
+        departure: None,
         power,
         sleep: SleepAfter::default(),
         pressure: Pressure::default(),
@@ -45,6 +47,29 @@ fn desired(power: Power) -> Desired {
         told: false,
         containers: BTreeSet::new(),
         ready: true,
+    }
+}
+
+/// Of a Pod that was evicted long ago: the apiserver knows nothing more of it.
+fn gone() -> Desired {
+    let departure = Departure {
+        since: at(0),
+        by_user: false,
+        disk_short: false,
+        answer: Some(Answer::default()),
+    };
+    Desired {
+        pod: PodPresence::Gone,
+        departure: Some(departure),
+        ..desired(Power::Awake)
+    }
+}
+
+/// What is left on the node of a Pod that is gone, with its sandbox.
+fn left(entries: &[Entry], held: &[u32]) -> Observed {
+    Observed {
+        sandbox: None,
+        ..observed(Live::None, entries, held)
     }
 }
 
@@ -691,10 +716,9 @@ proptest! {
 
 #[test]
 fn an_image_is_not_taken_from_under_a_pod_that_comes_back_from_it() {
-    let mut left = observed(Live::None, &asleep(), &[1]);
+    let mut left = left(&asleep(), &[1]);
     left.images[0].being_restored = true;
-    let mut desired = desired(Power::Asleep);
-    desired.pod = PodPresence::Gone;
+    let desired = gone();
     let waiting = planned(&desired, &left);
     assert_eq!(kinds(&waiting), [], "{:?}", waiting.why);
     assert!(waiting.wake_at.is_some(), "it has to look again");

@@ -1,8 +1,9 @@
 //! The agent: observe, plan, tell, execute. It may die at any point, and any call may fail or never answer.
 
+use jiff::Timestamp;
 use torpor_core::{
-    Action, Doze, Entry, Failures, ImageId, ImageState, Live, Outcome, PodPresence, Policy, Reason,
-    SnapshotState, SnapshotWish, Step, plan,
+    Action, Departure, Doze, Entry, Failures, ImageId, ImageState, Live, Outcome, PodPresence,
+    Policy, Reason, SnapshotState, SnapshotWish, Step, plan,
 };
 
 use crate::schedule::Random;
@@ -14,6 +15,10 @@ pub(crate) struct Agent {
     failures: Failures,
     /// The partial image whose checkpoint came back.
     written: Option<ImageId>,
+    /// Somebody has deleted the Pod to be rid of it, as it was last seen.
+    by_user: bool,
+    /// When it was first seen that the Pod is gone.
+    gone_since: Option<Timestamp>,
 }
 
 /// How a pass ended.
@@ -48,11 +53,22 @@ struct Dead;
 
 impl Agent {
     pub(crate) fn pass(&mut self, world: &mut World, random: &mut Random, faults: Faults) -> Pass {
-        let desired = world.desired();
+        let mut desired = world.desired(self.departure(world));
         self.failures.saw(world.live);
         let observed = world.observe(&self.failures);
         let policy = Policy::default();
-        let made = plan(&desired, &observed, &policy, world.time());
+        let mut made = plan(&desired, &observed, &policy, world.time());
+        if made.asks && made.steps.is_empty() && !random.chance(faults.tell) {
+            world.say("asked", String::new);
+            if let Some(departure) = &mut desired.departure {
+                departure.answer = Some(world.answer());
+            }
+            made = plan(&desired, &observed, &policy, world.time());
+        }
+        let given_up = |reason: &Reason| matches!(reason, Reason::GivenUp { .. });
+        if made.why.iter().any(given_up) {
+            world.say("given up", String::new);
+        }
         assert_eq!(
             made,
             plan(&desired, &observed, &policy, world.time()),
@@ -68,7 +84,10 @@ impl Agent {
             tell(world, &made.status.snapshots);
         }
         if made.steps.is_empty() {
-            return Pass::Idle(made.wake_at.map(|at| at.as_second()));
+            // Who was not answered asks again at once.
+            let again = made.asks.then(|| world.time());
+            let made_at = made.wake_at.into_iter().chain(again).min();
+            return Pass::Idle(made_at.map(|at| at.as_second()));
         }
         let pressed = |reason: &Reason| matches!(reason, Reason::Pressure { .. });
         if made.why.iter().any(pressed) {
@@ -93,6 +112,24 @@ impl Agent {
             }
         }
         Pass::Worked
+    }
+
+    /// What it knows of how the Pod went.
+    fn departure(&mut self, world: &World) -> Option<Departure> {
+        match world.seen.presence {
+            PodPresence::Present => self.by_user = false,
+            PodPresence::Terminating => self.by_user = !world.seen.evicted,
+            PodPresence::Gone => {
+                let since = *self.gone_since.get_or_insert(world.time());
+                return Some(Departure {
+                    since,
+                    by_user: self.by_user,
+                    disk_short: false,
+                    answer: None,
+                });
+            }
+        }
+        None
     }
 
     fn execute(

@@ -51,6 +51,9 @@ pub(crate) const EXERCISED: &[&str] = &[
     "turn awaited",
     "asleep for the node",
     "evicted asleep",
+    "claimed late",
+    "asked",
+    "given up",
     "back to last image",
     "back to last image died",
     "snapshot",
@@ -120,7 +123,7 @@ impl Schedule {
             self.world.runs();
             self.world.now += i64::try_from(self.random.below(4)).unwrap();
             self.world.check();
-            if self.world.pod == PodPresence::Gone && self.random.chance(100) {
+            if self.world.pod == PodPresence::Gone && self.random.chance(50) {
                 break;
             }
         }
@@ -135,7 +138,8 @@ impl Schedule {
                 self.agent.pass(&mut self.world, &mut self.random, fail);
             }
             46..49 => self.node(),
-            49..55 => self.world.refresh_cache(),
+            49..52 => self.world.refresh_cache(),
+            52..55 => self.world.refresh_pod(),
             55..58 => self.idle(),
             58..66 => self.kubelet(fail),
             66..74 => self.set_power(),
@@ -186,7 +190,7 @@ impl Schedule {
     fn node(&mut self) {
         let world = &mut self.world;
         match self.random.below(6) {
-            5 => world.evicted = self.random.chance(300),
+            5 if world.pod == PodPresence::Present => world.evicted = self.random.chance(300),
             0 => world.may_be_pressed = self.random.chance(800),
             1 => world.keep_last = self.random.chance(400),
             2 => world.save_turn = self.random.chance(600),
@@ -223,7 +227,7 @@ impl Schedule {
         let mut watch = Watch::default();
         watch.read(&readings, &limits);
         let observed = world.observe(&Failures::default());
-        let candidate = pressure::candidate(&world.desired(), &observed);
+        let candidate = pressure::candidate(&world.desired(None), &observed);
         let candidates: Vec<_> = candidate.into_iter().collect();
         watch.choose(&candidates, &limits, world.time());
         world.pressed = watch.asked().cloned();
@@ -249,6 +253,10 @@ impl Schedule {
         let intent = &mut self.world.snapshots[which].intent;
         intent.wish = SnapshotWish::Delete;
         let uid = intent.uid.clone();
+        if self.world.pod == PodPresence::Gone {
+            // Whoever deletes it gives the memory up.
+            self.world.owed = None;
+        }
         self.world.say("snapshot deleted", || uid.to_string());
     }
 
@@ -262,21 +270,43 @@ impl Schedule {
         if ready && self.world.pod == PodPresence::Present {
             self.world.say("suspended", String::new);
             self.world.pod = PodPresence::Terminating;
+            self.world.by_user = !self.world.evicted;
         }
     }
 
+    /// Somebody is rid of the Pod, or its node is drained. The controller makes a snapshot of what sleeps, unless it is away.
     fn delete_pod(&mut self) {
+        if self.world.pod == PodPresence::Gone {
+            return self.controller_returns();
+        }
         if self.world.pod == PodPresence::Present && self.random.chance(300) {
             self.world.say("pod deleted", String::new);
             self.world.pod = PodPresence::Terminating;
+            self.world.evicted = self.world.evicted || self.random.chance(500);
+            self.world.by_user = !self.world.evicted;
             let asleep = self.world.live == Live::None && self.world.record.is_some();
-            if asleep && self.random.chance(500) {
+            if asleep && self.world.evicted && self.random.chance(500) {
                 self.world.say("evicted asleep", String::new);
-                self.snapshots_made += 1;
-                self.world
-                    .add_snapshot(self.snapshots_made, SnapshotReason::Suspend);
+                self.claim();
             }
         }
+    }
+
+    /// The controller was away while the Pod went. It finds the memory that the node still has, and makes a snapshot of it.
+    fn controller_returns(&mut self) {
+        let world = &self.world;
+        let suspended = |s: &crate::world::Snapshot| s.intent.reason == SnapshotReason::Suspend;
+        let found = world.owed.is_some() && world.is_owed() && world.restorable().is_some();
+        if found && !world.snapshots.iter().any(suspended) {
+            self.world.say("claimed late", String::new);
+            self.claim();
+        }
+    }
+
+    fn claim(&mut self) {
+        self.snapshots_made += 1;
+        self.world
+            .add_snapshot(self.snapshots_made, SnapshotReason::Suspend);
     }
 
     fn disk(&mut self) {
@@ -306,6 +336,7 @@ impl Schedule {
         // Since when it is idle is in the agent's memory.
         self.world.idle_since = None;
         self.world.refresh_cache();
+        self.world.refresh_pod();
     }
 
     /// What torpor-oci does for an exec: wake what sleeps, let run what stands still. It can die on the way.
@@ -364,6 +395,14 @@ impl Schedule {
                 world.dies();
                 world.containers = false;
                 world.pod = PodPresence::Gone;
+                world.gone_at = Some(world.now);
+                if world
+                    .snapshots
+                    .iter()
+                    .any(|s| s.intent.wish == SnapshotWish::Delete)
+                {
+                    world.owed = None;
+                }
                 world.say("pod gone", String::new);
             }
             PodPresence::Present if world.containers => {}
@@ -443,9 +482,14 @@ impl Schedule {
         self.world.sessions = 0;
         self.world.save_turn = true;
         self.world.pressed = None;
+        let mut returns = self.random.chance(500);
         for _ in 0..QUIET_PASSES {
-            self.world.refresh_cache();
             self.kubelet(Faults::NONE);
+            if self.world.pod == PodPresence::Gone && std::mem::take(&mut returns) {
+                self.controller_returns();
+            }
+            self.world.refresh_cache();
+            self.world.refresh_pod();
             self.world.runs();
             let before = format!("{:?}", self.world.snapshots);
             let pass = self
@@ -497,6 +541,11 @@ impl Schedule {
             if present {
                 assert!(snapshot.intent.image.is_some(), "never saved: {snapshot:?}");
             } else if snapshot.intent.reason == SnapshotReason::Suspend && !snapshot.stale {
+                let is_owed = world.owed.is_some() && world.is_owed();
+                assert!(
+                    !is_owed || snapshot.intent.image.is_some(),
+                    "claimed in vain: {snapshot:?}"
+                );
                 // A wake whose end nobody saw may be repeated, see the ledger's rules.
                 let begun = matches!(memory, Memory::Waking { .. });
                 let newest = snapshot.memory.is_none_or(|memory| memory == world.newest);
@@ -510,7 +559,7 @@ impl Schedule {
             return;
         }
         let asleep = world.live == Live::None && world.record.is_some();
-        let desired = world.desired();
+        let desired = world.desired(None);
         match desired.target() {
             // Until somebody needs it; and nobody does any more.
             Power::Awake

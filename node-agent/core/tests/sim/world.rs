@@ -7,13 +7,15 @@ use jiff::Timestamp;
 use torpor_core::ledger::{self, Tail};
 use torpor_core::pressure::{Ask, Pressure};
 use torpor_core::{
-    Desired, Doze, Entry, Failures, ImageId, ImageObserved, ImageState, LedgerState, Live,
-    Observed, PodPresence, PodUid, Power, Record, Restore, SandboxId, SleepAfter, SnapshotIntent,
-    SnapshotReason, SnapshotUid, SnapshotWish,
+    Answer, Departure, Desired, Doze, Entry, Failures, ImageId, ImageObserved, ImageState,
+    LedgerState, Live, Observed, PodPresence, PodUid, Power, Record, Restore, SandboxId,
+    SleepAfter, SnapshotIntent, SnapshotReason, SnapshotUid, SnapshotWish,
 };
 
 /// Who has been idle for so long may be asked to sleep for the node's sake.
 pub(crate) const ENOUGH_IDLE: Duration = Duration::from_secs(5);
+/// For so long an image is kept that a Pod left behind which nobody deleted to be rid of it.
+pub(crate) const GRACE: Duration = Duration::from_secs(600);
 
 #[derive(Debug, Clone)]
 pub(crate) struct Image {
@@ -29,12 +31,25 @@ pub(crate) struct Snapshot {
     pub(crate) stale: bool,
 }
 
+/// What one look at the Pod in the API tells.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct SeenPod {
+    pub(crate) presence: PodPresence,
+    pub(crate) evicted: bool,
+}
+
 #[derive(Debug)]
 pub(crate) struct World {
     pub(crate) verbose: bool,
     pub(crate) uid: PodUid,
     pub(crate) now: i64,
     pub(crate) pod: PodPresence,
+    /// What the agent's cache shows of the Pod. It lags behind, and not by as much as that of the snapshots.
+    pub(crate) seen: SeenPod,
+    /// Somebody deleted the Pod to be rid of it.
+    pub(crate) by_user: bool,
+    /// When the API had the Pod no more.
+    pub(crate) gone_at: Option<i64>,
     pub(crate) power: Power,
     pub(crate) sleep: SleepAfter,
     /// It may be put to sleep for the node's sake.
@@ -85,6 +100,12 @@ impl World {
             uid: PodUid::new("0b7e6c1a-4f0e-4a52-9c1f-2b8f5f3f9d10").unwrap(),
             now: 1_800_000_000,
             pod: PodPresence::Present,
+            seen: SeenPod {
+                presence: PodPresence::Present,
+                evicted: false,
+            },
+            by_user: false,
+            gone_at: None,
             power: Power::Awake,
             sleep: SleepAfter::default(),
             may_be_pressed: false,
@@ -234,17 +255,19 @@ impl World {
         }
     }
 
-    pub(crate) fn desired(&self) -> Desired {
+    /// `departure`: what the agent knows of how the Pod went.
+    pub(crate) fn desired(&self, departure: Option<Departure>) -> Desired {
         let desired = Desired {
             pod_uid: self.uid.clone(),
-            pod: self.pod,
+            pod: self.seen.presence,
+            departure,
             power: self.power,
             sleep: self.sleep,
             pressure: Pressure {
                 may: self.may_be_pressed,
                 ..Pressure::default()
             },
-            evicted: self.evicted,
+            evicted: self.seen.evicted,
             keep_last_image: self.keep_last,
             told: false,
             wake_up: BTreeSet::new(),
@@ -270,8 +293,44 @@ impl World {
         self.unseen = Some(self.images[image].memory);
     }
 
+    /// The watch of the snapshots catches up.
     pub(crate) fn refresh_cache(&mut self) {
         self.cached = self.snapshots.iter().map(|s| s.intent.clone()).collect();
+    }
+
+    /// The watch of the Pods catches up.
+    pub(crate) fn refresh_pod(&mut self) {
+        self.seen = SeenPod {
+            presence: self.pod,
+            evicted: self.evicted,
+        };
+    }
+
+    /// The apiserver, asked: the truth.
+    pub(crate) fn answer(&self) -> Answer {
+        let kept = |s: &&Snapshot| s.intent.wish == SnapshotWish::Keep;
+        let snapshots = self.snapshots.iter().filter(kept);
+        Answer {
+            has_pod: self.pod != PodPresence::Gone,
+            snapshots: snapshots.map(|s| s.intent.uid.clone()).collect(),
+        }
+    }
+
+    /// Whether memory that is owed must still be there for the next Pod: always while there is a Pod. After an eviction for the grace time, and for as long as
+    /// a snapshot claims it.
+    pub(crate) fn is_owed(&self) -> bool {
+        let Some(gone_at) = self.gone_at else {
+            return true;
+        };
+        let in_grace = self.now < gone_at + i64::try_from(GRACE.as_secs()).unwrap();
+        !self.by_user && (in_grace || self.is_claimed())
+    }
+
+    fn is_claimed(&self) -> bool {
+        self.snapshots.iter().any(|snapshot| {
+            let intent = &snapshot.intent;
+            intent.reason == SnapshotReason::Suspend && intent.wish == SnapshotWish::Keep
+        })
     }
 
     /// A sandbox begins to run with this memory.
@@ -330,7 +389,7 @@ impl World {
 
     /// What must hold at every moment.
     pub(crate) fn check(&self) {
-        if let (Some(owed), false) = (self.owed, self.pod == PodPresence::Gone) {
+        if let (Some(owed), true) = (self.owed, self.is_owed()) {
             let live = self.live != Live::None && self.memory == owed;
             let image = self.restorable().map(|image| self.images[&image].memory);
             assert!(

@@ -338,6 +338,7 @@ fn desired(power: Power, doze: bool) -> Desired {
     Desired {
         pod_uid: pod(),
         pod: PodPresence::Present,
+        departure: None,
         power,
         sleep: SleepAfter {
             doze: doze.then_some(Duration::from_secs(30)),

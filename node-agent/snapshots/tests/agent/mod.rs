@@ -161,6 +161,7 @@ fn desired(power: Power, snapshots: &[SnapshotIntent]) -> Desired {
     Desired {
         pod_uid: pod(),
         pod: PodPresence::Present,
+        departure: None,
         power,
         sleep: SleepAfter::default(),
         pressure: Pressure::default(),

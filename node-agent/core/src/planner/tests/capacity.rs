@@ -317,11 +317,10 @@ fn the_last_image_stays_while_it_is_wanted_for_a_crash_and_older_ones_go() {
         Action::DiscardImage { image: image(1) }
     );
     let gone = Desired {
-        pod: PodPresence::Gone,
-        ..keeps
+        keep_last_image: true,
+        ..gone()
     };
-    let left = observed(Live::None, &awake, &[2]);
-    assert_steps(&gone, &left, &[DiscardImage, DiscardLedger]);
+    assert_steps(&gone, &left(&awake, &[2]), &[DiscardImage, DiscardLedger]);
 }
 
 #[test]

@@ -113,12 +113,10 @@ fn a_deleted_snapshot_wakes_its_sandbox_before_its_image_goes() {
 #[test]
 fn an_image_that_cannot_be_found_for_a_while_is_its_snapshots_when_it_is_there_again() {
     for reason in [SnapshotReason::Suspend, SnapshotReason::Manual] {
-        let mut desired = desired(Power::Awake);
-        desired.pod = PodPresence::Gone;
+        let mut desired = gone();
         desired.snapshots.push(snapshot("s-1", reason));
         desired.snapshots[0].image = Some(image(1));
-        let mut hidden = observed(Live::None, &asleep(), &[]);
-        hidden.sandbox = None;
+        let hidden = left(&asleep(), &[]);
         let plan = planned(&desired, &hidden);
         assert_eq!(kinds(&plan), [], "the ledger knows whose image it is");
         let said = &plan.status.snapshots[0].state;
@@ -136,13 +134,11 @@ fn an_image_that_cannot_be_found_for_a_while_is_its_snapshots_when_it_is_there_a
 
 #[test]
 fn of_a_pod_that_went_while_it_was_saved_it_is_said_that_nothing_is_left_to_save() {
-    let mut suspended = desired(Power::Awake);
-    suspended.pod = PodPresence::Gone;
+    let mut suspended = gone();
     suspended
         .snapshots
         .push(snapshot("s-1", SnapshotReason::Suspend));
-    let mut cut_off = observed(Live::None, &[saving(1)], &[]);
-    cut_off.sandbox = None;
+    let cut_off = left(&[saving(1)], &[]);
     let said = &planned(&suspended, &cut_off).status.snapshots[0].state;
     assert!(
         matches!(said, SnapshotState::Failed { reason, .. } if reason == "SandboxNotFound"),
@@ -164,13 +160,8 @@ fn a_snapshot_whose_image_cannot_be_found_is_not_made_anew_of_what_runs_now() {
 #[test]
 fn an_image_that_a_pod_took_and_never_ran_is_given_back_when_that_pod_is_gone() {
     let theirs = ImageId::new(PodUid::new("pod-of-before").unwrap(), 3).unwrap();
-    let mut desired = desired(Power::Awake);
-    desired.pod = PodPresence::Gone;
-    let left = |entries: &[Entry]| {
-        let mut left = observed(Live::None, entries, &[]);
-        left.sandbox = None;
-        left
-    };
+    let desired = gone();
+    let left = |entries: &[Entry]| left(entries, &[]);
     let waking = Entry::Waking {
         image: theirs.clone(),
     };
@@ -198,19 +189,14 @@ fn an_image_that_a_pod_took_and_never_ran_is_given_back_when_that_pod_is_gone() 
 #[test]
 fn of_a_pod_that_is_gone_only_what_snapshots_refer_to_stays() {
     use StepKind::*;
-    let mut desired = desired(Power::Awake);
-    desired.pod = PodPresence::Gone;
-    let left = observed(Live::None, &asleep(), &[1, 2]);
-    assert_steps(
-        &desired,
-        &left,
-        &[DiscardImage, DiscardImage, DiscardLedger],
-    );
+    let mut desired = gone();
+    let two = left(&asleep(), &[1, 2]);
+    assert_steps(&desired, &two, &[DiscardImage, DiscardImage, DiscardLedger]);
     desired
         .snapshots
         .push(snapshot("s-1", SnapshotReason::Manual));
     desired.snapshots[0].image = Some(image(2));
-    assert_steps(&desired, &left, &[DiscardImage]);
+    assert_steps(&desired, &two, &[DiscardImage]);
     // Not while its sandbox is still being ended.
     assert_steps(&desired, &observed(Live::Running, &asleep(), &[1]), &[]);
 }

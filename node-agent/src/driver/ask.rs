@@ -1,0 +1,234 @@
+//! Asking the apiserver itself about a Pod that the watch shows no more: the watch of its snapshots may be behind.
+
+use std::collections::{BTreeSet, HashMap};
+use std::time::Duration;
+
+use kube::api::{Api, ListParams};
+use kube::{Client, ResourceExt};
+use tokio::sync::Mutex;
+use tokio::time::Instant;
+use torpor_api::snapshot::SandboxSnapshot;
+use torpor_core::ids::{Namespace, PodUid, SnapshotUid};
+use torpor_core::state::Answer;
+
+use k8s_openapi::api::core::v1::Pod;
+
+use super::{Driver, RETRY, Remembered, Turn};
+use crate::about::named_pod;
+use crate::publish::API_LIMIT;
+use crate::shown::may_be_of_node;
+
+/// How long an answer about a namespace is good: Pods that go together are asked about together.
+const GOOD_FOR: Duration = Duration::from_secs(2);
+/// How many objects are read at once. Tenants make them, each may have more than a megabyte.
+const PAGE: u32 = 10;
+/// Of Pods only the metadata are read.
+const PODS_PAGE: u32 = 100;
+
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Error {
+    #[error("cannot list {what} of namespace {namespace}")]
+    Api {
+        what: &'static str,
+        namespace: String,
+        #[source]
+        source: kube::Error,
+    },
+    #[error(
+        "the apiserver did not answer in {API_LIMIT:?} to a list of {what} of namespace {namespace}"
+    )]
+    Timeout {
+        what: &'static str,
+        namespace: String,
+    },
+}
+
+/// What the apiserver has answered, by namespace. One question at a time.
+#[derive(Debug, Default)]
+pub(crate) struct Asked(Mutex<HashMap<String, Told>>);
+
+/// What one namespace has.
+#[derive(Debug)]
+struct Told {
+    at: Instant,
+    pods: BTreeSet<String>,
+    /// Snapshots that are not being deleted, by the Pod that they name.
+    snapshots: HashMap<PodUid, BTreeSet<SnapshotUid>>,
+}
+
+impl Asked {
+    async fn about(
+        &self,
+        client: &Client,
+        node: &str,
+        namespace: &str,
+        pod: &PodUid,
+    ) -> Result<Answer, Error> {
+        let mut all = self.0.lock().await;
+        all.retain(|_, told| told.at.elapsed() < GOOD_FOR);
+        if !all.contains_key(namespace) {
+            let told = Told::ask(client, node, namespace).await?;
+            all.insert(namespace.to_owned(), told);
+        }
+        let told = all.get(namespace);
+        Ok(told.map(|told| told.answer(pod)).unwrap_or_default())
+    }
+}
+
+impl Told {
+    async fn ask(client: &Client, node: &str, namespace: &str) -> Result<Self, Error> {
+        // Before the first answer: what it says is at least as new.
+        let at = Instant::now();
+        let mut pods = BTreeSet::new();
+        let api: Api<Pod> = Api::namespaced(client.clone(), namespace);
+        let of_node = format!("spec.nodeName={node}");
+        let mut params = ListParams::default().fields(&of_node).limit(PODS_PAGE);
+        loop {
+            let listed = within("Pods", namespace, api.list_metadata(&params)).await?;
+            pods.extend(listed.items.iter().filter_map(ResourceExt::uid));
+            match listed.metadata.continue_.filter(|next| !next.is_empty()) {
+                Some(next) => params = params.continue_token(&next),
+                None => break,
+            }
+        }
+        let mut snapshots: HashMap<PodUid, BTreeSet<SnapshotUid>> = HashMap::new();
+        let api: Api<SandboxSnapshot> = Api::namespaced(client.clone(), namespace);
+        let mut params = ListParams::default().limit(PAGE);
+        loop {
+            let listed = within("SandboxSnapshots", namespace, api.list(&params)).await?;
+            for snapshot in &listed.items {
+                if let Some((pod, uid)) = kept_for(snapshot, node) {
+                    snapshots.entry(pod).or_default().insert(uid);
+                }
+            }
+            match listed.metadata.continue_.filter(|next| !next.is_empty()) {
+                Some(next) => params = params.continue_token(&next),
+                None => break,
+            }
+        }
+        Ok(Self {
+            at,
+            pods,
+            snapshots,
+        })
+    }
+
+    fn answer(&self, pod: &PodUid) -> Answer {
+        Answer {
+            has_pod: self.pods.contains(pod.as_str()),
+            snapshots: self.snapshots.get(pod).cloned().unwrap_or_default(),
+        }
+    }
+}
+
+/// The Pod that a snapshot of this node names and wants kept.
+fn kept_for(snapshot: &SandboxSnapshot, node: &str) -> Option<(PodUid, SnapshotUid)> {
+    let is_kept = snapshot.metadata.deletion_timestamp.is_none();
+    let pod = named_pod(snapshot).filter(|_| is_kept && may_be_of_node(snapshot, node))?;
+    Some((pod, SnapshotUid::new(snapshot.uid()?).ok()?))
+}
+
+async fn within<T>(
+    what: &'static str,
+    namespace: &str,
+    call: impl Future<Output = Result<T, kube::Error>>,
+) -> Result<T, Error> {
+    let namespace = namespace.to_owned();
+    match tokio::time::timeout(API_LIMIT, call).await {
+        Ok(Ok(answer)) => Ok(answer),
+        Ok(Err(source)) => Err(Error::Api {
+            what,
+            namespace,
+            source,
+        }),
+        Err(_) => Err(Error::Timeout { what, namespace }),
+    }
+}
+
+impl Driver {
+    /// Asks for the next plan, which is made at once.
+    pub(super) async fn ask(
+        &self,
+        pod: &PodUid,
+        namespace: Option<&Namespace>,
+        remembered: &mut Remembered,
+    ) -> Turn {
+        let Some(namespace) = namespace else {
+            // An image lies in a directory of its namespace; where that is not known there is nothing to be asked about.
+            remembered.going.answer = Some(Answer::default());
+            return Turn::Again;
+        };
+        let shared = &self.shared;
+        let publisher = &shared.publisher;
+        let node = publisher.node_name();
+        let asked = &shared.asked;
+        match asked
+            .about(publisher.client(), node, namespace.as_str(), pod)
+            .await
+        {
+            Ok(answer) => {
+                remembered.going.answer = Some(answer);
+                Turn::Again
+            }
+            Err(error) => {
+                let error = crate::observe::words(&error);
+                tracing::warn!(%pod, error, "nobody knows whether the images of a Pod that is gone are wanted: they stay");
+                Turn::Wait(RETRY)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+    use torpor_test_apiserver::Apiserver;
+
+    use super::*;
+
+    fn snapshot(name: &str, namespace: &str, spec: serde_json::Value) -> serde_json::Value {
+        json!({
+            "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxSnapshot",
+            "metadata": { "name": name, "namespace": namespace }, "spec": spec,
+        })
+    }
+
+    #[tokio::test]
+    async fn the_apiserver_is_asked_for_the_pod_and_for_the_snapshots_of_its_namespace_page_by_page()
+     {
+        let server = Apiserver::new();
+        let pod = server.create(
+            "pods",
+            json!({ "metadata": { "name": "there", "namespace": "n" }, "spec": { "nodeName": "node", "containers": [] } }),
+        );
+        let there = PodUid::new(pod["metadata"]["uid"].as_str().expect("a UID")).expect("a UID");
+        for n in 0..PAGE {
+            let spec = json!({ "sandboxName": "s", "podUID": "another" });
+            server.create("sandboxsnapshots", snapshot(&format!("a{n}"), "n", spec));
+        }
+        let own = json!({ "sandboxName": "s", "podUID": "gone", "nodeName": "node" });
+        let claim = server.create("sandboxsnapshots", snapshot("own", "n", own.clone()));
+        server.create("sandboxsnapshots", snapshot("own", "of-somebody-else", own));
+        let foreign = json!({ "sandboxName": "s", "podUID": "gone", "nodeName": "node-b" });
+        server.create("sandboxsnapshots", snapshot("foreign", "n", foreign));
+        let asked = Asked::default();
+        let client = server.client();
+        let answer = asked
+            .about(&client, "node", "n", &there)
+            .await
+            .expect("an answer");
+        assert!(answer.has_pod && answer.snapshots.is_empty(), "{answer:?}");
+        let gone = PodUid::new("gone").expect("a UID");
+        let answer = asked
+            .about(&client, "node", "n", &gone)
+            .await
+            .expect("an answer");
+        let uid = claim["metadata"]["uid"].as_str().expect("a UID");
+        assert!(!answer.has_pod);
+        assert_eq!(
+            answer.snapshots,
+            [SnapshotUid::new(uid).expect("a UID")].into()
+        );
+    }
+}
