@@ -99,6 +99,8 @@ pub struct Answer {
     pub has_pod: bool,
     /// Snapshots of this node that name the Pod and are not being deleted.
     pub snapshots: BTreeSet<SnapshotUid>,
+    /// Those that are being deleted.
+    pub deleting: BTreeSet<SnapshotUid>,
 }
 
 /// What the API asks for, for one Pod UID.

@@ -53,8 +53,15 @@ pub(crate) struct Asked(Mutex<HashMap<String, Told>>);
 struct Told {
     at: Instant,
     pods: BTreeSet<String>,
-    /// Snapshots that are not being deleted, by the Pod that they name.
-    snapshots: HashMap<PodUid, BTreeSet<SnapshotUid>>,
+    /// Snapshots of this node, by the Pod that they name.
+    snapshots: HashMap<PodUid, OfPod>,
+}
+
+/// Snapshots that name one Pod.
+#[derive(Debug, Clone, Default)]
+struct OfPod {
+    kept: BTreeSet<SnapshotUid>,
+    deleting: BTreeSet<SnapshotUid>,
 }
 
 impl Asked {
@@ -92,14 +99,18 @@ impl Told {
                 None => break,
             }
         }
-        let mut snapshots: HashMap<PodUid, BTreeSet<SnapshotUid>> = HashMap::new();
+        let mut snapshots: HashMap<PodUid, OfPod> = HashMap::new();
         let api: Api<SandboxSnapshot> = Api::namespaced(client.clone(), namespace);
         let mut params = ListParams::default().limit(PAGE);
         loop {
             let listed = within("SandboxSnapshots", namespace, api.list(&params)).await?;
             for snapshot in &listed.items {
-                if let Some((pod, uid)) = kept_for(snapshot, node) {
-                    snapshots.entry(pod).or_default().insert(uid);
+                if let Some((pod, uid)) = names(snapshot, node) {
+                    let of_pod = snapshots.entry(pod).or_default();
+                    match snapshot.metadata.deletion_timestamp {
+                        Some(_) => of_pod.deleting.insert(uid),
+                        None => of_pod.kept.insert(uid),
+                    };
                 }
             }
             match listed.metadata.continue_.filter(|next| !next.is_empty()) {
@@ -115,17 +126,18 @@ impl Told {
     }
 
     fn answer(&self, pod: &PodUid) -> Answer {
+        let OfPod { kept, deleting } = self.snapshots.get(pod).cloned().unwrap_or_default();
         Answer {
             has_pod: self.pods.contains(pod.as_str()),
-            snapshots: self.snapshots.get(pod).cloned().unwrap_or_default(),
+            snapshots: kept,
+            deleting,
         }
     }
 }
 
-/// The Pod that a snapshot of this node names and wants kept.
-fn kept_for(snapshot: &SandboxSnapshot, node: &str) -> Option<(PodUid, SnapshotUid)> {
-    let is_kept = snapshot.metadata.deletion_timestamp.is_none();
-    let pod = named_pod(snapshot).filter(|_| is_kept && may_be_of_node(snapshot, node))?;
+/// The Pod that a snapshot of this node names, and the snapshot's UID.
+fn names(snapshot: &SandboxSnapshot, node: &str) -> Option<(PodUid, SnapshotUid)> {
+    let pod = named_pod(snapshot).filter(|_| may_be_of_node(snapshot, node))?;
     Some((pod, SnapshotUid::new(snapshot.uid()?).ok()?))
 }
 

@@ -6,7 +6,7 @@
 //! - the node has no record of its sandbox any more
 //! - the apiserver itself, asked for this plan, has neither the Pod nor a snapshot that names it and that the watch does not show
 //!
-//! Every other whole image waits for the last two. An image whose snapshot is being deleted has no grace time either.
+//! Every other whole image waits for the last two. An image whose snapshot is being deleted, also by the apiserver's word, has no grace time either.
 
 use super::{Planning, View};
 use crate::ids::ImageId;
@@ -74,8 +74,8 @@ impl Planning<'_> {
                 return false;
             }
             let until = later(departure.since, self.policy.unclaimed_grace);
-            let is_waited_for = !departure.has_no_grace() && !view.is_deleted(image);
-            if is_waited_for && until > self.now {
+            let is_waited_for = until > self.now && !departure.has_no_grace();
+            if is_waited_for && !view.may_be_deleted(image, departure.answer.as_ref()) {
                 let image = image.clone();
                 self.why.push(Reason::Unclaimed { image, until });
                 self.look_at(until);
@@ -103,7 +103,9 @@ impl Planning<'_> {
         let view = self.view;
         let departure = view.desired.departure.as_ref();
         let by_user = departure.is_some_and(|departure| departure.by_user);
-        if view.is_left_memory(image) && !by_user && !view.is_deleted(image) {
+        let answer = departure.and_then(|departure| departure.answer.as_ref());
+        let is_deleted = view.may_be_deleted(image, answer);
+        if view.is_left_memory(image) && !by_user && !is_deleted {
             let over = |departure: &Departure| {
                 later(departure.since, self.policy.unclaimed_grace) <= self.now
             };
@@ -152,11 +154,15 @@ impl View<'_> {
         (self.is_left_memory(image) && !is_suspended).then_some(image)
     }
 
-    /// Whether a snapshot that has the image is being deleted, and with it the memory.
-    fn is_deleted(&self, image: &ImageId) -> bool {
+    /// Whether a snapshot that has the image is being deleted, and with it the memory. By the watch alone that is not certain: it may have been let go before, while the Pod was there,
+    /// whose own the image was then.
+    fn may_be_deleted(&self, image: &ImageId, answer: Option<&Answer>) -> bool {
         let snapshots = self.desired.snapshots.iter();
         let mut deleted = snapshots.filter(|s| s.wish == SnapshotWish::Delete);
-        deleted.any(|snapshot| self.images_of_deleted(snapshot).contains(image))
+        deleted.any(|snapshot| {
+            let is_certain = answer.is_none_or(|answer| answer.deleting.contains(&snapshot.uid));
+            is_certain && self.images_of_deleted(snapshot).contains(image)
+        })
     }
 
     /// Whether the apiserver has what the watches do not show.

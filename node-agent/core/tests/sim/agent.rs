@@ -120,7 +120,7 @@ impl Agent {
             PodPresence::Present => self.by_user = false,
             PodPresence::Terminating => self.by_user = !world.seen.evicted,
             PodPresence::Gone => {
-                let since = *self.gone_since.get_or_insert(world.time());
+                let since = *self.gone_since.get_or_insert_with(|| world.time());
                 return Some(Departure {
                     since,
                     by_user: self.by_user,

@@ -308,11 +308,15 @@ impl World {
 
     /// The apiserver, asked: the truth.
     pub(crate) fn answer(&self) -> Answer {
-        let kept = |s: &&Snapshot| s.intent.wish == SnapshotWish::Keep;
-        let snapshots = self.snapshots.iter().filter(kept);
+        let those = |wish| {
+            let snapshots = self.snapshots.iter();
+            let those = snapshots.filter(move |s| s.intent.wish == wish);
+            those.map(|s| s.intent.uid.clone()).collect()
+        };
         Answer {
             has_pod: self.pod != PodPresence::Gone,
-            snapshots: snapshots.map(|s| s.intent.uid.clone()).collect(),
+            snapshots: those(SnapshotWish::Keep),
+            deleting: those(SnapshotWish::Delete),
         }
     }
 

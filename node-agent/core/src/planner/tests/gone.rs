@@ -25,6 +25,7 @@ fn answered(has_pod: bool, snapshots: &[&str]) -> Option<Answer> {
     Some(Answer {
         has_pod,
         snapshots: snapshots.collect(),
+        deleting: BTreeSet::new(),
     })
 }
 
@@ -66,7 +67,13 @@ fn there_is_no_grace_time_where_somebody_wanted_the_memory_gone_or_the_disk_is_s
     deleted.snapshots = vec![snapshot("s", SnapshotReason::Suspend)];
     deleted.snapshots[0].image = Some(image(1));
     deleted.snapshots[0].wish = SnapshotWish::Delete;
-    let plan = planned(&deleted, &left(&asleep(), &[1]));
+    let with = |answer| planned(&departed_with(&deleted, answer), &left(&asleep(), &[1]));
+    assert!(with(None).asks, "the watch may be behind");
+    let mut answer = Answer::default();
+    let let_go_before = with(Some(answer.clone()));
+    assert!(!discards(&let_go_before), "{:?}", let_go_before.why);
+    answer.deleting = [SnapshotUid::new("s").unwrap()].into();
+    let plan = with(Some(answer));
     assert!(discards(&plan), "{:?}", plan.why);
     assert_eq!(given_up(&plan), None);
 }
