@@ -13,6 +13,7 @@ use std::io::Write;
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
+mod held;
 pub mod meminfo;
 pub mod reclaim;
 pub mod room;

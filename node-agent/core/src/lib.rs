@@ -7,10 +7,12 @@
 //! - [`bandwidth`]: how much of the disk's time saves take
 //! - [`ids`]: names that become path components, checked when they are made
 //! - [`idle`]: since when a sandbox has been idle
+//! - [`image_size`]: how large an image may become, and when a save is stopped
 //! - [`pressure`]: which sandbox sleeps when the node is short of memory or swap
 //! - [`queue`]: which sandbox saves next when more want to than may at once
 //! - [`ledger`]: the append-only record of what was begun and done with a sandbox's memory
 //! - [`state`]: what is wanted, what is there, what is allowed
+//! - [`store_limit`]: how much of the images' disk one namespace may take
 //! - [`steps`]: plans, their steps, and what became of a step
 //! - [`status`]: what users are told
 //! - [`planner`]: the decisions
@@ -20,6 +22,7 @@
 pub mod bandwidth;
 pub mod idle;
 pub mod ids;
+pub mod image_size;
 pub mod ledger;
 pub mod planner;
 pub mod pressure;
@@ -27,6 +30,7 @@ pub mod queue;
 pub mod state;
 pub mod status;
 pub mod steps;
+pub mod store_limit;
 pub mod wake_line;
 pub mod wake_on;
 

@@ -1,0 +1,84 @@
+//! The memory that a pod's processes hold, in swap or not, as the kernel counts it: what an image of the sandbox may have to hold.
+
+use std::path::Path;
+
+use crate::{Hierarchies, MemoryGroup, counted, meminfo};
+
+impl Hierarchies {
+    /// Bytes of the cgroup, and of those below it, that no file on a disk backs. None where the kernel does not count all of them.
+    pub fn held(&self, relative: &Path) -> Option<u64> {
+        let has_swap = std::fs::read_to_string("/proc/meminfo")
+            .ok()
+            .and_then(|text| meminfo::bytes(&text, "SwapTotal"))
+            .is_none_or(|bytes| bytes > 0);
+        held(&self.memory(relative)?, has_swap)
+    }
+}
+
+/// Where the kernel does not count swap by cgroup, a pod's memory is known only on a machine that has none.
+fn held(group: &MemoryGroup, has_swap: bool) -> Option<u64> {
+    let stat = std::fs::read_to_string(group.path().join("memory.stat")).ok()?;
+    let of = |keys: [&str; 2]| keys.iter().find_map(|key| counted(&stat, key));
+    // v1's numbers are the cgroup's own alone, unless they are the total.
+    let anonymous = match group {
+        MemoryGroup::V1(_) => of(["total_rss", "rss"]),
+        MemoryGroup::V2 { .. } => counted(&stat, "anon"),
+    };
+    let shared = of(["total_shmem", "shmem"]);
+    let swapped = match group {
+        MemoryGroup::V1(_) => of(["total_swap", "swap"]),
+        MemoryGroup::V2 { group, .. } => {
+            let text = std::fs::read_to_string(group.join("memory.swap.current"));
+            text.ok().and_then(|text| text.trim().parse().ok())
+        }
+    };
+    let swapped: u64 = swapped.or((!has_swap).then_some(0))?;
+    let sum = anonymous?.saturating_add(shared?);
+    Some(sum.saturating_add(swapped))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const V1: &str = "rss 1\nshmem 1\nswap 1\ntotal_cache 9000\ntotal_rss 100\ntotal_shmem 1000\ntotal_swap 30\n";
+    const V2: &str = "anon 100\nfile 9000\nshmem 1000\n";
+
+    fn group(v1: bool, files: &[(&str, &str)]) -> (tempfile::TempDir, MemoryGroup) {
+        let dir = tempfile::tempdir().expect("a directory");
+        for (name, text) in files {
+            std::fs::write(dir.path().join(name), text).expect("written");
+        }
+        let path = dir.path().to_owned();
+        let group = match v1 {
+            true => MemoryGroup::V1(path),
+            false => MemoryGroup::V2 {
+                root: path.clone(),
+                group: path,
+            },
+        };
+        (dir, group)
+    }
+
+    #[test]
+    fn memory_counts_in_swap_or_not_and_files_do_not() {
+        let (_dir, v1) = group(true, &[("memory.stat", V1)]);
+        assert_eq!(held(&v1, true), Some(1130));
+        let files = [("memory.stat", V2), ("memory.swap.current", "30\n")];
+        let (_dir, v2) = group(false, &files);
+        assert_eq!(held(&v2, true), Some(1130));
+    }
+
+    #[test]
+    fn swap_that_nobody_counts_leaves_the_sum_unknown() {
+        let (_dir, v2) = group(false, &[("memory.stat", V2)]);
+        assert_eq!(held(&v2, true), None);
+        assert_eq!(held(&v2, false), Some(1100));
+        let without_swap = V1.replace("swap", "other");
+        let (_dir, v1) = group(true, &[("memory.stat", &without_swap)]);
+        assert_eq!(held(&v1, true), None);
+        assert_eq!(held(&v1, false), Some(1100));
+        let (_dir, none) = group(false, &[]);
+        assert_eq!(held(&none, false), None);
+    }
+}

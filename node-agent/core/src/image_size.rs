@@ -1,0 +1,124 @@
+//! How large an image of a sandbox may become. The sandbox writes the image and is hostile: the kernel's count of its Pod's memory
+//! decides what is expected, and at which size the save is stopped.
+
+const MIB: u64 = 1 << 20;
+/// An image has the sandbox' state beside its memory: this much more than was counted, or a quarter, is no sign of a fault.
+const LEAST_MARGIN: u64 = 64 * MIB;
+
+/// What is known of a sandbox before it is saved, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Figures {
+    /// The sandbox' own word. It counts only where the kernel does not count the memory of cgroups.
+    pub told: Option<u64>,
+    /// Memory of the sandbox' Pod, in swap or not, as the kernel counts it.
+    pub counted: Option<u64>,
+    /// Files on the node's disk in which gVisor keeps what the containers write. An image contains them.
+    pub filestores: Option<u64>,
+}
+
+impl Figures {
+    /// Size that decides whether there is room, how long the save may take, and how long others wait for it.
+    pub fn expected(&self) -> Option<u64> {
+        let memory = self.counted.or(self.told)?;
+        Some(memory.saturating_add(self.filestores.unwrap_or(0)))
+    }
+
+    /// Size at which the save is stopped; none where a part of the image cannot be counted from outside the sandbox.
+    pub fn cap(&self) -> Option<u64> {
+        let whole = self.counted?.saturating_add(self.filestores?);
+        Some(whole.saturating_add(LEAST_MARGIN.max(whole / 4)))
+    }
+}
+
+/// Why a save is stopped while the sandbox writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Stop {
+    #[error(
+        "the sandbox wrote {} MiB, and an image of it can have {} MiB at most, by the kernel's count of its memory. The sandbox is at fault, and nothing of the image was kept",
+        written / MIB, cap / MIB
+    )]
+    TooLarge { written: u64, cap: u64 },
+    #[error(
+        "no room on the disk that holds the images: {} MiB are left while the image is written, and a save ends at {} MiB, half of what is to stay free (--store-reserve). Delete SandboxSnapshots, or enlarge the disk",
+        free / MIB, least / MIB
+    )]
+    DiskShort { free: u64, least: u64 },
+}
+
+impl Stop {
+    /// CamelCase, for conditions and metrics.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::TooLarge { .. } => "ImageTooLarge",
+            Self::DiskShort { .. } => "DiskFull",
+        }
+    }
+}
+
+/// Whether a save of which `written` bytes are in its files is stopped. `free`: bytes left on the disk; `least`: half of the reserve.
+pub fn stop(written: u64, cap: Option<u64>, free: Option<u64>, least: u64) -> Option<Stop> {
+    if let Some(cap) = cap.filter(|cap| written > *cap) {
+        return Some(Stop::TooLarge { written, cap });
+    }
+    let free = free.filter(|free| *free < least)?;
+    Some(Stop::DiskShort { free, least })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    #[test]
+    fn the_kernels_count_decides_and_not_the_sandboxs_word() {
+        for told in [None, Some(0), Some(GIB), Some(u64::MAX)] {
+            let figures = Figures {
+                told,
+                counted: Some(GIB),
+                filestores: Some(MIB),
+            };
+            assert_eq!(figures.expected(), Some(GIB + MIB), "{told:?}");
+            assert_eq!(figures.cap(), Some((GIB + MIB) / 4 * 5), "{told:?}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_counted_gives_no_cap_and_the_best_figure_there_is() {
+        let told = Some(GIB);
+        let not_counted = Figures {
+            told,
+            ..Figures::default()
+        };
+        assert_eq!((not_counted.expected(), not_counted.cap()), (told, None));
+        let no_filestores = Figures {
+            counted: Some(MIB),
+            ..not_counted
+        };
+        assert_eq!(no_filestores.expected(), Some(MIB));
+        assert_eq!(no_filestores.cap(), None);
+        assert_eq!(Figures::default().expected(), None);
+    }
+
+    #[test]
+    fn a_small_sandbox_has_room_for_its_state() {
+        let small = Figures {
+            counted: Some(10 * MIB),
+            filestores: Some(0),
+            ..Figures::default()
+        };
+        assert_eq!(small.cap(), Some(74 * MIB));
+    }
+
+    #[test]
+    fn a_save_is_stopped_above_its_cap_and_when_half_of_the_reserve_is_gone() {
+        let cap = Some(GIB);
+        assert_eq!(stop(GIB, cap, Some(100), 100), None);
+        let large = stop(GIB + 1, cap, Some(100), 100).expect("stopped");
+        assert_eq!(large.reason(), "ImageTooLarge");
+        let short = stop(0, cap, Some(99), 100).expect("stopped");
+        assert_eq!(short.reason(), "DiskFull");
+        assert_eq!(stop(u64::MAX, None, None, 100), None);
+        assert_eq!(stop(0, cap, Some(0), 0), None, "without a reserve");
+    }
+}
