@@ -240,8 +240,24 @@ pub struct SandboxCounts {
     pub running: i32,
 }
 
+/// Most entries of `status.storage.namespaces`.
+pub const MAX_NAMESPACES: usize = 32;
+
+/// What the images of one namespace take on a node.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct NamespaceStorage {
+    /// Bytes of its images.
+    #[serde(default)]
+    pub bytes: i64,
+    /// Whether they take all that one namespace may (`--store-per-namespace`): saves that can wait are refused.
+    #[serde(default)]
+    pub limited: bool,
+    /// Name of the namespace.
+    pub name: String,
+}
+
 /// The local store of images.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct ImageStorage {
     /// Bytes free in the file system.
@@ -256,6 +272,11 @@ pub struct ImageStorage {
     /// Number of images.
     #[serde(default)]
     pub images: i32,
+    /// The namespaces whose images take most, largest first. At most 32; those beyond are left out.
+    // Written also when empty: a merge patch takes nothing away that it does not name.
+    #[serde(default)]
+    #[schemars(schema_with = "namespaces_schema")]
+    pub namespaces: Vec<NamespaceStorage>,
 }
 
 impl SandboxNode {
@@ -318,6 +339,16 @@ fn runtimes_schema(generator: &mut SchemaGenerator) -> Schema {
         "items": NodeRuntime::json_schema(generator),
         "x-kubernetes-list-type": "map",
         "x-kubernetes-list-map-keys": ["handler"],
+    })
+}
+
+fn namespaces_schema(generator: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": "array",
+        "maxItems": MAX_NAMESPACES,
+        "items": NamespaceStorage::json_schema(generator),
+        "x-kubernetes-list-type": "map",
+        "x-kubernetes-list-map-keys": ["name"],
     })
 }
 

@@ -110,7 +110,7 @@ pub fn remedy(reason: &str) -> Option<&'static str> {
             "remove the annotation torpor.dev/snapshot-class"
         }
         hibernated::SAVE_FAILED => {
-            "by the reason in the message (DiskFull: delete SandboxSnapshots or enlarge the disk; CheckpointFailed: gVisor cannot save what the program does; NotWatched: its link is no veth pair, so that no packet could wake it); it is tried again by itself"
+            "by the reason in the message (DiskFull: delete SandboxSnapshots or enlarge the disk; NamespaceStoreFull: delete SandboxSnapshots or sleeping Sandboxes of the namespace; CheckpointFailed: gVisor cannot save what the program does; NotWatched: its link is no veth pair, so that no packet could wake it); it is tried again by itself"
         }
         restored::NODE_UNAVAILABLE => {
             "bring the node back, or start without the memory: kubectl annotate sandbox NAME torpor.dev/on-restore-failure=ColdStart"

@@ -352,6 +352,8 @@ var chartRefusals = []struct{ values, words string }{
 	{"image.tag=v1,agent.installArgs={containerd-config}", "installArgs"},
 	{"image.tag=v1,agent.saveBandwidth=200 MB", "saveBandwidth"},
 	{"image.tag=v1,router.authzMode=none", "authzMode"},
+	{"image.tag=v1,agent.storeReserve=100", "storeReserve"},
+	{"image.tag=v1,agent.storePerNamespace=120%", "storePerNamespace"},
 	{"image.tag=v1,networkPolicy.scrapers[0].namespace=monitoring", "scrapers"},
 }
 

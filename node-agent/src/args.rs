@@ -7,6 +7,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand, ValueEnum};
+use torpor_core::store_limit::PerNamespace;
 
 mod runsc;
 
@@ -98,12 +99,16 @@ pub(crate) struct RunArgs {
     /// Bytes a second (200Mi, 1G) of the images' disk that saves of idle sandboxes keep to on average, those that somebody asked for counted in; or off
     #[arg(long, default_value = "off", env = "TORPOR_SAVE_BANDWIDTH")]
     pub(crate) save_bandwidth: Bytes,
-    /// Percent of the images' disk that saves leave free, or off: one that would take of it fails as on a full disk, before it writes anything
-    #[arg(long, default_value = "5", env = "TORPOR_STORE_RESERVE")]
+    /// Percent of the images' disk that saves leave free, or off: one that would take of it fails as on a full disk, before it writes anything. Above the kubelet's eviction limits
+    // These are 10 % (nodefs) and 15 % (imagefs) by default.
+    #[arg(long, default_value = "20", env = "TORPOR_STORE_RESERVE")]
     pub(crate) store_reserve: Limit,
     /// Seconds that the memory of a sleeping sandbox stays whose Pod was evicted or force-deleted, for a SandboxSnapshot that names the Pod; ends early, oldest first, when the images' disk has less free than --store-reserve. 0: none
     #[arg(long, default_value = "600", value_parser = seconds, env = "TORPOR_UNCLAIMED_IMAGE_GRACE")]
     pub(crate) unclaimed_image_grace: Duration,
+    /// What the images of one namespace may take of their disk: bytes (20Gi), percent of the file system (50%), or off (0). Beyond it hibernation in place and Manual snapshots are refused; a Suspend and an eviction are not
+    #[arg(long, default_value = "50%", value_parser = per_namespace, env = "TORPOR_STORE_PER_NAMESPACE")]
+    pub(crate) store_per_namespace: PerNamespace,
     /// Where the host's cgroups are mounted: there it is read what sandboxes use, and whether they may swap
     #[arg(long, default_value = "/sys/fs/cgroup", value_parser = absolute, env = "TORPOR_CGROUP_ROOT")]
     pub(crate) cgroup_root: PathBuf,
@@ -226,6 +231,27 @@ impl FromStr for Bytes {
             .map(|bytes| Self(Some(bytes)))
             .ok_or_else(|| "allowed are whole numbers with or without k, M, G, Ki, Mi or Gi, such as 200Mi, and off".to_owned())
     }
+}
+
+fn per_namespace(text: &str) -> Result<PerNamespace, String> {
+    if text == "0" {
+        return Ok(PerNamespace::Unlimited);
+    }
+    if let Some(percent) = text.strip_suffix('%') {
+        let percent = percent
+            .parse()
+            .ok()
+            .filter(|percent| (1..=100).contains(percent));
+        return percent
+            .map(PerNamespace::Percent)
+            .ok_or_else(|| "allowed are 1% to 100%".to_owned());
+    }
+    let bytes: Bytes = text
+        .parse()
+        .map_err(|_| "allowed are bytes (20Gi), percent (50%), 0 and off".to_owned())?;
+    Ok(bytes
+        .bytes()
+        .map_or(PerNamespace::Unlimited, PerNamespace::Bytes))
 }
 
 fn at_least_one(text: &str) -> Result<usize, String> {
@@ -462,6 +488,36 @@ mod tests {
             install.containerd.containerd_restart,
             ContainerdRestart::Systemd("containerd".into())
         );
+    }
+
+    #[test]
+    fn the_default_reserve_is_above_the_kubelets_eviction_limits() {
+        let args = Args::try_parse_from(["torpor-agent", "run", "--node-name=n"]).expect("parses");
+        let Command::Run(run) = args.command else {
+            panic!("{args:?}")
+        };
+        // nodefs.available and imagefs.available, by default.
+        assert!(run.store_reserve.percent() > Some(10.max(15)));
+        assert_eq!(run.store_per_namespace, PerNamespace::Percent(50));
+    }
+
+    #[test]
+    fn the_limit_of_a_namespace_is_bytes_or_percent_or_none() {
+        for (text, limit) in [
+            ("0", PerNamespace::Unlimited),
+            ("off", PerNamespace::Unlimited),
+            ("1%", PerNamespace::Percent(1)),
+            ("100%", PerNamespace::Percent(100)),
+            (
+                "5Gi",
+                PerNamespace::Bytes(NonZeroU64::new(5 << 30).expect("not zero")),
+            ),
+        ] {
+            assert_eq!(per_namespace(text), Ok(limit), "{text}");
+        }
+        for wrong in ["", "0%", "101%", "%", "-1", "5GiB", "50 %"] {
+            per_namespace(wrong).expect_err(wrong);
+        }
     }
 
     #[test]

@@ -416,6 +416,8 @@ struct Look {
     decided: Timestamp,
     /// Who wants it, if the plan wakes it.
     cause: WakeCause,
+    /// What its namespace may store limits its save.
+    limited: bool,
     /// What of the failures before is not made good yet.
     failures: Failures,
     failed_wakes: FailedWakes,
@@ -462,6 +464,7 @@ fn run_in(
         by_itself: look.plan.sleeps_by_itself(),
         decided: look.decided,
         cause: look.cause,
+        limited: look.limited,
         node: &shared.node,
         pod: &look.pod_uid,
         namespace,

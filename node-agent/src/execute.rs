@@ -26,12 +26,12 @@ use crate::install::OCI;
 use crate::lull;
 use crate::node::{CALL_LIMIT, Node};
 use crate::observe::words;
-use crate::saves::memory_of;
+use crate::saves;
 
-/// How long a save may take, whatever the size of the sandbox.
-const SAVE_LIMIT: Duration = Duration::from_secs(300);
-/// For each so many bytes of memory it may take a second more: a slow disk that others use too takes them in less.
-const SLOWEST_SAVE: u64 = 20 << 20;
+mod room;
+pub(crate) use room::no_room;
+use room::{force_end, no_room_for, save_limit, stop_of};
+
 /// The kubelet gives an exec two minutes.
 const WAKE_LIMIT: Duration = Duration::from_secs(110);
 
@@ -54,6 +54,8 @@ pub(crate) struct Context<'a> {
     pub(crate) decided: Timestamp,
     /// Who wants it, if this wakes it.
     pub(crate) cause: WakeCause,
+    /// The limit of the Pod's namespace applies to an image of its sandbox.
+    pub(crate) limited: bool,
     /// What a commit writes into the manifest.
     pub(crate) draft: &'a dyn Fn() -> ManifestDraft,
     /// The image that a checkpoint of this plan wrote and that waits for its commit.
@@ -423,12 +425,13 @@ fn not_done(error: &pause::Error) -> Outcome {
 }
 
 fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
-    let Some((record, _)) = context.sandbox else {
+    let Some((record, lock)) = context.sandbox else {
         return no_sandbox();
     };
     // Once more: others may have taken of it since.
-    let memory = memory_of(context.node, record);
-    if let Some(refused) = no_room_for(context.node, memory) {
+    let figures = saves::figures(context.node, record, lock);
+    let expected = figures.expected();
+    if let Some(refused) = no_room_for(context, expected) {
         return refused;
     }
     let partial = match context.node.store.begin(context.namespace, image) {
@@ -443,9 +446,19 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
     context.node.let_go_on(&record.sandbox);
     let root = context.node.runsc.root_of(&record.sandbox);
     let saved = match containers_in(context, &record.sandbox) {
-        Ok(all) => save::checkpoint(&root, &record.sandbox, &all, &partial, save_limit(memory)),
+        Ok(all) => save::checkpoint(
+            &root,
+            &record.sandbox,
+            &all,
+            &partial,
+            save_limit(expected),
+            &mut stop_of(context.node, record, lock, figures.cap()),
+        ),
         Err(error) => return failed("NoRecord", &error),
     };
+    if saved.as_ref().is_err_and(save::Error::still_writes) {
+        force_end(context);
+    }
     match partial.size() {
         Ok(bytes) => context.written.set(context.written.get() + bytes),
         Err(error) => {
@@ -462,25 +475,6 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
         },
         Err(error) => failed(error.reason(), &error),
     }
-}
-
-/// How long a save of so much memory may take: a sandbox that is written without end stands still without end.
-fn save_limit(memory: Option<u64>) -> Duration {
-    let seconds = memory.unwrap_or(0) / SLOWEST_SAVE;
-    SAVE_LIMIT.saturating_add(Duration::from_secs(seconds))
-}
-
-/// How a save fails for which there is no room, if there is none.
-pub(crate) fn no_room(context: &Context<'_>) -> Option<Outcome> {
-    let (record, _) = context.sandbox?;
-    no_room_for(context.node, memory_of(context.node, record))
-}
-
-/// Of a sandbox that does not say how large it is, it is only asked that something is left.
-fn no_room_for(node: &Node, memory: Option<u64>) -> Option<Outcome> {
-    let wanted = memory.unwrap_or(0);
-    let refused = node.store.check_room(wanted, node.store_reserve).err()?;
-    Some(failed(refused.reason(), &refused))
 }
 
 /// The containers that the image's manifest will name.

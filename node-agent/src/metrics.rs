@@ -11,6 +11,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
+use torpor_api::node::NamespaceStorage;
 use torpor_core::pressure::Resource;
 use torpor_core::queue::{Queue, Urgency};
 use torpor_core::steps::{Outcome, StepKind};
@@ -55,6 +56,11 @@ struct UrgencyLabel {
 }
 
 #[derive(Debug, Clone, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct NamespaceLabel {
+    namespace: String,
+}
+
+#[derive(Debug, Clone, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct ResourceLabel {
     resource: &'static str,
 }
@@ -85,6 +91,8 @@ pub(crate) struct Metrics {
     pub(crate) image_bytes: Gauge,
     pub(crate) store_available: Gauge,
     pub(crate) store_capacity: Gauge,
+    namespace_bytes: Family<NamespaceLabel, Gauge>,
+    namespaces_limited: Gauge,
     wakes: Family<WakeLabels, Counter>,
     wake_seconds: Family<WakeLabels, Histogram>,
     wake_stages: Family<StageLabel, Histogram>,
@@ -117,6 +125,8 @@ impl Metrics {
             image_bytes: Gauge::default(),
             store_available: Gauge::default(),
             store_capacity: Gauge::default(),
+            namespace_bytes: Family::default(),
+            namespaces_limited: Gauge::default(),
             wakes: Family::default(),
             wake_seconds: Family::new_with_constructor(|| Histogram::new(SECONDS)),
             wake_stages: Family::new_with_constructor(|| Histogram::new(SECONDS)),
@@ -194,6 +204,16 @@ impl Metrics {
             "image_store_capacity_bytes",
             "Bytes of the file system of the images",
             self.store_capacity.clone(),
+        );
+        registry.register(
+            "namespace_image_bytes",
+            "Bytes of the images of a namespace, of those 32 that have most",
+            self.namespace_bytes.clone(),
+        );
+        registry.register(
+            "namespaces_limited",
+            "Namespaces of those whose images take all that one may (--store-per-namespace)",
+            self.namespaces_limited.clone(),
         );
         registry.register(
             "wakes",
@@ -306,6 +326,19 @@ impl Metrics {
                 .get_or_create(&resource_label(resource))
                 .set(is_short.into());
         }
+    }
+
+    /// What the images of namespaces take now. A namespace that is not among them any more has no series.
+    pub(crate) fn namespaces(&self, namespaces: &[NamespaceStorage]) {
+        self.namespace_bytes.clear();
+        for one in namespaces {
+            let namespace = one.name.clone();
+            let label = NamespaceLabel { namespace };
+            self.namespace_bytes.get_or_create(&label).set(one.bytes);
+        }
+        let limited = namespaces.iter().filter(|one| one.limited).count();
+        let limited = i64::try_from(limited).unwrap_or(i64::MAX);
+        self.namespaces_limited.set(limited);
     }
 
     /// Counts a sandbox that is asked to sleep before its time.
@@ -477,6 +510,13 @@ mod tests {
         metrics.wrote(4096);
         metrics.pressure(&[(Resource::Swap, String::new())].into());
         metrics.asked_to_sleep(Resource::Memory);
+        let namespace = |name: &str, bytes, limited| NamespaceStorage {
+            bytes,
+            limited,
+            name: name.to_owned(),
+        };
+        metrics.namespaces(&[namespace("gone", 9, true), namespace("a", 5, true)]);
+        metrics.namespaces(&[namespace("a", 6, true), namespace("b", 1, false)]);
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &metrics.registry).expect("text");
         text
@@ -500,11 +540,14 @@ mod tests {
             r#"torpor_agent_node_short{resource="memory"} 0"#,
             r#"torpor_agent_node_short{resource="swap"} 1"#,
             r#"torpor_agent_asked_to_sleep_total{resource="memory"} 1"#,
+            r#"torpor_agent_namespace_image_bytes{namespace="a"} 6"#,
+            "torpor_agent_namespaces_limited 1",
         ] {
             assert!(text.contains(line), "{line} is not in\n{text}");
         }
         assert!(text.contains(r#"torpor_agent_plan_reasons{reason="InUse"} 2"#));
         assert!(!text.contains("LedgerCorrupt"), "{text}");
+        assert!(!text.contains("gone"), "{text}");
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use torpor_cgroup::{Hierarchies, swap};
 use torpor_core::ids::{ImageId, PodUid, SandboxId};
+use torpor_core::store_limit::PerNamespace;
 use torpor_gvisor::config::Config;
 use torpor_gvisor::control::{self, Control};
 use torpor_gvisor::keeper::{self, Answer, Request, Verb};
@@ -28,14 +29,21 @@ pub(crate) struct Ability {
     pub(crate) fingerprint: Fingerprint,
 }
 
+/// What images may take of their disk.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct StoreLimits {
+    /// Percent of the disk that stay free.
+    pub(crate) reserve: u8,
+    pub(crate) per_namespace: PerNamespace,
+}
+
 #[derive(Debug)]
 pub(crate) struct Node {
     pub(crate) runsc: NodeRunsc,
     pub(crate) records: Records,
     known: Known,
     pub(crate) store: Store,
-    /// Percent of the images' disk that stay free.
-    pub(crate) store_reserve: u8,
+    pub(crate) limits: StoreLimits,
     pub(crate) ability: Result<Ability, String>,
     /// The port of the kubelet's API.
     pub(crate) kubelet_port: u16,
@@ -48,7 +56,7 @@ pub(crate) struct Node {
 impl Node {
     pub(crate) fn new(
         config: Config,
-        store_reserve: u8,
+        limits: StoreLimits,
         cgroup_root: &Path,
         swap: Arc<SwapRoom>,
     ) -> Result<Self, SaveError> {
@@ -58,7 +66,7 @@ impl Node {
             records: Records::new(&config),
             known: Known::default(),
             store: Store::open(&config.store_dir)?,
-            store_reserve,
+            limits,
             kubelet_port: config.kubelet_port,
             cgroups: Hierarchies::find(cgroup_root).ok(),
             swap,
@@ -98,6 +106,17 @@ impl Node {
     /// Working set of the sandbox' Pod in bytes; none where it is not counted.
     pub(crate) fn working_set(&self, record: &PodRecord) -> Option<u64> {
         self.cgroups.as_ref()?.working_set(record.cgroup.parent()?)
+    }
+
+    /// Memory of the sandbox' Pod in bytes, in swap or not; none where not all of it is counted.
+    pub(crate) fn memory_held(&self, record: &PodRecord) -> Option<u64> {
+        self.cgroups.as_ref()?.held(record.cgroup.parent()?)
+    }
+
+    /// What the images of one namespace may take, in bytes; none without a limit.
+    pub(crate) fn namespace_limit(&self) -> Option<u64> {
+        let total = self.store.capacity().map_or(0, |capacity| capacity.total);
+        self.limits.per_namespace.bytes(total)
     }
 
     /// Has the pod's keeper run a verb of torpor-oci, which holds the lock for as long as it works, whatever becomes of the agent.

@@ -34,7 +34,7 @@ use crate::driver::{Asked, Driver, Shared, pod_about};
 use crate::installed::{self, Installed, News};
 use crate::kata::Kata;
 use crate::metrics::Metrics;
-use crate::node::Node;
+use crate::node::{Node, StoreLimits};
 use crate::pressure::{self, NodePressure};
 use crate::publish::Publisher;
 use crate::sandboxes::{Board, Sandboxes};
@@ -76,8 +76,11 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
     let config_file = args.paths.bin_dir().join(FILE_NAME);
     let cgroups = args.cgroup_root.clone();
     let swap = Arc::new(SwapRoom::new(&args.swap));
-    let reserve = args.store_reserve.percent().unwrap_or(0);
-    let node = tokio::task::spawn_blocking(move || Node::new(config, reserve, &cgroups, swap));
+    let limits = StoreLimits {
+        reserve: args.store_reserve.percent().unwrap_or(0),
+        per_namespace: args.store_per_namespace,
+    };
+    let node = tokio::task::spawn_blocking(move || Node::new(config, limits, &cgroups, swap));
     let node = node.await??;
     let node = Arc::new(node);
     if let Err(why) = &node.ability {

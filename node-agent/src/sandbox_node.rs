@@ -1,5 +1,6 @@
 //! The SandboxNode object: what this node can do and holds.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -12,12 +13,13 @@ use serde_json::json;
 use tokio_util::sync::CancellationToken;
 use torpor_api::conditions::{self, Draft};
 use torpor_api::node::{
-    ImageStorage, NodeRuntime, RuntimeCapabilities, RuntimeKind, SandboxCounts, SandboxNode,
-    SandboxNodeSpec, SandboxNodeStatus,
+    ImageStorage, NamespaceStorage, NodeRuntime, RuntimeCapabilities, RuntimeKind, SandboxCounts,
+    SandboxNode, SandboxNodeSpec, SandboxNodeStatus,
 };
 use torpor_core::pressure::Resource;
 use torpor_core::state::ImageState;
 use torpor_gvisor::config::Config;
+use torpor_core::store_limit;
 use torpor_gvisor::record::SandboxState;
 use torpor_snapshots::Listed;
 
@@ -151,7 +153,11 @@ fn changed(old: &SandboxNodeStatus, new: &SandboxNodeStatus) -> bool {
             .into_iter()
             .map(|c| (c.status, c.message))
             .collect();
-        let images = storage.map(|storage| storage.images);
+        let images = storage.map(|storage| {
+            let limited = storage.namespaces.into_iter().filter(|one| one.limited);
+            let limited: BTreeSet<String> = limited.map(|one| one.name).collect();
+            (storage.images, limited)
+        });
         (
             agent_version,
             conditions,
@@ -213,6 +219,7 @@ fn record(metrics: &Metrics, status: &SandboxNodeStatus) {
         metrics.image_bytes.set(storage.bytes);
         metrics.store_available.set(storage.available_bytes);
         metrics.store_capacity.set(storage.capacity_bytes);
+        metrics.namespaces(&storage.namespaces);
     }
 }
 
@@ -322,7 +329,20 @@ fn storage(node: &Node, images: &[Listed]) -> Option<ImageStorage> {
         bytes: signed(committed.iter().map(|image| image.size).sum()),
         capacity_bytes: signed(capacity.total),
         images: i32::try_from(committed.len()).unwrap_or(i32::MAX),
+        namespaces: namespaces(images, node.namespace_limit()),
     })
+}
+
+/// Partial images count too: they take room as others do.
+fn namespaces(images: &[Listed], limit: Option<u64>) -> Vec<NamespaceStorage> {
+    let sizes = images.iter().map(|image| (&image.namespace, image.size));
+    let shares = store_limit::largest(sizes, limit).into_iter();
+    let storage = shares.map(|share| NamespaceStorage {
+        bytes: signed(share.bytes),
+        limited: share.limited,
+        name: share.namespace.to_string(),
+    });
+    storage.collect()
 }
 
 #[cfg(test)]
@@ -342,6 +362,23 @@ mod tests {
         let after = |milliseconds| pause_after(Duration::from_millis(milliseconds)).as_millis();
         assert_eq!([after(1), after(25), after(60)], [5_000, 5_000, 12_000]);
         assert_eq!(after(5_000), HEARTBEAT.as_millis());
+    }
+
+    #[test]
+    fn a_namespace_that_reaches_its_limit_is_news_and_one_that_grows_is_not() {
+        let status = |bytes, limited| SandboxNodeStatus {
+            storage: Some(ImageStorage {
+                namespaces: vec![NamespaceStorage {
+                    bytes,
+                    limited,
+                    name: "a".to_owned(),
+                }],
+                ..ImageStorage::default()
+            }),
+            ..SandboxNodeStatus::default()
+        };
+        assert!(!changed(&status(1, false), &status(2, false)));
+        assert!(changed(&status(2, false), &status(3, true)));
     }
 
     #[test]

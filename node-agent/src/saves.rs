@@ -11,9 +11,11 @@ use jiff::Timestamp;
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use torpor_core::ids::Namespace;
+use torpor_core::image_size::Figures;
 use torpor_core::queue::{Capacity, Queue, Ticket, Urgency, Wish};
 use torpor_core::steps::Plan;
-use torpor_gvisor::record::PodRecord;
+use torpor_gvisor::keeper::Verb;
+use torpor_gvisor::record::{PodLock, PodRecord};
 use torpor_gvisor::turns::Turns;
 
 use crate::metrics::Metrics;
@@ -208,8 +210,17 @@ impl Saves {
     }
 }
 
-/// How large an image of a sandbox will be, or a little more.
-pub(crate) fn memory_of(node: &Node, record: &PodRecord) -> Option<u64> {
+/// What decides how large an image of a sandbox may become. The sandbox is asked where the kernel does not tell.
+pub(crate) fn figures(node: &Node, record: &PodRecord, lock: &PodLock) -> Figures {
+    let counted = node.memory_held(record);
+    Figures {
+        told: counted.is_none().then(|| told(node, record)).flatten(),
+        counted,
+        filestores: filestores(node, record, lock),
+    }
+}
+
+fn told(node: &Node, record: &PodRecord) -> Option<u64> {
     let connected = node.connect(&record.sandbox);
     let asked = connected.and_then(|mut control| control.memory_usage(CALL_LIMIT));
     if let Err(error) = &asked {
@@ -217,6 +228,25 @@ pub(crate) fn memory_of(node: &Node, record: &PodRecord) -> Option<u64> {
         tracing::warn!(pod_uid = %record.pod_uid, error, "it is not known how large the sandbox' image will be");
     }
     asked.ok()
+}
+
+/// A keeper of an older version does not know.
+fn filestores(node: &Node, record: &PodRecord, lock: &PodLock) -> Option<u64> {
+    #[derive(serde::Deserialize)]
+    #[serde(rename_all = "camelCase")]
+    struct Measured {
+        filestore_bytes: u64,
+    }
+    let asked = node.ask_keeper(&record.sandbox, lock, Verb::Measure, None, None, CALL_LIMIT);
+    let answer = match asked {
+        Ok(answer) => answer,
+        Err(error) => {
+            tracing::debug!(pod_uid = %record.pod_uid, error = words(&error), "the sandbox' files are not measured");
+            return None;
+        }
+    };
+    let measured: Measured = serde_json::from_value(answer.detail).ok()?;
+    Some(measured.filestore_bytes)
 }
 
 #[cfg(test)]

@@ -21,6 +21,7 @@ use crate::halt::{self, Gofers};
 
 /// An answer is never larger than this: the longest is the process list of one container.
 const MAX_ANSWER: u64 = 4 << 20;
+const CHECKPOINT: &str = "containerManager.Checkpoint";
 /// gVisor takes a connection at once.
 const CONNECT_LIMIT: Duration = Duration::from_secs(3);
 
@@ -146,13 +147,21 @@ pub struct Control {
 
 /// The connection up to a deadline, which stands for all that is carried over it together: the kernel's own limit begins anew with each
 /// call, and a sandbox that says a byte now and then would be listened to for months.
-struct Until<'a> {
+struct Until<'a, 'w> {
     stream: &'a UnixStream,
     /// None: for as long as it takes.
     deadline: Option<Instant>,
+    /// Looks every [`LOOK`] whether the answer is still worth waiting for.
+    watch: Option<Watch<'w>>,
 }
 
-impl Until<'_> {
+/// Answers whether the wait for an answer goes on.
+pub type Watch<'a> = &'a mut dyn FnMut() -> bool;
+
+/// How often a [`Watch`] looks while the sandbox says nothing.
+const LOOK: Duration = Duration::from_millis(100);
+
+impl Until<'_, '_> {
     /// What is left, as the limit of the next call of the kernel's.
     fn left(&self) -> std::io::Result<Option<Duration>> {
         let until = |at: Instant| at.saturating_duration_since(Instant::now());
@@ -163,14 +172,28 @@ impl Until<'_> {
     }
 }
 
-impl Read for Until<'_> {
+impl Read for Until<'_, '_> {
     fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
-        self.stream.set_read_timeout(self.left()?)?;
-        self.stream.read(buffer).map_err(timed_out)
+        loop {
+            let mut limit = self.left()?;
+            if let Some(watch) = &mut self.watch {
+                if !watch() {
+                    return Err(std::io::Error::other(
+                        "the wait for the answer was given up",
+                    ));
+                }
+                limit = Some(limit.map_or(LOOK, |left| left.min(LOOK)));
+            }
+            self.stream.set_read_timeout(limit)?;
+            match self.stream.read(buffer).map_err(timed_out) {
+                Err(error) if self.watch.is_some() && error.kind() == ErrorKind::TimedOut => {}
+                read => return read,
+            }
+        }
     }
 }
 
-impl Write for Until<'_> {
+impl Write for Until<'_, '_> {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         self.stream.set_write_timeout(self.left()?)?;
         self.stream.write(bytes).map_err(timed_out)
@@ -265,6 +288,7 @@ impl Control {
         let mut until = Until {
             stream: &self.stream,
             deadline,
+            watch: None,
         };
         let limit = until.left().map_err(failed)?;
         self.stream.set_write_timeout(limit).map_err(failed)?;
@@ -283,10 +307,12 @@ impl Control {
         &mut self,
         method: &'static str,
         deadline: Option<Instant>,
+        watch: Option<Watch<'_>>,
     ) -> Result<T, Error> {
         let until = Until {
             stream: &self.stream,
             deadline,
+            watch,
         };
         // One call at a time: nothing comes after its answer. Without a buffer each byte would be a call of the kernel's.
         let limited = BufReader::new(until.take(MAX_ANSWER));
@@ -324,7 +350,7 @@ impl Control {
     ) -> Result<T, Error> {
         let deadline = Some(Instant::now() + timeout);
         self.send(method, arg, files, deadline)?;
-        self.receive(method, deadline)
+        self.receive(method, deadline, None)
     }
 
     /// Stops every task; returns when all of them are stopped. gVisor counts: see [`crate::pause`].
@@ -443,10 +469,12 @@ impl Control {
 
     /// Writes the whole sandbox to three files (kernel state, pages metadata, pages), which must be empty, and leaves
     /// it as it was (paused, if it was paused). A failed encode kills nothing because the sandbox is told to go on.
+    /// Where `watch` ends the wait, the sandbox may go on writing: [`Self::end_of_checkpoint`] waits for its end.
     pub fn checkpoint(
         &mut self,
         files: [BorrowedFd<'_>; 3],
         timeout: Duration,
+        watch: Watch<'_>,
     ) -> Result<(), Error> {
         let arg = json!({
             "key": null,
@@ -455,7 +483,20 @@ impl Control {
             "have_pages_file": true,
             "Resume": true,
         });
-        self.call::<Value>("containerManager.Checkpoint", &arg, &files, timeout)
+        let deadline = Some(Instant::now() + timeout);
+        self.send(CHECKPOINT, &arg, &files, deadline)?;
+        self.receive::<Value>(CHECKPOINT, deadline, Some(watch))
+            .map(drop)
+    }
+
+    /// Reads the answer to a checkpoint for which nobody waited any more.
+    pub(crate) fn end_of_checkpoint(
+        &mut self,
+        timeout: Duration,
+        watch: Watch<'_>,
+    ) -> Result<(), Error> {
+        let deadline = Some(Instant::now() + timeout);
+        self.receive::<Value>(CHECKPOINT, deadline, Some(watch))
             .map(drop)
     }
 
@@ -475,7 +516,7 @@ impl Control {
     }
 
     fn wait_result_until(&mut self, deadline: Option<Instant>) -> Result<WaitStatus, Error> {
-        self.receive::<u32>("containerManager.Wait", deadline)
+        self.receive::<u32>("containerManager.Wait", deadline, None)
             .map(WaitStatus)
     }
 

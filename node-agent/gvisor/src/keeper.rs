@@ -139,6 +139,10 @@ pub enum Verb {
     Doze,
     /// Say when the pod's links last carried something; see [`crate::traffic`].
     Traffic,
+    /// Say how large the files are in which gVisor keeps what the containers write.
+    Measure,
+    /// End every process of a sandbox that goes on writing an image after its save was stopped.
+    ForceEnd,
 }
 
 impl Verb {
@@ -148,6 +152,8 @@ impl Verb {
             Self::End => "end",
             Self::Doze => "doze",
             Self::Traffic => "traffic",
+            Self::Measure => "measure",
+            Self::ForceEnd => "force-end",
         }
     }
 }

@@ -1,10 +1,13 @@
 //! Reading a paused sandbox' memory into a partial image.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use torpor_core::ids::{ContainerId, SandboxId};
+use torpor_core::image_size::Stop;
 use torpor_core::state::CONTAINER_NOT_RUNNING;
 use torpor_snapshots::{Partial, SaveError};
 
@@ -12,6 +15,10 @@ use crate::control::{self, ContainerState, Control};
 
 /// For a question that gVisor answers at once.
 const QUESTION_LIMIT: Duration = Duration::from_secs(5);
+/// How often the sizes of an image's files are read while the sandbox writes them.
+const LOOK: Duration = Duration::from_millis(100);
+/// How long a sandbox whose save was stopped may take to end it. An honest one writes what is left of its memory.
+const STOP_LIMIT: Duration = Duration::from_secs(20);
 
 /// gVisor's names of an image's files, as `runsc restore` looks for them.
 pub const FILES: [&str; 3] = ["checkpoint.img", "pages_meta.img", "pages.img"];
@@ -29,6 +36,12 @@ pub enum Error {
     DiskFull(#[source] control::Error),
     #[error("container {0} has ended, or has not begun: it would be missing in the image")]
     NotRunning(ContainerId),
+    #[error("{why}")]
+    Stopped {
+        why: Stop,
+        /// The sandbox has not ended the save, and may still write into the image's files.
+        writes: bool,
+    },
 }
 
 impl Error {
@@ -40,7 +53,13 @@ impl Error {
             Self::DiskFull(_) => "DiskFull",
             Self::Control(_) => "CheckpointFailed",
             Self::NotRunning(_) => CONTAINER_NOT_RUNNING,
+            Self::Stopped { why, .. } => why.reason(),
         }
+    }
+
+    /// Whether the sandbox goes on with a save that was stopped: only its end frees the disk.
+    pub fn still_writes(&self) -> bool {
+        matches!(self, Self::Stopped { writes: true, .. })
     }
 
     /// Whether the checkpoint may have been made, or still be going on.
@@ -62,21 +81,22 @@ impl From<control::Error> for Error {
 }
 
 /// Writes the sandbox into fresh files of `partial`; the caller makes them durable. The sandbox must be paused and stays so.
-/// An image in which one of `containers` is missing could never be restored, and is an error.
+/// An image in which one of `containers` is missing could never be restored, and is an error. `stop` is asked now and then whether so many
+/// bytes are too many; the files are empty when it has stopped the save.
 pub fn checkpoint(
     runsc_root: &Path,
     sandbox: &SandboxId,
     containers: &[ContainerId],
     partial: &Partial,
     limit: Duration,
+    stop: &mut dyn FnMut(u64) -> Option<Stop>,
 ) -> Result<(), Error> {
-    let files: Vec<OwnedFd> = FILES
+    let files: Vec<File> = FILES
         .iter()
-        .map(|name| partial.open_file(name))
+        .map(|name| partial.open_file(name).map(File::from))
         .collect::<Result<_, _>>()?;
     let mut control = Control::connect(runsc_root, sandbox.as_str())?;
-    let [state, metadata, pages] = [&files[0], &files[1], &files[2]].map(AsFd::as_fd);
-    control.checkpoint([state, metadata, pages], limit)?;
+    write_watched(&mut control, &files, [limit, STOP_LIMIT], stop)?;
     // Who lives after it has lived at its moment. One that was killed in that moment is in the image too, and dies when it is restored.
     for container in containers {
         if !lives(&mut control, container)? {
@@ -84,6 +104,68 @@ pub fn checkpoint(
         }
     }
     Ok(())
+}
+
+/// The second limit is for the sandbox to end a save that was stopped.
+fn write_watched(
+    control: &mut Control,
+    files: &[File],
+    [limit, stop_limit]: [Duration; 2],
+    stop: &mut dyn FnMut(u64) -> Option<Stop>,
+) -> Result<(), Error> {
+    let mut stopped = None;
+    let mut looked: Option<Instant> = None;
+    let mut watch = || {
+        // A sandbox that answers in drips is not looked at for each of them.
+        if looked.is_none_or(|at| at.elapsed() >= LOOK) {
+            looked = Some(Instant::now());
+            stopped = stop(written(files));
+        }
+        stopped.is_none()
+    };
+    let fds = [&files[0], &files[1], &files[2]].map(AsFd::as_fd);
+    let answer = control.checkpoint(fds, limit, &mut watch);
+    if let Some(why) = stopped {
+        let ended = end_writing(control, files, stop_limit);
+        return Err(Error::Stopped {
+            why,
+            writes: !ended,
+        });
+    }
+    answer?;
+    // It may have written all of it since the last look.
+    if let Some(why) = stop(written(files)) {
+        empty(files);
+        return Err(Error::Stopped { why, writes: false });
+    }
+    Ok(())
+}
+
+/// Bytes of the files, and of the disk that they take. XFS sets aside as many blocks again for a file that grows.
+fn written(files: &[File]) -> u64 {
+    let sizes = files.iter().filter_map(|file| file.metadata().ok());
+    sizes
+        .map(|file| file.len().max(file.blocks().saturating_mul(512) / 2))
+        .fold(0, u64::saturating_add)
+}
+
+/// Frees what was written until the sandbox says that it has ended, or its time is over. Whether it has ended.
+fn end_writing(control: &mut Control, files: &[File], limit: Duration) -> bool {
+    let mut watch = || {
+        empty(files);
+        true
+    };
+    let answer = control.end_of_checkpoint(limit, &mut watch);
+    empty(files);
+    // One that closes the connection without a word may write all the same.
+    matches!(answer, Ok(()) | Err(control::Error::Refused { .. }))
+}
+
+/// A file that cannot be emptied is removed with its image.
+fn empty(files: &[File]) {
+    for file in files {
+        let _ = file.set_len(0);
+    }
 }
 
 fn lives(control: &mut Control, container: &ContainerId) -> Result<bool, control::Error> {
@@ -99,9 +181,11 @@ fn lives(control: &mut Control, container: &ContainerId) -> Result<bool, control
 #[cfg(test)]
 mod tests {
     use std::io::{Read, Write};
+    use std::os::unix::fs::FileExt;
     use std::os::unix::net::UnixListener;
 
     use torpor_core::ids::{ImageId, Namespace, PodUid};
+    use torpor_core::image_size;
     use torpor_snapshots::Store;
 
     use super::*;
@@ -138,7 +222,15 @@ mod tests {
         let pod = PodUid::try_from("u".to_owned()).expect("a uid");
         let image = ImageId::new(pod, 1).expect("an id");
         let partial = store.begin(&namespace, &image).expect("begun");
-        checkpoint(dir.path(), &sandbox, &containers, &partial, QUESTION_LIMIT)
+        let mut any_size = |_| None;
+        checkpoint(
+            dir.path(),
+            &sandbox,
+            &containers,
+            &partial,
+            QUESTION_LIMIT,
+            &mut any_size,
+        )
     }
 
     #[test]
@@ -161,5 +253,118 @@ mod tests {
     #[test]
     fn a_container_whose_first_thread_alone_has_ended_is_there() {
         saved(&[RUNS, STOPPED, SOMEBODY]).expect("whole");
+    }
+
+    const MIB: u64 = 1 << 20;
+    const CAP: u64 = 4 * MIB;
+
+    /// How a sandbox saves itself that may write [`CAP`].
+    #[derive(Clone, Copy, PartialEq)]
+    enum Sandbox {
+        /// Writes so many bytes and answers.
+        Writes(u64),
+        /// Writes more than it may, and answers once it sees that nobody wants it.
+        Overshoots,
+        /// Writes and never answers.
+        NeverEnds,
+        /// Writes more than it may, and closes the connection without an answer: it may write all the same.
+        HangsUp,
+    }
+
+    const DONE: &[u8] = br#"{"success":true,"err":"","result":null}"#;
+
+    fn serve(listener: &UnixListener, sandbox: Sandbox) {
+        let (mut peer, _) = listener.accept().expect("a connection");
+        let fd = peer.try_clone().expect("a copy").into();
+        let (request, mut fds) = crate::keeper::receive(&fd).expect("a request");
+        assert!(String::from_utf8_lossy(&request).contains("containerManager.Checkpoint"));
+        let pages = File::from(fds.pop().expect("the pages' file"));
+        let megabyte = vec![1; 1 << 20];
+        let write = |at: u64| pages.write_all_at(&megabyte, at).expect("written");
+        let bytes = match sandbox {
+            Sandbox::Writes(bytes) => bytes,
+            _ => 2 * CAP,
+        };
+        (0..bytes / MIB).for_each(|n| write(n * MIB));
+        match sandbox {
+            Sandbox::Writes(_) => {}
+            Sandbox::Overshoots | Sandbox::HangsUp => {
+                while pages.metadata().expect("examined").len() > 0 {
+                    std::thread::yield_now();
+                }
+            }
+            Sandbox::NeverEnds => {
+                peer.set_nonblocking(true).expect("set");
+                let mut at = bytes;
+                // Until whoever saves it hangs up.
+                while !matches!(peer.read(&mut [0]), Ok(0)) {
+                    write(at);
+                    at += MIB;
+                }
+                return;
+            }
+        }
+        if sandbox == Sandbox::HangsUp {
+            return;
+        }
+        peer.write_all(DONE).expect("an answer");
+    }
+
+    /// Saves the sandbox while the disk has so much room; answers also how many bytes are left in the files.
+    fn watched(sandbox: Sandbox, free: u64) -> (Result<(), Error>, u64) {
+        let dir = tempfile::tempdir().expect("a directory");
+        let listener = UnixListener::bind(socket_path(dir.path(), "s")).expect("a socket");
+        let served = std::thread::spawn(move || serve(&listener, sandbox));
+        let file = |name| File::create_new(dir.path().join(name)).expect("made");
+        let files = FILES.map(file);
+        let mut control = Control::connect(dir.path(), "s").expect("connected");
+        let ends = match sandbox {
+            Sandbox::NeverEnds => Duration::from_millis(300),
+            _ => Duration::from_secs(60),
+        };
+        let limits = [Duration::from_secs(60), ends];
+        let mut stop = |written| image_size::stop(written, Some(CAP), Some(free), MIB);
+        let saved = write_watched(&mut control, &files, limits, &mut stop);
+        drop(control);
+        served.join().expect("no panic");
+        (saved, written(&files))
+    }
+
+    #[test]
+    fn a_sandbox_that_writes_what_it_may_is_saved() {
+        let (saved, left) = watched(Sandbox::Writes(CAP), MIB);
+        saved.expect("saved");
+        assert_eq!(left, CAP);
+    }
+
+    #[test]
+    fn a_sandbox_that_writes_more_than_its_memory_is_stopped_and_nothing_is_left_of_it() {
+        for sandbox in [Sandbox::Overshoots, Sandbox::Writes(2 * CAP)] {
+            let (saved, left) = watched(sandbox, MIB);
+            let error = saved.expect_err("stopped");
+            assert_eq!(error.reason(), "ImageTooLarge");
+            assert!(!error.still_writes() && !error.is_unknown(), "{error:?}");
+            assert_eq!(left, 0);
+        }
+    }
+
+    #[test]
+    fn a_sandbox_that_goes_on_writing_is_found_out() {
+        for sandbox in [Sandbox::NeverEnds, Sandbox::HangsUp] {
+            let (saved, _) = watched(sandbox, MIB);
+            let error = saved.expect_err("stopped");
+            assert_eq!(error.reason(), "ImageTooLarge");
+            assert!(error.still_writes() && !error.is_unknown(), "{error:?}");
+        }
+    }
+
+    #[test]
+    fn a_save_is_stopped_when_others_have_taken_the_disk() {
+        let (saved, left) = watched(Sandbox::Overshoots, MIB - 1);
+        let error = saved.expect_err("stopped");
+        assert!(!error.still_writes(), "{error:?}");
+        assert_eq!(left, 0);
+        let (saved, _) = watched(Sandbox::Writes(0), MIB - 1);
+        assert_eq!(saved.expect_err("stopped").reason(), "DiskFull");
     }
 }

@@ -105,6 +105,13 @@ pub(crate) enum Command {
     /// Say when the pod's links last carried a packet, as a JSON answer (run by a keeper; standard input holds the pod's lock)
     #[command(hide = true)]
     Traffic { sandbox: SandboxId },
+    /// Say how large the files are in which gVisor keeps what the containers write, as a JSON answer (run by a keeper; standard input holds the pod's lock)
+    #[command(hide = true)]
+    Measure { sandbox: SandboxId },
+    /// End every process of a sandbox that goes on writing an image after its save was stopped, and print a JSON answer (run by a keeper; standard input
+    /// holds the pod's lock)
+    #[command(hide = true)]
+    ForceEnd { sandbox: SandboxId },
     /// Be the process that stands for one that exec started (run by exec)
     #[command(hide = true)]
     ExecWaiter {

@@ -17,6 +17,7 @@ mod restore;
 mod stages;
 mod start;
 mod state;
+mod writer;
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -102,6 +103,14 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Traffic { sandbox } => {
             let traffic = state::traffic(&node, sandbox);
             return Ok(restore::answer("TrafficUnknown", traffic));
+        }
+        Command::Measure { sandbox } => {
+            let measured = writer::measure(&node, sandbox);
+            return Ok(restore::answer("MeasureFailed", measured));
+        }
+        Command::ForceEnd { sandbox } => {
+            let ended = writer::force_end(&node, sandbox);
+            return Ok(restore::answer("EndFailed", ended));
         }
         Command::ExecWaiter {
             sandbox,

@@ -256,7 +256,7 @@ pub struct Capacity {
 
 impl Capacity {
     /// What is to stay free when that is `reserve` percent of the disk.
-    fn kept(&self, reserve: u8) -> u64 {
+    pub fn kept(&self, reserve: u8) -> u64 {
         self.total / 100 * u64::from(reserve)
     }
 
@@ -362,6 +362,14 @@ impl Store {
             all.extend(self.list_namespace(&namespace, &wanted)?);
         }
         Ok(all)
+    }
+
+    /// Bytes of the images of one namespace, whole and partial.
+    pub fn namespace_bytes(&self, namespace: &Namespace) -> Result<u64, ImageError> {
+        let listed = self.list_namespace(namespace, |_| true)?;
+        Ok(listed
+            .iter()
+            .fold(0, |sum, image| sum.saturating_add(image.size)))
     }
 
     /// Those that have a directory for images.

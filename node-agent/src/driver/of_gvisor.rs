@@ -5,13 +5,14 @@ use k8s_openapi::api::core::v1::Pod;
 use torpor_core::pressure::candidate;
 use torpor_core::state::{Desired, Live, PodPresence};
 use torpor_core::status::{SnapshotDraft, SnapshotState, reasons};
+use torpor_core::store_limit;
 
 use super::gone::{self, with_disk};
 use super::told::{is_found_dozing, tell_of_doze, tell_rules};
 use super::{Asleep, Kubelet, Look, Remembered, Shared, draft, note_turn};
 use crate::idle::{self, Watched};
 use crate::observe::{observe, words};
-use crate::saves::memory_of;
+use crate::saves::figures;
 use crate::wakes;
 
 /// One look at a Pod that Kata does not run, and what follows.
@@ -111,7 +112,7 @@ pub(super) fn look(
         .collect();
     let given_up = gone::given_up(node, namespace.as_ref(), &plan);
     let wish = shared.saves.wish(&plan, namespace.as_ref(), || {
-        memory_of(node, record.as_ref()?)
+        figures(node, record.as_ref()?, lock.as_ref()?).expected()
     });
     let look = Look {
         pod_uid,
@@ -136,6 +137,7 @@ pub(super) fn look(
         found,
         decided: now,
         cause: wakes::cause(pod, observed.asleep_since, now),
+        limited: store_limit::applies_to(desired),
         failures: observed.failures,
         failed_wakes,
         kata: None,

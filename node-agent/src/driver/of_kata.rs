@@ -63,6 +63,8 @@ pub(super) fn look(
         found: None,
         decided: now,
         cause: wakes::cause(Some(pod), observed.asleep_since, now),
+        // Kata makes no images.
+        limited: false,
         failures: observed.failures,
         failed_wakes: remembered.failed_wakes,
         kata: looked.held,

@@ -5,8 +5,12 @@ use std::sync::Arc;
 use torpor_core::steps::{Fence, StepKind};
 use torpor_gvisor::config::Config;
 
+use super::room::SAVE_LIMIT;
 use super::*;
+use torpor_core::store_limit::PerNamespace;
+
 use crate::args::SwapArgs;
+use crate::node::StoreLimits;
 use crate::swap::SwapRoom;
 
 /// A step that was planned when the ledger had come so far.
@@ -44,7 +48,11 @@ pub(crate) fn node_in(dir: &Path) -> Node {
         doze_swap_per_sandbox: off(),
         doze_swap_per_node: off(),
     });
-    Node::new(config, 0, dir, Arc::new(swap)).expect("a node")
+    let limits = StoreLimits {
+        reserve: 0,
+        per_namespace: PerNamespace::Unlimited,
+    };
+    Node::new(config, limits, dir, Arc::new(swap)).expect("a node")
 }
 
 #[test]
@@ -66,6 +74,7 @@ fn a_ledger_that_cannot_be_trusted_stops_what_needs_it_and_nothing_else() {
         by_itself: false,
         decided: Timestamp::UNIX_EPOCH,
         cause: WakeCause::Asked,
+        limited: true,
         draft: &draft,
         partial: RefCell::default(),
         written: Cell::default(),
@@ -147,6 +156,46 @@ fn a_sandbox_is_not_stopped_for_an_image_that_there_is_no_room_for() {
         run(&steps, stops_for, || refusal, act, tell);
         assert_eq!((acted.as_slice(), told), (acts, tells));
     }
+}
+
+#[test]
+fn a_namespace_whose_images_take_its_share_gets_no_image_that_can_wait() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut node = node_in(dir.path());
+    let limit = std::num::NonZeroU64::new(100).expect("not zero");
+    node.limits.per_namespace = PerNamespace::Bytes(limit);
+    let pod = PodUid::new("pod-a").expect("a uid");
+    let [full, other] = ["full", "other"].map(|name| Namespace::new(name).expect("a name"));
+    let image = ImageId::parse("pod-b.1").expect("an image's name");
+    let partial = node.store.begin(&full, &image).expect("begun");
+    let file = partial.open_file("pages.img").expect("made");
+    std::fs::File::from(file).set_len(80).expect("set");
+    let draft = || -> ManifestDraft { panic!("no image is made") };
+    let refused = |namespace, limited, expected| {
+        let context = Context {
+            node: &node,
+            pod: &pod,
+            namespace,
+            sandbox: None,
+            rules: &Rules::default,
+            by_itself: false,
+            decided: Timestamp::UNIX_EPOCH,
+            cause: WakeCause::Asked,
+            limited,
+            draft: &draft,
+            partial: RefCell::default(),
+            written: Cell::default(),
+        };
+        no_room_for(&context, Some(expected))
+    };
+    assert_eq!(refused(&full, true, 20), None);
+    assert_eq!(refused(&other, true, 100), None);
+    assert_eq!(refused(&full, false, 21), None, "its Pod ends");
+    let Some(Outcome::Failed { reason, message }) = refused(&full, true, 21) else {
+        panic!("not refused");
+    };
+    assert_eq!(reason, "NamespaceStoreFull");
+    assert!(message.contains("namespace full"), "{message}");
 }
 
 #[test]

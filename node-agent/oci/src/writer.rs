@@ -1,0 +1,76 @@
+//! Verbs of the agent about a sandbox that is being saved: how large its files on the node's disk are, and its end if it does not stop to write.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use serde_json::json;
+use torpor_core::ids::SandboxId;
+use torpor_gvisor::keeper::Answer;
+use torpor_gvisor::sentry::filestore;
+
+use crate::node::Node;
+use crate::restore;
+
+/// Bytes of the files in which gVisor keeps what the containers write: an image of the sandbox contains them.
+pub(crate) fn measure(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Answer> {
+    let pod = node.records.pod(sandbox)?;
+    let mut dirs: Vec<PathBuf> = pod.volumes.into_iter().map(|one| one.source).collect();
+    for container in node.records.containers_of(sandbox)? {
+        let spec = node.records.spec(&container.id)?;
+        let root = spec.pointer("/root/path").and_then(|path| path.as_str());
+        dirs.extend(root.map(PathBuf::from));
+    }
+    let bytes = size_of(&dirs, &filestore(sandbox.as_str()))?;
+    Ok(Answer::ok(json!({ "filestoreBytes": bytes })))
+}
+
+/// Bytes of disk that the files of this name take. A directory without one counts nothing.
+fn size_of(dirs: &[PathBuf], name: &str) -> anyhow::Result<u64> {
+    let mut sum = 0_u64;
+    for path in dirs.iter().map(|dir| dir.join(name)) {
+        match std::fs::symlink_metadata(&path) {
+            Ok(file) if file.is_file() => sum = sum.saturating_add(file.blocks() * 512),
+            Ok(_) => {}
+            Err(error) if is_not_there(&error) => {}
+            Err(error) => {
+                return Err(error).with_context(|| format!("cannot examine {}", path.display()));
+            }
+        }
+    }
+    Ok(sum)
+}
+
+/// A volume may be a file.
+fn is_not_there(error: &std::io::Error) -> bool {
+    use std::io::ErrorKind::{NotADirectory, NotFound};
+    matches!(error.kind(), NotFound | NotADirectory)
+}
+
+/// Ends every process of a sandbox that goes on writing its image after the save was stopped. Its containers' keepers see its end by
+/// themselves. The caller holds the lock.
+pub(crate) fn force_end(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Answer> {
+    let cgroup = node.records.pod(sandbox)?.cgroup;
+    restore::kill_processes(node, Path::new(&cgroup))?;
+    Ok(Answer::ok(json!(null)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_filestores_themselves_count() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let dirs = ["a", "b", "c", "none", "file"].map(|name| dir.path().join(name));
+        for one in &dirs[..3] {
+            std::fs::create_dir(one).expect("made");
+        }
+        std::fs::write(&dirs[4], "").expect("written");
+        std::fs::write(dirs[0].join("store"), vec![1; 1 << 20]).expect("written");
+        std::fs::write(dirs[0].join("other"), vec![1; 1 << 20]).expect("written");
+        std::os::unix::fs::symlink(dirs[0].join("other"), dirs[1].join("store")).expect("linked");
+        let bytes = size_of(&dirs, "store").expect("measured");
+        assert!((1 << 20..2 << 20).contains(&bytes), "{bytes}");
+    }
+}
