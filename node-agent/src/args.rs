@@ -497,7 +497,7 @@ mod tests {
             panic!("{args:?}")
         };
         // nodefs.available and imagefs.available, by default.
-        assert!(run.store_reserve.percent() > Some(10.max(15)));
+        assert!(run.store_reserve.percent() > Some(15));
         assert_eq!(run.store_per_namespace, PerNamespace::Percent(50));
     }
 

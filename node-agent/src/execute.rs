@@ -106,15 +106,20 @@ pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
     {
         return Outcome::Stale;
     }
+    let held = |image: &ImageId| context.node.store.image(context.namespace, image).is_ok();
+    // The memory of a sandbox that is about to run.
+    let left = state
+        .restorable(held)
+        .filter(|_| step.before == Some(Entry::Awake));
+    if let Some(image) = left.filter(|_| step.action == Action::Resume)
+        && is_broken(context)
+    {
+        return end_broken(context, image);
+    }
     let seq = match begin(&ledger, step) {
         Ok(seq) => seq,
         Err(outcome) => return outcome,
     };
-    let held = |image: &ImageId| context.node.store.image(context.namespace, image).is_ok();
-    // What was the memory of a sandbox that is about to run.
-    let left = state
-        .restorable(held)
-        .filter(|_| step.before == Some(Entry::Awake));
     let left = left.map(|image| (image, seq));
     let outcome = act(context, &step.action, &ledger, left);
     let entry = match (&outcome, &step.action) {
@@ -210,6 +215,14 @@ fn act(
             Err(error) => failed(error.reason(), &error),
         },
     }
+}
+
+/// Whether a gofer of the sandbox has ended. Asked again right before the resume, where also what cannot be found out counts.
+fn is_broken(context: &Context<'_>) -> bool {
+    context.sandbox.is_some_and(|(record, _)| {
+        let runsc = context.node.runsc.of(&record.sandbox);
+        matches!(runsc.has_its_gofers(record.sandbox.as_str()), Ok(false))
+    })
 }
 
 fn is_held_open(context: &Context<'_>) -> bool {

@@ -18,8 +18,8 @@ use torpor_api::node::{
 };
 use torpor_core::pressure::Resource;
 use torpor_core::state::ImageState;
-use torpor_gvisor::config::Config;
 use torpor_core::store_limit;
+use torpor_gvisor::config::Config;
 use torpor_gvisor::record::SandboxState;
 use torpor_snapshots::Listed;
 

@@ -63,7 +63,11 @@ fn of_daemon_set(facts: &Facts, sets: &[DaemonSet], workload: &Workload) -> Opti
     let (namespace, name) = (&facts.namespace, workload.name);
     let subject = format!("DaemonSet {namespace}/{name}");
     let Some(set) = sets.iter().find(|set| set.name_any() == name) else {
-        return Some(Finding::problem(subject, workload.missing, super::install::APPLY));
+        return Some(Finding::problem(
+            subject,
+            workload.missing,
+            super::install::APPLY,
+        ));
     };
     let status = set.status.clone().unwrap_or_default();
     let (wanted, ready) = (status.desired_number_scheduled, status.number_ready);

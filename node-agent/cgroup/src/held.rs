@@ -32,7 +32,7 @@ fn held(group: &MemoryGroup, has_swap: bool) -> Option<u64> {
             text.ok().and_then(|text| text.trim().parse().ok())
         }
     };
-    let swapped: u64 = swapped.or((!has_swap).then_some(0))?;
+    let swapped: u64 = swapped.or_else(|| (!has_swap).then_some(0))?;
     let sum = anonymous?.saturating_add(shared?);
     Some(sum.saturating_add(swapped))
 }

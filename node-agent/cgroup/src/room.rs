@@ -97,6 +97,11 @@ impl Room {
         self.limit_to(self.limit)
     }
 
+    /// Whether more is used than the Pod's own limit, file cache aside.
+    pub fn is_exceeded(&self) -> Result<bool, Error> {
+        Ok(self.is_made()? && self.used()? > self.limit)
+    }
+
     /// False: v1 refuses a limit below what cannot be taken back.
     fn limit_to(&self, limit: u64) -> Result<bool, Error> {
         match write(&self.path, &limit.to_string()) {

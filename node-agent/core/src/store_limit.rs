@@ -122,6 +122,7 @@ mod tests {
         Desired {
             pod_uid: PodUid::new("pod-a").expect("a uid"),
             pod: PodPresence::Present,
+            departure: None,
             power,
             sleep: SleepAfter::default(),
             pressure: Default::default(),

@@ -65,6 +65,15 @@ impl Left {
     }
 }
 
+/// Whether all gofers of the sandbox live. Asked before the ledger says [`Entry::Awake`], so that a caller that dies has not made the image stale for nothing.
+pub fn has_gofers(runsc: &Runsc, control: &Control, sandbox: &SandboxId) -> Result<bool, Error> {
+    let live = runsc.has_its_gofers_beside(sandbox.as_str(), control);
+    live.map_err(|source| Error::Gofers {
+        sandbox: sandbox.clone(),
+        source,
+    })
+}
+
 /// Lets the sandbox run on. `left`: the image that was its memory until the ledger said [`Entry::Awake`], if there was one.
 pub fn resume(
     records: &Records,
@@ -78,11 +87,7 @@ pub fn resume(
         return Ok(Resumed::RanAlready);
     }
     let left = left.map(|left| {
-        let live = runsc.has_its_gofers_beside(sandbox.as_str(), control);
-        let live = live.map_err(|source| Error::Gofers {
-            sandbox: sandbox.clone(),
-            source,
-        });
+        let live = has_gofers(runsc, control, sandbox);
         (left, live)
     });
     let go = || Ok(pause::resume(records, control, sandbox, limit)?);

@@ -13,7 +13,7 @@ use torpor_gvisor::{halt, pause};
 
 use crate::exec::awake;
 use crate::node::{CALL_LIMIT, Node};
-use crate::restore::{self, Refusal};
+use crate::restore::{self, AboutToRun, Refusal};
 use crate::stages::Stages;
 
 /// The agent hears of a Pod that goes when the kubelet does, and needs a twentieth of a second.
@@ -141,7 +141,10 @@ fn resume(node: &Node, sandbox: &SandboxId, stages: &mut Stages) -> anyhow::Resu
     let Some(mut control) = dozing(node, sandbox)? else {
         return Ok(Resumed::RanAlready);
     };
-    let left = restore::about_to_run(node, sandbox)?;
+    let left = match restore::about_to_run(node, &control, sandbox)? {
+        AboutToRun::Recorded(left) => left,
+        AboutToRun::GoferGone => return Ok(Resumed::GoferGone),
+    };
     stages.over("recorded");
     let resumed = restore::resume(node, &mut control, sandbox, left)?;
     match resumed {

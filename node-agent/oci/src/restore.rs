@@ -35,7 +35,7 @@ mod source;
 use known::saved_name;
 pub(crate) use known::{completed, is_new, saved_pause};
 pub(crate) use memory::{
-    about_to_run, memory_image, restored, resume, run_on, sleep_on, stands_in,
+    AboutToRun, about_to_run, memory_image, restored, resume, run_on, sleep_on, stands_in,
 };
 use recorded::{Restored, wake_recorded};
 pub(crate) use sandbox::{end_processes, kill_processes, put_quotas_back};

@@ -89,7 +89,7 @@ pub(super) fn with_disk(shared: &Shared, desired: &Desired) -> Desired {
         && shared.board.is_oldest_unclaimed(&desired.pod_uid)
     {
         let node = &shared.node;
-        departure.disk_short = node.store.check_room(0, node.store_reserve).is_err();
+        departure.disk_short = node.store.check_room(0, node.limits.reserve).is_err();
     }
     desired
 }

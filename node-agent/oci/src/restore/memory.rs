@@ -60,8 +60,20 @@ pub(super) fn ensure_held_open(node: &Node, sandbox: &SandboxId) -> anyhow::Resu
     Ok(())
 }
 
-/// Says in the ledger that the sandbox is awake, before it is resumed; answers with the image that is stale from now on.
-pub(crate) fn about_to_run(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Option<Left>> {
+/// A sandbox before it is resumed.
+pub(crate) enum AboutToRun {
+    /// The ledger says that it is awake, and the image, if there was one, is stale.
+    Recorded(Option<Left>),
+    /// It cannot run on, and its memory is the image's alone.
+    GoferGone,
+}
+
+/// Says in the ledger that the sandbox is awake, unless it cannot be resumed.
+pub(crate) fn about_to_run(
+    node: &Node,
+    control: &Control,
+    sandbox: &SandboxId,
+) -> anyhow::Result<AboutToRun> {
     let pod = node.records.pod(sandbox)?;
     let store = store(node)?;
     let ledger = store.ledger(&pod.pod_uid)?;
@@ -69,14 +81,17 @@ pub(crate) fn about_to_run(node: &Node, sandbox: &SandboxId) -> anyhow::Result<O
     let is_away = |image: &ImageId| matches!(found(image), Err(ImageError::Missing { .. }));
     let known = ledger.read()?;
     let Some(image) = outlived(&known.memory, is_away).cloned() else {
-        return Ok(None);
+        return Ok(AboutToRun::Recorded(None));
     };
+    if !resume::has_gofers(&node.runsc.of(sandbox), control, sandbox)? {
+        return Ok(AboutToRun::GoferGone);
+    }
     // Where there is no image nobody brings the sandbox back, and who ends it must not wait for that.
     if found(&image).is_ok() {
         ensure_held_open(node, sandbox)?;
     }
     let seq = ledger.append(&Entry::Awake)?.seq;
-    Ok(Some(Left { image, ledger, seq }))
+    Ok(AboutToRun::Recorded(Some(Left { image, ledger, seq })))
 }
 
 /// Resumes the sandbox by the one rule for that.
@@ -102,8 +117,11 @@ pub(crate) fn run_on(
     if !pause::is_paused(&node.records, control, sandbox, CALL_LIMIT)? {
         return Ok(false);
     }
-    let left = about_to_run(node, sandbox)?;
-    match resume(node, control, sandbox, left)? {
+    let resumed = match about_to_run(node, control, sandbox)? {
+        AboutToRun::Recorded(left) => resume(node, control, sandbox, left)?,
+        AboutToRun::GoferGone => Resumed::GoferGone,
+    };
+    match resumed {
         Resumed::Runs => Ok(true),
         Resumed::RanAlready => Ok(false),
         Resumed::GoferGone => restored(node, sandbox, cause),

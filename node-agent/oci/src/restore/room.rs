@@ -45,26 +45,36 @@ pub(crate) fn give_back(node: &Node, sandbox: &SandboxId) -> bool {
     end_rooms(node, sandbox, Room::give_back)
 }
 
-/// Gives all of it back, whatever the sandbox uses. Where the kernel only refuses (cgroup v1), the sandbox is ended, as the kernel ends a process that
-/// exceeds its limit.
+/// Gives all of it back, whatever the sandbox uses. Where the kernel only refuses (cgroup v1) a sandbox that exceeds its limit is ended, as the kernel
+/// ends a process that does.
 pub(crate) fn enforce(node: &Node, sandbox: &SandboxId) -> bool {
     if end_rooms(node, sandbox, Room::enforce) {
         return true;
     }
-    let ended = node
-        .records
-        .pod(sandbox)
-        .map_err(anyhow::Error::from)
-        .and_then(|pod| super::kill_processes(node, &pod.cgroup));
-    match ended {
-        Ok(()) => eprintln!(
-            "torpor-oci: the sandbox is ended: it uses more memory than its Pod's limit a minute after it woke, and the kernel cannot take it back"
+    match end_if_exceeded(node, sandbox) {
+        Ok(true) => eprintln!(
+            "torpor-oci: the sandbox is ended: a minute after its wake it uses more memory than its Pod's limit"
         ),
+        Ok(false) => {}
         Err(error) => {
-            eprintln!("torpor-oci: the sandbox exceeds its Pod's limit of memory: {error:#}")
+            eprintln!("torpor-oci: the sandbox may exceed its Pod's limit of memory: {error:#}");
         }
     }
     end_rooms(node, sandbox, Room::give_back)
+}
+
+fn end_if_exceeded(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
+    let rooms = node.records.room(sandbox)?;
+    let exceeded = rooms
+        .iter()
+        .map(Room::is_exceeded)
+        .collect::<Result<Vec<_>, _>>()?;
+    if !exceeded.contains(&true) {
+        return Ok(false);
+    }
+    let pod = node.records.pod(sandbox)?;
+    super::kill_processes(node, &pod.cgroup)?;
+    Ok(true)
 }
 
 type End = fn(&Room) -> Result<bool, torpor_cgroup::Error>;
