@@ -57,7 +57,23 @@ pub(crate) fn force_end(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Answ
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser;
+    use torpor_gvisor::keeper::Verb;
+
     use super::*;
+    use crate::args::{Cli, Command};
+
+    #[test]
+    fn a_keeper_runs_these_verbs_by_the_names_that_the_agent_says() {
+        let parsed = |verb: Verb| {
+            let sandbox = "5".repeat(64);
+            Cli::try_parse_from(["torpor-oci", verb.as_str(), &sandbox]).map(|cli| cli.command)
+        };
+        let measure = parsed(Verb::Measure).expect("a command");
+        assert!(matches!(measure, Command::Measure { .. }));
+        let end = parsed(Verb::ForceEnd).expect("a command");
+        assert!(matches!(end, Command::ForceEnd { .. }));
+    }
 
     #[test]
     fn only_the_filestores_themselves_count() {
