@@ -246,7 +246,7 @@ e2e() { without_proxy cargo test --locked -p torpor-tests --test e2e -- "$@"; }
 # The end-to-end tests come in three parts: most; those that disturb the agent, beside modules that do not mind it; and those that have the
 # node for themselves, because they kill containerd, cordon the node, count what all of it saves, or look at what all sandboxes share.
 BUSY_DISK=alone::capacity::images_of_idle
-LAST=(alone::killed alone::drain alone::programs alone::revoked alone::stock "$BUSY_DISK")
+LAST=(alone::away alone::killed alone::drain alone::programs alone::revoked alone::stock "$BUSY_DISK")
 BESIDE_AGENT=(
 	claims:: inject::the_program inject::what_cannot leftovers:: oci:: resources:: router:: sdk::claims sdk::the_ streams:: volumes::
 )

@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::core::v1::{Event, Node, Pod};
 use kube::Api;
 use kube::api::{EvictParams, ListParams, Patch, PatchParams};
@@ -100,63 +99,6 @@ async fn a_dozing_sandbox_keeps_its_memory_when_its_node_is_drained() -> anyhow:
     case_alone("draindoze", async |case| {
         let idle = json!({ "metadata": { "annotations": { DOZE_AFTER: "3s" } } });
         drained(case, with(witness(), idle), Sleeps::Dozing).await
-    })
-    .await
-}
-
-const SYSTEM: &str = "agent-sandbox-system";
-const CONTROLLER: &str = "agent-sandbox-controller";
-
-async fn scale_controller(case: &Case, replicas: i32) -> anyhow::Result<()> {
-    let deployments: Api<Deployment> = Api::namespaced(case.client(), SYSTEM);
-    let patch = Patch::Merge(json!({ "spec": { "replicas": replicas } }));
-    let params = PatchParams::default();
-    deployments.patch(CONTROLLER, &params, &patch).await?;
-    Ok(())
-}
-
-/// Ends every process of the controller; answers how many there were.
-async fn end_controller(case: &Case) -> anyhow::Result<i32> {
-    let deployments: Api<Deployment> = Api::namespaced(case.client(), SYSTEM);
-    let deployment = deployments.get(CONTROLLER).await?;
-    let spec = deployment.spec;
-    scale_controller(case, 0).await?;
-    let labels = spec.selector.match_labels.unwrap_or_default();
-    let labels = labels.iter().map(|(key, value)| format!("{key}={value}"));
-    let labels = labels.collect::<Vec<_>>().join(",");
-    let params = ListParams::default().labels(&labels);
-    let pods: Api<Pod> = Api::namespaced(case.client(), SYSTEM);
-    wait::until("no controller is there", LIMIT, async || {
-        let left = pods.list(&params).await?.items;
-        wait::holds(left.is_empty(), || format!("{} are left", left.len()))
-    })
-    .await?;
-    Ok(spec.replicas.unwrap_or(1))
-}
-
-#[tokio::test]
-async fn a_sandbox_that_is_evicted_while_no_controller_is_there_keeps_its_memory()
--> anyhow::Result<()> {
-    case_alone("drainunseen", async |case| {
-        case.create(witness()).await?;
-        let pod = case.sandbox_ready("s").await?;
-        let before = witness::ask(&pod).await?;
-        let asked = json!({ "metadata": { "annotations": { HIBERNATE: "true" } } });
-        case.patch("s", asked).await?;
-        case.sandbox_says("s", "Hibernated", "True", "Hibernated")
-            .await?;
-        let replicas = end_controller(case).await?;
-        let evicted = evict(case, &pod).await;
-        scale_controller(case, replicas).await?;
-        evicted?;
-        let no_more = json!({ "metadata": { "annotations": { HIBERNATE: null } } });
-        case.patch("s", no_more).await?;
-        let is_next = |now: &Pod| uid(now) != uid(&pod);
-        case.pod_until("s", "there is a next Pod", LIMIT, is_next)
-            .await?;
-        let back = case.sandbox_ready("s").await?;
-        assert_ne!(uid(&back), uid(&pod));
-        witness::ask(&back).await?.goes_on_from(&before)
     })
     .await
 }
