@@ -46,7 +46,7 @@ fn text_of(pid: i32, file: &str) -> Option<String> {
 
 /// What the kernel says of a process in `/proc/<pid>/stat` (proc_pid_stat(5)). None: there is no such process.
 pub fn stat(pid: i32) -> Option<Stat> {
-    stat_in(File::open(format!("/proc/{pid}/stat")).ok()?)
+    stat_in(File::open(path_of(pid, "stat")).ok()?)
 }
 
 /// The same of a line that was read from there.
