@@ -99,10 +99,9 @@ pub(crate) struct RunArgs {
     /// Bytes a second (200Mi, 1G) of the images' disk that saves of idle sandboxes keep to on average, those that somebody asked for counted in; or off
     #[arg(long, default_value = "off", env = "TORPOR_SAVE_BANDWIDTH")]
     pub(crate) save_bandwidth: Bytes,
-    /// Percent of the images' disk that saves leave free, or off: one that would take of it fails as on a full disk, before it writes anything. Above the kubelet's eviction limits
-    // These are 10 % (nodefs) and 15 % (imagefs) by default.
-    #[arg(long, default_value = "20", env = "TORPOR_STORE_RESERVE")]
-    pub(crate) store_reserve: Limit,
+    /// Percent of the images' disk that saves leave free, or off: one that would take of it fails as on a full disk, before it writes anything. Default: five more than the kubelet's eviction limits, as far as the installer could read them, and at least 20
+    #[arg(long, env = "TORPOR_STORE_RESERVE")]
+    pub(crate) store_reserve: Option<Limit>,
     /// Seconds that the memory of a sleeping sandbox stays whose Pod was evicted or force-deleted, for a SandboxSnapshot that names the Pod; ends early, oldest first, when the images' disk has less free than --store-reserve. 0: none
     #[arg(long, default_value = "600", value_parser = seconds, env = "TORPOR_UNCLAIMED_IMAGE_GRACE")]
     pub(crate) unclaimed_image_grace: Duration,
@@ -233,6 +232,33 @@ impl FromStr for Bytes {
     }
 }
 
+/// The least that is left free by default: above the kubelet's own defaults, which are 10 percent (nodefs) and 15 (imagefs).
+const LEAST_RESERVE: u8 = 20;
+/// So many percent more than the kubelet's limit are left free by default.
+const ABOVE_EVICTION: u8 = 5;
+/// A disk of which more is to be free takes no images at all.
+const MOST_RESERVE: u8 = 95;
+
+impl RunArgs {
+    /// Percent of the images' disk that saves leave free. `eviction`: the most that the kubelet wants free, where it is known.
+    pub(crate) fn reserve(&self, eviction: Option<u8>) -> u8 {
+        let default = || {
+            let above = eviction.unwrap_or(0).saturating_add(ABOVE_EVICTION);
+            above.clamp(LEAST_RESERVE, MOST_RESERVE)
+        };
+        self.store_reserve
+            .map_or_else(default, |limit| limit.percent().unwrap_or(0))
+    }
+}
+
+impl InstallArgs {
+    /// The kubelet's configuration file on the host; kubeadm writes it there.
+    pub(crate) fn kubelet_config(&self) -> PathBuf {
+        let own = self.kubelet_config.clone();
+        own.unwrap_or_else(|| self.paths.kubelet_root.join("config.yaml"))
+    }
+}
+
 fn per_namespace(text: &str) -> Result<PerNamespace, String> {
     if text == "0" {
         return Ok(PerNamespace::Unlimited);
@@ -283,6 +309,9 @@ pub(crate) struct InstallArgs {
     /// The port of the kubelet's API (KubeletConfiguration's `port`): its probes of a sleeping pod are known by the process that listens there
     #[arg(long, default_value = "10250", env = "TORPOR_KUBELET_PORT")]
     pub(crate) kubelet_port: u16,
+    /// The kubelet's configuration file: images leave more of the disk free than its eviction limits. Default: config.yaml below --kubelet-root
+    #[arg(long, value_parser = absolute, env = "TORPOR_KUBELET_CONFIG")]
+    pub(crate) kubelet_config: Option<PathBuf>,
     /// Whether the kernel is set (for the whole node) to expedite RCU grace periods, and for images of 16 MiB and more to give out shared memory in 64 KiB pieces, for the moment of a wake, which halves it
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set)]
     pub(crate) expedite_wakes: bool,
@@ -492,12 +521,20 @@ mod tests {
 
     #[test]
     fn the_default_reserve_is_above_the_kubelets_eviction_limits() {
-        let args = Args::try_parse_from(["torpor-agent", "run", "--node-name=n"]).expect("parses");
-        let Command::Run(run) = args.command else {
-            panic!("{args:?}")
+        let run = |more: &[&str]| {
+            let all = ["torpor-agent", "run", "--node-name=n"];
+            let args = Args::try_parse_from(all.iter().chain(more)).expect("parses");
+            match args.command {
+                Command::Run(run) => run,
+                other => panic!("{other:?}"),
+            }
         };
-        // nodefs.available and imagefs.available, by default.
-        assert!(run.store_reserve.percent() > Some(15));
+        let default = run(&[]);
+        let reserves = [None, Some(10), Some(30), Some(100)].map(|of| default.reserve(of));
+        assert_eq!(reserves, [20, 20, 35, 95]);
+        assert_eq!(run(&["--store-reserve=7"]).reserve(Some(30)), 7);
+        assert_eq!(run(&["--store-reserve=off"]).reserve(Some(30)), 0);
+        let run = default;
         assert_eq!(run.store_per_namespace, PerNamespace::Percent(50));
     }
 

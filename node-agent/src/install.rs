@@ -13,6 +13,7 @@
 mod apply;
 mod containerd;
 mod error;
+mod eviction;
 mod host;
 mod plan;
 mod restart;

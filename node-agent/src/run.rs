@@ -77,7 +77,7 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
     let cgroups = args.cgroup_root.clone();
     let swap = Arc::new(SwapRoom::new(&args.swap));
     let limits = StoreLimits {
-        reserve: args.store_reserve.percent().unwrap_or(0),
+        reserve: args.reserve(config.eviction_percent),
         per_namespace: args.store_per_namespace,
     };
     let node = tokio::task::spawn_blocking(move || Node::new(config, limits, &cgroups, swap));

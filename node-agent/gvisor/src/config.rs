@@ -26,6 +26,9 @@ pub struct Config {
     /// Where the kubelet listens, by which its probes are known.
     #[serde(default = "default_kubelet_port")]
     pub kubelet_port: u16,
+    /// The most that the kubelet wants free of a disk before it evicts Pods, in percent; none where its configuration was not found.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub eviction_percent: Option<u8>,
     /// gVisor's platform.
     #[serde(default = "default_platform")]
     pub platform: String,

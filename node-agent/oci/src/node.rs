@@ -125,6 +125,7 @@ pub(crate) mod tests {
             store_dir: dir.path().join("store"),
             kubelet_root: PathBuf::new(),
             kubelet_port: 10250,
+            eviction_percent: None,
             platform: String::new(),
             expedite_wakes: false,
             begin_sandboxes: true,

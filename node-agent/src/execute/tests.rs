@@ -36,6 +36,7 @@ pub(crate) fn node_in(dir: &Path) -> Node {
         store_dir: dir.to_owned(),
         kubelet_root: dir.join("kubelet"),
         kubelet_port: 10250,
+        eviction_percent: None,
         platform: String::new(),
         expedite_wakes: false,
         begin_sandboxes: true,

@@ -21,6 +21,7 @@ use tracing::{info, warn};
 
 use super::containerd::Handler;
 use super::error::Error;
+use super::eviction;
 use super::host::{self, HostRoot, Mode};
 use super::plan::{self, Change, Current, MainEdit, Plan, Restart, Wanted};
 use super::restart;
@@ -308,6 +309,7 @@ fn place_binaries(node: &Node, args: &InstallArgs, build: &Build) -> Result<bool
         store_dir: args.paths.store_dir.clone(),
         kubelet_root: args.paths.kubelet_root.clone(),
         kubelet_port: args.kubelet_port,
+        eviction_percent: eviction_percent(node, args),
         platform: args.runsc_platform.clone(),
         expedite_wakes: args.expedite_wakes,
         begin_sandboxes: args.begin_sandboxes,
@@ -318,6 +320,23 @@ fn place_binaries(node: &Node, args: &InstallArgs, build: &Build) -> Result<bool
     changed |= write_json(&node.bin.join(config::FILE_NAME), &config, Mode::New(0o644))?;
     changed |= place(&args.payload_dir.join(OCI), None, &node.bin.join(OCI))?;
     Ok(changed)
+}
+
+/// The kubelet's highest limit of free disk space. What cannot be read is told, and keeps nothing from being installed.
+fn eviction_percent(node: &Node, args: &InstallArgs) -> Option<u8> {
+    let here = |path: &Path| node.root.path(path);
+    let folder = here(&args.paths.kubelet_root).ok()?;
+    let capacity = nix::sys::statvfs::statvfs(&folder)
+        .map_or(0, |of| of.blocks().saturating_mul(of.fragment_size()));
+    let file = here(&args.kubelet_config()).ok()?;
+    eviction::percent(&file, capacity).unwrap_or_else(|error| {
+        let error: &dyn std::error::Error = &error;
+        warn!(
+            error,
+            "the agent's default reserve goes by Kubernetes' defaults"
+        );
+        None
+    })
 }
 
 /// The pause containers' root file system. Returns whether it was written.

@@ -12,6 +12,7 @@ pub(crate) fn one_pod() -> (tempfile::TempDir, Records, SandboxId) {
         store_dir: PathBuf::new(),
         kubelet_root: PathBuf::new(),
         kubelet_port: 10250,
+        eviction_percent: None,
         platform: String::new(),
         expedite_wakes: false,
         begin_sandboxes: true,

@@ -110,6 +110,7 @@ impl Host {
     fn install_args(&self) -> InstallArgs {
         InstallArgs {
             kubelet_port: 10250,
+            kubelet_config: None,
             doze_swap: None,
             expedite_wakes: true,
             begin_sandboxes: true,
