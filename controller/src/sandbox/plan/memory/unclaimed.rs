@@ -29,8 +29,8 @@ use crate::{
     saved_pod,
 };
 
-/// A report answers what was asked before it: times of conditions and reports have whole seconds.
-const LATER: SignedDuration = SignedDuration::from_secs(1);
+/// A report answers a question that is older than it by so much. The two times are of two clocks, and have whole seconds.
+const LATER: SignedDuration = SignedDuration::from_secs(10);
 
 /// What the last Pod left.
 #[derive(Debug)]
