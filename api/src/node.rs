@@ -88,6 +88,10 @@ pub struct SandboxNodeStatus {
     #[serde(default)]
     #[schemars(schema_with = "sandboxes_schema")]
     pub sandboxes: Vec<SandboxReport>,
+    /// Whether `sandboxes` names all memory that the node holds in images: its store could be read, and the agent has looked at each Pod of which it holds images.
+    /// While it is false the absence of a Pod says nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sandboxes_complete: Option<bool>,
     /// The local store of images.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub storage: Option<ImageStorage>,

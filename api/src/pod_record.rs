@@ -24,6 +24,9 @@ pub struct PodRecord {
     pub name: String,
     /// Node on which it ran.
     pub node_name: String,
+    /// UID of the Sandbox that controlled it.
+    #[serde(default, rename = "sandboxUID")]
+    pub sandbox_uid: String,
     /// UID of the Pod.
     pub uid: String,
 }
@@ -64,6 +67,8 @@ impl PodRecord {
             let image = status.image_id.clone();
             (!image.is_empty()).then(|| (status.name.clone(), image))
         };
+        let mut owners = pod.metadata.owner_references.iter().flatten();
+        let owner = owners.find(|owner| owner.controller == Some(true));
         let images: BTreeMap<_, _> = main.chain(init).filter_map(named).collect();
         let is_whole = spec.containers.iter().all(|c| images.contains_key(&c.name));
         is_whole.then_some(())?;
@@ -71,6 +76,7 @@ impl PodRecord {
             images,
             name: pod.name_any(),
             node_name: spec.node_name.clone()?,
+            sandbox_uid: owner.map(|owner| owner.uid.clone()).unwrap_or_default(),
             uid: pod.uid()?,
         })
     }
@@ -84,7 +90,12 @@ mod tests {
 
     fn pod(image_ids: [&str; 2]) -> Pod {
         serde_json::from_value(json!({
-            "metadata": {"name": "s", "namespace": "n", "uid": "u"},
+            "metadata": {
+                "name": "s", "namespace": "n", "uid": "u",
+                "ownerReferences": [{
+                    "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox", "name": "s", "uid": "o", "controller": true,
+                }],
+            },
             "spec": {"nodeName": "a", "containers": [{"name": "main"}, {"name": "side"}]},
             "status": {
                 "initContainerStatuses": [{
@@ -103,6 +114,7 @@ mod tests {
     fn a_record_names_the_node_and_the_image_of_each_container_and_survives_its_annotation() {
         let record = PodRecord::of(&pod(["r@sha256:1", "sha256:2"])).unwrap();
         assert_eq!((&*record.uid, &*record.node_name), ("u", "a"));
+        assert_eq!(record.sandbox_uid, "o");
         let images: Vec<_> = record.images.iter().map(|(k, v)| (&**k, &**v)).collect();
         let expected = [
             ("init", "r@sha256:0"),

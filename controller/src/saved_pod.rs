@@ -28,9 +28,10 @@ fn read<K: Resource>(object: &K, key: &str) -> Option<PodRecord> {
     }
 }
 
-/// The Pod that last ran for a Sandbox.
+/// The Pod that last ran for a Sandbox. A Sandbox that was made from the manifest of another has that one's record, which does not count.
 pub fn last_pod(sandbox: &Sandbox) -> Option<PodRecord> {
-    read(sandbox, annotations::LAST_POD)
+    let record = read(sandbox, annotations::LAST_POD)?;
+    (sandbox.metadata.uid.as_deref() == Some(record.sandbox_uid.as_str())).then_some(record)
 }
 
 /// The Pod whose memory a snapshot holds: by the snapshot's own record, else by the Pod itself,
@@ -102,6 +103,7 @@ mod tests {
             images: [("c".to_owned(), "r@sha256:1".to_owned())].into(),
             name: "s".to_owned(),
             node_name: node.to_owned(),
+            sandbox_uid: "sandbox-uid".to_owned(),
             uid: uid.to_owned(),
         }
     }
@@ -136,10 +138,22 @@ mod tests {
     fn sandbox(name: &str, record: &PodRecord) -> Sandbox {
         serde_json::from_value(json!({
             "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox",
-            "metadata": {"name": name, "annotations": {annotations::LAST_POD: record.to_annotation()}},
+            "metadata": {
+                "name": name, "uid": "sandbox-uid",
+                "annotations": {annotations::LAST_POD: record.to_annotation()},
+            },
             "spec": {"podTemplate": {"spec": {"containers": []}}},
         }))
         .unwrap()
+    }
+
+    #[test]
+    fn a_sandbox_that_was_made_from_the_manifest_of_another_has_no_record() {
+        let own = sandbox("s", &record("u-p", "a"));
+        assert_eq!(last_pod(&own), Some(record("u-p", "a")));
+        let mut copied = own;
+        copied.metadata.uid = Some("another".to_owned());
+        assert_eq!(last_pod(&copied), None);
     }
 
     /// A lying agent may write all of the status.

@@ -311,7 +311,9 @@ fn resume(context: &Context<'_>, left: Option<(&ImageId, u64)>) -> Outcome {
     };
     let runsc = context.node.runsc.of(sandbox);
     let resumed = resume::resume(records, &runsc, &mut control, sandbox, left, CALL_LIMIT);
-    tell_keeper(context, &Request::Release);
+    if !matches!(resumed, Ok(Resumed::GoferGone)) {
+        tell_keeper(context, &Request::Release);
+    }
     match (resumed, image) {
         (Ok(Resumed::Runs), _) => {
             if dozed {
@@ -469,7 +471,7 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
         ),
         Err(error) => return failed("NoRecord", &error),
     };
-    if saved.as_ref().is_err_and(save::Error::still_writes) {
+    if saved.as_ref().is_err_and(save::Error::is_defiance) {
         force_end(context);
     }
     match partial.size() {

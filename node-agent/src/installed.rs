@@ -91,8 +91,16 @@ fn waits_for(path: &Path, error: &config::Error) -> String {
 }
 
 fn news(own: &Config, now: Result<Config, config::Error>) -> News {
+    // Revoked builds are read anew by each report, and by torpor-oci.
+    let is_same = |now: &Config| {
+        let revoked_runsc = own.revoked_runsc.clone();
+        *own == Config {
+            revoked_runsc,
+            ..now.clone()
+        }
+    };
     match now {
-        Ok(now) if now == *own => News::None,
+        Ok(now) if is_same(&now) => News::None,
         Ok(_) => News::Other("the installer has put another version or other settings on the node"),
         Err(config::Error::Read { source, .. })
             if source.kind() == std::io::ErrorKind::NotFound =>

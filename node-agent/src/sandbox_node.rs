@@ -147,6 +147,7 @@ fn changed(old: &SandboxNodeStatus, new: &SandboxNodeStatus) -> bool {
             heartbeat_time: _,
             runtimes,
             sandboxes,
+            sandboxes_complete,
             storage,
         } = status.clone();
         let conditions: Vec<(String, String)> = conditions
@@ -165,6 +166,7 @@ fn changed(old: &SandboxNodeStatus, new: &SandboxNodeStatus) -> bool {
             fingerprint,
             runtimes,
             sandboxes,
+            sandboxes_complete,
             images,
         )
     };
@@ -229,7 +231,15 @@ fn status(
     sandboxes: &mut Sandboxes,
     can_doze: &Result<(), String>,
 ) -> SandboxNodeStatus {
-    let images = node.store.list().ok();
+    let images = node.store.list();
+    if let Err(error) = &images {
+        let error: &dyn std::error::Error = error;
+        tracing::error!(error, "cannot read the store of images");
+    }
+    let images = images.ok();
+    let reports = sandboxes.report(node, images.as_deref().unwrap_or_default());
+    let complete = images.as_deref();
+    let complete = complete.is_some_and(|images| sandboxes.is_complete(node, images));
     SandboxNodeStatus {
         agent_version: Some(env!("CARGO_PKG_VERSION").to_owned()),
         conditions: Vec::new(),
@@ -241,7 +251,8 @@ fn status(
             .map(|ability| fingerprint(&ability.fingerprint)),
         heartbeat_time: Some(Time(Timestamp::now())),
         runtimes: vec![runtime(node, handler, can_doze)],
-        sandboxes: sandboxes.report(node, images.as_deref().unwrap_or_default()),
+        sandboxes: reports,
+        sandboxes_complete: Some(complete),
         storage: images.and_then(|images| storage(node, &images)),
     }
 }

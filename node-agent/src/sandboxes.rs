@@ -1,7 +1,7 @@
 //! What SandboxNode says of each sandbox: why the planner does what it does, what the last sleep gained, how the last wake went.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -110,6 +110,20 @@ impl Sandboxes {
         all.append(&mut reports);
         all.truncate(MAX_REPORTED);
         all
+    }
+
+    /// Whether the report names all memory that is in `images`: each Pod of theirs has a sandbox on the node, or was seen to be gone.
+    pub(crate) fn is_complete(&self, node: &Node, images: &[Listed]) -> bool {
+        let Ok(pods) = node.records.pods() else {
+            return false;
+        };
+        let recorded: BTreeSet<&PodUid> = pods.iter().map(|pod| &pod.pod_uid).collect();
+        let whole = images
+            .iter()
+            .filter(|image| image.state == ImageState::Committed);
+        whole
+            .map(|image| image.id.pod())
+            .all(|pod| recorded.contains(pod) || self.board.is_gone(pod))
     }
 
     /// The planner's reasons about a Pod.

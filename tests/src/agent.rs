@@ -23,7 +23,8 @@ const INSTALLER: &str = "torpor-installer";
 const COMEBACK_LIMIT: Duration = Duration::from_secs(60);
 /// While containerd is killed again and again, too: each time it dies in the start of the agent's Pod costs the kubelet's next look.
 const REPLACEMENT_LIMIT: Duration = Duration::from_secs(180);
-const ROLLOUT_LIMIT: Duration = Duration::from_secs(35);
+/// An agent that ended because something else was installed is started again by the kubelet, the second time after a while.
+const ROLLOUT_LIMIT: Duration = Duration::from_secs(90);
 
 /// The agent that runs on this machine.
 #[derive(Debug)]

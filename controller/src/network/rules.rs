@@ -15,8 +15,8 @@ const PRIVATE_V4: [&str; 5] = [
     "169.254.0.0/16",
     "100.64.0.0/10",
 ];
-/// Unique local and link-local addresses, and the prefix under which NAT64 (RFC 6052) reaches every IPv4 address.
-const PRIVATE_V6: [&str; 3] = ["fc00::/7", "fe80::/10", "64:ff9b::/96"];
+/// Unique local and link-local addresses, and the prefixes under which NAT64 reaches IPv4 addresses (RFC 6052, RFC 8215).
+const PRIVATE_V6: [&str; 4] = ["fc00::/7", "fe80::/10", "64:ff9b::/96", "64:ff9b:1::/48"];
 
 /// A range of addresses, as a NetworkPolicy's `ipBlock.except` takes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

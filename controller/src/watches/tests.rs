@@ -17,13 +17,14 @@ fn node(sandboxes: &Value, heard: &str) -> Arc<SandboxNode> {
 fn asking(name: &str, reason: &str, node: &str) -> Sandbox {
     let record = PodRecord {
         node_name: node.to_owned(),
+        sandbox_uid: "o".to_owned(),
         uid: "u".to_owned(),
         ..PodRecord::default()
     };
     serde_json::from_value(json!({
         "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox",
         "metadata": {
-            "name": name, "namespace": "ns",
+            "name": name, "namespace": "ns", "uid": "o",
             "annotations": {annotations::LAST_POD: record.to_annotation()},
         },
         "spec": {"podTemplate": {"spec": {"containers": []}}},

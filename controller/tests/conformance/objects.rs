@@ -84,12 +84,16 @@ pub(crate) fn running(container: &str) -> Value {
     })
 }
 
-/// What the controller records of a Pod "s" on a node.
-pub(crate) fn pod_record(uid: &str, node: &str) -> String {
+/// What the controller records of a Pod "s" of this Sandbox on a node.
+pub(crate) fn pod_record(sandbox: &Value, uid: &str, node: &str) -> String {
     let record = PodRecord {
         images: [("c".to_owned(), IMAGE.to_owned())].into(),
         name: "s".to_owned(),
         node_name: node.to_owned(),
+        sandbox_uid: sandbox["metadata"]["uid"]
+            .as_str()
+            .unwrap_or_default()
+            .to_owned(),
         uid: uid.to_owned(),
     };
     record.to_annotation()
@@ -131,7 +135,8 @@ pub(crate) fn manual_snapshot(name: &str) -> Value {
 pub(crate) fn golden() -> Value {
     let mut snapshot = manual_snapshot("golden");
     snapshot["status"] = committed("g.1", "n1")["status"].take();
-    snapshot["metadata"]["annotations"] = json!({"torpor.dev/saved-pod": pod_record("g", "n1")});
+    snapshot["metadata"]["annotations"] =
+        json!({"torpor.dev/saved-pod": pod_record(&Value::Null, "g", "n1")});
     snapshot
 }
 

@@ -205,5 +205,5 @@ async fn the_pod_of_a_snapshot_that_its_user_made_is_recorded_while_it_is_there(
         .unwrap();
     let snapshot = &world.snapshots()[0];
     let record = &snapshot["metadata"]["annotations"]["torpor.dev/saved-pod"];
-    assert_eq!(*record, pod_record(&uid, "n1"));
+    assert_eq!(*record, pod_record(&world.sandbox(), &uid, "n1"));
 }

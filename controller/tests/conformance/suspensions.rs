@@ -280,7 +280,7 @@ impl Node {
     fn reports(&self) {
         let sandbox = self.api.get("sandboxes", NS, "s").unwrap();
         let asked = said(&sandbox, "Restored").is_some_and(|said| said.1 == "AskingNode");
-        let at = Timestamp::now() + SignedDuration::from_secs(if asked { 2 } else { 0 });
+        let at = Timestamp::now() + SignedDuration::from_secs(if asked { 11 } else { 0 });
         let unused = self.images.iter().filter(|(_, image)| !image.used);
         let list: Vec<Value> = unused
             .map(|(of, _)| json!({"podUID": of, "imageID": format!("{of}.1")}))

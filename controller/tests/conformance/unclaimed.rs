@@ -76,14 +76,20 @@ async fn the_pod_that_runs_is_recorded_once_and_nobody_waits_for_that() {
     world.pod_becomes_ready();
     let writes = world.writes_of_a_pass().await;
     assert_eq!(writes, ["patch status sandboxes", "patch sandboxes"]);
-    assert_eq!(last_pod(&world), pod_record(&world.pod_uid(), "n1"));
+    assert_eq!(
+        last_pod(&world),
+        pod_record(&world.sandbox(), &world.pod_uid(), "n1")
+    );
     assert!(world.writes_of_a_pass().await.is_empty());
     // The next Pod takes its place.
     world.api.remove("pods", NS, "s");
     world.settle().await;
     world.pod_becomes_ready();
     world.settle().await;
-    assert_eq!(last_pod(&world), pod_record(&world.pod_uid(), "n1"));
+    assert_eq!(
+        last_pod(&world),
+        pod_record(&world.sandbox(), &world.pod_uid(), "n1")
+    );
 }
 
 #[tokio::test]
@@ -101,7 +107,7 @@ async fn a_late_process_puts_no_earlier_pod_in_the_place_of_a_later_one() {
     world.pod_becomes_ready();
     world.sync();
     let seen = world.api.get("sandboxes", NS, "s").unwrap();
-    let other = pod_record("later", "n1");
+    let other = pod_record(&world.sandbox(), "later", "n1");
     let wrote = json!({"metadata": {"annotations": {"torpor.dev/last-pod": other}}});
     world.api.edit("sandboxes", NS, "s", &wrote);
     let late =
@@ -139,7 +145,7 @@ async fn a_controller_that_was_away_while_a_sleeping_pod_was_evicted_finds_its_m
         json!({"sandboxName": "s", "podUID": uid, "nodeName": "n1", "reason": "Suspend"})
     );
     let record = &snapshot["metadata"]["annotations"]["torpor.dev/saved-pod"];
-    assert_eq!(*record, pod_record(&uid, "n1"));
+    assert_eq!(*record, pod_record(&world.sandbox(), &uid, "n1"));
     let message = format!(
         "Pod \"s\" (UID {uid}) is gone; its image on node \"n1\" is being kept in SandboxSnapshot {name:?}"
     );
@@ -243,6 +249,24 @@ async fn what_its_node_has_no_more_is_given_up_aloud_and_once() {
     assert!(world.snapshots().is_empty());
     assert_eq!(restored_image(&world), None);
     world.assert_says("Restored", "False", "ColdStarted", &message);
+}
+
+#[tokio::test]
+async fn the_report_of_an_agent_that_has_just_begun_is_no_answer() {
+    let (world, uid) = asleep().await;
+    let world = drained_unseen(world);
+    world.settle().await;
+    let begun = json!({"status": {"sandboxesComplete": false}});
+    world.api.edit("sandboxnodes", "", "n1", &begun);
+    reports(&world, "n1", 20, &[]);
+    world.settle().await;
+    assert!(world.pod().is_none(), "its list is not whole yet");
+    assert_eq!(restored(&world).1, "AskingNode");
+    let whole = json!({"status": {"sandboxesComplete": true}});
+    world.api.edit("sandboxnodes", "", "n1", &whole);
+    reports(&world, "n1", 30, &[&uid]);
+    world.settle().await;
+    assert_eq!(world.snapshots().len(), 1, "its memory is claimed");
 }
 
 #[tokio::test]

@@ -75,9 +75,16 @@ impl Room {
         self.path == other.path
     }
 
-    /// Puts the limit back where what is used fits, file cache aside. Where it does not, the wider limit is narrowed, and never widened again: v1 would
-    /// refuse the Pod's own limit, and v2 would kill. Answers whether no wider limit is left.
+    /// Puts the limit back where what is used fits, file cache aside: v1 would refuse it otherwise, and v2 would kill. Answers whether no wider limit is left.
     pub fn give_back(&self) -> Result<bool, Error> {
+        if self.is_exceeded()? {
+            return Ok(false);
+        }
+        self.enforce()
+    }
+
+    /// The same; where what is used does not fit, the wider limit is narrowed to it, and never widened again.
+    pub fn narrow(&self) -> Result<bool, Error> {
         let Some(now) = number(&self.path)?.filter(|now| self.is_wider(*now)) else {
             return Ok(true);
         };
@@ -219,7 +226,7 @@ mod tests {
         for (used, more) in [(63, 64), (20, 24), (30, 24), (1, 5), (4, 5)] {
             let used = (LIMIT + used * MIB).to_string();
             std::fs::write(path("memory.current"), used).expect("written");
-            assert!(!room.give_back().expect("looked"));
+            assert!(!room.narrow().expect("looked"));
             let now = std::fs::read_to_string(path("memory.max")).expect("read");
             assert_eq!(now, (LIMIT + more * MIB + MARK).to_string());
             assert!(room.is_made().expect("read"), "it is known for a wider one");

@@ -83,8 +83,15 @@ pub fn resume(
     left: Option<Left>,
     limit: Duration,
 ) -> Result<Resumed, Error> {
-    if !pause::is_paused(records, control, sandbox, limit)? {
-        return Ok(Resumed::RanAlready);
+    match pause::is_paused(records, control, sandbox, limit) {
+        Ok(true) => {}
+        Ok(false) => return Ok(Resumed::RanAlready),
+        Err(error) => {
+            if let Some(left) = left {
+                left.take_back(sandbox)?;
+            }
+            return Err(error.into());
+        }
     }
     let left = left.map(|left| {
         let live = has_gofers(runsc, control, sandbox);

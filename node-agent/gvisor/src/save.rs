@@ -57,9 +57,14 @@ impl Error {
         }
     }
 
-    /// Whether the sandbox goes on with a save that was stopped: only its end frees the disk.
-    pub fn still_writes(&self) -> bool {
-        matches!(self, Self::Stopped { writes: true, .. })
+    /// Whether the sandbox goes on with a save that was stopped because it wrote too much: only its end frees the disk. A sandbox that others have
+    /// taken the disk from is not at fault.
+    pub fn is_defiance(&self) -> bool {
+        let why = match self {
+            Self::Stopped { why, writes: true } => why,
+            _ => return false,
+        };
+        matches!(why, Stop::TooLarge { .. })
     }
 
     /// Whether the checkpoint may have been made, or still be going on.
@@ -126,7 +131,12 @@ fn write_watched(
     let fds = [&files[0], &files[1], &files[2]].map(AsFd::as_fd);
     let answer = control.checkpoint(fds, limit, &mut watch);
     if let Some(why) = stopped {
-        let ended = end_writing(control, files, stop_limit);
+        // A sandbox that is not at fault gets the time of a whole save.
+        let limit = match why {
+            Stop::TooLarge { .. } => stop_limit,
+            Stop::DiskShort { .. } => limit,
+        };
+        let ended = end_writing(control, files, limit);
         return Err(Error::Stopped {
             why,
             writes: !ended,
@@ -343,7 +353,7 @@ mod tests {
             let (saved, left) = watched(sandbox, MIB);
             let error = saved.expect_err("stopped");
             assert_eq!(error.reason(), "ImageTooLarge");
-            assert!(!error.still_writes() && !error.is_unknown(), "{error:?}");
+            assert!(!error.is_defiance() && !error.is_unknown(), "{error:?}");
             assert_eq!(left, 0);
         }
     }
@@ -354,7 +364,7 @@ mod tests {
             let (saved, _) = watched(sandbox, MIB);
             let error = saved.expect_err("stopped");
             assert_eq!(error.reason(), "ImageTooLarge");
-            assert!(error.still_writes() && !error.is_unknown(), "{error:?}");
+            assert!(error.is_defiance() && !error.is_unknown(), "{error:?}");
         }
     }
 
@@ -362,7 +372,7 @@ mod tests {
     fn a_save_is_stopped_when_others_have_taken_the_disk() {
         let (saved, left) = watched(Sandbox::Overshoots, MIB - 1);
         let error = saved.expect_err("stopped");
-        assert!(!error.still_writes(), "{error:?}");
+        assert!(!error.is_defiance(), "{error:?}");
         assert_eq!(left, 0);
         let (saved, _) = watched(Sandbox::Writes(0), MIB - 1);
         assert_eq!(saved.expect_err("stopped").reason(), "DiskFull");

@@ -294,6 +294,8 @@ impl Keeper<'_> {
         if let Some(watch) = self.watch.take() {
             let _expedited = self.node.expedited();
             watch.release();
+            // The room of another wake, whose time begins now.
+            self.owed = None;
         }
         self.put_quotas_back();
         self.give_room_back();
@@ -337,7 +339,7 @@ impl Keeper<'_> {
             eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
         }
         match look {
-            Look::GiveBack | Look::Collect => restore::room::give_back(node, sandbox),
+            Look::GiveBack | Look::Collect => restore::room::narrow(node, sandbox),
             Look::Enforce => restore::room::enforce(node, sandbox),
         }
     }

@@ -18,8 +18,8 @@ use crate::about::named_pod;
 use crate::publish::API_LIMIT;
 use crate::shown::may_be_of_node;
 
-/// How long an answer about a namespace is good: Pods that go together are asked about together.
-const GOOD_FOR: Duration = Duration::from_secs(2);
+/// How long an answer about a namespace is kept for those that wait for it.
+const KEPT_FOR: Duration = Duration::from_secs(60);
 /// How many objects are read at once. Tenants make them, each may have more than a megabyte.
 const PAGE: u32 = 10;
 /// Of Pods only the metadata are read.
@@ -72,9 +72,12 @@ impl Asked {
         namespace: &str,
         pod: &PodUid,
     ) -> Result<Answer, Error> {
+        let asked_at = Instant::now();
         let mut all = self.0.lock().await;
-        all.retain(|_, told| told.at.elapsed() < GOOD_FOR);
-        if !all.contains_key(namespace) {
+        all.retain(|_, told| told.at.elapsed() < KEPT_FOR);
+        // Pods that go together wait together: an answer to a question that was put later is as good for all of them.
+        let is_answered = all.get(namespace).is_some_and(|told| told.at >= asked_at);
+        if !is_answered {
             let told = Told::ask(client, node, namespace).await?;
             all.insert(namespace.to_owned(), told);
         }
@@ -175,10 +178,12 @@ impl Driver {
         let publisher = &shared.publisher;
         let node = publisher.node_name();
         let asked = &shared.asked;
-        match asked
-            .about(publisher.client(), node, namespace.as_str(), pod)
-            .await
-        {
+        let answer = asked.about(publisher.client(), node, namespace.as_str(), pod);
+        let answer = tokio::select! {
+            answer = answer => answer,
+            () = self.stop.cancelled() => return Turn::Wait(RETRY),
+        };
+        match answer {
             Ok(answer) => {
                 remembered.going.answer = Some(answer);
                 Turn::Again

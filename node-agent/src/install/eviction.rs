@@ -99,8 +99,13 @@ fn limit(limits: &BTreeMap<String, String>, signal: &str, capacity: u64) -> Resu
     }
     let bytes: Bytes = text.parse().map_err(|_| wrong())?;
     let bytes = bytes.bytes().map_or(0, NonZeroU64::get);
+    if bytes > capacity / 2 {
+        return Err(format!(
+            "{signal} is {text:?}, more than half of the kubelet's file system: it is of another disk"
+        ));
+    }
     let percent = bytes.saturating_mul(100).div_ceil(capacity.max(1));
-    Ok(u8::try_from(percent).unwrap_or(100).min(100))
+    u8::try_from(percent).map_err(|_| wrong())
 }
 
 #[cfg(test)]
@@ -128,8 +133,11 @@ mod tests {
 
     #[test]
     fn a_limit_that_cannot_be_read_is_named() {
-        let error = highest("evictionHard: {nodefs.available: much}\n", 1 << 30);
-        assert!(error.unwrap_err().contains("nodefs.available"));
+        for text in ["much", "50Gi"] {
+            let text = format!("evictionHard: {{nodefs.available: {text}}}\n");
+            let error = highest(&text, 1 << 30);
+            assert!(error.unwrap_err().contains("nodefs.available"));
+        }
         highest("evictionHard: [", 1).unwrap_err();
     }
 

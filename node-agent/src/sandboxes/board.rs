@@ -24,6 +24,8 @@ pub(crate) struct Latest {
     watched: bool,
     /// Name of its Sandbox, where the Pod was seen.
     sandbox: Option<String>,
+    /// Whether the API has the Pod no more.
+    is_gone: bool,
     left: Option<Left>,
 }
 
@@ -51,6 +53,7 @@ impl Latest {
             reasons: plan.why.iter().map(told).collect(),
             watched,
             sandbox: sandbox.map(str::to_owned),
+            is_gone: gone_since.is_some(),
             left: left.map(|(image, since)| Left {
                 image,
                 since,
@@ -107,6 +110,11 @@ impl Board {
             .map_or_else(Vec::new, |latest| latest.reasons.clone())
     }
 
+    /// Whether it was planned what becomes of the Pod's images now that the API has it no more.
+    pub(super) fn is_gone(&self, pod: &PodUid) -> bool {
+        self.lock().get(pod).is_some_and(|latest| latest.is_gone)
+    }
+
     pub(super) fn sandbox_of(&self, pod: &PodUid) -> Option<String> {
         self.lock().get(pod)?.sandbox.clone()
     }
@@ -155,6 +163,7 @@ pub(super) mod tests {
             reasons: Vec::new(),
             watched: false,
             sandbox: None,
+            is_gone: true,
             left: Some(Left {
                 image: ImageId::parse(image).expect("an image"),
                 since: Timestamp::from_second(since).expect("a time"),

@@ -141,6 +141,11 @@ pub(crate) mod tests {
         }
         // One that was removed a moment ago.
         board.note(&pod("removed"), left("removed.1", 1, true));
+        // The agent has just begun: it has not looked at the Pod of an image yet.
+        let unseen = image_in(&node, "unseen.1");
+        let with_unseen = node.store.list().expect("listed");
+        assert!(sandboxes.is_complete(&node, &images));
+        assert!(!sandboxes.is_complete(&node, &with_unseen), "{unseen}");
         let reports = sandboxes.report(&node, &images);
         let told: Vec<_> = reports
             .iter()

@@ -71,7 +71,8 @@ fn a_template_gets_its_label_and_the_strict_default() {
                 "except": [
                   "fc00::/7",
                   "fe80::/10",
-                  "64:ff9b::/96"
+                  "64:ff9b::/96",
+                  "64:ff9b:1::/48"
                 ]
               }
             }

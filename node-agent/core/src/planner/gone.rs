@@ -131,7 +131,8 @@ impl View<'_> {
         let mut images = self.observed.images.iter();
         let taken = images.any(|i| i.id == *image && i.consumed_by.is_some());
         let is_memory = self.ledger.memory.image() == Some(image);
-        let no_ledger = self.ledger.seq == 0 && self.corrupt.is_none();
+        // One that cannot be trusted counts as none.
+        let no_ledger = self.ledger.seq == 0;
         !taken && (is_memory || no_ledger)
     }
 

@@ -1,6 +1,6 @@
 //! The memory of a sandbox that stands still: which image it is in too, and what follows from that.
 
-use anyhow::ensure;
+use anyhow::{bail, ensure};
 use torpor_core::Entry;
 use torpor_core::ids::{ImageId, SandboxId};
 use torpor_core::ledger::Memory;
@@ -124,7 +124,10 @@ pub(crate) fn run_on(
     match resumed {
         Resumed::Runs => Ok(true),
         Resumed::RanAlready => Ok(false),
-        Resumed::GoferGone => restored(node, sandbox, cause),
+        Resumed::GoferGone if restored(node, sandbox, cause)? => Ok(true),
+        Resumed::GoferGone => {
+            bail!("the sandbox has lost a gofer, and its image cannot be read: it stands still")
+        }
     }
 }
 

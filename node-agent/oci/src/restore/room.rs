@@ -40,9 +40,14 @@ fn try_make(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Gives back what is not used any more, and says whether no room is left. Where none was made nothing changes.
+/// Gives back the room that is not used any more, and says whether none is left. Where none was made nothing changes.
 pub(crate) fn give_back(node: &Node, sandbox: &SandboxId) -> bool {
     end_rooms(node, sandbox, Room::give_back)
+}
+
+/// The same; room that is used is narrowed to what is.
+pub(crate) fn narrow(node: &Node, sandbox: &SandboxId) -> bool {
+    end_rooms(node, sandbox, Room::narrow)
 }
 
 /// Gives all of it back, whatever the sandbox uses. Where the kernel only refuses (cgroup v1) a sandbox that exceeds its limit is ended, as the kernel
@@ -60,7 +65,7 @@ pub(crate) fn enforce(node: &Node, sandbox: &SandboxId) -> bool {
             eprintln!("torpor-oci: the sandbox may exceed its Pod's limit of memory: {error:#}");
         }
     }
-    end_rooms(node, sandbox, Room::give_back)
+    end_rooms(node, sandbox, Room::narrow)
 }
 
 fn end_if_exceeded(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
@@ -137,6 +142,8 @@ mod tests {
         assert_ne!(wider, LIMIT);
         limited.uses(270_000_000);
         assert!(!give_back(node, &pod.sandbox));
+        assert_eq!(limited.memory(), wider, "its garbage is not collected yet");
+        assert!(!narrow(node, &pod.sandbox));
         let narrowed = limited.memory();
         assert!(narrowed < wider, "it follows what is used");
         make(node, pod);

@@ -109,13 +109,22 @@ pub(super) fn settle(
     }
     Left::Awaited(match sought.snapshot {
         Some(snapshot) => says_saving(format!(
-            "{} is gone; its image on node {:?} is being kept in SandboxSnapshot {:?}",
+            "{} is gone; its image on node {:?} is being kept in SandboxSnapshot {:?}{}",
             sought.pod(),
             sought.node,
-            snapshot.name_any()
+            snapshot.name_any(),
+            words_of_agent(snapshot)
         )),
         None => Shown::Keep,
     })
+}
+
+/// What the agent says of the snapshot, to stand at the end of a sentence.
+fn words_of_agent(snapshot: &SandboxSnapshot) -> String {
+    conditions::find(snapshot.conditions(), conditions::COMMITTED)
+        .filter(|said| said.status == "False")
+        .map(|said| format!("; its agent says {}: {}", said.reason, said.message))
+        .unwrap_or_default()
 }
 
 fn given_up(sought: &Sought<'_>, why: &str) -> String {
@@ -204,8 +213,10 @@ fn is_answered(
     lost: Option<Lost>,
 ) -> bool {
     let heard = || {
-        let node = observed.nodes.get(sought.node)?;
-        Some(node.status.as_ref()?.heartbeat_time.as_ref()?.0)
+        let status = observed.nodes.get(sought.node)?.status.as_ref()?;
+        // An agent that has just begun lists nothing yet.
+        let is_complete = status.sandboxes_complete != Some(false);
+        Some(status.heartbeat_time.as_ref().filter(|_| is_complete)?.0)
     };
     let later = |asked| heard().is_some_and(|heard| heard.duration_since(asked) >= LATER);
     sought.snapshot.is_none() && lost != Some(Lost::Gone) && asked_at(desired).is_some_and(later)
