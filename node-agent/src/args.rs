@@ -102,7 +102,7 @@ pub(crate) struct RunArgs {
     /// Percent of the images' disk that saves leave free, or off: one that would take of it fails as on a full disk, before it writes anything. Default: five more than the kubelet's eviction limits, as far as the installer could read them, and at least 20
     #[arg(long, env = "TORPOR_STORE_RESERVE")]
     pub(crate) store_reserve: Option<Limit>,
-    /// Seconds that the memory of a sleeping sandbox stays whose Pod was evicted or force-deleted, for a SandboxSnapshot that names the Pod; ends early, oldest first, when the images' disk has less free than --store-reserve. 0: none
+    /// Seconds that the memory of a sleeping sandbox stays whose Pod was evicted or force-deleted, for a SandboxSnapshot that names the Pod; ends early, oldest first, when the images' disk has less free than half of --store-reserve. 0: none
     #[arg(long, default_value = "600", value_parser = seconds, env = "TORPOR_UNCLAIMED_IMAGE_GRACE")]
     pub(crate) unclaimed_image_grace: Duration,
     /// What the images of one namespace may take of their disk: bytes (20Gi), percent of the file system (50%), or off (0). Beyond it hibernation in place and Manual snapshots are refused; a Suspend and an eviction are not
