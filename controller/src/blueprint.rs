@@ -195,7 +195,7 @@ impl<'a> Blueprint<'a> {
     }
 }
 
-/// What a Sandbox is, as far as it matters to whether its template would make it.
+/// The part of a Sandbox that tells whether its template would make it.
 pub fn meaning_of(sandbox: &Sandbox) -> Value {
     let spec = &sandbox.spec;
     let pod_spec = json!(spec.pod_template.spec);

@@ -1,4 +1,4 @@
-//! What a cache keeps of an object that is large: an outline, from which it is found, compared and woken. A pass that needs more reads the object from the apiserver. Tenants make most objects, and
+//! Outlines: a cache keeps of a large object an outline, from which it is found, compared and woken. A pass that needs more reads the object from the apiserver. Tenants make most objects, and
 //! each may have more than a megabyte: kept whole, a few hundred of them would end this process.
 //!
 //! An outline has one entry in `managedFields`, of an operation that the apiserver knows not: no object that was read is taken for one.
@@ -38,7 +38,7 @@ pub fn is_outline<K: Resource>(object: &K) -> bool {
     digest(object).is_some()
 }
 
-/// Of an outline: what stands for the part that was left out, in comparisons within this process.
+/// Stands in an outline for the part that was left out, in comparisons within this process.
 pub fn digest<K: Resource>(object: &K) -> Option<&str> {
     let entries = object.meta().managed_fields.iter().flatten();
     let mut marks = entries.filter(|entry| entry.operation.as_deref() == Some(OUTLINE));

@@ -36,7 +36,7 @@ impl Settings {
 pub struct NetworkSettings {
     /// Sandboxes that have no template get the strict rules too.
     pub default_policy: bool,
-    /// What the strict rules block beside the private addresses.
+    /// Ranges that the strict rules block beside the private addresses.
     pub except: Vec<Cidr>,
 }
 

@@ -608,7 +608,7 @@ fn named(containers: Vec<Container>) -> Vec<Container> {
     containers.into_iter().map(name).collect()
 }
 
-/// Of a container's status which image it runs.
+/// The image that a container runs, by its status.
 fn image_of(container: &mut ContainerStatus) -> ContainerStatus {
     ContainerStatus {
         name: std::mem::take(&mut container.name),

@@ -1,4 +1,4 @@
-//! What the SandboxSnapshots of one tenant cost the agent of a node that has nothing to do with them.
+//! Cost of the SandboxSnapshots of one tenant for the agent of a node that has nothing to do with them.
 //!
 //! `cargo run --release -p torpor-agent --example snapshots [NUMBER]` measures the agent's own index: how long it takes in a list and an event, and what a sweep and a turn of a Pod ask of
 //! it, with so many snapshots (20,000) that name unknown Pods and without. It ends with 1 when that comes to 2 % of a core.
@@ -33,7 +33,7 @@ const EVENTS: u32 = 50;
 /// Percent of a core.
 const LIMIT: f64 = 2.0;
 
-/// What the tenant's snapshots say of a node.
+/// The node that the tenant's snapshots name.
 #[derive(Debug, Clone, Copy)]
 enum Names {
     Nobody,

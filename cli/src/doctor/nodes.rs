@@ -24,7 +24,7 @@ pub fn silence(node: &SandboxNode, now: Timestamp) -> Option<String> {
     node.is_silent(now).then(|| units::age(heard, now))
 }
 
-/// What a DaemonSet of Torpor is for, in the words of findings.
+/// A DaemonSet of Torpor, with the words of findings about it.
 struct Workload {
     name: &'static str,
     pods: &'static str,

@@ -37,7 +37,7 @@ pub struct Observed {
     pub template: Option<Arc<SandboxTemplate>>,
     /// Whatever has the name of the template's NetworkPolicy.
     pub template_policy: Option<Arc<NetworkPolicy>>,
-    /// What the operator blocks beside the private addresses.
+    /// Ranges that the operator blocks beside the private addresses.
     pub except: Vec<Cidr>,
     /// Pool and template are as the apiserver has them, and not only as the caches show them.
     pub fresh: bool,

@@ -36,7 +36,7 @@ const ROUNDS: usize = 4;
 /// When a Sandbox that runs is looked at again whose namespace's policy could not be brought back.
 const RETRY: Duration = Duration::from_secs(60);
 
-/// What the controller says of the network of a Sandbox.
+/// The network of a Sandbox, as the controller decides it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isolation {
     /// Nothing. Sandboxes of claims and pools have their template's policy.
@@ -50,7 +50,7 @@ pub enum Isolation {
 }
 
 impl Isolation {
-    /// Of a Sandbox. `enabled`: the controller gives a policy to Sandboxes without a template.
+    /// Decides it for a Sandbox. `enabled`: the controller gives a policy to Sandboxes without a template.
     pub fn of(sandbox: &Sandbox, enabled: bool) -> Self {
         let of_template = controller_of(sandbox).is_some_and(|owner| {
             let group = owner.api_version.split_once('/').map(|(group, _)| group);
@@ -180,7 +180,7 @@ fn patch_labels(pod: &Pod, label: &Value) -> Step {
     }
 }
 
-/// What is to be done about the policy of a namespace.
+/// The next write to the policy of a namespace.
 #[derive(Clone, Debug, PartialEq)]
 enum Todo {
     Nothing,

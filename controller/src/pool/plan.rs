@@ -46,7 +46,7 @@ pub struct Observed {
     pub template: Option<Arc<SandboxTemplate>>,
     /// Whatever has the name of the template's NetworkPolicy.
     pub template_policy: Option<Arc<NetworkPolicy>>,
-    /// What the operator blocks beside the private addresses.
+    /// Ranges that the operator blocks beside the private addresses.
     pub except: Vec<Cidr>,
     /// Sandboxes that the pool controls.
     pub members: Vec<Arc<Sandbox>>,

@@ -33,7 +33,7 @@ pub struct Observed {
     pub service: Option<Arc<Service>>,
     /// Snapshots that name the Sandbox, and the one that it is to be a copy of, by name.
     pub snapshots: BTreeMap<String, Arc<SandboxSnapshot>>,
-    /// What is recorded of the Pods whose memory they hold, by the snapshot's name.
+    /// Records of the Pods whose memory they hold, by the snapshot's name.
     pub saved_pods: BTreeMap<String, PodRecord>,
     /// The apiserver was asked for the Sandbox itself.
     pub sandbox_is_certain: bool,

@@ -20,7 +20,7 @@ pub struct Observed {
     pub template: Arc<SandboxTemplate>,
     /// Whatever has the name of the template's policy.
     pub policy: Option<Arc<NetworkPolicy>>,
-    /// What the operator blocks beside the private addresses.
+    /// Ranges that the operator blocks beside the private addresses.
     pub except: Vec<Cidr>,
 }
 

@@ -76,7 +76,7 @@ pub(crate) fn ready_pod(node: &str) -> Value {
 /// Reference of the image of each container, as its kubelet reports it.
 pub(crate) const IMAGE: &str = "registry.example/img@sha256:abc";
 
-/// What a kubelet reports of a container that runs.
+/// The status that a kubelet reports of a container that runs.
 pub(crate) fn running(container: &str) -> Value {
     json!({
         "name": container, "image": "img", "imageID": IMAGE, "ready": true, "restartCount": 0,
@@ -84,7 +84,7 @@ pub(crate) fn running(container: &str) -> Value {
     })
 }
 
-/// What the controller records of a Pod "s" of this Sandbox on a node.
+/// The controller's record of a Pod "s" of this Sandbox on a node.
 pub(crate) fn pod_record(sandbox: &Value, uid: &str, node: &str) -> String {
     let record = PodRecord {
         images: [("c".to_owned(), IMAGE.to_owned())].into(),

@@ -10,7 +10,7 @@ use crate::{Error, Hierarchies, counted, write};
 const MARK: u64 = 7 << 16;
 /// Wider limits are so many bytes apart.
 const STEP: u64 = 1 << 20;
-/// What is used may grow by so many bytes while a wider limit is narrowed.
+/// Memory in use may grow by so many bytes while a wider limit is narrowed.
 const SLACK: u64 = 4 << 20;
 /// How much more a Pod may have while it is woken, in bytes.
 pub const ROOM: u64 = 64 * STEP + MARK;

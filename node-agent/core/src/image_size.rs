@@ -5,7 +5,7 @@ const MIB: u64 = 1 << 20;
 /// An image has the sandbox' state beside its memory: this much more than was counted, or a quarter, is no sign of a fault.
 const LEAST_MARGIN: u64 = 64 * MIB;
 
-/// What is known of a sandbox before it is saved, in bytes.
+/// Sizes of a sandbox before it is saved, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Figures {
     /// The sandbox' own word. It counts only where the kernel does not count the memory of cgroups.

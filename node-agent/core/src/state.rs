@@ -92,7 +92,7 @@ pub struct Departure {
     pub answer: Option<Answer>,
 }
 
-/// What the apiserver itself has of a Pod that the watch shows no more.
+/// The apiserver's own answer about a Pod that the watch shows no more.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Answer {
     /// It has the Pod.

@@ -10,12 +10,12 @@ const MIB: u64 = 1 << 20;
 /// Most namespaces that are reported.
 pub const MOST_REPORTED: usize = 32;
 
-/// What the images of one namespace may take (`--store-per-namespace`).
+/// The most that the images of one namespace may take (`--store-per-namespace`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PerNamespace {
     Unlimited,
     Bytes(NonZeroU64),
-    /// Of the file system.
+    /// Percent of the file system.
     Percent(u8),
 }
 

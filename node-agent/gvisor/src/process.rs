@@ -44,7 +44,7 @@ fn text_of(pid: i32, file: &str) -> Option<String> {
     read.ok().map(|_| text)
 }
 
-/// What the kernel says of a process in `/proc/<pid>/stat` (proc_pid_stat(5)). None: there is no such process.
+/// A process as the kernel describes it in `/proc/<pid>/stat` (proc_pid_stat(5)). None: there is no such process.
 pub fn stat(pid: i32) -> Option<Stat> {
     stat_in(File::open(path_of(pid, "stat")).ok()?)
 }

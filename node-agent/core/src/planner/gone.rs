@@ -28,7 +28,7 @@ impl Planning<'_> {
             self.adopt_at_rest(&image);
         }
         if self.view.observed.sandbox.is_some() {
-            // What is being removed may still be restoring.
+            // A sandbox that is being removed may still be restoring.
             if self.view.taken_in_vain().is_some() {
                 self.look_at(later(self.now, self.policy.look_again));
             }

@@ -50,7 +50,7 @@ fn desired(power: Power) -> Desired {
     }
 }
 
-/// Of a Pod that was evicted long ago: the apiserver knows nothing more of it.
+/// A Pod that was evicted long ago: the apiserver knows nothing more of it.
 fn gone() -> Desired {
     let departure = Departure {
         since: at(0),
@@ -65,7 +65,7 @@ fn gone() -> Desired {
     }
 }
 
-/// What is left on the node of a Pod that is gone, with its sandbox.
+/// A Pod that is gone, with its sandbox still on the node.
 fn left(entries: &[Entry], held: &[u32]) -> Observed {
     Observed {
         sandbox: None,

@@ -84,7 +84,7 @@ impl Agent {
             tell(world, &made.status.snapshots);
         }
         if made.steps.is_empty() {
-            // Who was not answered asks again at once.
+            // A task without an answer asks again at once.
             let again = made.asks.then(|| world.time());
             let made_at = made.wake_at.into_iter().chain(again).min();
             return Pass::Idle(made_at.map(|at| at.as_second()));
@@ -114,7 +114,7 @@ impl Agent {
         Pass::Worked
     }
 
-    /// What it knows of how the Pod went.
+    /// Facts about how the Pod went.
     fn departure(&mut self, world: &World) -> Option<Departure> {
         match world.seen.presence {
             PodPresence::Present => self.by_user = false,

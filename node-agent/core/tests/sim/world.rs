@@ -31,7 +31,7 @@ pub(crate) struct Snapshot {
     pub(crate) stale: bool,
 }
 
-/// What one look at the Pod in the API tells.
+/// Facts from one look at the Pod in the API.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SeenPod {
     pub(crate) presence: PodPresence,

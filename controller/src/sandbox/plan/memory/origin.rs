@@ -6,7 +6,7 @@ use torpor_api::{PodRecord, SandboxSnapshot, annotations, reasons::restored};
 use super::resume::Obstacle;
 use crate::{sandbox::dereference::Observed, saved_pod};
 
-/// What is recorded of the Pod whose memory a snapshot holds.
+/// The record of the Pod whose memory a snapshot holds.
 pub(super) fn record<'a>(
     observed: &'a Observed,
     snapshot: &SandboxSnapshot,

@@ -32,7 +32,7 @@ use crate::{
 /// A report answers a question that is older than it by so much. The two times are of two clocks, and have whole seconds.
 const LATER: SignedDuration = SignedDuration::from_secs(10);
 
-/// What the last Pod left.
+/// Memory that the last Pod left.
 #[derive(Debug)]
 pub(super) enum Left {
     /// Nothing says that there is memory.
@@ -119,7 +119,7 @@ pub(super) fn settle(
     })
 }
 
-/// What the agent says of the snapshot, to stand at the end of a sentence.
+/// The agent's words about the snapshot, to stand at the end of a sentence.
 fn words_of_agent(snapshot: &SandboxSnapshot) -> String {
     conditions::find(snapshot.conditions(), conditions::COMMITTED)
         .filter(|said| said.status == "False")

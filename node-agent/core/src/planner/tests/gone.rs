@@ -1,4 +1,4 @@
-//! What a Pod left that is gone: kept for whoever claims it, or given up.
+//! Memory of a Pod that is gone: kept for a snapshot that claims it, or given up.
 
 use super::*;
 
@@ -153,7 +153,7 @@ fn a_snapshot_that_comes_after_its_pod_has_gone_claims_the_memory() {
     assert_eq!(kinds(&plan), [], "{:?}", plan.why);
     let told = &plan.status.snapshots[0].state;
     assert!(matches!(told, SnapshotState::Pending { .. }), "{told:?}");
-    // Of what ran on there is no memory left to claim.
+    // A sandbox that ran on has left no memory to claim.
     let awake = [
         asleep(),
         vec![Entry::Waking { image: image(1) }, Entry::Awake],

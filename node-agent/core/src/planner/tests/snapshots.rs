@@ -179,7 +179,7 @@ fn an_image_that_a_pod_took_and_never_ran_is_given_back_when_that_pod_is_gone() 
     // It has run: nobody else may.
     let ran = [waking.clone(), Entry::Awake];
     assert_steps(&desired, &left(&ran), &[StepKind::DiscardLedger]);
-    // What is being removed may still be restoring.
+    // A sandbox that is being removed may still be restoring.
     let there = observed(Live::None, &[waking], &[]);
     let plan = planned(&desired, &there);
     assert_eq!(kinds(&plan), []);
