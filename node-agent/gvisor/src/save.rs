@@ -12,6 +12,7 @@ use torpor_core::state::CONTAINER_NOT_RUNNING;
 use torpor_snapshots::{Partial, SaveError};
 
 use crate::control::{self, ContainerState, Control};
+use crate::runsc::{self, records};
 
 /// For a question that gVisor answers at once.
 const QUESTION_LIMIT: Duration = Duration::from_secs(5);
@@ -36,6 +37,14 @@ pub enum Error {
     DiskFull(#[source] control::Error),
     #[error("container {0} has ended, or has not begun: it would be missing in the image")]
     NotRunning(ContainerId),
+    #[error("the gofer of container {0} has ended: its files would be missing in the image")]
+    GoferGone(ContainerId),
+    #[error("cannot find out whether the gofer of container {container} lives")]
+    Gofer {
+        container: ContainerId,
+        #[source]
+        source: runsc::Error,
+    },
     #[error("{why}")]
     Stopped {
         why: Stop,
@@ -52,7 +61,9 @@ impl Error {
             Self::Control(control::Error::NotRunning { .. }) => "SandboxGone",
             Self::DiskFull(_) => "DiskFull",
             Self::Control(_) => "CheckpointFailed",
-            Self::NotRunning(_) => CONTAINER_NOT_RUNNING,
+            // gVisor ends a container without its gofer as soon as the sandbox runs on.
+            Self::NotRunning(_) | Self::GoferGone(_) => CONTAINER_NOT_RUNNING,
+            Self::Gofer { .. } => "NoRecord",
             Self::Stopped { why, .. } => why.reason(),
         }
     }
@@ -86,7 +97,7 @@ impl From<control::Error> for Error {
 }
 
 /// Writes the sandbox into fresh files of `partial`; the caller makes them durable. The sandbox must be paused and stays so.
-/// An image in which one of `containers` is missing could never be restored, and is an error. `stop` is asked now and then whether so many
+/// An image in which one of `containers` or its files are missing could never be restored, and is an error. `stop` is asked now and then whether so many
 /// bytes are too many; the files are empty when it has stopped the save.
 pub fn checkpoint(
     runsc_root: &Path,
@@ -102,10 +113,19 @@ pub fn checkpoint(
         .collect::<Result<_, _>>()?;
     let mut control = Control::connect(runsc_root, sandbox.as_str())?;
     write_watched(&mut control, &files, [limit, STOP_LIMIT], stop)?;
-    // Who lives after it has lived at its moment. One that was killed in that moment is in the image too, and dies when it is restored.
+    // A container or gofer that lives after the checkpoint has lived throughout it. A container that was killed meanwhile is in the image too,
+    // and ends when it is restored.
     for container in containers {
         if !lives(&mut control, container)? {
             return Err(Error::NotRunning(container.clone()));
+        }
+        let gofer = records::gofer_goes_on(runsc_root, container.as_str(), sandbox.as_str());
+        let goes_on = gofer.map_err(|source| Error::Gofer {
+            container: container.clone(),
+            source,
+        })?;
+        if !goes_on {
+            return Err(Error::GoferGone(container.clone()));
         }
     }
     Ok(())
@@ -221,9 +241,19 @@ mod tests {
     }
 
     fn saved(answers: &[&'static str]) -> Result<(), Error> {
+        saved_with([std::process::id(); 2], answers)
+    }
+
+    /// `gofers`: process ids of the gofers of containers `aaa…` and `bbb…`, as runsc records them.
+    fn saved_with(gofers: [u32; 2], answers: &[&'static str]) -> Result<(), Error> {
         let dir = tempfile::tempdir().expect("a directory");
         let sandbox = SandboxId::try_from("a".repeat(64)).expect("an id");
         let containers = ["a", "b"].map(|id| ContainerId::try_from(id.repeat(64)).expect("an id"));
+        for (container, pid) in containers.iter().zip(gofers) {
+            let record = serde_json::json!({ "goferPid": pid });
+            records::write(dir.path(), container.as_str(), sandbox.as_str(), &record)
+                .expect("written");
+        }
         sandbox_with(dir.path(), sandbox.as_str(), answers.to_vec());
         let store = dir.path().join("store");
         std::fs::create_dir(&store).expect("made");
@@ -263,6 +293,20 @@ mod tests {
     #[test]
     fn a_container_whose_first_thread_alone_has_ended_is_there() {
         saved(&[RUNS, STOPPED, SOMEBODY]).expect("whole");
+    }
+
+    #[test]
+    fn an_image_of_a_container_whose_gofer_has_ended_is_none() {
+        let mut gone = std::process::Command::new("true").spawn().expect("begun");
+        let [lives, ended] = [std::process::id(), gone.id()];
+        gone.wait().expect("it ends");
+        // A container without a gofer is whole.
+        saved_with([lives, 0], &[RUNS, RUNS]).expect("whole");
+        for gofers in [[ended, lives], [lives, ended]] {
+            let error = saved_with(gofers, &[RUNS, RUNS]).expect_err("not whole");
+            assert!(matches!(error, Error::GoferGone(_)), "{error:?}");
+            assert_eq!(error.reason(), CONTAINER_NOT_RUNNING);
+        }
     }
 
     const MIB: u64 = 1 << 20;

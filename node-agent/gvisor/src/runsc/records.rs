@@ -188,6 +188,12 @@ pub(crate) fn gofers(root: &Path, sandbox: &str) -> Result<Vec<i32>, Error> {
     Ok(found)
 }
 
+/// Whether the process that serves the container's files goes on, by runsc's own record. A container that never had one counts as well.
+pub(crate) fn gofer_goes_on(root: &Path, id: &str, sandbox: &str) -> Result<bool, Error> {
+    let RunscContainer { gofer_pid } = read_record(&state_path(root, id, sandbox))?;
+    Ok(gofer_pid <= 0 || process::goes_on(gofer_pid))
+}
+
 /// What runsc has recorded of the container. None where it has nothing.
 fn of_container(root: &Path, id: &str, sandbox: &str) -> Result<Option<serde_json::Value>, Error> {
     match read_record(&state_path(root, id, sandbox)) {
