@@ -384,13 +384,13 @@ fn plan_unbound(
     let not_found = || Refusal::TemplateNotFound(template_name.clone());
     let template = observed.template.as_deref().ok_or_else(not_found)?;
     let pod_metadata = metadata::merged(template.spec.pod_template.metadata.as_ref(), claim)?;
+    let isolated = || {
+        let policy = observed.template_policy.as_deref();
+        isolation(template, policy, &observed.except)
+    };
     let cold = || -> Result<Plan, Refusal> {
         let mut sandbox = sandbox_spec::sandbox(claim, template, &pod_metadata)?;
-        isolation(
-            template,
-            observed.template_policy.as_deref(),
-            &observed.except,
-        )?;
+        isolated()?;
         if let Some(gone) = replaces {
             sandbox["metadata"]["annotations"][torpor_api::annotations::REPLACES] = gone.into();
         }
@@ -410,6 +410,8 @@ fn plan_unbound(
             ..Plan::default()
         }),
         Offered::Sandbox(member) => {
+            // The policy may have been deleted since the member was made.
+            isolated()?;
             let patch = adopt::assignment(claim, member, &pod_metadata, replaces);
             let name = member.name_any();
             Ok(Plan {

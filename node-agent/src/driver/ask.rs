@@ -1,6 +1,7 @@
 //! Asking the apiserver itself about a Pod that the watch shows no more: the watch of its snapshots may be behind.
 
 use std::collections::{BTreeSet, HashMap};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use kube::api::{Api, ListParams};
@@ -44,9 +45,9 @@ pub(super) enum Error {
     },
 }
 
-/// What the apiserver has answered, by namespace. One question at a time.
+/// What the apiserver has answered, by namespace. One question at a time about each: a namespace of many snapshots delays no other.
 #[derive(Debug, Default)]
-pub(crate) struct Asked(Mutex<HashMap<String, Told>>);
+pub(crate) struct Asked(std::sync::Mutex<HashMap<String, Arc<Mutex<Option<Told>>>>>);
 
 /// What one namespace has.
 #[derive(Debug)]
@@ -73,17 +74,29 @@ impl Asked {
         pod: &PodUid,
     ) -> Result<Answer, Error> {
         let asked_at = Instant::now();
-        let mut all = self.0.lock().await;
-        all.retain(|_, told| told.at.elapsed() < KEPT_FOR);
+        let of_namespace = self.of_namespace(namespace);
+        let mut told = of_namespace.lock().await;
         // Pods that go together wait together: an answer to a question that was put later is as good for all of them.
-        let is_answered = all.get(namespace).is_some_and(|told| told.at >= asked_at);
-        if !is_answered {
-            let told = Told::ask(client, node, namespace).await?;
-            all.insert(namespace.to_owned(), told);
-        }
-        let told = all.get(namespace);
-        Ok(told.map(|told| told.answer(pod)).unwrap_or_default())
+        let answered = match told.take().filter(|told| told.at >= asked_at) {
+            Some(answered) => answered,
+            None => Told::ask(client, node, namespace).await?,
+        };
+        Ok(told.insert(answered).answer(pod))
     }
+
+    /// The namespace's place; places that nobody uses are dropped after [`KEPT_FOR`].
+    fn of_namespace(&self, namespace: &str) -> Arc<Mutex<Option<Told>>> {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|_, place| {
+            Arc::strong_count(place) > 1 || place.try_lock().is_ok_and(|told| is_kept(&told))
+        });
+        all.entry(namespace.to_owned()).or_default().clone()
+    }
+}
+
+fn is_kept(told: &Option<Told>) -> bool {
+    told.as_ref()
+        .is_some_and(|told| told.at.elapsed() < KEPT_FOR)
 }
 
 impl Told {
@@ -209,6 +222,20 @@ mod tests {
             "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxSnapshot",
             "metadata": { "name": name, "namespace": namespace }, "spec": spec,
         })
+    }
+
+    #[test]
+    fn a_namespace_waits_for_no_other_and_is_forgotten() {
+        let asked = Asked::default();
+        let slow = asked.of_namespace("slow");
+        let held = slow.try_lock().expect("free");
+        let is_free = |namespace: &str| asked.of_namespace(namespace).try_lock().is_ok();
+        assert!(is_free("other") && !is_free("slow"));
+        drop(held);
+        drop(slow);
+        asked.of_namespace("third");
+        let left = asked.0.lock().expect("not poisoned");
+        assert_eq!(left.keys().collect::<Vec<_>>(), ["third"]);
     }
 
     #[tokio::test]
