@@ -183,7 +183,7 @@ fn mount_claims(spec: &mut Map<String, Value>, sandbox: &Sandbox) {
     spec.insert("volumes".to_owned(), volumes.into());
 }
 
-/// What has to be as it was when the image was made: node, container images, hostname. What was done when the containers were started, and
+/// What has to be as it was when the image was made: node, container images, and, unless it is a copy, the hostname. What was done when the containers were started, and
 /// others wait for, is not done again: nothing of the sandbox runs until its last container was started.
 fn continue_from(spec: &mut Map<String, Value>, memory: &Memory, name: &str) {
     require_node(spec, &memory.node);
@@ -213,6 +213,7 @@ fn continue_from(spec: &mut Map<String, Value>, memory: &Memory, name: &str) {
         }
     }
     if let Some(hostname) = memory.pod_name.as_deref().filter(|saved| *saved != name)
+        && !memory.copy
         && !spec.contains_key("hostname")
     {
         let label = hostname

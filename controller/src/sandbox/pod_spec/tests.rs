@@ -167,18 +167,21 @@ fn what_was_done_at_the_start_of_a_saved_container_is_not_done_again() {
 }
 
 #[rstest]
-#[case::the_same_name(Some("s"), json!({}), None)]
-#[case::another_name(Some("pool-x"), json!({}), Some("pool-x"))]
-#[case::the_users_own(Some("pool-x"), json!({"hostname": "h"}), Some("h"))]
-#[case::not_known(None, json!({}), None)]
-fn the_hostname_stays_what_it_was(
+#[case::the_same_name(Some("s"), false, json!({}), None)]
+#[case::another_name(Some("pool-x"), false, json!({}), Some("pool-x"))]
+#[case::the_users_own(Some("pool-x"), false, json!({"hostname": "h"}), Some("h"))]
+#[case::not_known(None, false, json!({}), None)]
+#[case::a_copy(Some("pool-x"), true, json!({}), None)]
+fn the_hostname_stays_what_it_was_unless_it_is_a_copy(
     #[case] saved: Option<&str>,
+    #[case] copy: bool,
     #[case] mut spec: Value,
     #[case] hostname: Option<&str>,
 ) {
     spec["containers"] = json!([]);
     let memory = Memory {
         pod_name: saved.map(str::to_owned),
+        copy,
         ..memory()
     };
     let pod = pod(&sandbox(spec), &[], Some(&memory));
