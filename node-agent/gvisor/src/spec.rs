@@ -2,6 +2,7 @@
 //!
 //! The spec stays raw JSON: fields that this build does not know pass through untouched.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
@@ -19,10 +20,12 @@ pub const CRI_IMAGE_NAME: &str = "io.kubernetes.cri.image-name";
 /// gVisor's annotations steer the privileged runsc: only ours get through.
 const GVISOR_PREFIX: &str = "dev.gvisor.";
 const MOUNT_HINT_PREFIX: &str = "dev.gvisor.spec.mount.";
+/// Of a file's mode (inode(7)), without its type.
+const PERMISSIONS: u32 = 0o7777;
 /// Where the pause container mounts the pod's volumes.
 pub const PAUSE_VOLUMES: &str = "/torpor-volumes";
 /// The pod's /dev/shm is a volume to gVisor, of this name.
-const SHM_HINT: &str = "devshm";
+pub const SHM_HINT: &str = "devshm";
 
 /// Why a spec cannot be used.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
@@ -138,19 +141,47 @@ pub struct SandboxVolume {
     pub source: PathBuf,
     /// Whether its files count as memory (medium Memory) or lie in a file in `source`.
     pub memory: bool,
+    /// What the kubelet has made of the directory. None of a Pod from before 2026-11-27: gVisor's defaults.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub directory: Option<VolumeDirectory>,
 }
 
-/// The volumes of a new sandbox: its emptyDirs, as the caller found them on disk, and its /dev/shm.
-pub fn sandbox_volumes(spec: &Spec, empty_dirs: Vec<SandboxVolume>) -> Vec<SandboxVolume> {
-    let mut volumes = empty_dirs;
-    if let Some(source) = spec.mount_source("/dev/shm") {
-        volumes.push(SandboxVolume {
-            name: SHM_HINT.to_owned(),
-            source: source.into(),
-            memory: true,
-        });
+/// The directory of the host in place of which the sandbox has one of its own.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct VolumeDirectory {
+    /// Permissions with set-user-ID, set-group-ID and sticky bit (inode(7)). The kubelet sets the group and its bit for `fsGroup`.
+    pub mode: u32,
+    pub uid: u32,
+    pub gid: u32,
+    /// Bytes that fit into it, if it is in memory: the kubelet mounts it with `sizeLimit`, or what the Pod may use.
+    pub size: Option<u64>,
+}
+
+impl VolumeDirectory {
+    /// Reads the directory at `source`; `size`: of its file system.
+    pub fn read(source: &Path, size: Option<u64>) -> std::io::Result<Self> {
+        let found = std::fs::symlink_metadata(source)?;
+        Ok(Self {
+            mode: found.mode() & PERMISSIONS,
+            uid: found.uid(),
+            gid: found.gid(),
+            size,
+        })
     }
-    volumes
+
+    /// As options of a tmpfs (tmpfs(5)).
+    fn options(&self) -> String {
+        let Self { mode, uid, gid, .. } = self;
+        let size = self.size.map(|bytes| format!(",size={bytes}"));
+        let size = size.unwrap_or_default();
+        format!("rw,mode={mode:04o},uid={uid},gid={gid}{size}")
+    }
+}
+
+/// Where the pod's /dev/shm is on the host.
+pub fn shm_source(spec: &Spec) -> Option<PathBuf> {
+    spec.mount_source("/dev/shm").map(PathBuf::from)
 }
 
 /// The spec that runsc gets: an absolute root path, no gVisor annotation but our volume hints, and the sandbox's own
@@ -206,11 +237,15 @@ fn held_by_pause(volume: &SandboxVolume) -> Option<Value> {
 
 fn hint(annotations: &mut Map<String, Value>, volume: &SandboxVolume) {
     let source = volume.source.display().to_string();
+    let options = match &volume.directory {
+        Some(directory) => directory.options(),
+        None => "rw".to_owned(),
+    };
     for (field, value) in [
         ("source", source.as_str()),
         ("type", "tmpfs"),
         ("share", "pod"),
-        ("options", "rw"),
+        ("options", &options),
     ] {
         annotations.insert(
             format!("{MOUNT_HINT_PREFIX}{}.{field}", volume.name),

@@ -19,8 +19,8 @@ use torpor_gvisor::loopback::{self, Loopback};
 use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState, WakeCause};
 use torpor_gvisor::root::Root;
 use torpor_gvisor::spec::{
-    CRI_SANDBOX_NAME, CRI_SANDBOX_NAMESPACE, CRI_SANDBOX_UID, Role, SandboxVolume, Spec, digest,
-    rewrite, sandbox_volumes,
+    CRI_SANDBOX_NAME, CRI_SANDBOX_NAMESPACE, CRI_SANDBOX_UID, Role, SHM_HINT, SandboxVolume, Spec,
+    VolumeDirectory, digest, rewrite, shm_source,
 };
 use torpor_gvisor::{net, traffic, unacknowledged};
 use torpor_snapshots::Digest;
@@ -238,7 +238,7 @@ fn record_pod(node: &Node, spec: &Spec, sandbox: &SandboxId) -> anyhow::Result<(
         name: annotation(CRI_SANDBOX_NAME)?,
         addresses: net::read(namespace_path)?,
         cgroup: cgroup::sandbox_path(spec.cgroups_path()?, sandbox.as_str())?,
-        volumes: sandbox_volumes(spec, empty_dirs(node, &pod_uid)?),
+        volumes: volumes(node, spec, &pod_uid)?,
         cold_start_on_failure: spec.annotation(ON_RESTORE_FAILURE) == Some("ColdStart"),
         runsc: node.config.runsc.clone(),
         runsc_digest: node.config.runsc_digest.clone(),
@@ -253,7 +253,16 @@ fn record_pod(node: &Node, spec: &Spec, sandbox: &SandboxId) -> anyhow::Result<(
     Ok(())
 }
 
-/// The kubelet makes a pod's emptyDirs before its sandbox.
+/// The volumes that the sandbox keeps inside: its emptyDirs and its /dev/shm.
+fn volumes(node: &Node, spec: &Spec, pod_uid: &PodUid) -> anyhow::Result<Vec<SandboxVolume>> {
+    let mut volumes = empty_dirs(node, pod_uid)?;
+    if let Some(source) = shm_source(spec) {
+        volumes.push(volume(SHM_HINT.to_owned(), source)?);
+    }
+    Ok(volumes)
+}
+
+/// The kubelet makes a pod's emptyDirs, with their owners and sizes, before its sandbox.
 fn empty_dirs(node: &Node, pod_uid: &PodUid) -> anyhow::Result<Vec<SandboxVolume>> {
     let dir = node
         .config
@@ -272,18 +281,33 @@ fn empty_dirs(node: &Node, pod_uid: &PodUid) -> anyhow::Result<Vec<SandboxVolume
         let Ok(name) = entry.file_name().into_string() else {
             continue;
         };
-        let source = entry.path();
-        let file_system = nix::sys::statfs::statfs(&source)
-            .with_context(|| format!("cannot read the file system of {}", source.display()))?;
-        let memory = file_system.filesystem_type() == nix::sys::statfs::TMPFS_MAGIC;
-        volumes.push(SandboxVolume {
-            name,
-            source,
-            memory,
-        });
+        volumes.push(volume(name, entry.path())?);
     }
     volumes.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(volumes)
+}
+
+fn volume(name: String, source: PathBuf) -> anyhow::Result<SandboxVolume> {
+    let file_system = nix::sys::statfs::statfs(&source)
+        .with_context(|| format!("cannot read the file system of {}", source.display()))?;
+    let memory = file_system.filesystem_type() == nix::sys::statfs::TMPFS_MAGIC;
+    let bytes = || {
+        let block = u64::try_from(file_system.block_size()).ok()?;
+        // A tmpfs without a limit says that it has no blocks.
+        file_system
+            .blocks()
+            .checked_mul(block)
+            .filter(|bytes| *bytes > 0)
+    };
+    let size = memory.then(bytes).flatten();
+    let directory = VolumeDirectory::read(&source, size)
+        .with_context(|| format!("cannot read the owner of {}", source.display()))?;
+    Ok(SandboxVolume {
+        name,
+        source,
+        memory,
+        directory: Some(directory),
+    })
 }
 
 fn record_of(

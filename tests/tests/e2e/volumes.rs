@@ -1,13 +1,19 @@
 //! Volumes: what is shared is the same for all containers, what is mounted has the right content.
 
-use k8s_openapi::api::core::v1::ConfigMap;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::{ConfigMap, Pod};
 use kube::Api;
 use kube::api::{Patch, PatchParams};
 use serde_json::json;
-use torpor_tests::case::{START_LIMIT, case};
+use torpor_api::annotations::HIBERNATE;
+use torpor_tests::case::{Case, START_LIMIT, case};
 use torpor_tests::pods::{mounts, pod, shell, with};
+use torpor_tests::sandboxes::sandbox;
 use torpor_tests::wait;
 
+/// The kubelet measures volumes once a minute.
+const EVICTION: Duration = Duration::from_secs(180);
 const IDLE: &str = "exec sleep 1000000";
 
 #[tokio::test]
@@ -100,6 +106,91 @@ async fn a_persistent_volume_outlives_its_pod() -> anyhow::Result<()> {
         case.delete_pod("first", std::time::Duration::from_secs(20)).await?;
         case.start(pod("second", spec)).await?;
         assert_eq!(case.sh("second", "a", "cat /data/file").await?, "kept");
+        Ok(())
+    })
+    .await
+}
+
+/// As runc's: the kubelet makes the directories, and says owner, group and size there.
+#[tokio::test]
+async fn volumes_have_the_group_and_the_size_that_the_pod_asks_for() -> anyhow::Result<()> {
+    case("fsgroup", async |case| {
+        let container = json!({
+            "securityContext": { "runAsUser": 1000 },
+            "volumeMounts": mounts(&[("disk", "/disk"), ("memory", "/memory")]),
+        });
+        let volumes = json!([
+            { "name": "disk", "emptyDir": {} },
+            { "name": "memory", "emptyDir": { "medium": "Memory", "sizeLimit": "8Mi" } },
+        ]);
+        let spec = json!({
+            "containers": [with(shell("a", IDLE), container)],
+            "securityContext": {
+                "fsGroup": 3003, "fsGroupChangePolicy": "OnRootMismatch",
+                "supplementalGroups": [4004], "supplementalGroupsPolicy": "Strict",
+            },
+            "volumes": volumes,
+        });
+        case.create(sandbox("s", spec)).await?;
+        case.sandbox_ready("s").await?;
+        volumes_are_as_asked_for(case, "made").await?;
+        let hibernate = |value| json!({ "metadata": { "annotations": { HIBERNATE: value } } });
+        case.patch("s", hibernate("true")).await?;
+        case.asleep("s").await?;
+        case.patch("s", hibernate("false")).await?;
+        volumes_are_as_asked_for(case, "woken").await?;
+        case.suspend("s").await?;
+        case.resume("s").await?;
+        volumes_are_as_asked_for(case, "resumed").await
+    })
+    .await
+}
+
+async fn volumes_are_as_asked_for(case: &Case, file: &str) -> anyhow::Result<()> {
+    let owners = format!(
+        "touch /disk/{file} /memory/{file}; stat -c '%u:%g' /disk /memory /disk/{file} /memory/{file}"
+    );
+    let seen = case.sh("s", "a", &owners).await?;
+    assert_eq!(seen, "0:3003\n0:3003\n1000:3003\n1000:3003");
+    let setgid = "for d in /disk /memory; do stat -c %a $d | tail -c 5; done";
+    let modes = case.sh("s", "a", setgid).await?;
+    for mode in modes.lines() {
+        let bits = u32::from_str_radix(mode, 8)?;
+        assert_eq!(bits & 0o2777, 0o2777, "{mode}");
+    }
+    let groups = case.sh("s", "a", "id -G").await?;
+    assert_eq!(groups, "0 3003 4004");
+    // 24 MiB do not fit, and 8 do.
+    let fill = "dd if=/dev/zero of=/memory/big bs=1M count=24 2>&1 | grep -c 'No space left'; stat -c %s /memory/big; rm /memory/big; df -k /memory | tail -n 1 | awk '{print $2}'";
+    let seen = case.sh("s", "a", fill).await?;
+    assert_eq!(seen, "1\n8388608\n8192");
+    Ok(())
+}
+
+/// Files of an emptyDir on disk lie in a file of its directory, which is what the kubelet counts.
+#[tokio::test]
+async fn a_pod_that_fills_its_disk_volume_beyond_the_limit_is_evicted() -> anyhow::Result<()> {
+    case("disklimit", async |case| {
+        let mounting = json!({ "volumeMounts": mounts(&[("disk", "/disk")]) });
+        let fill = "dd if=/dev/zero of=/disk/big bs=1M count=24; exec sleep 1000000";
+        let spec = json!({
+            "containers": [with(shell("a", fill), mounting)],
+            "volumes": [{ "name": "disk", "emptyDir": { "sizeLimit": "8Mi" } }],
+        });
+        case.create(pod("p", spec)).await?;
+        let evicted = |pod: &Pod| {
+            let status = pod.status.as_ref();
+            let reason = status.and_then(|status| status.reason.as_deref());
+            reason == Some("Evicted")
+        };
+        let pod = case
+            .pod_until("p", "it is evicted", EVICTION, evicted)
+            .await?;
+        let message = pod
+            .status
+            .and_then(|status| status.message)
+            .unwrap_or_default();
+        assert!(message.contains("disk"), "{message}");
         Ok(())
     })
     .await

@@ -1,7 +1,7 @@
 use std::path::Path;
 
 use super::*;
-use crate::spec::{SandboxVolume, rewrite, sandbox_volumes};
+use crate::spec::{SHM_HINT, SandboxVolume, rewrite, shm_source};
 
 fn root() -> Root {
     Root {
@@ -28,7 +28,13 @@ fn pause(more: &[Value]) -> Spec {
 }
 
 fn rewritten(spec: Spec, empty_dirs: Vec<SandboxVolume>) -> Spec {
-    let volumes = sandbox_volumes(&spec, empty_dirs);
+    let shm = shm_source(&spec).map(|source| SandboxVolume {
+        name: SHM_HINT.to_owned(),
+        source,
+        memory: true,
+        directory: None,
+    });
+    let volumes: Vec<_> = empty_dirs.into_iter().chain(shm).collect();
     rewrite(spec, Path::new("/b"), &volumes).expect("rewritten")
 }
 
@@ -56,6 +62,7 @@ fn what_only_a_gofer_can_serve_keeps_it() {
         name: "work".into(),
         source: "/pods/u/work".into(),
         memory,
+        directory: None,
     };
     for memory in [false, true] {
         let spec = rewritten(pause(&[]), vec![empty_dir(memory)]);

@@ -38,19 +38,59 @@ fn container() -> Spec {
 }
 
 fn volumes() -> Vec<SandboxVolume> {
-    let empty_dirs = vec![
+    vec![
         SandboxVolume {
             name: "disk".into(),
             source: "/pods/u/disk".into(),
             memory: false,
+            directory: Some(VolumeDirectory {
+                mode: 0o2777,
+                uid: 0,
+                gid: 3003,
+                size: None,
+            }),
         },
         SandboxVolume {
             name: "mem".into(),
             source: "/pods/u/mem".into(),
             memory: true,
+            directory: Some(VolumeDirectory {
+                mode: 0o777,
+                uid: 7,
+                gid: 0,
+                size: Some(8 << 20),
+            }),
         },
-    ];
-    sandbox_volumes(&sandbox(), empty_dirs)
+        shm(shm_source(&sandbox()).expect("it has one")),
+    ]
+}
+
+/// As a torpor-oci of 2026-11-26 has recorded it.
+pub(crate) fn shm(source: PathBuf) -> SandboxVolume {
+    SandboxVolume {
+        name: SHM_HINT.to_owned(),
+        source,
+        memory: true,
+        directory: None,
+    }
+}
+
+#[test]
+fn a_volume_has_the_owner_the_permissions_and_the_size_of_its_directory() {
+    let spec = rewrite(sandbox(), Path::new("/b"), &volumes()).expect("rewritten");
+    for (name, options) in [
+        ("disk", "rw,mode=2777,uid=0,gid=3003"),
+        ("mem", "rw,mode=0777,uid=7,gid=0,size=8388608"),
+        ("devshm", "rw"),
+    ] {
+        let key = format!("dev.gvisor.spec.mount.{name}.options");
+        assert_eq!(spec.annotation(&key), Some(options), "{name}");
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o2775);
+    std::fs::set_permissions(dir.path(), mode).expect("set");
+    let read = VolumeDirectory::read(dir.path(), None).expect("read");
+    assert_eq!((read.mode, read.size), (0o2775, None));
 }
 
 #[test]
@@ -77,6 +117,7 @@ fn a_part_of_an_empty_dir_is_refused_by_name() {
         name: "work".into(),
         source: source.into(),
         memory: false,
+        directory: None,
     };
     let volumes = [volume("/k/pods/u/volumes/kubernetes.io~empty-dir/work")];
     let mounting = |source: &str| {
