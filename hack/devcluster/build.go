@@ -18,8 +18,8 @@ import (
 
 // The gVisor that Torpor is built and tested with. A move is described in docs/operations.md ("gVisor").
 const (
-	gvisorModule  = "gvisor.dev/gvisor@v0.0.0-20260701204157-69c2d17aea96"
-	gvisorRelease = "release-20260701.0"
+	gvisorModule  = "gvisor.dev/gvisor@v0.0.0-20260905035102-160fafc42237"
+	gvisorRelease = "release-20260905.0"
 	// runscVersion is what `runsc --version` says; the tail tells our build from Google's of the same day.
 	runscVersion     = gvisorRelease + "-torpor"
 	runscVersionFlag = "-X gvisor.dev/gvisor/runsc/version.version="

@@ -15,6 +15,7 @@ use crate::control::{self, Control};
 use crate::halt;
 use crate::record::Records;
 
+pub mod flags;
 pub(crate) mod records;
 
 /// What of a command's log is read for an error message.
@@ -35,6 +36,10 @@ pub const SANDBOX_FLAGS: [&str; 3] = [
     "--network=sandbox",
     "--allow-connected-on-save",
 ];
+
+/// gVisor only warns where a container that is restored has another spec than the one that was saved. What has to be the same is compared before, by
+/// [`crate::spec::digest`]; gVisor compares more, so that a Pod with another request of memory (`oomScoreAdj`) could not go on.
+const RESTORE_SPEC_VALIDATION: &str = "--restore-spec-validation=warning";
 
 /// Why a runsc command failed.
 #[derive(Debug, thiserror::Error)]
@@ -94,10 +99,10 @@ impl NodeRunsc {
     pub fn new(config: &Config) -> Self {
         let runsc = Runsc {
             path: config.runsc.clone(),
+            own_flags: flags::of(&config.runsc),
             root: config.runsc_base(),
             platform: config.platform.clone(),
             debug_log_dir: config.debug_log_dir.clone(),
-            lenient: false,
         };
         Self {
             runsc,
@@ -189,28 +194,25 @@ fn capture(path: &Path, name: &str, args: &[&str], limit: Duration) -> Result<St
 #[derive(Debug, Clone)]
 pub struct Runsc {
     path: PathBuf,
+    /// Of this build alone, see [`flags`].
+    own_flags: Vec<String>,
     root: PathBuf,
     platform: String,
     debug_log_dir: Option<PathBuf>,
-    lenient: bool,
 }
 
 impl Runsc {
     /// The same with the build that runs a given pod.
     #[must_use]
     pub fn build(&self, path: &Path) -> Self {
+        let own_flags = match path == self.path {
+            true => self.own_flags.clone(),
+            false => flags::of(path),
+        };
         Self {
             path: path.into(),
+            own_flags,
             ..self.clone()
-        }
-    }
-
-    /// The same for sandboxes whose saved and new specs differ: runsc only warns of that.
-    #[must_use]
-    pub fn lenient(self) -> Self {
-        Self {
-            lenient: true,
-            ..self
         }
     }
 
@@ -228,11 +230,6 @@ impl Runsc {
         self.debug_log_dir.is_none() && self.platform == "systrap"
     }
 
-    /// See [`Self::lenient`].
-    pub(crate) fn is_lenient(&self) -> bool {
-        self.lenient
-    }
-
     /// Of all commands and processes of the sandbox.
     pub(crate) fn flags(&self) -> Vec<String> {
         let mut flags = vec![
@@ -240,10 +237,9 @@ impl Runsc {
             format!("--root={}", self.root.display()),
         ];
         flags.extend(SANDBOX_FLAGS.map(str::to_owned));
+        flags.extend(self.own_flags.iter().cloned());
         flags.push(format!("--platform={}", self.platform));
-        if self.lenient {
-            flags.push("--restore-spec-validation=warning".to_owned());
-        }
+        flags.push(RESTORE_SPEC_VALIDATION.to_owned());
         flags
     }
 
@@ -457,10 +453,10 @@ mod tests {
     fn runsc_that_is(program: &str) -> Runsc {
         Runsc {
             path: program.into(),
+            own_flags: Vec::new(),
             root: "/nonexistent".into(),
             platform: "systrap".into(),
             debug_log_dir: None,
-            lenient: false,
         }
     }
 
@@ -481,8 +477,8 @@ mod tests {
     #[test]
     fn a_release_is_what_runsc_says_and_nothing_else() {
         assert_eq!(
-            release_in("runsc version release-20260701.0\nspec: 1.2.0\n"),
-            Some("release-20260701.0")
+            release_in("runsc version release-20260905.0\nspec: 1.2.0\n"),
+            Some("release-20260905.0")
         );
         for other in [
             "",

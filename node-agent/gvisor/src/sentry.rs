@@ -200,7 +200,7 @@ impl<'a> Start<'a> {
     fn connect(&self, control: &mut Control, limit: Duration) -> Result<(), Error> {
         let (arguments, sockets) = net::within(&self.plan.network_namespace, take_links)?;
         let sockets: Vec<BorrowedFd<'_>> = sockets.iter().map(AsFd::as_fd).collect();
-        let method = "containerManager.CreateLinksAndRoutes";
+        let method = "containerManager.SetNetworkArgs";
         control.call::<serde_json::Value>(method, &arguments, &sockets, limit)?;
         Ok(())
     }

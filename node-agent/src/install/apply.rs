@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use torpor_gvisor::config::{self, Config};
 use torpor_gvisor::expedite;
 use torpor_gvisor::root;
+use torpor_gvisor::runsc::flags;
 use tracing::{info, warn};
 
 use super::containerd::Handler;
@@ -300,7 +301,10 @@ fn default_wakes() -> u32 {
 /// Places runsc first and what uses it last. Returns whether anything was written.
 fn place_binaries(node: &Node, args: &InstallArgs, build: &Build) -> Result<bool, Error> {
     let runsc = build.file_name();
-    let mut changed = place(&build.path, Some(build.digest), &node.bin.join(&runsc))?;
+    let placed = node.bin.join(&runsc);
+    let own_flags = flags::file_of(&placed);
+    let mut changed = write(&own_flags, build.flags()?.as_bytes(), Mode::New(0o644))?;
+    changed |= place(&build.path, Some(build.digest), &placed)?;
     changed |= place_pause(node)?;
     let config = Config {
         runsc: args.paths.bin_dir().join(&runsc),
@@ -527,7 +531,9 @@ fn is_ours(name: &str) -> bool {
         |digits: &str| digits.len() == 12 && digits.bytes().all(|c| c.is_ascii_hexdigit());
     name == OCI
         || name == config::FILE_NAME
-        || name.strip_prefix("runsc-").is_some_and(is_build)
+        || name
+            .strip_prefix("runsc-")
+            .is_some_and(|rest| is_build(rest.strip_suffix(".flags").unwrap_or(rest)))
         || root::is_file_name(name)
 }
 

@@ -6,7 +6,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use torpor_gvisor::runsc::release;
+use torpor_gvisor::runsc::{flags, release};
 use torpor_gvisor::sentry::is_known_release;
 use tracing::{info, warn};
 
@@ -107,6 +107,14 @@ impl Build {
         Ok(Self {
             path: path.into(),
             digest,
+        })
+    }
+
+    /// Flags that this build gets beside those of all builds, one in a line.
+    pub(super) fn flags(&self) -> Result<String, Error> {
+        flags::wanted_by(&self.path, LIMIT).map_err(|error| Error::Runsc {
+            path: self.path.clone(),
+            why: words(&error),
         })
     }
 

@@ -339,10 +339,10 @@ mod tests {
     fn runsc_in(root: &Path) -> Runsc {
         Runsc {
             path: "true".into(),
+            own_flags: Vec::new(),
             root: root.to_owned(),
             platform: "systrap".into(),
             debug_log_dir: None,
-            lenient: false,
         }
     }
 

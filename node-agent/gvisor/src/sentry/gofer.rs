@@ -77,7 +77,7 @@ impl<'a> ContainerStart<'a> {
         spec: &Value,
     ) -> Option<Self> {
         let plan = Plan::new(kept.container(id)?, spec, sandbox)?;
-        (runsc.is_plain() && !runsc.is_lenient()).then_some(Self {
+        runsc.is_plain().then_some(Self {
             runsc,
             kept,
             plan,

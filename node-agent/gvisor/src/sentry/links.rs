@@ -102,6 +102,7 @@ impl Found {
             "LoopbackLinks": loopback,
             "FDBasedLinks": of_host,
             "AllowConnectedOnSave": true,
+            "IsRestore": true,
         })
     }
 

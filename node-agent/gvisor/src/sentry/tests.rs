@@ -8,7 +8,7 @@ use super::plan::Descriptors;
 use super::*;
 use crate::net::tests::{Namespace, sh};
 
-/// What runsc records of a pause container (release-20260701.0), without what nothing is told from.
+/// What runsc records of a pause container (release-20260905.0), without what nothing is told from.
 pub(super) fn record() -> Value {
     json!({
         "id": "s", "bundleDir": "/b", "status": "created", "goferPid": 0,
@@ -18,7 +18,7 @@ pub(super) fn record() -> Value {
             "metricMetadata": {
                 "coretags": "false", "cpuarch": "amd64", "experiment": "", "fsmode": "directfs", "go": "go1.26.8",
                 "network": "sandbox", "numcores": "2", "overlay": "root:self", "platform": "systrap",
-                "version": "release-20260701.0-torpor",
+                "version": "release-20260905.0-torpor",
             },
         },
         "spec": {
@@ -102,15 +102,15 @@ fn what_is_not_known_is_left_to_runsc() {
         kept(record).plan(&json!({}), "s").is_some()
     };
     let metadata = |key: &str| format!("/sandbox/metricMetadata/{key}");
-    for version in ["release-20260701.0", "release-20260701.0-torpor"] {
+    for version in ["release-20260905.0", "release-20260905.0-torpor"] {
         assert!(known(&metadata("version"), json!(version)), "{version}");
     }
     for version in [
-        "release-20260701.0-12-gabc",
-        "release-20260701.01",
-        "release-20260801.0",
+        "release-20260905.0-12-gabc",
+        "release-20260905.01",
+        "release-20260701.0",
         "",
-        "x-release-20260701.0",
+        "x-release-20260905.0",
     ] {
         assert!(!known(&metadata("version"), json!(version)), "{version}");
     }
@@ -312,6 +312,7 @@ fn a_sandbox_gets_the_links_addresses_and_routes_of_its_pod_which_loses_the_addr
             "GSOMaxSize": link["GSOMaxSize"], "GVisorGSOEnabled": false, "RXChecksumOffload": true, "QDisc": 1, "NumChannels": 1,
         }],
         "AllowConnectedOnSave": true,
+        "IsRestore": true,
     });
     assert_eq!(arguments, expected);
     assert_eq!(sh(&format!("ip -n {name} -o addr show dev eth0")), "");

@@ -207,7 +207,7 @@ impl Restore<'_> {
             node, pod, image, ..
         } = *self;
         let path = image.path();
-        let runsc = &runsc_for(node, pod, subs);
+        let runsc = &node.runsc_of(&pod.sandbox);
         let root_dir = node.records.container_dir(&root.id);
         let network = pod.network_namespace.as_deref();
         let of = |kept| {
@@ -219,6 +219,8 @@ impl Restore<'_> {
         let known = kept.as_ref().filter(|_| start.is_some());
         let (mut ours, mut others) = (Vec::new(), Vec::new());
         for (record, terminal) in subs.iter().zip(terminals) {
+            // What is known of a container with a terminal is its old one.
+            let known = known.filter(|_| terminal.is_none());
             match known.and_then(|kept| Ours::new(node, runsc, record, kept)) {
                 Some(one) => ours.push(one),
                 None => others.push(Runscs {
@@ -365,16 +367,6 @@ fn terminal_of(node: &Node, record: &ContainerRecord) -> anyhow::Result<Option<T
     spec.forget_terminal();
     node.records.write_spec(&record.id, &spec.0)?;
     Terminal::open().map(Some)
-}
-
-/// The pod's runsc. It compares specs strictly, but for a terminal; ours are compared before by their digests.
-fn runsc_for(node: &Node, pod: &PodRecord, parts: &[ContainerRecord]) -> Runsc {
-    let runsc = node.runsc_of(&pod.sandbox);
-    if parts.iter().any(|part| part.terminal) {
-        runsc.lenient()
-    } else {
-        runsc
-    }
 }
 
 /// gVisor takes a container only after it has been handed the image (runsc/boot/controller.go, RestoreSubcontainer), and

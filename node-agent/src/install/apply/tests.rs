@@ -16,6 +16,9 @@ use crate::args::{ContainerdRestart, RunscArgs};
 const MAIN: &str = "etc/containerd/config.toml";
 const PIDFILE: &str = "run/containerd.pid";
 
+const RUNSC: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/testdata/runsc-released");
+const NEW_RUNSC: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/testdata/runsc-of-july");
+
 /// A host: a directory as its root, a payload, and a containerd that comes back when it is ended.
 struct Host {
     dir: TempDir,
@@ -45,7 +48,7 @@ impl Host {
             supervisor: None,
             _socket,
         };
-        host.ship("runsc", "runsc 1");
+        host.ship_runsc(RUNSC);
         host.ship("torpor-oci", "oci 1");
         host
     }
@@ -85,6 +88,13 @@ impl Host {
 
     fn ship(&self, name: &str, content: &str) {
         fs::write(self.dir.path().join("payload").join(name), content).expect("payload");
+    }
+
+    /// A link: a program that was just written may still be open in another test's child, and is not executed then (ETXTBSY).
+    fn ship_runsc(&self, program: &str) {
+        let place = self.dir.path().join("payload/runsc");
+        let _ = fs::remove_file(&place);
+        symlink(program, place).expect("payload");
     }
 
     fn containerd(&self) -> ContainerdArgs {
@@ -208,10 +218,13 @@ fn an_installation_places_everything_and_restarts_containerd_once() {
     let runsc = host
         .root()
         .join(config.runsc.strip_prefix("/").expect("absolute"));
-    assert_eq!(fs::read(&runsc).expect("runsc"), b"runsc 1");
+    let shipped = fs::read(RUNSC).expect("runsc");
+    assert_eq!(fs::read(&runsc).expect("runsc"), shipped);
+    let own_flags = fs::read_to_string(flags::file_of(&runsc)).expect("flags");
+    assert_eq!(own_flags, "--gofer-network-namespace=new\n");
     assert_eq!(
         config.runsc_digest,
-        format!("blake3:{}", blake3::hash(b"runsc 1").to_hex())
+        format!("blake3:{}", blake3::hash(&shipped).to_hex())
     );
     assert!(
         config.runsc_digest["blake3:".len()..].starts_with(
@@ -284,7 +297,7 @@ fn new_binaries_need_no_restart_and_keep_the_old_runsc() {
     let host = Host::new("version = 3\n").supervised();
     host.install();
     let old = host.config().runsc;
-    host.ship("runsc", "runsc 2");
+    host.ship_runsc(NEW_RUNSC);
     host.ship("torpor-oci", "oci 2");
     assert_eq!(
         host.install(),
@@ -358,7 +371,7 @@ fn a_removal_leaves_the_host_as_it_was() {
         let host = Host::new(main).supervised();
         let before = host.tree();
         host.install();
-        host.ship("runsc", "runsc 2");
+        host.ship_runsc(NEW_RUNSC);
         host.install();
         fs::create_dir_all(host.root().join("run/torpor/pods")).expect("directory");
         fs::create_dir_all(host.root().join("var/lib/torpor/images/ns/x.1")).expect("directory");

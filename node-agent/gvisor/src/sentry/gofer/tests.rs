@@ -11,7 +11,7 @@ use super::*;
 use crate::sentry::root::keep_mounts;
 use crate::sentry::tests::record as of_sandbox;
 
-/// What runsc records of a container (release-20260701.0), without what nothing is told from.
+/// What runsc records of a container (release-20260905.0), without what nothing is told from.
 fn record() -> Value {
     let sandbox = of_sandbox();
     json!({
