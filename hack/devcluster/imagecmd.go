@@ -24,6 +24,8 @@ const imageUsage = `usage: hack/image from-files NAME OUT.tar [--entrypoint WORD
 const (
 	busyboxImage = "torpor.dev/busybox:dev"
 	pythonImage  = "torpor.dev/demo-python:dev"
+	// Language runtimes that size themselves by what they see of the machine.
+	runtimesImage = "torpor.dev/runtimes:dev"
 )
 
 // debianRecipe is changed with the code that makes a root file system, so that cached images are made anew.
@@ -46,6 +48,10 @@ var devImages = []debianImage{
 		// tar is for kubectl cp; the rest is what a person needs to look around in.
 		name: pythonImage, packages: []string{"python3", "dash", "coreutils", "tar", "sed", "grep", "libc-bin"},
 		config: oci.Config{Cmd: []string{"python3"}, Env: []string{imagePath, "PYTHONUNBUFFERED=1", "LANG=C.UTF-8"}},
+	},
+	{
+		name: runtimesImage, packages: []string{"python3", "python3-psutil", "nodejs", "openjdk-17-jre-headless", "dash", "coreutils"},
+		config: oci.Config{Cmd: []string{"python3"}, Env: []string{imagePath, "LANG=C.UTF-8"}},
 	},
 }
 

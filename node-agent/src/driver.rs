@@ -50,6 +50,8 @@ pub(crate) use draft::saved_name;
 mod gone;
 pub(crate) use gone::pod_about;
 use gone::{GivenUp, Going};
+mod limits;
+use limits::ToldLimits;
 mod of_gvisor;
 mod of_kata;
 mod tasks;
@@ -204,6 +206,7 @@ impl Driver {
         };
         remembered.idle = idle;
         remembered.told = look.told.take();
+        remembered.limits = look.limits.take();
         remembered.found = look.found.take();
         remembered.failures = std::mem::take(&mut look.failures);
         remembered.failed_wakes = look.failed_wakes;
@@ -373,6 +376,8 @@ struct Remembered {
     /// Its turn to save, or its place in the queue.
     save_turn: Option<Arc<SaveTurn>>,
     told: Option<Told>,
+    /// What the sandbox was told of its Pod's limits.
+    limits: Option<ToldLimits>,
     /// The sandbox that it has had in hand.
     found: Option<SandboxId>,
     written: Written,
@@ -410,6 +415,8 @@ struct Look {
     /// What its keeper goes by, and has been told.
     rules: Rules,
     told: Option<Told>,
+    /// What it was told of its Pod's limits.
+    limits: Option<ToldLimits>,
     /// The sandbox that this task has had in hand.
     found: Option<SandboxId>,
     /// When the plan was made.

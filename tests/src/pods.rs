@@ -4,6 +4,8 @@ use serde_json::{Value, json};
 
 pub const BUSYBOX: &str = "torpor.dev/busybox:dev";
 pub const PYTHON: &str = "torpor.dev/demo-python:dev";
+/// Python with psutil, Node.js and a JVM.
+pub const RUNTIMES: &str = "torpor.dev/runtimes:dev";
 
 /// A container that runs a shell line.
 pub fn shell(name: &str, line: &str) -> Value {

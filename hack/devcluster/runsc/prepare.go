@@ -5,8 +5,9 @@
 //   - It writes gVisor's own seccomp programs, compiled ahead, into runsc/boot/filter/filter_precompiled.go. Google's releases have them by
 //     a rule of their Bazel build; a build from the Go module alone has none and compiles its program anew at each start of a sandbox
 //     (20 ms of processor time here).
-//   - It adds runsc/gcperiod.go: garbage is collected by the clock every hour, not every two minutes
-//     (docs/decisions/2026-11-26-garbage-by-the-hour.md).
+//   - It adds runsc/torpor.go, with two things. Garbage is collected by the clock every hour, not every two minutes
+//     (docs/decisions/2026-11-26-garbage-by-the-hour.md). And `runsc boot` takes further flags from a file of its bundle: the Pod's limits,
+//     which runsc itself reads only from a cgroup of its own (docs/decisions/2026-11-26-what-a-sandbox-says-of-its-limits.md).
 package main
 
 import (
@@ -24,10 +25,14 @@ const (
 	empty    = "\tprograms := make(map[string]precompiledseccomp.Program)\n"
 )
 
-// gcPeriod is of package main of runsc. The runtime's variable is no part of Go's promise: a Go without it does not link this.
-const gcPeriod = `package main
+// added is of package main of runsc. The runtime's variable is no part of Go's promise: a Go without it does not link this.
+const added = `package main
 
 import (
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
 	"time"
 	_ "unsafe" // for go:linkname
 )
@@ -35,12 +40,36 @@ import (
 //go:linkname forcegcperiod runtime.forcegcperiod
 var forcegcperiod int64
 
-func init() { forcegcperiod = int64(time.Hour) }
+func init() {
+	forcegcperiod = int64(time.Hour)
+	os.Args = withBootFlags(os.Args)
+}
+
+// withBootFlags adds the words of the file boot-flags of the bundle before the sandbox' id, which is the last one: of a flag
+// that is given twice the last value counts.
+func withBootFlags(args []string) []string {
+	command := slices.Index(args, "boot")
+	if command < 0 {
+		return args
+	}
+	for _, arg := range args[command:] {
+		bundle, found := strings.CutPrefix(arg, "--bundle=")
+		if !found {
+			continue
+		}
+		flags, err := os.ReadFile(filepath.Join(bundle, "boot-flags"))
+		if err != nil {
+			return args
+		}
+		return slices.Insert(slices.Clone(args), len(args)-1, strings.Fields(string(flags))...)
+	}
+	return args
+}
 `
 
 func main() {
 	log.SetFlags(0)
-	if err := os.WriteFile("runsc/gcperiod.go", []byte(gcPeriod), 0o644); err != nil {
+	if err := os.WriteFile("runsc/torpor.go", []byte(added), 0o644); err != nil {
 		log.Fatal(err)
 	}
 	source, err := os.ReadFile(registry)

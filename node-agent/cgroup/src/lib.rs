@@ -1,4 +1,5 @@
-//! The cgroups of a pod, for every runtime of ours; [`reclaim`] pushes the memory of one into swap, [`swap`] tells who forbids that, [`meminfo`] what the machine has.
+//! The cgroups of a pod, for every runtime of ours; [`reclaim`] pushes the memory of one into swap, [`swap`] tells who forbids that, [`limits`] reads the Pod's limits, [`meminfo`] what
+//! the machine has.
 //!
 //! runsc runs with `--ignore-cgroups`; the pod's processes are placed here instead, the same way on cgroup v1, v2 and
 //! the hybrid of both:
@@ -14,6 +15,7 @@ use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
 mod held;
+pub mod limits;
 pub mod meminfo;
 pub mod reclaim;
 pub mod room;
@@ -275,7 +277,8 @@ impl Hierarchies {
     /// Processor time that the cgroup may use in a second; none where it has no limit of its own.
     pub fn processor_limit(&self, relative: &Path) -> Option<Duration> {
         self.existing(relative)
-            .find_map(|path| processor_limit(&path))
+            .find_map(|path| limits::processors(&path, &[]))
+            .map(|limit| limit.in_a_second())
     }
 
     /// Where the memory of the cgroup is limited and counted; none where the kernel does neither.
@@ -377,23 +380,6 @@ fn unlimited(value: &str) -> Option<String> {
         Some((_, period)) => Some(format!("max {period}")),
         None => value.parse::<i64>().ok().map(|_| "-1".to_owned()),
     }
-}
-
-/// v1 has its quota and the period in two files, v2 in one. Without a limit the quota is no number, or -1.
-fn processor_limit(group: &Path) -> Option<Duration> {
-    let read = |file: &str| std::fs::read_to_string(group.join(file)).ok();
-    let text = match read("cpu.max") {
-        Some(text) => text,
-        None => format!(
-            "{} {}",
-            read("cpu.cfs_quota_us")?.trim(),
-            read("cpu.cfs_period_us")?
-        ),
-    };
-    let (quota, period) = text.trim().split_once(' ')?;
-    let (quota, period): (u64, u64) = (quota.parse().ok()?, period.parse().ok()?);
-    let in_a_second = quota.saturating_mul(1_000_000).checked_div(period)?;
-    Some(Duration::from_micros(in_a_second))
 }
 
 /// On v2 a cgroup has the controllers that the one above it hands down. The kubelet hands down none from a Pod's to its containers': that is left to the

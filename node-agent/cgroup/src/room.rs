@@ -70,6 +70,19 @@ impl Room {
             .min(self.wider)
     }
 
+    /// The Pod's own limit, in bytes.
+    pub(crate) fn limit(&self) -> u64 {
+        self.limit
+    }
+
+    /// The Pod's own limit where this one, in bytes, is in its place.
+    pub(crate) fn limit_behind(&self, now: u64) -> u64 {
+        match self.is_wider(now) {
+            true => self.limit,
+            false => now,
+        }
+    }
+
     /// Whether it is the same limit's.
     pub fn is_of_same(&self, other: &Self) -> bool {
         self.path == other.path

@@ -41,6 +41,7 @@ pub mod halt;
 pub mod hearing;
 pub mod hush;
 pub mod keeper;
+pub mod limits;
 mod locks;
 pub mod loopback;
 pub mod net;

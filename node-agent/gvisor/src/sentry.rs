@@ -23,10 +23,10 @@ use nix::libc;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, bind, socket};
 use rustix::fs::MemfdFlags;
 use serde_json::json;
-use torpor_cgroup::meminfo;
 
 use crate::control::{self, Control, socket_path};
 use crate::expedite::bracketed;
+use crate::limits::Machine;
 use crate::net::{self, Netlink};
 use crate::runsc::{self, Runsc, can_be_read, records};
 use crate::save::FILES;
@@ -94,6 +94,8 @@ pub struct Start<'a> {
     sandbox: &'a str,
     /// Of the first container: `config.json` lies there.
     bundle: &'a Path,
+    /// See [`crate::limits::boot_flags`].
+    limits: &'a [String],
 }
 
 impl<'a> Start<'a> {
@@ -105,6 +107,7 @@ impl<'a> Start<'a> {
         bundle: &'a Path,
         spec: &serde_json::Value,
         network_namespace: Option<&Path>,
+        limits: &'a [String],
     ) -> Option<Self> {
         let plan = kept.plan(spec, sandbox)?;
         let fits = runsc.is_plain() && network_namespace == Some(plan.network_namespace.as_path());
@@ -114,6 +117,7 @@ impl<'a> Start<'a> {
             plan,
             sandbox,
             bundle,
+            limits,
         })
     }
 
@@ -188,7 +192,10 @@ impl<'a> Start<'a> {
             flags: self.runsc.flags(),
             bundle: self.bundle.to_owned(),
             sandbox: self.sandbox.to_owned(),
-            memory: machine_memory().map_err(prepare("read the machine's memory"))?,
+            memory: Machine::read()
+                .map_err(prepare("read the machine's memory"))?
+                .memory,
+            limits: self.limits.to_vec(),
             host_flags: host_flags(|path| std::fs::read_to_string(path).ok()),
             mount_confs: self.plan.root.mount_confs().to_owned(),
             connections,
@@ -292,11 +299,6 @@ fn append_only(log: &File) -> Result<OwnedFd, Error> {
     let path = PathBuf::from(format!("/proc/self/fd/{}", log.as_raw_fd()));
     let opened = File::options().append(true).open(&path);
     Ok(opened.map_err(cannot_open(&path))?.into())
-}
-
-fn machine_memory() -> std::io::Result<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo")?;
-    meminfo::bytes(&text, "MemTotal").ok_or_else(|| std::io::ErrorKind::InvalidData.into())
 }
 
 /// What `runsc boot` reads of the machine before it leaves the host's root.

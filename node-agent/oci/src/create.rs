@@ -15,6 +15,7 @@ use torpor_cgroup as cgroup;
 use torpor_cgroup::swap;
 use torpor_core::ids::{Namespace, PodUid, SandboxId};
 use torpor_gvisor::keeper::{self, Request};
+use torpor_gvisor::limits::write;
 use torpor_gvisor::loopback::{self, Loopback};
 use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState, WakeCause};
 use torpor_gvisor::root::Root;
@@ -29,6 +30,7 @@ use crate::args::CreateArgs;
 use crate::console::{Terminal, create_with_console, hand_over};
 use crate::delete;
 use crate::doze;
+use crate::limits;
 use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node, read_oci_json};
 use crate::restore;
 
@@ -78,8 +80,11 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Vec<anyho
     swap::keep_in_memory(&node.cgroups, &pod.cgroup)?;
 
     let console = if state == SandboxState::Running {
-        if role == Role::Container {
-            node.cgroups.place(&pod.cgroup, std::process::id())?;
+        match role {
+            Role::Sandbox => {
+                write(&dir, &limits::flags(node, &pod)?).context("cannot write the Pod's limits")?
+            }
+            Role::Container => node.cgroups.place(&pod.cgroup, std::process::id())?,
         }
         create_in_sandbox(node, &record, &dir)?
     } else {

@@ -12,6 +12,7 @@ mod forward;
 mod hearing;
 mod keeper;
 mod kill;
+mod limits;
 mod node;
 mod restore;
 mod stages;

@@ -60,6 +60,7 @@ pub(super) fn look(
         candidate: candidate(desired, &observed),
         rules: Rules::default(),
         told: None,
+        limits: None,
         found: None,
         decided: now,
         cause: wakes::cause(Some(pod), observed.asleep_since, now),

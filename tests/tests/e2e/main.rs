@@ -18,6 +18,7 @@ mod hooks;
 mod inject;
 mod kata;
 mod leftovers;
+mod limits;
 mod losses;
 mod lost;
 mod networks;

@@ -225,6 +225,8 @@ pub(super) struct BootArgs {
     pub(super) sandbox: String,
     /// Bytes that the machine has.
     pub(super) memory: u64,
+    /// What of it the Pod may use, in runsc's words.
+    pub(super) limits: Vec<String>,
     /// What it would read from `/sys`, where it is not any more.
     pub(super) host_flags: Vec<String>,
     /// Of its first container, as runsc says them.
@@ -258,13 +260,13 @@ impl BootArgs {
         words.push(format!("--log-fd={}", fds.log));
         words.push("boot".to_owned());
         words.extend(self.host_flags.iter().cloned());
+        words.extend(self.limits.iter().cloned());
         words.extend([
             "--apply-caps=false".to_owned(),
             "--setup-root=false".to_owned(),
             format!("--bundle={}", self.bundle.display()),
             format!("--gofer-mount-confs={}", self.mount_confs),
             format!("--total-host-memory={}", self.memory),
-            format!("--total-memory={}", self.memory),
             format!("--io-fds={}", numbers(connections)),
             format!("--start-sync-fd={}", fds.booted),
             format!("--controller-fd={}", fds.control),

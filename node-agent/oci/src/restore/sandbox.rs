@@ -13,6 +13,7 @@ use torpor_cgroup::swap;
 use torpor_core::ids::SandboxId;
 use torpor_gvisor::hush::{self, Hush};
 use torpor_gvisor::keeper::{self, Request, Rules};
+use torpor_gvisor::limits::write;
 use torpor_gvisor::net::{self, AddressWatch};
 use torpor_gvisor::process::is_zombie;
 use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState, WakeCause};
@@ -28,6 +29,7 @@ use super::others::{Ours, Runscs};
 use super::{Refusal, room};
 use crate::console::Terminal;
 use crate::hearing;
+use crate::limits;
 use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
 use crate::stages::Stages;
 use crate::start::stdio_of;
@@ -57,12 +59,14 @@ pub(super) fn restore(
     let expedited = node.expedited_restore(image.manifest().size());
     // Stand until nothing runs of a sandbox that could not be restored.
     let mut barriers = Vec::new();
+    let limits = limits::flags(node, pod)?;
     room::make(node, pod);
     let restore = Restore {
         node,
         pod,
         image,
         parts,
+        limits,
     };
     let mut attempt = |kept| restore.attempt(kept, &awake, &mut stages, &mut barriers);
     let began = Instant::now();
@@ -134,6 +138,8 @@ struct Restore<'a> {
     pod: &'a PodRecord,
     image: &'a Image,
     parts: &'a [ContainerRecord],
+    /// In the words of `runsc boot`.
+    limits: Vec<String>,
 }
 
 impl Restore<'_> {
@@ -145,9 +151,9 @@ impl Restore<'_> {
         stages: &mut Stages,
         barriers: &mut Vec<OwnedFd>,
     ) -> anyhow::Result<()> {
-        let Self {
+        let &Self {
             node, pod, parts, ..
-        } = *self;
+        } = self;
         let Some((root, subs)) = parts
             .split_first()
             .filter(|(root, _)| root.role == Role::Sandbox)
@@ -203,9 +209,13 @@ impl Restore<'_> {
         stages: &mut Stages,
         barriers: &mut Vec<OwnedFd>,
     ) -> anyhow::Result<Option<Hush>> {
-        let Self {
-            node, pod, image, ..
-        } = *self;
+        let &Self {
+            node,
+            pod,
+            image,
+            ref limits,
+            ..
+        } = self;
         let path = image.path();
         let runsc = &node.runsc_of(&pod.sandbox);
         let root_dir = node.records.container_dir(&root.id);
@@ -213,9 +223,13 @@ impl Restore<'_> {
         let of = |kept| {
             // runsc says of a spec that cannot be read what is wrong with it.
             let spec = node.records.spec(&root.id).ok()?;
-            Start::new(runsc, kept, pod.sandbox.as_str(), &root_dir, &spec, network)
+            let sandbox = pod.sandbox.as_str();
+            Start::new(runsc, kept, sandbox, &root_dir, &spec, network, limits)
         };
         let start = &kept.as_ref().and_then(of);
+        if start.is_none() {
+            write(&root_dir, limits).context("cannot write the Pod's limits")?;
+        }
         let known = kept.as_ref().filter(|_| start.is_some());
         let (mut ours, mut others) = (Vec::new(), Vec::new());
         for (record, terminal) in subs.iter().zip(terminals) {

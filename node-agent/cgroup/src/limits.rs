@@ -1,0 +1,147 @@
+//! A Pod's limits as its cgroup has them.
+
+use std::path::Path;
+use std::time::Duration;
+
+use crate::room::Room;
+use crate::{Hierarchies, Quota};
+
+/// What a Pod may use; nothing where there is no limit.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Limits {
+    /// Bytes.
+    pub memory: Option<u64>,
+    pub processors: Option<ProcessorLimit>,
+}
+
+/// Processor time that may be used in each period, both in microseconds (the kernel's `cpu.cfs_quota_us`, or `cpu.max`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ProcessorLimit {
+    pub quota: u64,
+    pub period: u64,
+}
+
+impl ProcessorLimit {
+    pub(crate) fn in_a_second(self) -> Duration {
+        let micros = self.quota.saturating_mul(1_000_000);
+        Duration::from_micros(micros.checked_div(self.period).unwrap_or(u64::MAX))
+    }
+
+    /// As many processors as it takes to use all of it.
+    pub fn processors(self) -> u64 {
+        self.quota.div_ceil(self.period.max(1))
+    }
+}
+
+impl Hierarchies {
+    /// The cgroup's own limits. `lifted` and `rooms`: what a wake has put in their place for its time, and left if it was killed.
+    pub fn limits(&self, relative: &Path, lifted: &[Quota], rooms: &[Room]) -> Limits {
+        let memory = self.rooms(relative).into_iter().map(|found| {
+            let noted = rooms.iter().find(|room| room.is_of_same(&found));
+            let now = found.limit();
+            noted.map_or(now, |room| room.limit_behind(now))
+        });
+        let mut groups = self.existing(relative);
+        Limits {
+            memory: memory.min(),
+            processors: groups.find_map(|group| processors(&group, lifted)),
+        }
+    }
+}
+
+/// v1 has its quota and the period in two files, v2 in one. Without a limit the quota is no number, or -1.
+pub(crate) fn processors(group: &Path, lifted: &[Quota]) -> Option<ProcessorLimit> {
+    let read = |file: &str| {
+        let path = group.join(file);
+        let now = std::fs::read_to_string(&path).ok()?.trim().to_owned();
+        let behind = lifted
+            .iter()
+            .find(|quota| quota.path == path && quota.unlimited == now);
+        Some(behind.map_or(now, |quota| quota.value.clone()))
+    };
+    let text = match read("cpu.max") {
+        Some(text) => text,
+        None => format!(
+            "{} {}",
+            read("cpu.cfs_quota_us")?,
+            read("cpu.cfs_period_us")?
+        ),
+    };
+    let (quota, period) = text.split_once(' ')?;
+    let (quota, period) = (quota.parse().ok()?, period.parse().ok()?);
+    (period > 0).then_some(ProcessorLimit { quota, period })
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    const POD: &str = "kubepods/pod1";
+    const LIMIT: u64 = 256 << 20;
+
+    #[rstest]
+    #[case::v2(&[("memory.max", "268435456"), ("cpu.max", "150000 100000")])]
+    #[case::v1(&[("memory.limit_in_bytes", "268435456"), ("cpu.cfs_quota_us", "150000"), ("cpu.cfs_period_us", "100000")])]
+    fn they_are_the_pods_own_also_while_it_is_woken(#[case] files: &[(&str, &str)]) {
+        let root = tempfile::tempdir().expect("a directory");
+        std::fs::write(root.path().join("cgroup.controllers"), "memory cpu").expect("written");
+        std::fs::create_dir_all(root.path().join(POD)).expect("made");
+        for (file, text) in files {
+            let path = root.path().join(POD).join(file);
+            std::fs::write(path, format!("{text}\n")).expect("written");
+        }
+        let (hierarchies, pod) = (
+            Hierarchies::find(root.path()).expect("found"),
+            Path::new(POD),
+        );
+        let own = Limits {
+            memory: Some(LIMIT),
+            processors: Some(ProcessorLimit {
+                quota: 150_000,
+                period: 100_000,
+            }),
+        };
+        let (quotas, rooms) = (hierarchies.quotas(pod), hierarchies.rooms(pod));
+        assert_eq!(hierarchies.limits(pod, &[], &[]), own);
+        quotas
+            .iter()
+            .for_each(|quota| quota.lift().expect("lifted"));
+        rooms.iter().for_each(|room| room.make().expect("made"));
+        assert_eq!(hierarchies.limits(pod, &quotas, &rooms), own);
+        let unnoted = hierarchies.limits(pod, &[], &[]);
+        assert!(unnoted.processors.is_none() && unnoted.memory > own.memory);
+        assert_eq!(own.processors.map(ProcessorLimit::processors), Some(2));
+        // The kubelet has set other ones meanwhile.
+        for (file, _) in files
+            .iter()
+            .filter(|(file, _)| !file.ends_with("period_us"))
+        {
+            let text = match *file {
+                "cpu.max" => "300000 100000",
+                "cpu.cfs_quota_us" => "300000",
+                _ => "536870912",
+            };
+            std::fs::write(root.path().join(POD).join(file), text).expect("written");
+        }
+        let now = hierarchies.limits(pod, &quotas, &rooms);
+        assert_eq!(now.memory, Some(2 * LIMIT));
+        assert_eq!(now.processors.map(ProcessorLimit::processors), Some(3));
+    }
+
+    #[test]
+    fn a_pod_without_limits_has_none() {
+        let root = tempfile::tempdir().expect("a directory");
+        std::fs::write(root.path().join("cgroup.controllers"), "memory cpu").expect("written");
+        std::fs::create_dir_all(root.path().join(POD)).expect("made");
+        for (file, text) in [("memory.max", "max"), ("cpu.max", "max 100000")] {
+            std::fs::write(root.path().join(POD).join(file), text).expect("written");
+        }
+        let hierarchies = Hierarchies::find(root.path()).expect("found");
+        assert_eq!(
+            hierarchies.limits(Path::new(POD), &[], &[]),
+            Limits::default()
+        );
+    }
+}

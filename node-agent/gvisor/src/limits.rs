@@ -1,0 +1,250 @@
+//! What a sandbox says of its Pod's limits to the programs in it.
+//!
+//! gVisor has the memory, the number of processors and the quota of its kernel from its command line (`runsc boot`, flags `--total-memory`, `--cpu-num`,
+//! `--cpu-quota`, `--cpu-period`). runsc reads their values from the cgroup that it makes; Torpor's makes none (`--ignore-cgroups`) and would say what the node has.
+//! Torpor's build of runsc takes words from a file of the sandbox' bundle instead (`hack/devcluster/runsc/prepare.go`); another build says what the node
+//! has until Torpor begins the sandbox by itself ([`crate::sentry`]).
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::io::{Read, Seek};
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::time::Duration;
+
+use nix::unistd::{SysconfVar, sysconf};
+use rustix::fs::{MemfdFlags, memfd_create};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use torpor_cgroup::limits::Limits;
+use torpor_cgroup::meminfo;
+
+use crate::control::{self, Control};
+
+/// The file's name in the bundle of the sandbox' first container.
+const FILE: &str = "boot-flags";
+/// gVisor's own least: with one processor programs leave out locks that they need all the same (runsc/sandbox/sandbox.go, `minCPUs`).
+const LEAST_PROCESSORS: u64 = 2;
+
+/// A process' list of cgroups has a line for each of gVisor's controllers.
+const MAX_CGROUPS: u64 = 64 << 10;
+/// Microseconds, where there is no quota (the kernel's default).
+const USUAL_PERIOD: u64 = 100_000;
+
+/// What the machine has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Machine {
+    /// Bytes.
+    pub memory: u64,
+    pub processors: u64,
+}
+
+impl Machine {
+    pub fn read() -> std::io::Result<Self> {
+        let text = std::fs::read_to_string("/proc/meminfo")?;
+        let memory = meminfo::bytes(&text, "MemTotal");
+        let online = sysconf(SysconfVar::_NPROCESSORS_ONLN)?;
+        let processors = online.and_then(|online| u64::try_from(online).ok());
+        Ok(Self {
+            memory: memory.ok_or(std::io::ErrorKind::InvalidData)?,
+            processors: processors.ok_or(std::io::ErrorKind::InvalidData)?,
+        })
+    }
+}
+
+/// Words of `runsc boot` for the limits, by the rules of runsc's own (runsc/sandbox/sandbox.go, `createSandboxProcess`).
+pub fn boot_flags(limits: &Limits, machine: Machine) -> Vec<String> {
+    let memory = limits.memory.unwrap_or(u64::MAX).min(machine.memory);
+    let mut flags = vec![format!("--total-memory={memory}")];
+    if let Some(limit) = limits.processors {
+        let wanted = limit.processors().max(LEAST_PROCESSORS);
+        flags.push(format!("--cpu-num={}", wanted.min(machine.processors)));
+        flags.push(format!("--cpu-quota={}", limit.quota));
+        flags.push(format!("--cpu-period={}", limit.period));
+    }
+    flags
+}
+
+/// Says it to the sandbox that runsc begins next from the bundle.
+pub fn write(bundle: &Path, flags: &[String]) -> std::io::Result<()> {
+    std::fs::write(bundle.join(FILE), flags.join("\n"))
+}
+
+#[derive(Deserialize)]
+struct Written {
+    #[serde(default)]
+    results: Vec<WrittenFile>,
+}
+
+#[derive(Deserialize)]
+struct WrittenFile {
+    value: String,
+    is_error: bool,
+}
+
+/// Why a sandbox was not told its limits.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error(transparent)]
+    Control(#[from] control::Error),
+    #[error("cannot read the cgroup of container {container}")]
+    Read {
+        container: String,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("gVisor does not take a limit: {0}")]
+    Refused(String),
+}
+
+/// Writes the limits into the files of the sandbox' own cgroups, which an image brings along and a resize of the Pod leaves as they were. `MemTotal` and
+/// the number of processors stay what they were when the sandbox' kernel began, or was last restored. `containers`: those whose programs run.
+pub fn tell(
+    control: &mut Control,
+    containers: &[&str],
+    limits: &Limits,
+    machine: Machine,
+    timeout: Duration,
+) -> Result<(), Error> {
+    // Of containers that start later.
+    let mut paths: BTreeSet<String> = ["/".to_owned()].into();
+    for container in containers {
+        paths.extend(cgroup_of(control, container, timeout)?);
+    }
+    let written: Written = control.call(
+        "Cgroups.WriteControlFiles",
+        &files(&paths, limits, machine),
+        &[],
+        timeout,
+    )?;
+    match written.results.into_iter().find(|file| file.is_error) {
+        None => Ok(()),
+        Some(refused) => Err(Error::Refused(refused.value)),
+    }
+}
+
+/// The container's cgroup in the sandbox. Its name is the id that the container had when it began, which is that of another one after a resume.
+fn cgroup_of(
+    control: &mut Control,
+    container: &str,
+    timeout: Duration,
+) -> Result<Option<String>, Error> {
+    let failed = |source: std::io::Error| Error::Read {
+        container: container.to_owned(),
+        source,
+    };
+    let output = memfd_create("cgroup", MemfdFlags::CLOEXEC).map_err(|e| failed(e.into()))?;
+    let arg = json!({
+        "container_id": container, "path": "/proc/1/cgroup", "offset": 0, "size": MAX_CGROUPS,
+    });
+    match control.call::<Value>("Fs.Read", &arg, &[output.as_fd()], timeout) {
+        // It has ended, or does not have that file where others have it.
+        Err(control::Error::Refused { .. }) => return Ok(None),
+        read => read?,
+    };
+    let mut file = File::from(output);
+    file.rewind().map_err(failed)?;
+    let mut text = String::new();
+    file.take(MAX_CGROUPS)
+        .read_to_string(&mut text)
+        .map_err(failed)?;
+    Ok(memory_cgroup(&text).map(str::to_owned))
+}
+
+/// cgroups(7): `number:controllers:path` in a line.
+fn memory_cgroup(text: &str) -> Option<&str> {
+    let mut parts = text.lines().map(|line| line.splitn(3, ':').skip(1));
+    let found = parts.find_map(|mut parts| (parts.next()? == "memory").then(|| parts.next())?);
+    found.filter(|path| path.starts_with('/'))
+}
+
+/// gVisor's `CgroupsWriteArgs`.
+fn files(paths: &BTreeSet<String>, limits: &Limits, machine: Machine) -> Value {
+    let memory = limits.memory.unwrap_or(u64::MAX).min(machine.memory);
+    let (quota, period) = match limits.processors {
+        Some(limit) => (limit.quota.to_string(), limit.period),
+        None => ("-1".to_owned(), USUAL_PERIOD),
+    };
+    let values = [
+        ("memory", "memory.limit_in_bytes", memory.to_string()),
+        ("cpu", "cpu.cfs_quota_us", quota),
+        ("cpu", "cpu.cfs_period_us", period.to_string()),
+    ];
+    let of_cgroup = |path: &String| {
+        let file = |(controller, name, value): &(&str, &str, String)| {
+            json!({
+                "file": { "controller": controller, "path": path, "name": name }, "value": value,
+            })
+        };
+        values.iter().map(file).collect::<Vec<_>>()
+    };
+    json!({ "args": paths.iter().flat_map(of_cgroup).collect::<Vec<_>>() })
+}
+
+#[cfg(test)]
+mod tests {
+    use torpor_cgroup::limits::ProcessorLimit;
+
+    use super::*;
+
+    const MACHINE: Machine = Machine {
+        memory: 1 << 30,
+        processors: 4,
+    };
+
+    #[test]
+    fn a_sandbox_is_told_the_pods_limits_and_no_more_than_the_machine_has() {
+        let of = |memory, processors: Option<(u64, u64)>| {
+            let processors = processors.map(|(quota, period)| ProcessorLimit { quota, period });
+            boot_flags(&Limits { memory, processors }, MACHINE).join(" ")
+        };
+        assert_eq!(of(None, None), "--total-memory=1073741824");
+        assert_eq!(of(Some(1 << 40), None), "--total-memory=1073741824");
+        let words = |processors: u64, quota: u64| {
+            format!(
+                "--total-memory=4096 --cpu-num={processors} --cpu-quota={quota} --cpu-period=100000"
+            )
+        };
+        for (quota, processors) in [(50_000, 2), (250_000, 3), (900_000, 4)] {
+            let told = of(Some(4096), Some((quota, 100_000)));
+            assert_eq!(told, words(processors, quota));
+        }
+    }
+
+    #[test]
+    fn a_process_is_in_the_cgroup_that_its_file_says() {
+        let text = "7:pids:/a\n6:memory:/b:c\n1:cpu:/d\n";
+        assert_eq!(memory_cgroup(text), Some("/b:c"));
+        for other in ["", "memory", "6:memory", "6:memory:no", "0::/x"] {
+            assert_eq!(memory_cgroup(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn every_cgroup_of_the_sandbox_gets_every_limit() {
+        let paths = ["/", "/c"].map(str::to_owned).into();
+        let limits = Limits {
+            memory: Some(4096),
+            processors: None,
+        };
+        let files = files(&paths, &limits, MACHINE);
+        let written: Vec<String> = (files["args"].as_array().into_iter().flatten())
+            .map(|arg| {
+                let text = |pointer: &str| arg.pointer(pointer).and_then(Value::as_str);
+                let words = ["/file/controller", "/file/path", "/file/name", "/value"].map(text);
+                words.map(Option::unwrap_or_default).join(" ")
+            })
+            .collect();
+        assert_eq!(
+            written,
+            [
+                "memory / memory.limit_in_bytes 4096",
+                "cpu / cpu.cfs_quota_us -1",
+                "cpu / cpu.cfs_period_us 100000",
+                "memory /c memory.limit_in_bytes 4096",
+                "cpu /c cpu.cfs_quota_us -1",
+                "cpu /c cpu.cfs_period_us 100000",
+            ]
+        );
+    }
+}

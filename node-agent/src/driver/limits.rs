@@ -1,0 +1,56 @@
+//! Telling a sandbox that runs what its Pod may use.
+
+use torpor_cgroup::limits::Limits;
+use torpor_core::ids::SandboxId;
+use torpor_core::state::{Live, Observed};
+use torpor_gvisor::limits::{self, Machine};
+use torpor_gvisor::record::PodRecord;
+use torpor_gvisor::spec::Role;
+
+use crate::node::{CALL_LIMIT, Node};
+use crate::observe::words;
+
+/// What a sandbox was told last by this agent.
+pub(super) type ToldLimits = (SandboxId, Limits);
+
+/// Tells a sandbox its Pod's limits: when it was restored, which brings those of its image, and when the Pod was resized. Answers what it was told. The
+/// caller holds the sandbox' lock.
+pub(super) fn tell(
+    node: &Node,
+    record: &PodRecord,
+    observed: &Observed,
+    told: Option<ToldLimits>,
+) -> Option<ToldLimits> {
+    match observed.live {
+        Live::Running => {}
+        // Where it stands still it goes on as it is.
+        Live::Paused | Live::Unknown => return told,
+        Live::None => return None,
+    }
+    let now = (record.sandbox.clone(), limits_of(node, record)?);
+    if told.as_ref() == Some(&now) {
+        return told;
+    }
+    if let Err(error) = write(node, &now) {
+        tracing::warn!(pod_uid = %record.pod_uid, error, "the programs of the Pod see its old limits until it is restored or resized again");
+    }
+    Some(now)
+}
+
+fn limits_of(node: &Node, record: &PodRecord) -> Option<Limits> {
+    let lifted = node.records.quotas(&record.sandbox).ok()?;
+    let rooms = node.records.room(&record.sandbox).ok()?;
+    let cgroup = record.cgroup.parent()?;
+    Some(node.cgroups.as_ref()?.limits(cgroup, &lifted, &rooms))
+}
+
+fn write(node: &Node, (sandbox, limits): &ToldLimits) -> Result<(), String> {
+    let parts = node.records.containers_of(sandbox);
+    let parts = parts.map_err(|error| words(&error))?;
+    let with_programs = parts.iter().filter(|part| part.role == Role::Container);
+    let containers: Vec<&str> = with_programs.map(|part| part.id.as_str()).collect();
+    let machine = Machine::read().map_err(|error| error.to_string())?;
+    let mut control = node.runsc.connect(sandbox).map_err(|error| words(&error))?;
+    limits::tell(&mut control, &containers, limits, machine, CALL_LIMIT)
+        .map_err(|error| words(&error))
+}
