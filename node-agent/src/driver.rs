@@ -47,6 +47,7 @@ mod ask;
 pub(crate) use ask::Asked;
 mod draft;
 pub(crate) use draft::saved_name;
+mod gofers;
 mod gone;
 pub(crate) use gone::pod_about;
 use gone::{GivenUp, Going};

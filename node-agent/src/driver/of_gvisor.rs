@@ -9,7 +9,7 @@ use torpor_core::store_limit;
 
 use super::gone::{self, with_disk};
 use super::told::{is_found_dozing, tell_of_doze, tell_rules};
-use super::{Asleep, Kubelet, Look, Remembered, Shared, draft, limits, note_turn};
+use super::{Asleep, Kubelet, Look, Remembered, Shared, draft, gofers, limits, note_turn};
 use crate::idle::{self, Watched};
 use crate::observe::{observe, words};
 use crate::saves::figures;
@@ -57,7 +57,10 @@ pub(super) fn look(
         observed.can_doze = Err(why);
     }
     let told_limits = match record.as_ref().zip(lock.as_ref()) {
-        Some((record, _)) => limits::tell(node, record, &observed, remembered.limits),
+        Some((record, _)) => {
+            gofers::end_containers_without(node, record, &observed);
+            limits::tell(node, record, &observed, remembered.limits)
+        }
         None => remembered.limits,
     };
     let found = match busy || observed.live == Live::Unknown {

@@ -141,6 +141,18 @@ async fn the_kubelet_recovers_a_pod_whose_gofer_was_killed() -> anyhow::Result<(
     .await
 }
 
+/// gVisor watches the gofers of containers that it has begun, and not of those that it has restored.
+#[tokio::test]
+async fn the_kubelet_recovers_a_woken_pod_whose_gofer_was_killed() -> anyhow::Result<()> {
+    killed("killwokengofer", async |case, footprint| {
+        case.hibernate("p").await?;
+        case.wake("p").await?;
+        footprint.add(&case.node)?;
+        case.node.gofer(footprint.uid())?.kill()
+    })
+    .await
+}
+
 /// runsc's record of a container in this root directory.
 fn state_in(root: &Path, container: &ContainerId, sandbox: &SandboxId) -> PathBuf {
     let (container, sandbox) = (container.as_str(), sandbox.as_str());

@@ -147,6 +147,11 @@ impl Runsc {
             .all(process::goes_on))
     }
 
+    /// Whether the container's gofer lives, by runsc's own record. A container that never had one counts as well.
+    pub fn has_gofer(&self, container: &str, sandbox: &str) -> Result<bool, Error> {
+        gofer_goes_on(&self.root, container, sandbox)
+    }
+
     /// The same of the sandbox at the other end of the connection.
     pub fn has_its_gofers_beside(&self, sandbox: &str, control: &Control) -> Result<bool, Error> {
         match control.gofers() {
