@@ -102,8 +102,37 @@ fn count(session: &Session, sandbox: Option<&Sandbox>, context: &Context, now: T
     }
 }
 
-/// When the claim was seen and ready, and what it holds: one write, once it is Ready. A write that failed is tried again with the same times. As with upstream, the operator can do without when it
-/// was seen and without its trace; the Sandbox is named, and the first Ready is counted only once, in any case.
+/// What clients read when a claim becomes Ready: which Sandbox it has and when it was first seen; with the trace. As with upstream, the operator can do without when it
+/// was seen and without its trace.
+pub(super) fn first_annotations(
+    sandbox: &str,
+    claim: &SandboxClaim,
+    trace: Option<&str>,
+    context: &Context,
+    now: Timestamp,
+) -> Value {
+    let mut all = Map::new();
+    all.insert(annotations::SANDBOX_NAME.to_owned(), sandbox.into());
+    if context.settings.claims.observability {
+        if !claim
+            .annotations()
+            .contains_key(annotations::CONTROLLER_FIRST_OBSERVED_AT)
+        {
+            let seen = context.sightings.of(claim, now).first_seen.to_string();
+            all.insert(
+                annotations::CONTROLLER_FIRST_OBSERVED_AT.to_owned(),
+                seen.into(),
+            );
+        }
+        if let Some(trace) = trace {
+            all.insert(annotations::TRACE_CONTEXT.to_owned(), trace.into());
+        }
+    }
+    json!({"metadata": {"uid": claim.uid(), "annotations": all}})
+}
+
+/// When the claim was first Ready, once it is; and its Sandbox, if that is another one by now. A write that failed is tried again with the same times. The first Ready is counted
+/// only once, in any case.
 fn annotation_patch(
     session: &Session,
     sandbox: &Sandbox,
@@ -113,35 +142,21 @@ fn annotation_patch(
     let claim = &session.observed.claim;
     let known = claim.annotations();
     let ready = claim.status.as_ref().is_some_and(is_ready);
-    let current = known.get(annotations::SANDBOX_NAME) == Some(&sandbox.name_any());
+    let name = sandbox.name_any();
+    let current = known.get(annotations::SANDBOX_NAME) == Some(&name);
     if !ready || (current && known.contains_key(annotations::CLAIM_FIRST_READY_AT)) {
         return None;
     }
-    let mut all = Map::new();
-    all.insert(
-        annotations::SANDBOX_NAME.to_owned(),
-        sandbox.name_any().into(),
-    );
-    let observability = context.settings.claims.observability;
-    if observability && !known.contains_key(annotations::CONTROLLER_FIRST_OBSERVED_AT) {
-        let seen = context.sightings.of(claim, now).first_seen.to_string();
-        all.insert(
-            annotations::CONTROLLER_FIRST_OBSERVED_AT.to_owned(),
-            seen.into(),
-        );
-    }
+    let mut patch = first_annotations(&name, claim, session.trace.as_deref(), context, now);
     if !known.contains_key(annotations::CLAIM_FIRST_READY_AT) {
         let at = context
             .sightings
             .of(claim, now)
             .ready_at
             .map_or_else(|| annotations::UNKNOWN_TIME.to_owned(), |at| at.to_string());
-        all.insert(annotations::CLAIM_FIRST_READY_AT.to_owned(), at.into());
+        patch["metadata"]["annotations"][annotations::CLAIM_FIRST_READY_AT] = at.into();
     }
-    if observability && let Some(trace) = &session.trace {
-        all.insert(annotations::TRACE_CONTEXT.to_owned(), trace.clone().into());
-    }
-    Some(json!({"metadata": {"uid": claim.uid(), "annotations": all}}))
+    Some(patch)
 }
 
 /// An error says when to try again.

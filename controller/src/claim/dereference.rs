@@ -118,6 +118,15 @@ impl Session {
         }
     }
 
+    /// Takes a newer view of the claim in, which this pass has written.
+    pub fn learn_claim(&mut self, written: Option<SandboxClaim>) {
+        let Some(written) = written else { return };
+        match written.metadata.generation == self.observed.claim.metadata.generation {
+            true => self.observed.claim = Arc::new(written),
+            false => self.start_anew(Arc::new(written)),
+        }
+    }
+
     /// Somebody else has changed the claim: what was asked before that may be so no longer.
     pub fn start_anew(&mut self, claim: Arc<SandboxClaim>) {
         self.observed.claim = claim;

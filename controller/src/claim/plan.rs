@@ -10,7 +10,7 @@ use k8s_openapi::api::networking::v1::NetworkPolicy;
 use kube::ResourceExt;
 use serde_json::Value;
 use torpor_api::{
-    Sandbox, SandboxClaim, SandboxTemplate, SandboxWarmPool, conditions,
+    Sandbox, SandboxClaim, SandboxTemplate, SandboxWarmPool, annotations, conditions,
     extensions::{ClaimShutdownPolicy, WarmPoolUpdateStrategyType},
     reasons::claim as reasons,
 };
@@ -72,16 +72,13 @@ pub enum Action {
     Ask(String),
     /// Read pool, template and the template's NetworkPolicy from the apiserver.
     Refresh,
-    /// Make the claim the controller of a member of a pool.
-    Assign {
-        name: String,
-        patch: Value,
-    },
+    /// Note on the claim which Sandbox it is about to be Ready with.
+    Note(String),
+    /// Make the claim the controller of a member of a pool, and note it on the claim at the same time.
+    Assign { name: String, patch: Value },
     /// Change a Sandbox that is the claim's already.
-    PatchSandbox {
-        name: String,
-        patch: Value,
-    },
+    PatchSandbox { name: String, patch: Value },
+    /// Make a Sandbox of the claim's name, and note it on the claim at the same time.
     CreateSandbox(Value),
     DeleteSandbox {
         name: String,
@@ -89,14 +86,9 @@ pub enum Action {
         resource_version: Option<String>,
     },
     /// `policy` is Delete or DeleteForeground.
-    DeleteClaim {
-        policy: ClaimShutdownPolicy,
-    },
+    DeleteClaim { policy: ClaimShutdownPolicy },
     /// What an old version of upstream's controller made for each claim.
-    DeletePolicy {
-        name: String,
-        uid: String,
-    },
+    DeletePolicy { name: String, uid: String },
 }
 
 /// Why the claim has no Sandbox, or not the one that it asks for.
@@ -347,8 +339,20 @@ fn refused(why: Refusal, sandbox: Option<Arc<Sandbox>>) -> Plan {
     }
 }
 
-/// Edits of the claim reach the Sandbox and its Pod; what is not allowed is told, and the Sandbox goes on as it is.
+fn is_ready(claim: &SandboxClaim) -> bool {
+    claim.status.as_ref().is_some_and(super::is_ready)
+}
+
+/// Edits of the claim reach the Sandbox and its Pod; what is not allowed is told, and the Sandbox goes on as it is. A client reads the claim's
+/// annotations when the claim becomes Ready, so they are there before.
 fn plan_bound(claim: &SandboxClaim, allowed: Result<(), Invalid>, sandbox: Arc<Sandbox>) -> Plan {
+    let noted = claim.annotations().get(annotations::SANDBOX_NAME);
+    if noted != Some(&sandbox.name_any()) && !is_ready(claim) {
+        return Plan {
+            steps: vec![Action::Note(sandbox.name_any())],
+            ..Plan::default()
+        };
+    }
     let patch = allowed.and_then(|()| adopt::propagation(claim, &sandbox));
     match patch {
         Err(why) => refused(why.into(), Some(sandbox)),
@@ -392,7 +396,7 @@ fn plan_unbound(
         let mut sandbox = sandbox_spec::sandbox(claim, template, &pod_metadata)?;
         isolated()?;
         if let Some(gone) = replaces {
-            sandbox["metadata"]["annotations"][torpor_api::annotations::REPLACES] = gone.into();
+            sandbox["metadata"]["annotations"][annotations::REPLACES] = gone.into();
         }
         Ok(Plan {
             steps: vec![Action::CreateSandbox(sandbox)],

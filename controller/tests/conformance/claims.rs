@@ -21,13 +21,25 @@ pub(crate) fn cold(claim: Value) -> Cluster {
     cluster
 }
 
+/// The first two writes of a claim's way are on their way at the same time.
+pub(crate) fn side_by_side(mut writes: Vec<String>) -> Vec<String> {
+    if let Some(first) = writes.get_mut(..2) {
+        first.sort();
+    }
+    writes
+}
+
 #[tokio::test]
 async fn a_claim_that_finds_no_member_gets_a_sandbox_of_its_own_name() {
     let cluster = cold(json!({}));
     cluster.claim_pass("c").await.unwrap();
     assert_eq!(
-        cluster.writes(),
-        ["create sandboxes", "patch status sandboxclaims"]
+        side_by_side(cluster.writes()),
+        [
+            "create sandboxes",
+            "patch sandboxclaims",
+            "patch status sandboxclaims"
+        ]
     );
     cluster.assert_claim_says("c", "False", "SandboxNotReady", "Sandbox is not ready");
     assert_eq!(cluster.held_by("c").as_deref(), Some("c"));
@@ -343,12 +355,15 @@ async fn an_apiserver_that_has_too_much_to_do_is_asked_again_and_left_in_peace_m
         answer: FaultAnswer::Refuse(429),
     });
     cluster.claim_pass("c").await.unwrap();
+    let mut writes = cluster.writes();
+    assert_eq!(writes.pop().as_deref(), Some("patch status sandboxclaims"));
+    writes.sort();
     assert_eq!(
-        cluster.writes(),
+        writes,
         [
             "create sandboxes",
             "create sandboxes",
-            "patch status sandboxclaims"
+            "patch sandboxclaims"
         ]
     );
     assert_eq!(cluster.held_by("c").as_deref(), Some("c"));

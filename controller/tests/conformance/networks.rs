@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use torpor_controller::settings::NetworkSettings;
 
 use crate::{
-    claims::waiting,
+    claims::{side_by_side, waiting},
     cluster::{Cluster, name, settings},
     objects::{NS, sandbox},
 };
@@ -108,8 +108,12 @@ async fn adopting_a_member_asks_the_apiserver_nothing_of_network_policies() {
     cluster.stale_claim_pass("c").await.unwrap();
     assert_eq!(cluster.api.take_reads(), [] as [String; 0]);
     assert_eq!(
-        cluster.writes()[..2],
-        ["patch sandboxes", "patch status sandboxclaims"]
+        side_by_side(cluster.writes())[..3],
+        [
+            "patch sandboxclaims",
+            "patch sandboxes",
+            "patch status sandboxclaims"
+        ]
     );
 }
 

@@ -8,6 +8,7 @@ use tokio::sync::Semaphore;
 
 use crate::{
     apiserver::{Fault, FaultAnswer},
+    claims::side_by_side,
     cluster::{Cluster, controller, name, nameless, ready_at},
     objects::NS,
     schedules::quiet,
@@ -18,20 +19,24 @@ const POOL: &str = "agents.x-k8s.io/warm-pool-sandbox";
 // --- the way of a claim ------------------------------------------------------------------------------------------------------------------
 
 #[tokio::test]
-async fn a_claim_is_ready_after_two_writes_and_all_is_done_after_five() {
+async fn a_claim_is_ready_after_two_writes_one_after_the_other_and_all_is_done_after_six() {
     let cluster = Cluster::filled(3, json!({})).await;
     cluster.claim("c", json!({}));
     cluster.writes();
     cluster.api.take_reads();
     cluster.claim_pass("c").await.unwrap();
-    let writes = cluster.writes_with_events();
+    let writes = side_by_side(cluster.writes_with_events());
     assert_eq!(
-        writes[..2],
-        ["patch sandboxes", "patch status sandboxclaims"],
-        "Ready after the second"
+        writes[..3],
+        [
+            "patch sandboxclaims",
+            "patch sandboxes",
+            "patch status sandboxclaims"
+        ],
+        "the claim says which Sandbox it gets while that is assigned"
     );
     cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
-    let mut rest = writes[2..].to_vec();
+    let mut rest = writes[3..].to_vec();
     rest.sort();
     assert_eq!(rest, ["create events", "patch sandboxclaims"]);
     assert_eq!(cluster.api.take_reads(), Vec::<String>::new());
@@ -55,8 +60,9 @@ async fn nothing_is_written_twice_because_the_watch_is_late() {
         cluster.stale_sandbox_passes().await;
     }
     assert_eq!(
-        cluster.writes(),
+        side_by_side(cluster.writes()),
         [
+            "patch sandboxclaims",
             "patch sandboxes",
             "patch status sandboxclaims",
             "patch sandboxclaims",
@@ -135,8 +141,9 @@ async fn events_and_annotations_can_be_turned_off() {
     cluster.writes();
     cluster.claim_pass("c").await.unwrap();
     assert_eq!(
-        cluster.writes_with_events(),
+        side_by_side(cluster.writes_with_events()),
         [
+            "patch sandboxclaims",
             "patch sandboxes",
             "patch status sandboxclaims",
             "patch sandboxclaims"
@@ -450,7 +457,8 @@ async fn a_surplus_is_deleted_only_once_another_is_committed() {
     cluster.writes();
     cluster.claim_pass("c").await.unwrap();
     let writes = cluster.writes();
-    assert_eq!(writes[0], "patch status sandboxclaims", "{writes:?}");
+    let before = ["patch sandboxclaims", "patch status sandboxclaims"];
+    assert_eq!(writes[..2], before, "{writes:?}");
     cluster.settle().await;
     let held = cluster.held_by("c").unwrap();
     assert_eq!(cluster.controlled_by(&cluster.get_claim("c")), [held]);

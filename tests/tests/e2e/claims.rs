@@ -1,9 +1,11 @@
 //! Claims: a pool of warm sandboxes, and what a claim gets of it.
 
+use anyhow::Context;
 use k8s_openapi::api::autoscaling::v2::HorizontalPodAutoscaler;
 use kube::ResourceExt;
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams};
 use serde_json::{Value, json};
+use torpor_api::annotations::{CONTROLLER_FIRST_OBSERVED_AT, SANDBOX_NAME};
 use torpor_api::conditions::find;
 use torpor_api::{SandboxClaim, SandboxWarmPool};
 use torpor_tests::case::{Case, case, uid};
@@ -159,6 +161,41 @@ async fn a_pool_is_scaled_by_the_scale_subresource_as_an_autoscaler_does() -> an
             wait::holds(names.len() == 1, || format!("{names:?}"))
         })
         .await
+    })
+    .await
+}
+
+/// As upstream's clients and tests read it: the first version of the claim that is Ready, and no later one.
+#[tokio::test]
+async fn a_claim_that_is_read_once_when_it_is_ready_says_all_that_clients_read()
+-> anyhow::Result<()> {
+    case("readonce", async |case| {
+        pool(case, 1).await?;
+        // The pool has one: others start cold.
+        for name in ["first", "second", "third"] {
+            let spec = json!({ "warmPoolRef": { "name": "w" } });
+            case.create(extension("SandboxClaim", name, spec)).await?;
+            let claims = case.api::<SandboxClaim>();
+            let claim = wait::object(claims, name, "the claim is Ready", LIMIT, |found| {
+                let found = found.ok_or("there is none")?;
+                let conditions = found.status.iter().flat_map(|status| &status.conditions);
+                let mut ready = conditions.filter(|c| c.type_ == "Ready" && c.status == "True");
+                match ready.next() {
+                    Some(_) => Ok(found),
+                    None => Err("it is not Ready".to_owned()),
+                }
+            })
+            .await?;
+            let said = |key: &str| claim.annotations().get(key).map(String::as_str);
+            let status = claim.status.clone().unwrap_or_default();
+            let sandbox = status.sandbox.unwrap_or_default();
+            assert!(!sandbox.pod_ips.is_empty(), "{sandbox:?}");
+            assert_eq!(said(SANDBOX_NAME), Some(sandbox.name.as_str()), "{name}");
+            let seen = said(CONTROLLER_FIRST_OBSERVED_AT).unwrap_or_default();
+            seen.parse::<jiff::Timestamp>()
+                .with_context(|| format!("{name}: {seen:?} is no time"))?;
+        }
+        Ok(())
     })
     .await
 }

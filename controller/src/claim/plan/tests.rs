@@ -22,6 +22,12 @@ fn claim(change: Value) -> Arc<SandboxClaim> {
     Arc::new(serde_json::from_value(whole).unwrap())
 }
 
+/// A claim that says which Sandbox it gets.
+fn noted(sandbox: &str, mut change: Value) -> Arc<SandboxClaim> {
+    change["metadata"] = json!({"annotations": {annotations::SANDBOX_NAME: sandbox}});
+    claim(change)
+}
+
 fn sandbox(name: &str, change: Value) -> Arc<Sandbox> {
     let mut whole = json!({
         "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox",
@@ -78,6 +84,7 @@ fn steps(plan: &Plan) -> Vec<String> {
         .map(|step| match step {
             Action::Ask(name) => format!("ask {name}"),
             Action::Refresh => "refresh".to_owned(),
+            Action::Note(name) => format!("note {name}"),
             Action::Assign { name, .. } => format!("assign {name}"),
             Action::PatchSandbox { name, .. } => format!("patch {name}"),
             Action::CreateSandbox(sandbox) => {
@@ -208,7 +215,7 @@ fn a_stale_member_is_handed_out_only_under_on_replenish(
 
 #[test]
 fn a_claim_that_has_a_sandbox_needs_neither_pool_nor_template() {
-    let mut observed = owning(observed(claim(json!({}))), &[sandbox("x", json!({}))]);
+    let mut observed = owning(observed(noted("x", json!({}))), &[sandbox("x", json!({}))]);
     (observed.pool, observed.template) = (None, None);
     let plan = plan(&observed, now());
     assert_eq!(plan.outlook, Outlook::Sandbox(sandbox("x", json!({}))));
@@ -217,7 +224,7 @@ fn a_claim_that_has_a_sandbox_needs_neither_pool_nor_template() {
 
 #[test]
 fn a_surplus_is_deleted_as_it_was_seen() {
-    let held = claim(json!({"status": {"sandbox": {"name": "y"}}}));
+    let held = noted("y", json!({"status": {"sandbox": {"name": "y"}}}));
     let observed = owning(
         observed(held),
         &[sandbox("x", json!({})), sandbox("y", json!({}))],
@@ -256,7 +263,10 @@ fn a_sandbox_with_the_claims_own_name_is_replaced_by_one_of_that_name() {
 
 #[test]
 fn an_edit_that_is_not_allowed_is_told_and_the_sandbox_stays() {
-    let bad = claim(json!({"spec": {"additionalPodMetadata": {"labels": {"team": "x"}}}}));
+    let bad = noted(
+        "x",
+        json!({"spec": {"additionalPodMetadata": {"labels": {"team": "x"}}}}),
+    );
     let plan = plan(&owning(observed(bad), &[sandbox("x", json!({}))]), now());
     assert_eq!(reason(&plan), "InvalidMetadata");
     assert!(matches!(
@@ -270,7 +280,7 @@ fn an_edit_that_is_not_allowed_is_told_and_the_sandbox_stays() {
 
 #[test]
 fn what_upstream_made_for_each_claim_once_is_removed() {
-    let mut observed = owning(observed(claim(json!({}))), &[sandbox("x", json!({}))]);
+    let mut observed = owning(observed(noted("x", json!({}))), &[sandbox("x", json!({}))]);
     observed.legacy_policy = Some(("c-network-policy".to_owned(), "u".to_owned()));
     assert_eq!(
         steps(&plan(&observed, now())),
@@ -406,14 +416,34 @@ fn a_claim_that_starts_cold_waits_for_the_templates_network_policy_and_says_so()
     );
 }
 
-/// Its Pod was made when the policy was there.
+/// Its policy may have been deleted since it was made.
 #[test]
-fn a_member_of_a_pool_is_handed_out_whatever_its_templates_network_policy() {
+fn a_member_of_a_pool_is_handed_out_only_while_its_templates_network_policy_is_there() {
     let member = sandbox("m", json!({}));
     let mut observed = offering(observed(claim(json!({}))), Offered::Sandbox(member));
+    assert_eq!(steps(&plan(&observed, now())), ["assign m"]);
     observed.template_policy = None;
-    assert!(matches!(
-        plan(&observed, now()).steps[..],
-        [Action::Assign { .. }]
-    ));
+    let (why, _) = refusal(plan(&observed, now()));
+    assert_eq!(why.reason(), "NetworkPolicyPending");
+}
+
+/// Clients read it when the claim becomes Ready.
+#[test]
+fn a_claim_that_is_not_ready_says_first_which_sandbox_it_gets() {
+    let of = |claim| {
+        steps(&plan(
+            &owning(observed(claim), &[sandbox("x", json!({}))]),
+            now(),
+        ))
+    };
+    assert_eq!(of(claim(json!({}))), ["note x"]);
+    assert_eq!(of(noted("y", json!({}))), ["note x"]);
+    assert!(of(noted("x", json!({}))).is_empty());
+    let ready = json!({"status": {"conditions": [{
+        "type": "Ready", "status": "True", "reason": "r", "message": "m", "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }]}});
+    assert!(
+        of(claim(ready)).is_empty(),
+        "it is noted when its turn comes"
+    );
 }
