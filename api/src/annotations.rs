@@ -39,6 +39,8 @@ pub const SAFE_TO_EVICT: &str = "cluster-autoscaler.kubernetes.io/safe-to-evict"
 pub const TRACE_CONTEXT: &str = "opentelemetry.io/trace-context";
 
 // --- what a user writes (Sandbox or pod template) ---------------------------------------------------------------------------------------
+/// Most bytes of [`ON_RESTORE_EXEC`].
+const MAX_COMMAND: usize = 4096;
 /// Everything under this prefix is Torpor's; only the controller puts it on a Pod.
 pub const TORPOR_PREFIX: &str = "torpor.dev/";
 /// What `operatingMode: Suspended` does: see [`SuspensionStrategy`].
@@ -49,6 +51,9 @@ pub const HIBERNATE: &str = "torpor.dev/hibernate";
 pub const ON_RESTORE_FAILURE: &str = "torpor.dev/on-restore-failure";
 /// What a sandbox that crashed while it was awake starts from: see [`OnCrash`]. Copied to the Pod.
 pub const ON_CRASH: &str = "torpor.dev/on-crash";
+/// A command, as a JSON array of words, that runs in the sandbox before it is heard whenever a new sandbox goes on from memory (a resume, a copy, a reboot), and not for a
+/// wake in place. Copied to the Pod.
+pub const ON_RESTORE_EXEC: &str = "torpor.dev/on-restore-exec";
 /// Name of a SandboxSnapshot of the same namespace; the sandbox starts as a copy of it.
 pub const RESTORE_FROM: &str = "torpor.dev/restore-from";
 /// Name of a SnapshotClass.
@@ -83,6 +88,8 @@ pub const FREEZE: &str = "torpor.dev/freeze";
 pub const RESTORE_IMAGE: &str = "torpor.dev/restore-image";
 /// `"true"` beside [`RESTORE_IMAGE`]: the user named the image, so that a used one is accepted.
 pub const RESTORE_COPY: &str = "torpor.dev/restore-copy";
+/// Beside [`ON_RESTORE_EXEC`]: the container that the command runs in, which is the one that `kubectl exec` takes.
+pub const ON_RESTORE_EXEC_CONTAINER: &str = "torpor.dev/on-restore-exec-container";
 /// Beside [`RESTORE_IMAGE`]: the newest PodSnapshot of the Sandbox, for which upstream's SDK will ask the Pod ([`crate::pod_snapshot::POD_RESTORED`]). The Pod then has
 /// [`crate::conditions::POD_RESTORE_SETTLED`] as a readiness gate.
 pub const POD_SNAPSHOT: &str = "torpor.dev/pod-snapshot";
@@ -114,11 +121,12 @@ pub const REPLACES_POD: &str = "torpor.dev/replaces-pod";
 pub const IMAGE_FINALIZER: &str = "torpor.dev/image";
 
 /// Torpor's annotations that users write.
-pub const USER_SETTINGS: [&str; 14] = [
+pub const USER_SETTINGS: [&str; 15] = [
     SUSPENSION_STRATEGY,
     HIBERNATE,
     ON_RESTORE_FAILURE,
     ON_CRASH,
+    ON_RESTORE_EXEC,
     RESTORE_FROM,
     SNAPSHOT_CLASS,
     RESUME_ON_REQUEST,
@@ -141,7 +149,7 @@ pub const CLAIM_SETTINGS: [&str; 4] = [
 ];
 
 /// Torpor's annotations on a Pod: the only ones, all written by the controller.
-pub const ON_POD: [&str; 13] = [
+pub const ON_POD: [&str; 15] = [
     HIBERNATE,
     DOZE_AFTER,
     HIBERNATE_AFTER,
@@ -154,6 +162,8 @@ pub const ON_POD: [&str; 13] = [
     POD_SNAPSHOT,
     ON_RESTORE_FAILURE,
     ON_CRASH,
+    ON_RESTORE_EXEC,
+    ON_RESTORE_EXEC_CONTAINER,
     POD_TRACE_CONTEXT,
 ];
 
@@ -304,6 +314,8 @@ pub struct Settings {
     /// `None` when nobody asked; see [`Settings::restore_policy`].
     pub on_restore_failure: Option<OnRestoreFailure>,
     pub on_crash: Option<OnCrash>,
+    /// The words of a command.
+    pub on_restore_exec: Option<Vec<String>>,
     pub restore_from: Option<String>,
     pub snapshot_class: Option<String>,
     pub resume_on_request: bool,
@@ -336,6 +348,7 @@ impl Settings {
         let hibernate = checked(value(HIBERNATE), parse_hibernate, &mut problems);
         let on_restore_failure = checked(value(ON_RESTORE_FAILURE), parse_policy, &mut problems);
         let on_crash = checked(value(ON_CRASH), parse_on_crash, &mut problems);
+        let on_restore_exec = checked(value(ON_RESTORE_EXEC), parse_command, &mut problems);
         let restore_from = checked(
             value(RESTORE_FROM),
             |v| parse_name(RESTORE_FROM, v),
@@ -380,6 +393,7 @@ impl Settings {
             hibernate: hibernate.unwrap_or_default(),
             on_restore_failure,
             on_crash,
+            on_restore_exec,
             restore_from,
             snapshot_class,
             resume_on_request: resume_on_request.unwrap_or_default(),
@@ -462,6 +476,16 @@ pub fn parse_on_crash(value: &str) -> Result<OnCrash, InvalidAnnotation> {
         "LastImage" => Ok(OnCrash::LastImage),
         _ => Err(invalid(ON_CRASH, value, "ColdStart, LastImage")),
     }
+}
+
+/// Parses the value of [`ON_RESTORE_EXEC`].
+pub fn parse_command(value: &str) -> Result<Vec<String>, InvalidAnnotation> {
+    let words = serde_json::from_str::<Vec<String>>(value).ok();
+    let words = words.filter(|words| words.first().is_some_and(|program| !program.is_empty()));
+    words.filter(|_| value.len() <= MAX_COMMAND).ok_or_else(|| {
+        let allowed = "a command as a JSON array of words of up to 4096 bytes, such as [\"/bin/sh\",\"-c\",\"kill -USR1 1\"]";
+        invalid(ON_RESTORE_EXEC, value, allowed)
+    })
 }
 
 /// Parses the value of [`NETWORK_POLICY`].
@@ -555,6 +579,7 @@ mod tests {
             (HIBERNATE, "yes"),
             (ON_RESTORE_FAILURE, "Retry"),
             (ON_CRASH, "LastSnapshot"),
+            (ON_RESTORE_EXEC, "/bin/true"),
             (RESTORE_FROM, "Not A Name"),
             (SNAPSHOT_CLASS, ""),
             (RESUME_ON_REQUEST, "1"),
@@ -575,6 +600,7 @@ mod tests {
                 r#"annotation torpor.dev/hibernate: value "yes" is not allowed; allowed: true, false"#,
                 r#"annotation torpor.dev/on-restore-failure: value "Retry" is not allowed; allowed: Fail, ColdStart"#,
                 r#"annotation torpor.dev/on-crash: value "LastSnapshot" is not allowed; allowed: ColdStart, LastImage"#,
+                r#"annotation torpor.dev/on-restore-exec: value "/bin/true" is not allowed; allowed: a command as a JSON array of words of up to 4096 bytes, such as ["/bin/sh","-c","kill -USR1 1"]"#,
                 r#"annotation torpor.dev/restore-from: value "Not A Name" is not allowed; allowed: the name of an object (a DNS-1123 subdomain)"#,
                 r#"annotation torpor.dev/snapshot-class: value "" is not allowed; allowed: the name of an object (a DNS-1123 subdomain)"#,
                 r#"annotation torpor.dev/resume-on-request: value "1" is not allowed; allowed: true, false"#,
@@ -681,6 +707,24 @@ mod tests {
             long.as_str(),
         ] {
             assert!(!is_dns_subdomain(bad), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_command_has_a_program() {
+        let words = parse_command(r#"["/bin/sh","-c","kill -USR1 1"]"#);
+        assert_eq!(
+            words,
+            Ok(["/bin/sh", "-c", "kill -USR1 1"]
+                .map(str::to_owned)
+                .to_vec())
+        );
+        let long = format!("[\"{}\"]", "x".repeat(MAX_COMMAND));
+        for bad in ["", "[]", "[\"\"]", "[1]", "{}", long.as_str()] {
+            assert!(
+                parse_command(bad).is_err_and(|why| why.key == ON_RESTORE_EXEC),
+                "{bad}"
+            );
         }
     }
 

@@ -87,6 +87,27 @@ pub fn runtime_class_name(spec: &RawPodSpec) -> Option<String> {
         .map(str::to_owned)
 }
 
+/// The container that `kubectl exec` takes: the one that its annotation names, or the first.
+pub fn default_container(sandbox: &Sandbox) -> Option<String> {
+    const DEFAULT_CONTAINER: &str = "kubectl.kubernetes.io/default-container";
+    let template = &sandbox.spec.pod_template;
+    let metadata = template.metadata.as_ref();
+    let annotations = metadata.and_then(|metadata| metadata.annotations.as_ref());
+    let named = annotations
+        .and_then(|all| all.get(DEFAULT_CONTAINER))
+        .cloned();
+    let first = || {
+        template
+            .spec
+            .json()
+            .get("containers")?
+            .get(0)?
+            .get("name")?
+            .as_str()
+    };
+    named.or_else(|| first().map(str::to_owned))
+}
+
 /// The Pod to create. `runtime` is the image of the sandbox runtime, where that is put in.
 pub fn pod(
     sandbox: &Sandbox,

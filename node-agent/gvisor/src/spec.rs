@@ -117,6 +117,11 @@ impl Spec {
             .and_then(|namespace| namespace.get("path")?.as_str().map(PathBuf::from))
     }
 
+    /// The container's root file system on the host.
+    pub fn root(&self) -> Option<PathBuf> {
+        self.0.pointer("/root/path")?.as_str().map(PathBuf::from)
+    }
+
     fn mounts(&self) -> impl Iterator<Item = &Value> {
         self.0
             .get("mounts")

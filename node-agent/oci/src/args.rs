@@ -144,6 +144,9 @@ pub(crate) enum Command {
     /// Carry one connection to the pod's loopback into the sandbox, which is woken first (run by a keeper; standard input is the connection)
     #[command(hide = true)]
     Forward { sandbox: SandboxId },
+    /// Write the generation of the container that this runs in (run in the sandbox after a restore)
+    #[command(hide = true)]
+    SetGeneration { generation: String },
     /// The part of forward that runs in the sandbox: connect to the port there and carry its bytes to and from standard input
     #[command(hide = true)]
     ForwardInside { port: u16 },

@@ -30,6 +30,7 @@ use crate::args::CreateArgs;
 use crate::console::{Terminal, create_with_console, hand_over};
 use crate::delete;
 use crate::doze;
+use crate::generation;
 use crate::limits;
 use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node, read_oci_json};
 use crate::restore;
@@ -95,6 +96,12 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Vec<anyho
         Role::Container => (None, None),
     };
     let mut warnings = Vec::from_iter(warning);
+    if role == Role::Container
+        && let Some(root) = rewritten.root()
+        && let Err(error) = generation::place(&root)
+    {
+        warnings.push(error.context("the container has no file /run/torpor/generation"));
+    }
     if role == Role::Sandbox {
         watch_traffic(node, &pod)?;
         warnings.extend(note_unacknowledged(node, &pod)?);

@@ -9,6 +9,7 @@ mod delete;
 mod doze;
 mod exec;
 mod forward;
+mod generation;
 mod hearing;
 mod keeper;
 mod kill;
@@ -51,6 +52,10 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     if let Command::ForwardInside { port } = cli.command {
         // There is nothing of the node there.
         forward::inside(port)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    if let Command::SetGeneration { generation } = &cli.command {
+        generation::set(generation)?;
         return Ok(ExitCode::SUCCESS);
     }
     if let Command::SandboxProcess { .. } = cli.command {
@@ -131,7 +136,8 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Features
         | Command::ProbeAnswer
         | Command::SandboxProcess { .. }
-        | Command::ForwardInside { .. } => {}
+        | Command::ForwardInside { .. }
+        | Command::SetGeneration { .. } => {}
     }
     Ok(ExitCode::SUCCESS)
 }

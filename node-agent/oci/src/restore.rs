@@ -28,6 +28,7 @@ mod known;
 mod memory;
 mod others;
 mod recorded;
+mod renew;
 pub(crate) mod room;
 mod sandbox;
 mod source;
@@ -44,6 +45,8 @@ use source::{Source, last_image, source};
 /// Annotations of the Pod, set by the controller.
 const RESTORE_IMAGE: &str = "torpor.dev/restore-image";
 const RESTORE_COPY: &str = "torpor.dev/restore-copy";
+const ON_RESTORE_EXEC: &str = "torpor.dev/on-restore-exec";
+const ON_RESTORE_EXEC_CONTAINER: &str = "torpor.dev/on-restore-exec-container";
 /// The same, of the Sandbox' user: what a sandbox that crashed while it was awake starts from.
 const ON_CRASH: &str = "torpor.dev/on-crash";
 

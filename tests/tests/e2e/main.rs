@@ -10,6 +10,7 @@ mod begun;
 mod claims;
 mod clock;
 mod connections;
+mod copies;
 mod debug;
 mod forwards;
 mod hearing;

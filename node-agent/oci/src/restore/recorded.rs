@@ -6,7 +6,7 @@ use torpor_gvisor::record::{ContainerRecord, PodRecord, RestoreReport, WakeCause
 use torpor_snapshots::ledger_file::Error::Fenced;
 use torpor_snapshots::{Image, LedgerFile};
 
-use super::{Refusal, reason_of, sandbox};
+use super::{Refusal, reason_of, renew, sandbox};
 use crate::node::Node;
 use crate::stages::Stages;
 
@@ -56,6 +56,9 @@ pub(super) fn wake_recorded(
     };
     // Once more: an earlier sandbox of this Pod may have given it back meanwhile.
     let awake = || {
+        if let Restored::Anew { .. } = what {
+            renew::renew(node, pod, parts)?;
+        }
         take()?;
         if let Restored::Anew { report, .. } = what {
             node.records.write_report(&pod.pod_uid, report)?;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
+use serde_json::json;
 use torpor_api::{
     SandboxSnapshot,
     annotations::{self, OnRestoreFailure, SleepAfter, WakeOn},
@@ -271,6 +272,7 @@ fn create_pod(
             .filter_map(|(key, after)| Some((key, after?))),
     );
     wishes.extend(trace(desired).map(|carrier| (annotations::POD_TRACE_CONTEXT, carrier)));
+    wishes.extend(on_restore(desired).into_iter().flatten());
     let (memory, image) = start.unzip();
     let memory = memory.map(|memory| Memory {
         pod_snapshot: observed.pod_snapshot.clone(),
@@ -315,6 +317,16 @@ fn after_cold_start(desired: &Desired<'_>, observed: &Observed) -> Shown {
 fn trace(desired: &Desired<'_>) -> Option<String> {
     pod_spec::runtime_class_name(&desired.sandbox.spec.pod_template.spec)?;
     crate::trace::carried(desired.sandbox).filter(|carrier| carrier.len() <= LONGEST_CARRIER)
+}
+
+/// The command that runs in the Pod when it goes on from memory, and its container.
+fn on_restore(desired: &Desired<'_>) -> Option<[(&'static str, String); 2]> {
+    let command = desired.settings.on_restore_exec.as_ref()?;
+    let container = pod_spec::default_container(desired.sandbox)?;
+    Some([
+        (annotations::ON_RESTORE_EXEC, json!(command).to_string()),
+        (annotations::ON_RESTORE_EXEC_CONTAINER, container),
+    ])
 }
 
 /// When the sandbox falls asleep by itself, what wakes it, and what it starts from when it crashes.

@@ -1,0 +1,136 @@
+//! What is done in a sandbox that goes on from memory in a new place, before anybody hears it: another one may go on from the same memory.
+
+use std::fs::{File, OpenOptions};
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use anyhow::Context;
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+use torpor_gvisor::control::{SignalScope, WaitStatus};
+use torpor_gvisor::exec::exec_args;
+use torpor_gvisor::record::{ContainerRecord, PodRecord};
+use torpor_gvisor::spec::{Role, Spec};
+
+use super::{ON_RESTORE_EXEC, ON_RESTORE_EXEC_CONTAINER, RESTORE_COPY, Refusal};
+use crate::generation;
+use crate::node::{CALL_LIMIT, Node};
+
+/// Writes a few bytes.
+const GENERATION_LIMIT: Duration = Duration::from_secs(5);
+/// The kubelet waits two minutes for a container's start.
+const HOOK_LIMIT: Duration = Duration::from_secs(30);
+
+/// Why the user's command keeps the sandbox from going on.
+const HOOK_FAILED: &str = "OnRestoreExecFailed";
+
+/// Gives each container another generation, and runs the user's command. The sandbox runs, and is not heard; its first container comes first in `parts`.
+pub(super) fn renew(node: &Node, pod: &PodRecord, parts: &[ContainerRecord]) -> anyhow::Result<()> {
+    let generation = generation::new()?;
+    for part in parts.iter().filter(|part| part.role == Role::Container) {
+        // Of a read-only root file system, for one, it stays what it was.
+        if let Err(error) = set_generation(node, part, &generation) {
+            eprintln!(
+                "torpor-oci: container {} keeps its generation: {error:#}",
+                part.name
+            );
+        }
+    }
+    let pause = parts.iter().find(|part| part.role == Role::Sandbox);
+    let spec = Spec(
+        node.records
+            .spec(&pause.context("the pod has no pause container")?.id)?,
+    );
+    let Some(command) = spec.annotation(ON_RESTORE_EXEC) else {
+        return Ok(());
+    };
+    run_hook(node, pod, parts, &spec, command).map_err(|error| {
+        let message = format!("the command of {ON_RESTORE_EXEC} failed: {error:#}");
+        Refusal {
+            reason: HOOK_FAILED,
+            message,
+        }
+        .into()
+    })
+}
+
+/// A helper (this program) does it in the container, so that a program that watches the file is told.
+fn set_generation(node: &Node, part: &ContainerRecord, generation: &str) -> anyhow::Result<()> {
+    let capabilities = json!(["CAP_DAC_OVERRIDE"]);
+    let process = json!({
+        "args": ["torpor-generation", "set-generation", generation],
+        "noNewPrivileges": true,
+        "capabilities": { "bounding": capabilities, "effective": capabilities, "permitted": capabilities },
+    });
+    let args = exec_args(&process, &Value::Null, part.id.as_str())?;
+    let program = File::open("/proc/self/exe").context("cannot open the own program")?;
+    let ended = run(node, part, &args, Some(&program), GENERATION_LIMIT)?;
+    anyhow::ensure!(ended.exit_code() == 0, "exit code {}", ended.exit_code());
+    Ok(())
+}
+
+fn run_hook(
+    node: &Node,
+    pod: &PodRecord,
+    parts: &[ContainerRecord],
+    pause: &Spec,
+    command: &str,
+) -> anyhow::Result<()> {
+    let words: Vec<String> =
+        serde_json::from_str(command).context("it is no JSON array of words")?;
+    let name = pause
+        .annotation(ON_RESTORE_EXEC_CONTAINER)
+        .unwrap_or_default();
+    let part = parts
+        .iter()
+        .find(|part| part.role == Role::Container && part.name == name);
+    let part = part.with_context(|| format!("no container {name:?} runs in Pod {}", pod.name))?;
+    let spec = node.records.spec(&part.id)?;
+    let mut process = spec["process"].clone();
+    process["args"] = json!(words);
+    process["terminal"] = json!(false);
+    let what = match pause.annotation(RESTORE_COPY) {
+        Some("true") => "TORPOR_RESTORE=copy",
+        _ => "TORPOR_RESTORE=resume",
+    };
+    if let Some(env) = process["env"].as_array_mut() {
+        env.push(json!(what));
+    }
+    let args = exec_args(&process, &spec, part.id.as_str())?;
+    let ended = run(node, part, &args, None, HOOK_LIMIT)?;
+    anyhow::ensure!(
+        ended.exit_code() == 0,
+        "it ended with exit code {}",
+        ended.exit_code()
+    );
+    Ok(())
+}
+
+/// Runs a process in the container to its end. `program`: its file, where it is none of the container's. One that takes too long is killed.
+fn run(
+    node: &Node,
+    part: &ContainerRecord,
+    args: &Value,
+    program: Option<&File>,
+    limit: Duration,
+) -> anyhow::Result<WaitStatus> {
+    let nothing = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open("/dev/null")?;
+    let mut files = vec![nothing.as_fd(); 3];
+    files.extend(program.map(AsFd::as_fd));
+    // Both connections before the process: what has begun can be waited for.
+    let mut control = node.runsc.connect(&part.sandbox)?;
+    let mut waiting = node.runsc.connect(&part.sandbox)?;
+    let pid = control
+        .execute(args, &files, CALL_LIMIT)
+        .context("cannot run it")?;
+    waiting.begin_wait_pid(part.id.as_str(), pid)?;
+    let ended = waiting.wait_result_within(limit);
+    if ended.is_err() {
+        let (kill, scope) = (Signal::SIGKILL as i32, SignalScope::Process);
+        let _ = control.signal(part.id.as_str(), pid, kill, scope, CALL_LIMIT);
+    }
+    ended.with_context(|| format!("it did not end within {limit:?}"))
+}
