@@ -23,6 +23,7 @@ use torpor_snapshots::{
 
 use crate::driver::saved_name;
 use crate::install::OCI;
+use crate::left;
 use crate::lull;
 use crate::node::{CALL_LIMIT, Node};
 use crate::observe::words;
@@ -262,6 +263,9 @@ fn wait_for_lull(context: &Context<'_>) {
 fn pause(context: &Context<'_>) -> Outcome {
     wait_for_lull(context);
     let records = &context.node.records;
+    if let Some((record, _)) = context.sandbox.filter(|_| !context.by_itself) {
+        left::look(context.node, record);
+    }
     with_control(context, |control, record| {
         let decided = context.decided.into();
         pause::pause(records, control, &record.sandbox, decided, CALL_LIMIT)

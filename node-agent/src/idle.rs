@@ -17,6 +17,7 @@ use torpor_gvisor::record::{PodLock, PodRecord, Probes, Session};
 use torpor_gvisor::spec::PAUSE_VOLUMES;
 use torpor_gvisor::traffic::Ages;
 
+use crate::left;
 use crate::node::{CALL_LIMIT, Node};
 use crate::observe::words;
 
@@ -146,6 +147,7 @@ impl Sandbox<'_> {
             last_use: records.last_use(id).and_then(timestamp),
         });
         if watch.is_due(after, now) {
+            left::look(node, self.record);
             watch.inquired(&Inquiry {
                 at: now,
                 last_packet: self.last_packet(now)?,

@@ -12,6 +12,7 @@ mod installed;
 mod kata;
 mod known;
 mod kubelet;
+mod left;
 mod lull;
 mod metrics;
 mod node;

@@ -62,6 +62,9 @@ pub(crate) fn observe(
         sessions: record.map_or(0, |record| sessions(node, record)),
         awake_since: timestamp(record.and_then(|record| node.records.last_call(&record.sandbox))),
         woke_at: timestamp(record.and_then(|record| node.records.woke_at(&record.sandbox))),
+        left_by_exec: record
+            .and_then(|record| node.records.left(&record.sandbox).ok())
+            .unwrap_or_default(),
         not_watched: record.and_then(|record| node.records.not_watched(&record.sandbox)),
         asleep_since: timestamp(record.and_then(|r| node.records.asleep_since(&r.sandbox))),
         failures: failures.clone(),

@@ -281,6 +281,8 @@ pub struct Observed {
     /// Since when it has been idle, by [`crate::idle`]; none: not known, or nobody asked. Say so only when packets and the program's
     /// mark have been asked about, if it is long enough for [`Desired::sleep`].
     pub idle_since: Option<Timestamp>,
+    /// Names of processes that `kubectl exec` has left behind, as they were last looked for: a restore ends them, a doze does not.
+    pub left_by_exec: Vec<String>,
     /// `Err`: it cannot be found out whether it is idle, in words.
     pub idle_known: Result<(), String>,
     /// When somebody outside (an exec, a packet) last woke it, if known: see [`Policy::linger`]. Not when a plan did.
@@ -317,6 +319,7 @@ impl Observed {
             held_back: false,
             sessions: 0,
             idle_since: None,
+            left_by_exec: Vec::new(),
             idle_known: Ok(()),
             awake_since: None,
             woke_at: None,

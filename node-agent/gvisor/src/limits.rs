@@ -6,20 +6,17 @@
 //! has until Torpor begins the sandbox by itself ([`crate::sentry`]).
 
 use std::collections::BTreeSet;
-use std::fs::File;
-use std::io::{Read, Seek};
-use std::os::fd::AsFd;
 use std::path::Path;
 use std::time::Duration;
 
 use nix::unistd::{SysconfVar, sysconf};
-use rustix::fs::{MemfdFlags, memfd_create};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use torpor_cgroup::limits::Limits;
 use torpor_cgroup::meminfo;
 
 use crate::control::{self, Control};
+use crate::inside;
 
 /// The file's name in the bundle of the sandbox' first container.
 const FILE: &str = "boot-flags";
@@ -87,12 +84,8 @@ struct WrittenFile {
 pub enum Error {
     #[error(transparent)]
     Control(#[from] control::Error),
-    #[error("cannot read the cgroup of container {container}")]
-    Read {
-        container: String,
-        #[source]
-        source: std::io::Error,
-    },
+    #[error(transparent)]
+    Inside(#[from] inside::Error),
     #[error("gVisor does not take a limit: {0}")]
     Refused(String),
 }
@@ -123,31 +116,15 @@ pub fn tell(
     }
 }
 
-/// The container's cgroup in the sandbox. Its name is the id that the container had when it began, which is that of another one after a resume.
+/// The container's cgroup in the sandbox. Its name is the id that the container had when it began, which is that of another one after a resume. None of one
+/// that has ended, or does not have that file where others have it.
 fn cgroup_of(
     control: &mut Control,
     container: &str,
     timeout: Duration,
 ) -> Result<Option<String>, Error> {
-    let failed = |source: std::io::Error| Error::Read {
-        container: container.to_owned(),
-        source,
-    };
-    let output = memfd_create("cgroup", MemfdFlags::CLOEXEC).map_err(|e| failed(e.into()))?;
-    let arg = json!({
-        "container_id": container, "path": "/proc/1/cgroup", "offset": 0, "size": MAX_CGROUPS,
-    });
-    match control.call::<Value>("Fs.Read", &arg, &[output.as_fd()], timeout) {
-        // It has ended, or does not have that file where others have it.
-        Err(control::Error::Refused { .. }) => return Ok(None),
-        read => read?,
-    };
-    let mut file = File::from(output);
-    file.rewind().map_err(failed)?;
-    let mut text = String::new();
-    file.take(MAX_CGROUPS)
-        .read_to_string(&mut text)
-        .map_err(failed)?;
+    let text = inside::read(control, container, "/proc/1/cgroup", MAX_CGROUPS, timeout)?;
+    let text = String::from_utf8(text.unwrap_or_default()).unwrap_or_default();
     Ok(memory_cgroup(&text).map(str::to_owned))
 }
 

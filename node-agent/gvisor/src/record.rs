@@ -22,6 +22,8 @@
 //! pods/<sandbox id>/probing         locked (shared) by every process that a probe runs in the sandbox
 //! pods/<sandbox id>/probed.json     what exec probes have taken ([`ProbeNote`])
 //! pods/<sandbox id>/probed          locked by whoever adds to that
+//! pods/<sandbox id>/execs           there if exec has started a process since the sandbox began or was restored
+//! pods/<sandbox id>/left.json       the names of processes that exec has left behind, as they were last looked for ([`crate::left`])
 //! pods/<sandbox id>/called          when an exec or a signal last woke the sandbox: the time of the file
 //! pods/<sandbox id>/containers/     the names of its containers, an empty file each ([`Records::containers_of`])
 //! reports/<pod UID>.json            how the last restore of this Pod ended ([`RestoreReport`])

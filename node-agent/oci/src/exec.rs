@@ -14,11 +14,12 @@ use anyhow::{Context, bail, ensure};
 use nix::errno::Errno;
 use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::{Gid, Uid, fchown};
-use serde_json::Value;
+use serde_json::{Value, json};
 use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_gvisor::control::{Control, SignalScope};
 use torpor_gvisor::exec::exec_args;
 use torpor_gvisor::keeper::{self, Request};
+use torpor_gvisor::left;
 use torpor_gvisor::record::{
     ContainerRecord, PodLock, ProbeNote, SandboxState, Session, WakeCause,
 };
@@ -55,6 +56,10 @@ pub(crate) fn exec(node: &Node, args: &ExecArgs) -> anyhow::Result<()> {
     };
     wake_up(node, &record.sandbox, WakeCause::Exec)?;
     let spec = node.records.spec(&args.id)?;
+    let process = match session {
+        Session::Use => marked(process),
+        Session::Probe => process,
+    };
     let request = exec_args(&process, &spec, args.id.as_str())?;
     let terminal = match &args.console_socket {
         Some(socket) => {
@@ -74,6 +79,9 @@ pub(crate) fn exec(node: &Node, args: &ExecArgs) -> anyhow::Result<()> {
     // Without it (a keeper of an older version) the process runs on when its waiter is killed.
     let _ = keeper::ask(&dir, &Request::Exec { pid }, &[end.as_fd()], CALL_LIMIT);
     node.records.note_session(&record.sandbox, session)?;
+    if session == Session::Use {
+        node.records.note_exec(&record.sandbox)?;
+    }
     let mut waiter = waiter(&record.sandbox, &args.id, pid, terminal, ended);
     if session == Session::Probe {
         waiter.arg("--probe");
@@ -83,6 +91,15 @@ pub(crate) fn exec(node: &Node, args: &ExecArgs) -> anyhow::Result<()> {
     }
     let waiter = waiter.spawn().context("cannot start the waiter")?;
     stand_for(node, args, &record, waiter.id())
+}
+
+/// With the mark by which what it leaves behind is known.
+fn marked(mut process: Value) -> Value {
+    match process.get_mut("env").and_then(Value::as_array_mut) {
+        Some(env) => env.push(json!(left::MARK)),
+        None => process["env"] = json!([left::MARK]),
+    }
+    process
 }
 
 /// Microseconds of the sandbox' cgroup; none where the host does not count them.

@@ -459,3 +459,31 @@ async fn a_doze_becomes_hibernation_when_it_lasts() -> anyhow::Result<()> {
     })
     .await
 }
+
+/// The one as a shell leaves it, the other as a daemon makes itself.
+const LEAVE: &str = "exec 2>/dev/null; sleep 1111 >/dev/null </dev/null & setsid sleep 2222 >/dev/null </dev/null & echo left";
+
+#[tokio::test]
+async fn what_exec_has_left_behind_keeps_a_pod_from_hibernating_by_itself_and_a_sleep_that_is_asked_for_names_it()
+-> anyhow::Result<()> {
+    case("left", async |case| {
+        let spec = json!({ "containers": [shell("a", IDLE)] });
+        case.start(sleepy(HIBERNATE_AFTER, spec)).await?;
+        assert_eq!(case.sh("p", "a", LEAVE).await?, "left");
+        let told = |pod: &Pod| condition(pod, POD_HIBERNATED).2.contains("(sleep, sleep)");
+        case.pod_until("p", "it says why it stays awake", SLEEP_LIMIT, told)
+            .await?;
+        stays_awake(case, WATCHED).await?;
+        let asleep = case.hibernate("p").await?;
+        let (_, _, message) = condition(&asleep, POD_HIBERNATED);
+        assert!(message.contains("end with it: sleep, sleep"), "{message}");
+        case.wake("p").await?;
+        // The program's own go on. Its first process reaps nobody: of what has ended the names are left.
+        let running = "cat /mem; ps | grep -c '[s]leep [12][12][12][12]'; ps | grep -c '[s]leep 1000000'";
+        assert_eq!(case.sh("p", "a", running).await?, "kept\n0\n1");
+        // With nothing left behind it falls asleep by itself again.
+        case.asleep("p").await?;
+        Ok(())
+    })
+    .await
+}

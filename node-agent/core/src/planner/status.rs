@@ -256,6 +256,12 @@ impl Telling<'_> {
             true => format!("The sandbox was idle and sleeps in image {image} until it is needed."),
             false => format!("The sandbox sleeps in image {image}."),
         };
+        let held = match self.left_by_exec() {
+            Some(left) => {
+                format!("{held} Processes that kubectl exec left behind end with it: {left}.")
+            }
+            None => held,
+        };
         let held = match &self.view.observed.not_watched {
             Some(why) => format!("{held} Only the API or an exec wakes it: {why}."),
             None => held,
@@ -293,12 +299,30 @@ impl Telling<'_> {
         if let (Err(why), Some(_)) = (&self.view.observed.can_doze, self.view.desired.sleep.doze) {
             return format!("The sandbox is awake and does not doze: {why}");
         }
+        if let (Some(left), Some(_)) = (self.left_by_exec(), self.view.desired.sleep.hibernate) {
+            return format!(
+                "The sandbox is awake and does not hibernate by itself: processes that kubectl exec left behind would end ({left})."
+            );
+        }
         if !self.why.contains(&Reason::InUse) {
             return "The sandbox is awake.".to_owned();
         }
         match self.view.observed.sessions {
             0 => "The sandbox is awake: somebody used it a moment ago.".to_owned(),
             n => format!("The sandbox is awake: {n} sessions are open."),
+        }
+    }
+
+    /// The names of what exec has left behind, the first few of them.
+    fn left_by_exec(&self) -> Option<String> {
+        const NAMED: usize = 5;
+        let left = &self.view.observed.left_by_exec;
+        let named = left.get(..NAMED).unwrap_or(left).join(", ");
+        let more = left.len().saturating_sub(NAMED);
+        match (left.is_empty(), more) {
+            (true, _) => None,
+            (false, 0) => Some(named),
+            (false, more) => Some(format!("{named} and {more} more")),
         }
     }
 
@@ -531,7 +555,8 @@ fn restore_reason(reason: &str) -> &str {
         | "ImageStale"
         | "FingerprintMismatch"
         | "SpecMismatch"
-        | "RunscRevoked" => reason,
+        | "RunscRevoked"
+        | "OnRestoreExecFailed" => reason,
         _ => reasons::RESTORE_FAILED,
     }
 }

@@ -304,7 +304,8 @@ fn of_idleness(
     let for_the_node = dozes_unsaved(observed) && pressure.may && !pressure.never_dozes;
     let sleeps_on = dozes && (desired.sleep.doze.is_some() || for_the_node);
     let dozing = sleeps_on || is_over(desired.sleep.doze);
-    if is_over(desired.sleep.hibernate) {
+    // What exec has left behind goes on after a doze, and not after a restore.
+    if is_over(desired.sleep.hibernate) && observed.left_by_exec.is_empty() {
         Some(Power::Asleep)
     } else if dozing && observed.can_doze.is_ok() {
         Some(Power::Dozing)

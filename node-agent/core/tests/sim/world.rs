@@ -228,6 +228,7 @@ impl World {
             // All containers of this world come and go with its sandbox.
             containers: BTreeSet::new(),
             added: None,
+            left_by_exec: Vec::new(),
             record: self.record.clone().map(|image| Record { image }),
             doze: self.doze,
             can_doze: Ok(()),

@@ -15,6 +15,10 @@ use crate::sentry::Kept;
 use crate::traffic::Watch;
 use crate::unacknowledged::Noted;
 
+/// See [`Records::has_execs`] and [`Records::left`].
+const EXECS: &str = "execs";
+const LEFT: &str = "left.json";
+
 /// The kubelet's probes of a pod: what they do is nobody's use of the sandbox.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -232,6 +236,35 @@ impl Records {
             .into_iter()
             .filter_map(|file| modified(&dir.join(file)));
         times.max()
+    }
+
+    /// Notes that exec has started a process in the sandbox, which may leave others behind.
+    pub fn note_exec(&self, sandbox: &SandboxId) -> Result<(), Error> {
+        let path = self.pod_dir(sandbox).join(EXECS);
+        std::fs::write(&path, b"").map_err(|source| write_error(&path, source))
+    }
+
+    /// Whether exec has started a process since the sandbox began, or was restored.
+    pub fn has_execs(&self, sandbox: &SandboxId) -> bool {
+        self.pod_dir(sandbox).join(EXECS).exists()
+    }
+
+    /// Notes what exec has left behind.
+    pub fn write_left(&self, sandbox: &SandboxId, left: &[String]) -> Result<(), Error> {
+        write_json(&self.pod_dir(sandbox).join(LEFT), &left)
+    }
+
+    /// What exec had left behind when somebody last looked.
+    pub fn left(&self, sandbox: &SandboxId) -> Result<Vec<String>, Error> {
+        let noted = read_if_there(&self.pod_dir(sandbox).join(LEFT))?;
+        Ok(noted.unwrap_or_default())
+    }
+
+    /// A sandbox that was restored has nothing that exec left behind.
+    pub fn forget_execs(&self, sandbox: &SandboxId) -> Result<(), Error> {
+        let dir = self.pod_dir(sandbox);
+        remove_file(&dir.join(EXECS))?;
+        remove_file(&dir.join(LEFT))
     }
 
     /// Notes that somebody needed the sandbox now.

@@ -163,6 +163,7 @@ impl Restore<'_> {
         remove_remains(node, pod, parts)?;
         // Of a sandbox that was put to sleep, by somebody who died before he could take it away: the one that comes is not paused.
         node.records.write_doze(&pod.sandbox, None)?;
+        node.records.forget_execs(&pod.sandbox)?;
         node.cgroups.create(&pod.cgroup)?;
         swap::keep_in_memory(&node.cgroups, &pod.cgroup)?;
         // Its children, the sentry and the gofers, inherit the place, as runsc's do.

@@ -381,3 +381,38 @@ fn whoever_cannot_see_packets_does_not_fall_asleep_and_says_so() {
     let told = planned(&sleepy(), &running).status.hibernated.unwrap();
     assert_eq!(told.reason, "RuntimeNotCapable");
 }
+
+/// A restore ends what exec has left behind, and a doze does not.
+#[test]
+fn what_exec_has_left_behind_keeps_a_sandbox_from_hibernating_by_itself_but_not_from_dozing() {
+    let left = |mut observed: Observed| {
+        observed.left_by_exec = ["server", "a", "b", "c", "d", "e"]
+            .map(str::to_owned)
+            .to_vec();
+        observed
+    };
+    let idle = left(idle_since(0, observed(Live::Running, &[], &[])));
+    let plan = planned(&sleepy(), &idle);
+    assert_eq!(kinds(&plan), []);
+    let told = plan.status.hibernated.unwrap();
+    assert_eq!(told.reason, "Awake");
+    assert!(
+        told.message
+            .ends_with("would end (server, a, b, c, d and 1 more)."),
+        "{}",
+        told.message
+    );
+    let mut dozing = sleepy();
+    dozing.sleep.doze = dozing.sleep.hibernate;
+    assert_ne!(kinds(&planned(&dozing, &idle)), []);
+    // One that is asked for says what ends.
+    assert_ne!(kinds(&planned(&desired(Power::Asleep), &idle)), []);
+    let told = planned(&desired(Power::Asleep), &left(hibernated()))
+        .status
+        .hibernated
+        .unwrap();
+    assert_eq!(
+        told.message,
+        "The sandbox sleeps in image pod-a.1. Processes that kubectl exec left behind end with it: server, a, b, c, d and 1 more."
+    );
+}

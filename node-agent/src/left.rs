@@ -1,0 +1,39 @@
+//! Looking for processes that exec has left behind in a sandbox, before it falls asleep.
+
+use torpor_gvisor::left::left_by_exec;
+use torpor_gvisor::record::PodRecord;
+use torpor_gvisor::spec::Role;
+
+use crate::node::{CALL_LIMIT, Node};
+use crate::observe::words;
+
+/// Notes what there is now. What cannot be found out is told, and counts as nothing: a sandbox that does not answer is not kept awake for it. The caller holds the
+/// sandbox' lock, and the sandbox runs.
+pub(crate) fn look(node: &Node, record: &PodRecord) {
+    let sandbox = &record.sandbox;
+    if !node.records.has_execs(sandbox) {
+        return;
+    }
+    let looked = names(node, record);
+    let left = looked.unwrap_or_else(|why| {
+        tracing::warn!(pod_uid = %record.pod_uid, error = why, "nobody knows what exec has left behind");
+        Vec::new()
+    });
+    if let Err(error) = node.records.write_left(sandbox, &left) {
+        tracing::warn!(pod_uid = %record.pod_uid, error = words(&error), "what exec has left behind is not noted");
+    }
+}
+
+fn names(node: &Node, record: &PodRecord) -> Result<Vec<String>, String> {
+    let parts = node.records.containers_of(&record.sandbox);
+    let parts = parts.map_err(|error| words(&error))?;
+    let mut control = node
+        .connect(&record.sandbox)
+        .map_err(|error| words(&error))?;
+    let mut left = Vec::new();
+    for part in parts.iter().filter(|part| part.role == Role::Container) {
+        let of_part = left_by_exec(&mut control, part.id.as_str(), CALL_LIMIT);
+        left.extend(of_part.map_err(|error| words(&error))?);
+    }
+    Ok(left)
+}
