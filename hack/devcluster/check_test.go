@@ -100,3 +100,17 @@ func TestOnlyWhatDecidesHowImagesAreLinkedIsKeptFromCargo(t *testing.T) {
 		t.Errorf("%q", left)
 	}
 }
+
+func TestAMachineHasADefaultRouteOrNot(t *testing.T) {
+	const (
+		head    = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
+		network = "eth0\t000200C0\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0\n"
+		through = "eth0\t00000000\t010200C0\t0003\t0\t0\t0\t00000000\t0\t0\t0\n"
+		half    = "eth0\t00000000\t010200C0\t0003\t0\t0\t0\t00000080\t0\t0\t0\n"
+	)
+	for routes, want := range map[string]bool{"": false, head: false, head + network + half: false, head + network + through: true} {
+		if got := hasDefaultRoute(routes); got != want {
+			t.Errorf("%q: %v", routes, got)
+		}
+	}
+}

@@ -227,8 +227,33 @@ func ensureMachineBridge() error {
 	if _, err := output(10*time.Second, "ip", "address", "replace", machineAddress+"/24", "dev", machineBridge); err != nil {
 		return err
 	}
-	_, err := output(10*time.Second, "ip", "link", "set", machineBridge, "up")
+	if _, err := output(10*time.Second, "ip", "link", "set", machineBridge, "up"); err != nil {
+		return err
+	}
+	return ensureServiceRoute()
+}
+
+// ensureServiceRoute gives a machine that has no default route one to the addresses of Services, which are nobody's: without any
+// the kernel refuses a connection before kube-proxy's rules have led it elsewhere. It goes with the bridge.
+func ensureServiceRoute() error {
+	routes, err := os.ReadFile("/proc/net/route")
+	if err != nil || hasDefaultRoute(string(routes)) {
+		return err
+	}
+	_, err = output(10*time.Second, "ip", "route", "replace", serviceNetwork, "dev", machineBridge)
 	return err
+}
+
+// hasDefaultRoute reads /proc/net/route: link, destination, gateway, flags, references, uses, metric, mask. Of a default route
+// destination and mask are zeros.
+func hasDefaultRoute(routes string) bool {
+	for line := range strings.Lines(routes) {
+		fields := strings.Fields(line)
+		if len(fields) >= 8 && fields[1] == "00000000" && fields[7] == "00000000" {
+			return true
+		}
+	}
+	return false
 }
 
 func ensureBindMount(from, to string) error {
