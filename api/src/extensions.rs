@@ -285,6 +285,7 @@ pub enum WarmPoolUpdateStrategyType {
 pub struct SandboxWarmPoolStatus {
     /// Generation that this status describes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0))]
     pub observed_generation: Option<i64>,
     /// Members that are ready.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -25,6 +25,7 @@ use crate::{
     status = "SandboxStatus",
     derive = "Default",
     derive = "PartialEq",
+    validation = Rule::new("!has(self.spec.service) || !self.spec.service || size(self.metadata.name) <= 63").message("metadata.name has at most 63 characters where spec.service is true: it is the Service's name"),
     doc = "Sandbox is a singleton workload with a stable identity: one Pod, its volumes and its Service.",
     printcolumn(
         name = "Ready",

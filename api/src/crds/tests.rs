@@ -315,6 +315,17 @@ fn the_pod_spec_keeps_unknown_fields_and_merges_its_lists_by_key() {
 }
 
 #[test]
+fn a_sandbox_with_a_service_has_a_name_that_a_service_may_have() {
+    let rules = &schema("Sandbox")["x-kubernetes-validations"];
+    assert_eq!(
+        rules[0]["rule"],
+        "!has(self.spec.service) || !self.spec.service || size(self.metadata.name) <= 63"
+    );
+    let generation = property("SandboxWarmPool", "status.observedGeneration");
+    assert_eq!(generation["minimum"].as_f64(), Some(0.0));
+}
+
+#[test]
 fn a_snapshots_spec_is_immutable() {
     let spec = property("SandboxSnapshot", "spec");
     assert_eq!(

@@ -13,7 +13,7 @@ use prometheus_client::{
     metrics::{MetricType, gauge::ConstGauge},
 };
 use torpor_api::{
-    Sandbox, SandboxTemplate, SandboxWarmPool, annotations, conditions, labels,
+    OperatingMode, Sandbox, SandboxTemplate, SandboxWarmPool, annotations, conditions, labels,
     reasons::sandbox as reasons,
 };
 
@@ -29,6 +29,7 @@ struct SandboxLabels {
     sandbox_template: String,
     owned_by: &'static str,
     created_by: &'static str,
+    operating_mode: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, EncodeLabelSet)]
@@ -181,5 +182,9 @@ fn sandbox_labels(counted: &Counted, sandbox: &Sandbox) -> SandboxLabels {
             .labels()
             .get(labels::CREATED_BY)
             .map_or(UNKNOWN, |creator| labels::created_by(creator)),
+        operating_mode: match sandbox.spec.operating_mode {
+            OperatingMode::Running => "Running",
+            OperatingMode::Suspended => "Suspended",
+        },
     }
 }

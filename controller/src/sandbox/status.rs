@@ -366,6 +366,10 @@ fn pod_readiness(pod: Option<&Pod>) -> (bool, String) {
     if phase(pod) != "Running" {
         return (false, format!("Pod exists with phase: {}", phase(pod)));
     }
+    // It is Ready to its end, and nobody is to come any more.
+    if pod.metadata.deletion_timestamp.is_some() {
+        return (false, "Pod is terminating".to_owned());
+    }
     let status = pod.status.as_ref();
     let is_ready = status
         .and_then(|status| status.conditions.as_ref())

@@ -147,6 +147,7 @@ const UPSTREAMS: &[Listed] = &[
             "sandbox_template",
             "owned_by",
             "created_by",
+            "operating_mode",
         ],
         &[],
     ),

@@ -44,7 +44,7 @@ async fn a_pool_is_filled_with_ready_sandboxes_and_says_so() {
     let text = cluster.context.metrics.text().unwrap();
     for line in [
         r#"agent_sandbox_warmpool_size{namespace="ns",warmpool_name="p",sandbox_template="t",sandbox_status="ready"} 3"#,
-        r#"agent_sandboxes{namespace="ns",ready_condition="true",expired="false",launch_type="warm",sandbox_template="t",owned_by="SandboxWarmPool",created_by="controller"} 3"#,
+        r#"agent_sandboxes{namespace="ns",ready_condition="true",expired="false",launch_type="warm",sandbox_template="t",owned_by="SandboxWarmPool",created_by="controller",operating_mode="Running"} 3"#,
     ] {
         assert!(text.contains(line), "{line}\nnot in\n{text}");
     }

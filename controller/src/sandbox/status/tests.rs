@@ -86,3 +86,27 @@ fn a_member_on_its_way_is_not_described(
     let wait = may_wait(&member(owner), &status(before), &status(after), now);
     assert_eq!(wait, expected.map(Duration::from_secs));
 }
+
+#[test]
+fn a_pod_that_terminates_is_not_ready() {
+    let pod = |change: Value| -> Pod {
+        let mut whole = json!({
+            "metadata": {"name": "s"},
+            "status": {
+                "phase": "Running", "podIPs": [{"ip": "10.0.0.1"}],
+                "conditions": [{"type": "Ready", "status": "True"}],
+            },
+        });
+        crate::merge_patch::apply(&mut whole, &change);
+        serde_json::from_value(whole).unwrap()
+    };
+    assert_eq!(
+        pod_readiness(Some(&pod(json!({})))),
+        (true, "Pod is Ready".to_owned())
+    );
+    let going = pod(json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}));
+    assert_eq!(
+        pod_readiness(Some(&going)),
+        (false, "Pod is terminating".to_owned())
+    );
+}
