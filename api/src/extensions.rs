@@ -260,6 +260,10 @@ pub struct SandboxWarmPoolSpec {
     /// What happens to members made from an older template.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub update_strategy: Option<WarmPoolUpdateStrategy>,
+    /// Seconds after which a member that is not Ready is made anew; without it the controller's own (5 minutes). Since 1.0.12 of upstream.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 30))]
+    pub readiness_grace_period_seconds: Option<i32>,
 }
 
 /// What happens to members made from an older template.

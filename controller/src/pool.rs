@@ -95,8 +95,8 @@ pub async fn reconcile(
 
 fn remembered(pool: &SandboxWarmPool, context: &Context) -> Remembered {
     let uid = pool.uid().unwrap_or_default();
-    let settings = &context.settings.pools;
-    context.pools.remembered(&uid, settings, Instant::now())
+    let settings = context.settings.pools.of(pool);
+    context.pools.remembered(&uid, &settings, Instant::now())
 }
 
 /// Reads the caches and what this process remembers of the pool.
@@ -106,7 +106,7 @@ fn gather(pool: &Arc<SandboxWarmPool>, context: &Context) -> Observed {
     let uid = pool.uid().unwrap_or_default();
     let orphans = orphan_index(&name_hash(&pool.name_any()));
     let template = &pool.spec.sandbox_template_ref.name;
-    let settings = context.settings.pools.clone();
+    let settings = context.settings.pools.of(pool);
     // What is remembered is read before the cache: what the watch shows in between is then counted twice and not missed.
     let mut remembered = remembered(pool, context);
     remembered.creating.retain(|name| {

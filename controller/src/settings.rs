@@ -2,6 +2,8 @@
 
 use std::{sync::Arc, time::Duration};
 
+use torpor_api::SandboxWarmPool;
+
 use crate::network::Cidr;
 
 /// How kinds are reconciled. The defaults are upstream's.
@@ -85,6 +87,19 @@ impl Default for Settings {
             pools: PoolSettings::default(),
             claims: ClaimSettings::default(),
             network: NetworkSettings::default(),
+        }
+    }
+}
+
+impl PoolSettings {
+    /// Those of one pool, which may say some of its own.
+    #[must_use]
+    pub fn of(&self, pool: &SandboxWarmPool) -> Self {
+        let own = pool.spec.readiness_grace_period_seconds;
+        let own = own.and_then(|seconds| u64::try_from(seconds).ok());
+        Self {
+            readiness_grace: own.map_or(self.readiness_grace, Duration::from_secs),
+            ..self.clone()
         }
     }
 }

@@ -321,8 +321,9 @@ fn a_sandbox_with_a_service_has_a_name_that_a_service_may_have() {
         rules[0]["rule"],
         "!has(self.spec.service) || !self.spec.service || size(self.metadata.name) <= 63"
     );
-    let generation = property("SandboxWarmPool", "status.observedGeneration");
-    assert_eq!(generation["minimum"].as_f64(), Some(0.0));
+    let least = |path| property("SandboxWarmPool", path)["minimum"].as_f64();
+    assert_eq!(least("status.observedGeneration"), Some(0.0));
+    assert_eq!(least("spec.readinessGracePeriodSeconds"), Some(30.0));
 }
 
 #[test]

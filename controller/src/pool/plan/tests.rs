@@ -319,6 +319,16 @@ fn a_member_that_does_not_become_ready_in_time_is_replaced() {
     assert!((242..=363).contains(&wait), "{wait}");
 }
 
+/// The young one is a minute old.
+#[test]
+fn a_pool_may_say_by_itself_how_long_its_members_may_take() {
+    let mut view = observed(&[member("young", unready())]);
+    view.pool = pool(json!({"spec": {"readinessGracePeriodSeconds": 30}}));
+    assert_eq!(steps(&plan(&view, now())), [] as [&str; 0]);
+    view.settings = view.settings.of(&view.pool);
+    assert_eq!(steps(&plan(&view, now())), ["delete young"]);
+}
+
 #[test]
 fn a_member_that_was_ready_has_its_time_anew() {
     let mut change = old(unready());
