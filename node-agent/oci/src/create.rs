@@ -407,7 +407,7 @@ fn start_keeper(
     Ok(child.id())
 }
 
-fn listening_socket(path: &PathBuf) -> anyhow::Result<OwnedFd> {
+pub(crate) fn listening_socket(path: &Path) -> anyhow::Result<OwnedFd> {
     // Not close-on-exec: the keeper inherits it.
     let listener = socket(
         AddressFamily::Unix,

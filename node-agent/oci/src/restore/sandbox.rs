@@ -257,7 +257,7 @@ impl Restore<'_> {
                 _ => Some(scope.spawn(verify)),
             };
             let hush = hush(pod, image);
-            *barriers = mute(pod, &root_dir);
+            *barriers = mute(pod, &root_dir)?;
             if let Some(namespace) = &pod.network_namespace {
                 net::put_back(namespace, &pod.addresses)?;
             }
@@ -317,19 +317,21 @@ pub(super) fn hold_packets(pod: &PodRecord, pause: &Path) {
     }
 }
 
-/// And nobody is to hear it: gVisor runs what it restores at once. A keeper that holds nothing has nothing to keep it in. Answers what keeps it so
-/// when the keeper dies: a sandbox that will be restored once more is not to be heard for the moment until it is ended.
-fn mute(pod: &PodRecord, pause: &Path) -> Vec<OwnedFd> {
+/// Keeps what the sandbox sends inside the pod: gVisor runs what it restores at once, and the restore may still fail and be done again.
+/// Returns the descriptors that keep the sandbox muted after its keeper has ended.
+fn mute(pod: &PodRecord, pause: &Path) -> Result<Vec<OwnedFd>, keeper::Error> {
     if pod.network_namespace.is_none() {
-        return Vec::new();
+        return Ok(Vec::new());
     }
     match keeper::ask(pause, &Request::Mute, &[], CALL_LIMIT) {
-        Ok((_, barriers)) => barriers,
-        // The wake is worth more.
-        Err(error) => {
+        Ok((_, barriers)) => Ok(barriers),
+        // A keeper that holds no packets cannot mute the sandbox; the wake is worth more.
+        Err(error @ keeper::Error::Refused { .. }) => {
             eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
-            Vec::new()
+            Ok(Vec::new())
         }
+        // The restore of a pod whose keeper has ended fails, after the sandbox would have been heard.
+        Err(error) => Err(error),
     }
 }
 
@@ -525,8 +527,10 @@ pub(crate) fn end_processes(node: &Node, cgroup: &Path) -> anyhow::Result<BTreeS
 #[cfg(test)]
 mod tests {
     use anyhow::ensure;
+    use torpor_gvisor::keeper::Answer;
 
     use super::*;
+    use crate::create::listening_socket;
     use crate::node::tests::Limited;
     use crate::restore::catch_up;
 
@@ -563,6 +567,32 @@ mod tests {
                 (well, LIMIT.to_owned())
             );
         }
+    }
+
+    #[test]
+    fn no_sandbox_runs_unmuted_for_a_keeper_that_has_ended() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let mut pod = limited().pod;
+        pod.network_namespace = Some(dir.path().join("netns"));
+        let muted = || mute(&pod, dir.path());
+        assert!(matches!(muted(), Err(keeper::Error::Gone { .. })));
+        let socket = listening_socket(&dir.path().join(keeper::SOCKET)).expect("a socket");
+        let next = || rustix::net::accept(&socket).expect("a connection");
+        std::thread::scope(|scope| {
+            // It ends between the question and its answer.
+            scope.spawn(|| keeper::receive(&next()).expect("a question"));
+            assert!(muted().is_err());
+            scope.spawn(|| {
+                let peer = next();
+                keeper::receive(&peer).expect("a question");
+                let answer = Answer::refused("NotMuted", "packets are not held".to_owned());
+                let bytes = serde_json::to_vec(&answer).expect("an answer");
+                keeper::send(&peer, &bytes, &[]).expect("sent");
+            });
+            assert!(muted().is_ok_and(|barriers| barriers.is_empty()));
+        });
+        pod.network_namespace = None;
+        assert!(mute(&pod, Path::new("/nowhere")).is_ok());
     }
 
     #[test]
