@@ -1,11 +1,16 @@
 //! Looking for processes that exec has left behind in a sandbox, before it falls asleep.
 
+use std::time::{Duration, Instant};
+
 use torpor_gvisor::left::left_by_exec;
 use torpor_gvisor::record::PodRecord;
 use torpor_gvisor::spec::Role;
 
-use crate::node::{CALL_LIMIT, Node};
+use crate::node::Node;
 use crate::observe::words;
+
+/// A thousand processes are read in a tenth of it; the sandbox' lock is held meanwhile.
+const LOOK_LIMIT: Duration = Duration::from_secs(2);
 
 /// Notes what there is now. What cannot be found out is told, and counts as nothing: a sandbox that does not answer is not kept awake for it. The caller holds the
 /// sandbox' lock, and the sandbox runs.
@@ -30,9 +35,10 @@ fn names(node: &Node, record: &PodRecord) -> Result<Vec<String>, String> {
     let mut control = node
         .connect(&record.sandbox)
         .map_err(|error| words(&error))?;
+    let deadline = Instant::now() + LOOK_LIMIT;
     let mut left = Vec::new();
     for part in parts.iter().filter(|part| part.role == Role::Container) {
-        let of_part = left_by_exec(&mut control, part.id.as_str(), CALL_LIMIT);
+        let of_part = left_by_exec(&mut control, part.id.as_str(), deadline);
         left.extend(of_part.map_err(|error| words(&error))?);
     }
     Ok(left)

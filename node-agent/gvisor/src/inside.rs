@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io::{Read, Seek};
 use std::os::fd::AsFd;
-use std::time::Duration;
+use std::time::Instant;
 
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde_json::{Value, json};
@@ -15,6 +15,9 @@ use crate::control::{self, Control};
 pub enum Error {
     #[error(transparent)]
     Control(#[from] control::Error),
+    /// A sandbox answers each question late, or makes it many.
+    #[error("the files of container {container} could not be read in time")]
+    Late { container: String },
     #[error("cannot read {path} of container {container}")]
     Read {
         container: String,
@@ -24,14 +27,21 @@ pub enum Error {
     },
 }
 
-/// At most so many bytes of the file at `path` in the container, from its beginning. None where the container has ended, or the file cannot be opened.
+/// At most so many bytes of the file at `path` in the container, from its beginning, before `deadline`. The
+/// container decides what is there and how long it takes: callers read all that they need by one deadline. None where the container has ended, or the file cannot be opened.
 pub(crate) fn read(
     control: &mut Control,
     container: &str,
     path: &str,
     most: u64,
-    timeout: Duration,
+    deadline: Instant,
 ) -> Result<Option<Vec<u8>>, Error> {
+    let timeout = deadline.saturating_duration_since(Instant::now());
+    if timeout.is_zero() {
+        return Err(Error::Late {
+            container: container.to_owned(),
+        });
+    }
     let failed = |source: std::io::Error| Error::Read {
         container: container.to_owned(),
         path: path.to_owned(),

@@ -3,8 +3,8 @@
 //! gVisor ends them when it restores a sandbox, because their standard streams lead nowhere then (`runsc/boot/restore.go`, `OriginExec`), and nothing of its own
 //! tells them from others. So torpor-oci marks what exec starts in its environment, which its children have from it.
 
-use std::collections::VecDeque;
-use std::time::Duration;
+use std::collections::{HashSet, VecDeque};
+use std::time::Instant;
 
 use crate::control::Control;
 use crate::inside::{self, Error};
@@ -20,22 +20,28 @@ const MOST_BYTES: u64 = 128 << 10;
 const MOST_NAME: u64 = 16;
 
 /// The names of marked processes below the container's first one, by their numbers. Those of an exec that still runs are not below it.
+/// The container decides what its `/proc` says: what is read by `deadline` is bounded.
 pub fn left_by_exec(
     control: &mut Control,
     container: &str,
-    timeout: Duration,
+    deadline: Instant,
 ) -> Result<Vec<String>, Error> {
-    let mut read = |path: String, most| inside::read(control, container, &path, most, timeout);
+    walk(|path, most| inside::read(control, container, &path, most, deadline))
+}
+
+fn walk(
+    mut read: impl FnMut(String, u64) -> Result<Option<Vec<u8>>, Error>,
+) -> Result<Vec<String>, Error> {
     let mut found = Vec::new();
+    let mut known = HashSet::from([1_u32]);
     let mut next = VecDeque::from([1_u32]);
-    let mut seen = 0;
     while let Some(pid) = next.pop_front() {
-        seen += 1;
-        if seen > MOST {
-            break;
-        }
         let children = read(format!("/proc/{pid}/task/{pid}/children"), MOST_BYTES)?;
-        next.extend(numbers(&children.unwrap_or_default()));
+        for child in numbers(&children.unwrap_or_default()) {
+            if known.len() < MOST && known.insert(child) {
+                next.push_back(child);
+            }
+        }
         let environment = read(format!("/proc/{pid}/environ"), MOST_BYTES)?;
         if is_marked(&environment.unwrap_or_default()) {
             let name = read(format!("/proc/{pid}/comm"), MOST_NAME)?;
@@ -46,12 +52,8 @@ pub fn left_by_exec(
 }
 
 fn numbers(text: &[u8]) -> impl Iterator<Item = u32> {
-    let text = String::from_utf8_lossy(text).into_owned();
-    let words: Vec<u32> = text
-        .split_whitespace()
-        .filter_map(|word| word.parse().ok())
-        .collect();
-    words.into_iter()
+    let words = text.split(u8::is_ascii_whitespace);
+    words.filter_map(|word| str::from_utf8(word).ok()?.parse().ok())
 }
 
 fn is_marked(environment: &[u8]) -> bool {
@@ -75,6 +77,39 @@ fn printable(name: &[u8]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_container_that_makes_its_processes_up_is_looked_at_a_bounded_number_of_times() {
+        let mut reads = 0;
+        let found = walk(|path, _| {
+            reads += 1;
+            let answer = match path.rsplit('/').next() {
+                Some("children") => (1..40_000).map(|pid| format!("{pid} ")).collect(),
+                Some("environ") => format!("A=b\0{MARK}\0"),
+                _ => "endless\n".to_owned(),
+            };
+            Ok(Some(answer.into_bytes()))
+        });
+        assert_eq!(found.expect("all answered").len(), MOST);
+        assert_eq!(reads, 3 * MOST);
+    }
+
+    #[test]
+    fn each_process_is_looked_at_once_and_an_answer_that_is_late_ends_the_look() {
+        let answers = |path: String, _| match path.as_str() {
+            "/proc/1/task/1/children" => Ok(Some(b"7 7 1 ".to_vec())),
+            "/proc/7/environ" => Ok(Some(MARK.as_bytes().to_vec())),
+            "/proc/7/comm" => Ok(Some(b"server\n".to_vec())),
+            _ => Ok(None),
+        };
+        assert_eq!(walk(answers).expect("answered"), ["server"]);
+        let late = |_, _| {
+            Err(Error::Late {
+                container: "c".to_owned(),
+            })
+        };
+        walk(late).expect_err("late");
+    }
 
     #[test]
     fn a_process_is_marked_by_a_whole_entry_of_its_environment() {

@@ -7,7 +7,7 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::unistd::{SysconfVar, sysconf};
 use serde::Deserialize;
@@ -90,6 +90,16 @@ pub enum Error {
     Refused(String),
 }
 
+impl Error {
+    /// Whether gVisor has answered that it does not do it: asking again is of no use.
+    pub fn is_refusal(&self) -> bool {
+        matches!(
+            self,
+            Self::Refused(_) | Self::Control(control::Error::Refused { .. })
+        )
+    }
+}
+
 /// Writes the limits into the files of the sandbox' own cgroups, which an image brings along and a resize of the Pod leaves as they were. `MemTotal` and
 /// the number of processors stay what they were when the sandbox' kernel began, or was last restored. `containers`: those whose programs run.
 pub fn tell(
@@ -101,8 +111,9 @@ pub fn tell(
 ) -> Result<(), Error> {
     // Of containers that start later.
     let mut paths: BTreeSet<String> = ["/".to_owned()].into();
+    let deadline = Instant::now() + timeout;
     for container in containers {
-        paths.extend(cgroup_of(control, container, timeout)?);
+        paths.extend(cgroup_of(control, container, deadline)?);
     }
     let written: Written = control.call(
         "Cgroups.WriteControlFiles",
@@ -121,9 +132,9 @@ pub fn tell(
 fn cgroup_of(
     control: &mut Control,
     container: &str,
-    timeout: Duration,
+    deadline: Instant,
 ) -> Result<Option<String>, Error> {
-    let text = inside::read(control, container, "/proc/1/cgroup", MAX_CGROUPS, timeout)?;
+    let text = inside::read(control, container, "/proc/1/cgroup", MAX_CGROUPS, deadline)?;
     let text = String::from_utf8(text.unwrap_or_default()).unwrap_or_default();
     Ok(memory_cgroup(&text).map(str::to_owned))
 }

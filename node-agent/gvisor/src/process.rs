@@ -86,6 +86,25 @@ pub fn goes_on(pid: i32) -> bool {
     stat(pid).is_some_and(|stat| !is_ending(&stat)) && !is_killed(&status(pid))
 }
 
+/// Whether the process has certainly ended, or is ending. Not so where `/proc` cannot be read for another reason, such as too many open files.
+pub fn is_gone(pid: i32) -> bool {
+    is_gone_by(File::open(path_of(pid, "stat")))
+}
+
+fn is_gone_by(opened: std::io::Result<impl Read>) -> bool {
+    let mut line = Vec::new();
+    let read = opened.and_then(|file| file.take(MAX_STAT).read_to_end(&mut line));
+    match read {
+        Ok(_) => stat_in(&line[..]).is_some_and(|stat| is_ending(&stat)),
+        // ESRCH: it ended between the two calls.
+        Err(error) => {
+            let of_process = rustix::io::Errno::from_io_error(&error);
+            error.kind() == std::io::ErrorKind::NotFound
+                || of_process == Some(rustix::io::Errno::SRCH)
+        }
+    }
+}
+
 fn status(pid: i32) -> String {
     text_of(pid, "status").unwrap_or_default()
 }
@@ -144,6 +163,27 @@ mod tests {
             assert_eq!((stat.comm.as_str(), stat.ppid), ("a) R 1", 1));
             assert_eq!(is_ending(&stat), ends, "{line}");
         }
+    }
+
+    #[test]
+    fn a_process_that_cannot_be_looked_at_is_not_taken_for_gone() {
+        let gone =
+            |errno: i32| is_gone_by(Err::<&[u8], _>(std::io::Error::from_raw_os_error(errno)));
+        assert!(
+            gone(rustix::io::Errno::NOENT.raw_os_error())
+                && gone(rustix::io::Errno::SRCH.raw_os_error())
+        );
+        for other in [
+            rustix::io::Errno::MFILE,
+            rustix::io::Errno::NOMEM,
+            rustix::io::Errno::ACCESS,
+        ] {
+            assert!(!gone(other.raw_os_error()), "{other}");
+        }
+        assert!(!is_gone_by(Ok(&b"no line of the kernel's"[..])));
+        let own = i32::try_from(std::process::id()).expect("a pid");
+        assert!(!is_gone(own));
+        assert!(is_gone(i32::MAX));
     }
 
     #[test]

@@ -61,7 +61,7 @@ impl Error {
             Self::Control(control::Error::NotRunning { .. }) => "SandboxGone",
             Self::DiskFull(_) => "DiskFull",
             Self::Control(_) => "CheckpointFailed",
-            // gVisor ends a container without its gofer as soon as the sandbox runs on.
+            // A container without its gofer is ended as soon as the sandbox runs on, by gVisor or by the agent.
             Self::NotRunning(_) | Self::GoferGone(_) => CONTAINER_NOT_RUNNING,
             Self::Gofer { .. } => "NoRecord",
             Self::Stopped { why, .. } => why.reason(),

@@ -74,14 +74,15 @@ pub(crate) fn exec(node: &Node, args: &ExecArgs) -> anyhow::Result<()> {
         Session::Use => None,
     };
     let (end, ended) = std::io::pipe().context("cannot make a pipe")?;
+    // Before it runs: what it leaves behind is looked for.
+    if session == Session::Use {
+        node.records.note_exec(&record.sandbox)?;
+    }
     let pid = start(node, &record.sandbox, &request, terminal.as_ref())?;
     let dir = node.records.container_dir(&args.id);
     // Without it (a keeper of an older version) the process runs on when its waiter is killed.
     let _ = keeper::ask(&dir, &Request::Exec { pid }, &[end.as_fd()], CALL_LIMIT);
     node.records.note_session(&record.sandbox, session)?;
-    if session == Session::Use {
-        node.records.note_exec(&record.sandbox)?;
-    }
     let mut waiter = waiter(&record.sandbox, &args.id, pid, terminal, ended);
     if session == Session::Probe {
         waiter.arg("--probe");

@@ -1,7 +1,8 @@
 //! Ending containers whose gofer has ended.
 
+use nix::sys::signal::Signal;
 use torpor_core::state::{Live, Observed};
-use torpor_gvisor::control::SignalScope;
+use torpor_gvisor::control::{ContainerState, Error, SignalScope};
 use torpor_gvisor::record::{ContainerRecord, PodRecord};
 
 use crate::node::{CALL_LIMIT, Node};
@@ -16,24 +17,36 @@ pub(super) fn end_containers_without(node: &Node, record: &PodRecord, observed: 
         return;
     }
     let runsc = node.runsc.of(&record.sandbox);
-    let has_gofer = |container: &ContainerRecord| {
+    let has_lost_gofer = |container: &ContainerRecord| {
         // What runsc has no record of any more is about to go.
-        (runsc.has_gofer(container.id.as_str(), record.sandbox.as_str())).unwrap_or(true)
+        (runsc.has_lost_gofer(container.id.as_str(), record.sandbox.as_str())).unwrap_or(false)
     };
     let containers = node.records.containers_of(&record.sandbox);
     for container in containers.unwrap_or_default() {
-        if has_gofer(&container) {
+        if !has_lost_gofer(&container) {
             continue;
         }
-        tracing::warn!(pod_uid = %record.pod_uid, container = container.name, "the container's gofer has ended: so is the container");
-        let ended = node.runsc.connect(&record.sandbox).and_then(|mut control| {
-            control.signal(container.id.as_str(), 0, KILL, SignalScope::All, CALL_LIMIT)
-        });
-        if let Err(error) = ended {
-            tracing::warn!(pod_uid = %record.pod_uid, error = words(&error), "a container without its gofer is not ended");
+        match end(node, &container) {
+            Ok(true) => {
+                tracing::warn!(pod_uid = %record.pod_uid, container = container.name, "the container was ended: its gofer has ended");
+            }
+            // Until containerd deletes it, an ended container is still on record.
+            Ok(false) => {}
+            Err(error) => {
+                tracing::warn!(pod_uid = %record.pod_uid, error = words(&error), "a container without its gofer is not ended");
+            }
         }
     }
 }
 
-/// SIGKILL (signal(7)).
-const KILL: i32 = 9;
+/// Whether the container ran.
+fn end(node: &Node, container: &ContainerRecord) -> Result<bool, Error> {
+    let mut control = node.runsc.connect(&container.sandbox)?;
+    let id = container.id.as_str();
+    if control.container_state(id, CALL_LIMIT)? != ContainerState::Running {
+        return Ok(false);
+    }
+    let kill = Signal::SIGKILL as i32;
+    control.signal(id, 0, kill, SignalScope::All, CALL_LIMIT)?;
+    Ok(true)
+}

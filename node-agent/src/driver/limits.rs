@@ -1,5 +1,7 @@
 //! Telling a sandbox that runs what its Pod may use.
 
+use std::time::Duration;
+
 use torpor_cgroup::limits::Limits;
 use torpor_core::ids::SandboxId;
 use torpor_core::state::{Live, Observed};
@@ -7,8 +9,11 @@ use torpor_gvisor::limits::{self, Machine};
 use torpor_gvisor::record::PodRecord;
 use torpor_gvisor::spec::Role;
 
-use crate::node::{CALL_LIMIT, Node};
+use crate::node::Node;
 use crate::observe::words;
+
+/// The sandbox' lock is held meanwhile, and the next look tries again.
+const TELL_LIMIT: Duration = Duration::from_secs(2);
 
 /// What a sandbox was told last by this agent.
 pub(super) type ToldLimits = (SandboxId, Limits);
@@ -32,7 +37,8 @@ pub(super) fn tell(
         return told;
     }
     if let Err(error) = write(node, &now) {
-        tracing::warn!(pod_uid = %record.pod_uid, error, "the programs of the Pod see its old limits until it is restored or resized again");
+        tracing::warn!(pod_uid = %record.pod_uid, error, "the programs of the Pod see its old limits until it can be told others");
+        return told;
     }
     Some(now)
 }
@@ -51,6 +57,14 @@ fn write(node: &Node, (sandbox, limits): &ToldLimits) -> Result<(), String> {
     let containers: Vec<&str> = with_programs.map(|part| part.id.as_str()).collect();
     let machine = Machine::read().map_err(|error| error.to_string())?;
     let mut control = node.runsc.connect(sandbox).map_err(|error| words(&error))?;
-    limits::tell(&mut control, &containers, limits, machine, CALL_LIMIT)
-        .map_err(|error| words(&error))
+    match limits::tell(&mut control, &containers, limits, machine, TELL_LIMIT) {
+        Err(error) if error.is_refusal() => {
+            tracing::warn!(
+                error = words(&error),
+                "the programs of the Pod see its old limits"
+            );
+            Ok(())
+        }
+        told => told.map_err(|error| words(&error)),
+    }
 }

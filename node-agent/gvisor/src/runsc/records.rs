@@ -140,16 +140,19 @@ impl Runsc {
         Ok(Some(Kept::new(first, containers)))
     }
 
-    /// Whether each of the sandbox' gofers lives, by runsc's own records. A container without its gofer is killed by gVisor as soon as it may run.
+    /// Whether each of the sandbox' gofers lives, by runsc's own records. gVisor kills a container that has lost its gofer as soon
+    /// as it may run, unless the sandbox was restored.
     pub fn has_its_gofers(&self, sandbox: &str) -> Result<bool, Error> {
         Ok(gofers(&self.root, sandbox)?
             .into_iter()
             .all(process::goes_on))
     }
 
-    /// Whether the container's gofer lives, by runsc's own record. A container that never had one counts as well.
-    pub fn has_gofer(&self, container: &str, sandbox: &str) -> Result<bool, Error> {
-        gofer_goes_on(&self.root, container, sandbox)
+    /// Whether the container's gofer has certainly ended, by runsc's own record. A container that never had one has lost none.
+    pub fn has_lost_gofer(&self, container: &str, sandbox: &str) -> Result<bool, Error> {
+        let path = state_path(&self.root, container, sandbox);
+        let RunscContainer { gofer_pid } = read_record(&path)?;
+        Ok(gofer_pid > 0 && process::is_gone(gofer_pid))
     }
 
     /// The same of the sandbox at the other end of the connection.

@@ -581,7 +581,7 @@ mod tests {
         std::thread::scope(|scope| {
             // It ends between the question and its answer.
             scope.spawn(|| keeper::receive(&next()).expect("a question"));
-            assert!(muted().is_err());
+            muted().expect_err("no answer");
             scope.spawn(|| {
                 let peer = next();
                 keeper::receive(&peer).expect("a question");
@@ -592,7 +592,7 @@ mod tests {
             assert!(muted().is_ok_and(|barriers| barriers.is_empty()));
         });
         pod.network_namespace = None;
-        assert!(mute(&pod, Path::new("/nowhere")).is_ok());
+        mute(&pod, Path::new("/nowhere")).expect("nothing to mute");
     }
 
     #[test]
