@@ -305,6 +305,13 @@ fn refuse_part(mount: &Value, volumes: &[SandboxVolume]) -> Result<(), Error> {
     }
 }
 
+/// Whether the mount is an emptyDir of the Pod, by the place that the kubelet gives those: what it holds is in the image, and nothing of another
+/// volume at the same place is.
+fn is_empty_dir(mount: &Value) -> bool {
+    let source = mount.get("source").and_then(Value::as_str);
+    source.is_some_and(|source| source.contains("/volumes/kubernetes.io~empty-dir/"))
+}
+
 fn makes_a_bind_mount(option: &str) -> bool {
     matches!(
         option,
@@ -324,7 +331,7 @@ pub fn digest(spec: &Spec) -> Digest {
                 let kept = |option: &&Value| !option.as_str().is_some_and(makes_a_bind_mount);
                 options.iter().filter(kept).cloned().collect::<Vec<Value>>()
             });
-            json!([mount.get("destination"), options])
+            json!([mount.get("destination"), options, is_empty_dir(mount)])
         })
         .collect();
     let distilled = json!({

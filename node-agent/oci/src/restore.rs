@@ -559,7 +559,7 @@ pub(crate) fn wake(
     let parts = parts_of(node, sandbox, &image)?;
     let ledger = store.ledger(&pod.pod_uid)?;
     let waking = ledger.read()?;
-    let awake = || Ok(ledger.append_at(waking.seq, &Entry::Awake).map(drop)?);
+    let awake = |_: &dyn Fn()| Ok(ledger.append_at(waking.seq, &Entry::Awake).map(drop)?);
     let stages = sandbox::restore(node, &pod, &image, &parts, cause, awake)?;
     let note = stages.note(cause, Depth::Hibernated);
     node.records.write_wake(sandbox, &note)?;

@@ -223,6 +223,10 @@ fn the_digest_ignores_what_another_pod_of_the_template_has_differently() {
         ("/process/cwd", json!("/tmp")),
         ("/process/terminal", json!(false)),
         ("/mounts/0/destination", json!("/elsewhere")),
+        (
+            "/mounts/0/source",
+            json!("/pods/u/volumes/kubernetes.io~empty-dir/disk"),
+        ),
     ] {
         let mut changed = container();
         *changed.0.pointer_mut(pointer).expect("there") = value;

@@ -55,9 +55,9 @@ pub(super) fn wake_recorded(
         Ok(())
     };
     // Once more: an earlier sandbox of this Pod may have given it back meanwhile.
-    let awake = || {
+    let awake = |give_back: &dyn Fn()| {
         if let Restored::Anew { .. } = what {
-            renew::renew(node, pod, parts)?;
+            renew::renew(node, pod, parts, give_back)?;
         }
         take()?;
         if let Restored::Anew { report, .. } = what {

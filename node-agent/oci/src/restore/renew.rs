@@ -25,10 +25,16 @@ const HOOK_LIMIT: Duration = Duration::from_secs(30);
 const HOOK_FAILED: &str = "OnRestoreExecFailed";
 
 /// Gives each container another generation, and runs the user's command. The sandbox runs, and is not heard; its first container comes first in `parts`.
-pub(super) fn renew(node: &Node, pod: &PodRecord, parts: &[ContainerRecord]) -> anyhow::Result<()> {
+/// `give_back` gives back what other wakes wait for: the command may take long.
+pub(super) fn renew(
+    node: &Node,
+    pod: &PodRecord,
+    parts: &[ContainerRecord],
+    give_back: &dyn Fn(),
+) -> anyhow::Result<()> {
     let generation = generation::new()?;
     for part in parts.iter().filter(|part| part.role == Role::Container) {
-        // Of a read-only root file system, for one, it stays what it was.
+        // A read-only root file system has that of its new container.
         if let Err(error) = set_generation(node, part, &generation) {
             eprintln!(
                 "torpor-oci: container {} keeps its generation: {error:#}",
@@ -44,6 +50,7 @@ pub(super) fn renew(node: &Node, pod: &PodRecord, parts: &[ContainerRecord]) -> 
     let Some(command) = spec.annotation(ON_RESTORE_EXEC) else {
         return Ok(());
     };
+    give_back();
     run_hook(node, pod, parts, &spec, command).map_err(|error| {
         let message = format!("the command of {ON_RESTORE_EXEC} failed: {error:#}");
         Refusal {

@@ -1,5 +1,6 @@
 //! The mechanics of a restore: which commands, in which order, what side by side.
 
+use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -42,21 +43,28 @@ const REAP_LIMIT: Duration = Duration::from_secs(3);
 
 /// Restores the pod from the image. On success the sandbox runs, its state says so, and its keepers wait for its
 /// containers' ends. On failure nothing of it runs. `awake` records that the image is stale: it is called when the sandbox
-/// runs and nobody has heard of it yet, so that whoever is answered by it is answered by what no crash takes back.
+/// runs and nobody has heard of it yet, so that whoever is answered by it is answered by what no crash takes back. It gets a function
+/// that gives back early what other wakes wait for: the turn, and the machine's settings for a wake; the pod's quota holds again as well.
 pub(super) fn restore(
     node: &Node,
     pod: &PodRecord,
     image: &Image,
     parts: &[ContainerRecord],
     cause: WakeCause,
-    awake: impl Fn() -> anyhow::Result<()>,
+    awake: impl Fn(&dyn Fn()) -> anyhow::Result<()>,
 ) -> anyhow::Result<Stages> {
     (node.config.admit_runsc(&pod.runsc_digest)).map_err(Refusal::from)?;
     let mut stages = Stages::new();
     let turns = Turns::new(&node.config.state_dir, node.config.wakes_at_once);
-    let _turn = turns.take(cause, &pod.namespace);
+    let turn = turns.take(cause, &pod.namespace);
     stages.over("turnCame");
     let expedited = node.expedited_restore(image.manifest().size());
+    let lent = RefCell::new(Some((turn, expedited)));
+    let give_back = || {
+        put_quotas_back(node, &pod.sandbox);
+        drop(lent.take());
+    };
+    let awake = || awake(&give_back);
     // Stand until nothing runs of a sandbox that could not be restored.
     let mut barriers = Vec::new();
     let limits = limits::flags(node, pod)?;
@@ -81,7 +89,9 @@ pub(super) fn restore(
         }
         result => result,
     });
-    drop(expedited);
+    if let Some((_, expedited)) = &mut *lent.borrow_mut() {
+        expedited.clear();
+    }
     let result = result.flatten();
     if result.is_err() {
         // What ended it badly is the news; that the remains could not be removed will be seen by the next try.
