@@ -13,10 +13,11 @@ use nix::unistd::{SysconfVar, sysconf};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use torpor_cgroup::limits::Limits;
-use torpor_cgroup::meminfo;
+use torpor_cgroup::{Hierarchies, meminfo};
 
 use crate::control::{self, Control};
 use crate::inside;
+use crate::record::{self, PodRecord, Records};
 
 /// The file's name in the bundle of the sandbox' first container.
 const FILE: &str = "boot-flags";
@@ -47,11 +48,28 @@ impl Machine {
             processors: processors.ok_or(std::io::ErrorKind::InvalidData)?,
         })
     }
+
+    /// Bytes that a Pod with these limits may use here.
+    fn memory_within(&self, limits: &Limits) -> u64 {
+        limits.memory.unwrap_or(u64::MAX).min(self.memory)
+    }
+}
+
+/// The Pod's own limits, also while a wake has lifted or widened them. None: the Pod has no cgroup of its own.
+pub fn of_pod(
+    records: &Records,
+    cgroups: &Hierarchies,
+    pod: &PodRecord,
+) -> Result<Option<Limits>, record::Error> {
+    let lifted = records.quotas(&pod.sandbox)?;
+    let rooms = records.room(&pod.sandbox)?;
+    let cgroup = pod.cgroup.parent();
+    Ok(cgroup.map(|cgroup| cgroups.limits(cgroup, &lifted, &rooms)))
 }
 
 /// Words of `runsc boot` for the limits, by the rules of runsc's own (runsc/sandbox/sandbox.go, `createSandboxProcess`).
 pub fn boot_flags(limits: &Limits, machine: Machine) -> Vec<String> {
-    let memory = limits.memory.unwrap_or(u64::MAX).min(machine.memory);
+    let memory = machine.memory_within(limits);
     let mut flags = vec![format!("--total-memory={memory}")];
     if let Some(limit) = limits.processors {
         let wanted = limit.processors().max(LEAST_PROCESSORS);
@@ -62,8 +80,8 @@ pub fn boot_flags(limits: &Limits, machine: Machine) -> Vec<String> {
     flags
 }
 
-/// Says it to the sandbox that runsc begins next from the bundle.
-pub fn write(bundle: &Path, flags: &[String]) -> std::io::Result<()> {
+/// Tells the sandbox that runsc begins next from the bundle.
+pub fn write_boot_flags(bundle: &Path, flags: &[String]) -> std::io::Result<()> {
     std::fs::write(bundle.join(FILE), flags.join("\n"))
 }
 
@@ -148,7 +166,7 @@ fn memory_cgroup(text: &str) -> Option<&str> {
 
 /// gVisor's `CgroupsWriteArgs`.
 fn files(paths: &BTreeSet<String>, limits: &Limits, machine: Machine) -> Value {
-    let memory = limits.memory.unwrap_or(u64::MAX).min(machine.memory);
+    let memory = machine.memory_within(limits);
     let (quota, period) = match limits.processors {
         Some(limit) => (limit.quota.to_string(), limit.period),
         None => ("-1".to_owned(), USUAL_PERIOD),

@@ -350,4 +350,4 @@ pub fn digest(spec: &Spec) -> Digest {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

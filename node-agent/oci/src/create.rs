@@ -15,7 +15,7 @@ use torpor_cgroup as cgroup;
 use torpor_cgroup::swap;
 use torpor_core::ids::{Namespace, PodUid, SandboxId};
 use torpor_gvisor::keeper::{self, Request};
-use torpor_gvisor::limits::write;
+use torpor_gvisor::limits::write_boot_flags;
 use torpor_gvisor::loopback::{self, Loopback};
 use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState, WakeCause};
 use torpor_gvisor::root::Root;
@@ -82,9 +82,8 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Vec<anyho
 
     let console = if state == SandboxState::Running {
         match role {
-            Role::Sandbox => {
-                write(&dir, &limits::flags(node, &pod)?).context("cannot write the Pod's limits")?
-            }
+            Role::Sandbox => write_boot_flags(&dir, &limits::flags(node, &pod)?)
+                .context("cannot write the Pod's limits")?,
             Role::Container => node.cgroups.place(&pod.cgroup, std::process::id())?,
         }
         create_in_sandbox(node, &record, &dir)?

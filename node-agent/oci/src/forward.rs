@@ -7,34 +7,28 @@
 //! pair of sockets as its standard input. gVisor has a call for port-forwarding too; why it is not used says
 //! docs/decisions/2026-11-21-port-forward-over-loopback.md.
 
-use std::fs::{File, OpenOptions};
 use std::net::TcpStream;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
-use nix::sys::signal::Signal;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::sockopt;
 use rustix::process::{Pid, getppid, set_parent_process_death_signal};
 use torpor_core::ids::{ContainerId, SandboxId};
-use torpor_gvisor::control::{Control, SignalScope};
 use torpor_gvisor::exec::helper_args;
 use torpor_gvisor::forward::{self, Forward};
 use torpor_gvisor::record::WakeCause;
 
 use crate::exec::awake;
-use crate::node::{CALL_LIMIT, Node};
+use crate::node::Node;
+use crate::process::{Process, nothing, own_program};
 
 mod carry;
 mod inside;
 
 use carry::{Ended, carry};
 pub(crate) use inside::inside;
-
-/// A killed helper is gone within a millisecond.
-const END_LIMIT: Duration = Duration::from_secs(3);
 
 pub(crate) fn forward(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
     let client: TcpStream = std::io::stdin().as_fd().try_clone_to_owned()?.into();
@@ -55,7 +49,7 @@ pub(crate) fn forward(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
     // From now on a pause asks this program to end, and waits until it has.
     drop(lock);
     let ended = serve(&client, &helper.stream, &open);
-    helper.end(node, sandbox);
+    helper.process.end(node, sandbox);
     drop(open);
     if let Ended::ByFar = ended? {
         // All is delivered, so that it is an ordinary end.
@@ -92,10 +86,7 @@ fn serve(client: &TcpStream, stream: &UnixStream, open: &Forward) -> anyhow::Res
 /// The helper in the sandbox.
 struct Helper {
     stream: UnixStream,
-    pause: ContainerId,
-    pid: i32,
-    /// Told of its end.
-    waiting: Control,
+    process: Process,
 }
 
 impl Helper {
@@ -106,42 +97,17 @@ impl Helper {
         port: u16,
     ) -> anyhow::Result<Self> {
         let (stream, theirs) = UnixStream::pair()?;
-        let nothing = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .open("/dev/null")?;
-        // Read-only: gVisor runs nothing that a program in the sandbox could write to.
-        let program = File::open("/proc/self/exe").context("cannot open the own program")?;
+        let (nothing, program) = (nothing()?, own_program()?);
         let port = port.to_string();
         let args = helper_args(&["torpor-forward", "forward-inside", &port], pause.as_str())?;
-        // Both connections before the helper: what has begun can be waited for.
-        let mut control = node.runsc.connect(sandbox)?;
-        let mut waiting = node.runsc.connect(sandbox)?;
         let files = [
             theirs.as_fd(),
             nothing.as_fd(),
             nothing.as_fd(),
             program.as_fd(),
         ];
-        let pid = control
-            .execute(&args, &files, CALL_LIMIT)
+        let process = Process::begin(node, sandbox, pause, &args, &files)
             .context("cannot run the helper in the sandbox")?;
-        waiting.begin_wait_pid(pause.as_str(), pid)?;
-        Ok(Self {
-            stream,
-            pause: pause.clone(),
-            pid,
-            waiting,
-        })
-    }
-
-    /// Ends it and waits for its end: gVisor cannot be saved before, and keeps the status of one that nobody waits for.
-    fn end(mut self, node: &Node, sandbox: &SandboxId) {
-        let (pause, scope) = (self.pause.as_str(), SignalScope::Process);
-        // One that has ended by itself, or with its sandbox, needs no signal.
-        let _ = node.runsc.connect(sandbox).and_then(|mut control| {
-            control.signal(pause, self.pid, Signal::SIGKILL as i32, scope, END_LIMIT)
-        });
-        let _ = self.waiting.wait_result_within(END_LIMIT);
+        Ok(Self { stream, process })
     }
 }

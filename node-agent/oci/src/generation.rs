@@ -14,6 +14,8 @@ use rustix::io::Errno;
 /// Where programs find it: the folder and the file.
 const FOLDER: &str = "/run/torpor";
 const FILE: &str = "generation";
+/// Each part of [`FOLDER`] with the folder that it is in.
+const FOLDERS: [(&str, &str); 2] = [("/", "run"), ("/run", "torpor")];
 
 /// A random UUID (RFC 9562, version 4), as the kernel makes one.
 pub(crate) fn new() -> anyhow::Result<String> {
@@ -28,23 +30,14 @@ pub(crate) fn place(root: &Path) -> anyhow::Result<()> {
     let directory = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let inside = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
     let root = openat2(CWD, root, directory, Mode::empty(), ResolveFlags::empty())?;
-    let mut at = String::new();
-    for part in FOLDER.split('/').filter(|part| !part.is_empty()) {
-        let parent = match at.as_str() {
-            "" => openat2(&root, ".", directory, Mode::empty(), inside)?,
-            at => openat2(&root, at, directory, Mode::empty(), inside)?,
-        };
-        match mkdirat(&parent, part, Mode::from_raw_mode(0o755)) {
+    let open = |folder: &str| openat2(&root, folder, directory, Mode::empty(), inside);
+    for (parent, name) in FOLDERS {
+        match mkdirat(open(parent)?, name, Mode::from_raw_mode(0o755)) {
             Ok(()) | Err(Errno::EXIST) => {}
             made => made?,
         }
-        at = if at.is_empty() {
-            part.to_owned()
-        } else {
-            format!("{at}/{part}")
-        };
     }
-    let folder = openat2(&root, at.as_str(), directory, Mode::empty(), inside)?;
+    let folder = open(FOLDER)?;
     let new_file = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
     let found = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
     match openat2(&folder, FILE, new_file, Mode::from_raw_mode(0o644), found) {

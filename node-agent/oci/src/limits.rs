@@ -1,19 +1,16 @@
 //! What a sandbox is told of its Pod's limits.
 
 use anyhow::Context;
-use torpor_gvisor::limits::{Machine, boot_flags};
+use torpor_gvisor::limits::{Machine, boot_flags, of_pod};
 use torpor_gvisor::record::PodRecord;
 
 use crate::node::Node;
 
 /// Words of `runsc boot` for the sandbox that is about to begin.
 pub(crate) fn flags(node: &Node, pod: &PodRecord) -> anyhow::Result<Vec<String>> {
-    let Some(cgroup) = pod.cgroup.parent() else {
+    let Some(limits) = of_pod(&node.records, &node.cgroups, pod)? else {
         return Ok(Vec::new());
     };
-    let lifted = node.records.quotas(&pod.sandbox)?;
-    let rooms = node.records.room(&pod.sandbox)?;
-    let limits = node.cgroups.limits(cgroup, &lifted, &rooms);
     let machine = Machine::read().context("cannot read what the machine has")?;
     Ok(boot_flags(&limits, machine))
 }

@@ -15,6 +15,7 @@ mod keeper;
 mod kill;
 mod limits;
 mod node;
+mod process;
 mod restore;
 mod stages;
 mod start;

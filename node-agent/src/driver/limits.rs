@@ -44,10 +44,8 @@ pub(super) fn tell(
 }
 
 fn limits_of(node: &Node, record: &PodRecord) -> Option<Limits> {
-    let lifted = node.records.quotas(&record.sandbox).ok()?;
-    let rooms = node.records.room(&record.sandbox).ok()?;
-    let cgroup = record.cgroup.parent()?;
-    Some(node.cgroups.as_ref()?.limits(cgroup, &lifted, &rooms))
+    let cgroups = node.cgroups.as_ref()?;
+    limits::of_pod(&node.records, cgroups, record).ok()?
 }
 
 fn write(node: &Node, (sandbox, limits): &ToldLimits) -> Result<(), String> {

@@ -1,7 +1,8 @@
 use std::path::Path;
 
 use super::*;
-use crate::spec::{SHM_HINT, SandboxVolume, rewrite, shm_source};
+use crate::spec::tests::shm;
+use crate::spec::{SandboxVolume, rewrite, shm_source};
 
 fn root() -> Root {
     Root {
@@ -28,12 +29,7 @@ fn pause(more: &[Value]) -> Spec {
 }
 
 fn rewritten(spec: Spec, empty_dirs: Vec<SandboxVolume>) -> Spec {
-    let shm = shm_source(&spec).map(|source| SandboxVolume {
-        name: SHM_HINT.to_owned(),
-        source,
-        memory: true,
-        directory: None,
-    });
+    let shm = shm_source(&spec).map(shm);
     let volumes: Vec<_> = empty_dirs.into_iter().chain(shm).collect();
     rewrite(spec, Path::new("/b"), &volumes).expect("rewritten")
 }

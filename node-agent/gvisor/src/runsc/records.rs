@@ -53,6 +53,13 @@ struct RunscContainer {
     gofer_pid: i32,
 }
 
+impl RunscContainer {
+    /// The process that serves its files, which may have ended.
+    fn gofer(&self) -> Option<i32> {
+        Some(self.gofer_pid).filter(|pid| *pid > 0)
+    }
+}
+
 impl NodeRunsc {
     /// The runsc of each root directory that has a record of the container. It is for a container of which nothing else is known: it takes a look
     /// at all of them.
@@ -150,9 +157,8 @@ impl Runsc {
 
     /// Whether the container's gofer has certainly ended, by runsc's own record. A container that never had one has lost none.
     pub fn has_lost_gofer(&self, container: &str, sandbox: &str) -> Result<bool, Error> {
-        let path = state_path(&self.root, container, sandbox);
-        let RunscContainer { gofer_pid } = read_record(&path)?;
-        Ok(gofer_pid > 0 && process::is_gone(gofer_pid))
+        let record: RunscContainer = read_record(&state_path(&self.root, container, sandbox))?;
+        Ok(record.gofer().is_some_and(process::is_gone))
     }
 
     /// The same of the sandbox at the other end of the connection.
@@ -187,7 +193,7 @@ pub(crate) fn gofers(root: &Path, sandbox: &str) -> Result<Vec<i32>, Error> {
     let mut found = Vec::new();
     for path in records(root, |name| name.ends_with(&end))? {
         match read_record::<RunscContainer>(&path) {
-            Ok(container) => found.extend(Some(container.gofer_pid).filter(|pid| *pid > 0)),
+            Ok(container) => found.extend(container.gofer()),
             // Its container was deleted meanwhile.
             Err(Error::Record { source, .. }) if source.kind() == ErrorKind::NotFound => {}
             Err(error) => return Err(error),
@@ -198,8 +204,8 @@ pub(crate) fn gofers(root: &Path, sandbox: &str) -> Result<Vec<i32>, Error> {
 
 /// Whether the process that serves the container's files goes on, by runsc's own record. A container that never had one counts as well.
 pub(crate) fn gofer_goes_on(root: &Path, id: &str, sandbox: &str) -> Result<bool, Error> {
-    let RunscContainer { gofer_pid } = read_record(&state_path(root, id, sandbox))?;
-    Ok(gofer_pid <= 0 || process::goes_on(gofer_pid))
+    let record: RunscContainer = read_record(&state_path(root, id, sandbox))?;
+    Ok(record.gofer().is_none_or(process::goes_on))
 }
 
 /// What runsc has recorded of the container. None where it has nothing.

@@ -1,20 +1,20 @@
 //! What is done in a sandbox that goes on from memory in a new place, before anybody hears it: another one may go on from the same memory.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
 use anyhow::Context;
-use nix::sys::signal::Signal;
 use serde_json::{Value, json};
-use torpor_gvisor::control::{SignalScope, WaitStatus};
+use torpor_gvisor::control::WaitStatus;
 use torpor_gvisor::exec::exec_args;
 use torpor_gvisor::record::{ContainerRecord, PodRecord};
 use torpor_gvisor::spec::{Role, Spec};
 
 use super::{ON_RESTORE_EXEC, ON_RESTORE_EXEC_CONTAINER, RESTORE_COPY, Refusal};
 use crate::generation;
-use crate::node::{CALL_LIMIT, Node};
+use crate::node::Node;
+use crate::process::{Process, nothing, own_program};
 
 /// Writes a few bytes.
 const GENERATION_LIMIT: Duration = Duration::from_secs(5);
@@ -70,8 +70,7 @@ fn set_generation(node: &Node, part: &ContainerRecord, generation: &str) -> anyh
         "capabilities": { "bounding": capabilities, "effective": capabilities, "permitted": capabilities },
     });
     let args = exec_args(&process, &Value::Null, part.id.as_str())?;
-    let program = File::open("/proc/self/exe").context("cannot open the own program")?;
-    let ended = run(node, part, &args, Some(&program), GENERATION_LIMIT)?;
+    let ended = run(node, part, &args, Some(&own_program()?), GENERATION_LIMIT)?;
     anyhow::ensure!(ended.exit_code() == 0, "exit code {}", ended.exit_code());
     Ok(())
 }
@@ -121,23 +120,14 @@ fn run(
     program: Option<&File>,
     limit: Duration,
 ) -> anyhow::Result<WaitStatus> {
-    let nothing = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .open("/dev/null")?;
+    let nothing = nothing()?;
     let mut files = vec![nothing.as_fd(); 3];
     files.extend(program.map(AsFd::as_fd));
-    // Both connections before the process: what has begun can be waited for.
-    let mut control = node.runsc.connect(&part.sandbox)?;
-    let mut waiting = node.runsc.connect(&part.sandbox)?;
-    let pid = control
-        .execute(args, &files, CALL_LIMIT)
-        .context("cannot run it")?;
-    waiting.begin_wait_pid(part.id.as_str(), pid)?;
-    let ended = waiting.wait_result_within(limit);
+    let mut process =
+        Process::begin(node, &part.sandbox, &part.id, args, &files).context("cannot run it")?;
+    let ended = process.wait(limit);
     if ended.is_err() {
-        let (kill, scope) = (Signal::SIGKILL as i32, SignalScope::Process);
-        let _ = control.signal(part.id.as_str(), pid, kill, scope, CALL_LIMIT);
+        process.end(node, &part.sandbox);
     }
     ended.with_context(|| format!("it did not end within {limit:?}"))
 }

@@ -14,7 +14,7 @@ use torpor_cgroup::swap;
 use torpor_core::ids::SandboxId;
 use torpor_gvisor::hush::{self, Hush};
 use torpor_gvisor::keeper::{self, Request, Rules};
-use torpor_gvisor::limits::write;
+use torpor_gvisor::limits::write_boot_flags;
 use torpor_gvisor::net::{self, AddressWatch};
 use torpor_gvisor::process::is_zombie;
 use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState, WakeCause};
@@ -89,9 +89,8 @@ pub(super) fn restore(
         }
         result => result,
     });
-    if let Some((_, expedited)) = &mut *lent.borrow_mut() {
-        expedited.clear();
-    }
+    // The turn lasts until what is left of a failed one is removed.
+    let _turn = lent.take().map(|(turn, _)| turn);
     let result = result.flatten();
     if result.is_err() {
         // What ended it badly is the news; that the remains could not be removed will be seen by the next try.
@@ -239,7 +238,7 @@ impl Restore<'_> {
         };
         let start = &kept.as_ref().and_then(of);
         if start.is_none() {
-            write(&root_dir, limits).context("cannot write the Pod's limits")?;
+            write_boot_flags(&root_dir, limits).context("cannot write the Pod's limits")?;
         }
         let known = kept.as_ref().filter(|_| start.is_some());
         let (mut ours, mut others) = (Vec::new(), Vec::new());
