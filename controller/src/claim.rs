@@ -9,7 +9,7 @@ use std::{sync::Arc, time::Duration};
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::{Resource, ResourceExt};
-use torpor_api::{SandboxClaim, annotations, extensions::SandboxClaimStatus};
+use torpor_api::{SandboxClaim, annotations};
 
 use crate::{
     calls::{self, Answer},
@@ -19,6 +19,7 @@ use crate::{
 
 pub mod adopt;
 mod after;
+mod annotate;
 pub mod apply;
 pub mod binding;
 pub mod dereference;
@@ -112,7 +113,7 @@ pub async fn serve(claim: Arc<SandboxClaim>, context: &Context) -> Result<Served
         return Ok(Served::default());
     };
     let (claim, trace) = traced(claim, context);
-    let waits = !claim.status.as_ref().is_some_and(is_ready);
+    let waits = !is_ready(&claim);
     let awaited = waits.then(|| context.api.awaited());
     let mut session = dereference::dereference(claim, context);
     session.trace = trace;
@@ -263,7 +264,9 @@ async fn conclude(
     }
 }
 
-/// Whether a status says Ready=True.
-fn is_ready(status: &SandboxClaimStatus) -> bool {
-    torpor_api::conditions::is_true(&status.conditions, torpor_api::conditions::READY)
+/// Whether the claim's status says Ready=True.
+fn is_ready(claim: &SandboxClaim) -> bool {
+    claim.status.as_ref().is_some_and(|status| {
+        torpor_api::conditions::is_true(&status.conditions, torpor_api::conditions::READY)
+    })
 }

@@ -1,10 +1,10 @@
-//! What is told once the status is written: metrics, one patch of annotations, Events. Nobody waits for any of it, and none of it decides about the Sandbox: it is written when it is its turn.
+//! What is told once the status is written: metrics, a patch of the annotations that are not there yet, Events. Nobody waits for any of it, and none of it decides about the Sandbox: it is written when it is its turn.
 
 use std::{sync::Arc, time::Duration};
 
 use jiff::Timestamp;
 use kube::ResourceExt;
-use serde_json::{Map, Value, json};
+use serde_json::Value;
 use torpor_api::{
     Sandbox, SandboxClaim, annotations, conditions,
     extensions::SandboxClaimStatus,
@@ -12,6 +12,7 @@ use torpor_api::{
 };
 
 use super::{
+    annotate,
     apply::Happened,
     dereference::Session,
     is_ready,
@@ -93,42 +94,12 @@ fn count(session: &Session, sandbox: Option<&Sandbox>, context: &Context, now: T
     if got {
         context.metrics.count_claim(claim, sandbox);
     }
-    let ready = claim.status.as_ref().is_some_and(is_ready);
-    if ready && context.sightings.count(claim, now) {
+    if is_ready(claim) && context.sightings.count(claim, now) {
         let seen = context.sightings.of(claim, now).first_seen;
         context
             .metrics
             .observe_claim_ready(claim, sandbox, seen, now);
     }
-}
-
-/// What clients read when a claim becomes Ready: which Sandbox it has and when it was first seen; with the trace. As with upstream, the operator can do without when it
-/// was seen and without its trace.
-pub(super) fn first_annotations(
-    sandbox: &str,
-    claim: &SandboxClaim,
-    trace: Option<&str>,
-    context: &Context,
-    now: Timestamp,
-) -> Value {
-    let mut all = Map::new();
-    all.insert(annotations::SANDBOX_NAME.to_owned(), sandbox.into());
-    if context.settings.claims.observability {
-        if !claim
-            .annotations()
-            .contains_key(annotations::CONTROLLER_FIRST_OBSERVED_AT)
-        {
-            let seen = context.sightings.of(claim, now).first_seen.to_string();
-            all.insert(
-                annotations::CONTROLLER_FIRST_OBSERVED_AT.to_owned(),
-                seen.into(),
-            );
-        }
-        if let Some(trace) = trace {
-            all.insert(annotations::TRACE_CONTEXT.to_owned(), trace.into());
-        }
-    }
-    json!({"metadata": {"uid": claim.uid(), "annotations": all}})
 }
 
 /// When the claim was first Ready, once it is; and its Sandbox, if that is another one by now. A write that failed is tried again with the same times. The first Ready is counted
@@ -141,13 +112,12 @@ fn annotation_patch(
 ) -> Option<Value> {
     let claim = &session.observed.claim;
     let known = claim.annotations();
-    let ready = claim.status.as_ref().is_some_and(is_ready);
     let name = sandbox.name_any();
     let current = known.get(annotations::SANDBOX_NAME) == Some(&name);
-    if !ready || (current && known.contains_key(annotations::CLAIM_FIRST_READY_AT)) {
+    if !is_ready(claim) || (current && known.contains_key(annotations::CLAIM_FIRST_READY_AT)) {
         return None;
     }
-    let mut patch = first_annotations(&name, claim, session.trace.as_deref(), context, now);
+    let mut patch = annotate::first(&name, claim, session.trace.as_deref(), context, now);
     if !known.contains_key(annotations::CLAIM_FIRST_READY_AT) {
         let at = context
             .sightings
@@ -166,16 +136,12 @@ async fn annotate(
     api: &Apiserver,
     context: &Context,
 ) -> Result<(), Duration> {
-    let (namespace, name) = (claim.namespace().unwrap_or_default(), claim.name_any());
-    match api.patch::<SandboxClaim>(&namespace, &name, patch).await {
-        Ok(written) => {
-            context.caches.claims.assume(written);
-            Ok(())
-        }
+    match annotate::write(claim, patch, api, context).await {
+        Ok(_) => Ok(()),
         // It was deleted meanwhile.
         Err(error) if matches!(error.answer(), Answer::NotFound | Answer::Conflict) => Ok(()),
         Err(error) => {
-            tracing::warn!(%error, claim = name, "cannot write the annotations of a claim");
+            tracing::warn!(%error, claim = claim.name_any(), "cannot write the annotations of a claim");
             Err(RETRY)
         }
     }

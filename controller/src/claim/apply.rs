@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use jiff::Timestamp;
 use k8s_openapi::api::networking::v1::NetworkPolicy;
 use kube::ResourceExt;
 use serde_json::Value;
@@ -12,8 +11,7 @@ use torpor_api::{
 };
 
 use super::{
-    Error,
-    after::first_annotations,
+    Error, annotate,
     dereference::Session,
     plan::{Action, Offered, Plan, Refusal},
 };
@@ -77,8 +75,11 @@ async fn execute(action: &Action, session: &mut Session, context: &Context) -> R
             refresh(session, context).await?;
             Ok(Step::Again)
         }
-        Action::Note(name) => match note(name, session, context).await {
-            Ok(()) => Ok(Step::Again),
+        Action::Note(name) => match annotate::note(name, session, context).await {
+            Ok(noted) => {
+                session.learn_claim(noted);
+                Ok(Step::Again)
+            }
             // It is gone, and the caches are about to show it.
             Err(error) if matches!(error.answer(), Answer::NotFound | Answer::Conflict) => {
                 Err(Error::Unsettled)
@@ -233,10 +234,10 @@ async fn assign(
         .sightings
         .set_unsettled(&claim, Some(name.to_owned()));
     session.observed.offer = Offered::Unasked;
-    let noting = note_beside(name, &claim, session.trace.as_deref(), context);
+    let noting = annotate::note(name, session, context);
     let assigning = context.api.patch::<Sandbox>(&namespace, name, patch);
     let (assigned, noted) = tokio::join!(assigning, noting);
-    session.learn_claim(noted);
+    learn_noted(noted, session);
     match assigned {
         Ok(sandbox) => {
             take_in(sandbox, session, context);
@@ -277,54 +278,25 @@ async fn lost(name: &str, session: &mut Session, context: &Context) -> Result<()
     Ok(())
 }
 
-/// Writes on the claim which Sandbox it gets, when it was seen first, and its trace.
-async fn note(name: &str, session: &mut Session, context: &Context) -> Result<(), calls::Error> {
-    let claim = Arc::clone(&session.observed.claim);
-    let noted = write_note(name, &claim, session.trace.as_deref(), context).await?;
-    session.learn_claim(Some(noted));
-    Ok(())
-}
-
-/// The same beside the write that gives the claim its Sandbox. What fails is planned again before the claim is Ready.
-async fn note_beside(
-    name: &str,
-    claim: &SandboxClaim,
-    trace: Option<&str>,
-    context: &Context,
-) -> Option<SandboxClaim> {
-    match write_note(name, claim, trace, context).await {
-        Ok(noted) => Some(noted),
+/// A note that failed is planned again before the claim is Ready.
+fn learn_noted(noted: Result<SandboxClaim, calls::Error>, session: &mut Session) {
+    match noted {
+        Ok(noted) => session.learn_claim(noted),
         Err(error) => {
-            tracing::debug!(%error, claim = claim.name_any(), "the claim's Sandbox is not noted yet");
-            None
+            let claim = session.observed.claim.name_any();
+            tracing::debug!(%error, claim, "the claim's Sandbox is not noted yet");
         }
     }
-}
-
-async fn write_note(
-    name: &str,
-    claim: &SandboxClaim,
-    trace: Option<&str>,
-    context: &Context,
-) -> Result<SandboxClaim, calls::Error> {
-    let patch = first_annotations(name, claim, trace, context, Timestamp::now());
-    let (namespace, claim) = (claim.namespace().unwrap_or_default(), claim.name_any());
-    let written = context
-        .api
-        .patch::<SandboxClaim>(&namespace, &claim, &patch)
-        .await?;
-    context.caches.claims.assume(written.clone());
-    Ok(written)
 }
 
 async fn create(sandbox: &Value, session: &mut Session, context: &Context) -> Result<Step, Error> {
     let claim = Arc::clone(&session.observed.claim);
     let (namespace, name) = (claim.namespace().unwrap_or_default(), claim.name_any());
     context.sightings.set_unsettled(&claim, Some(name.clone()));
-    let noting = note_beside(&name, &claim, session.trace.as_deref(), context);
+    let noting = annotate::note(&name, session, context);
     let creating = context.api.create::<Sandbox>(&namespace, sandbox.clone());
     let (created, noted) = tokio::join!(creating, noting);
-    session.learn_claim(noted);
+    learn_noted(noted, session);
     match created {
         Ok(sandbox) => {
             session.learn(Arc::new(sandbox));

@@ -119,8 +119,7 @@ impl Session {
     }
 
     /// Takes a newer view of the claim in, which this pass has written.
-    pub fn learn_claim(&mut self, written: Option<SandboxClaim>) {
-        let Some(written) = written else { return };
+    pub fn learn_claim(&mut self, written: SandboxClaim) {
         match written.metadata.generation == self.observed.claim.metadata.generation {
             true => self.observed.claim = Arc::new(written),
             false => self.start_anew(Arc::new(written)),

@@ -18,6 +18,7 @@ use torpor_api::{
 use super::{
     adopt,
     binding::{self, Binding, Known},
+    is_ready,
     metadata::{self, Invalid},
     sandbox_spec::{self, Rejected},
 };
@@ -337,10 +338,6 @@ fn refused(why: Refusal, sandbox: Option<Arc<Sandbox>>) -> Plan {
         outlook: Outlook::Refused { why, sandbox },
         ..Plan::default()
     }
-}
-
-fn is_ready(claim: &SandboxClaim) -> bool {
-    claim.status.as_ref().is_some_and(super::is_ready)
 }
 
 /// Edits of the claim reach the Sandbox and its Pod; what is not allowed is told, and the Sandbox goes on as it is. A client reads the claim's
