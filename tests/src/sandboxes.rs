@@ -98,6 +98,21 @@ impl Case {
         Ok(pod)
     }
 
+    /// Takes a snapshot of the Sandbox, and waits until it is committed.
+    pub async fn snapshot(&self, name: &str, sandbox: &str) -> anyhow::Result<()> {
+        self.create(json!({
+            "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxSnapshot",
+            "metadata": { "name": name }, "spec": { "sandboxName": sandbox },
+        }))
+        .await?;
+        let (snapshots, words) = (self.snapshots(), "the snapshot is committed");
+        wait::object(snapshots, name, words, LIMIT, |found| match found {
+            Some(snapshot) if snapshot.is_committed() => Ok(()),
+            found => Err(format!("{:?}", found.and_then(|found| found.status))),
+        })
+        .await
+    }
+
     /// Sets `Running` and waits for the Pod, however it starts.
     pub async fn run(&self, sandbox: &str) -> anyhow::Result<Pod> {
         self.set_mode(sandbox, "Running").await?;

@@ -81,10 +81,8 @@ mod tests {
     const POD: &str = "kubepods/pod1";
     const LIMIT: u64 = 256 << 20;
 
-    #[rstest]
-    #[case::v2(&[("memory.max", "268435456"), ("cpu.max", "150000 100000")])]
-    #[case::v1(&[("memory.limit_in_bytes", "268435456"), ("cpu.cfs_quota_us", "150000"), ("cpu.cfs_period_us", "100000")])]
-    fn they_are_the_pods_own_also_while_it_is_woken(#[case] files: &[(&str, &str)]) {
+    /// Hierarchies with the cgroup of one Pod, which has these files.
+    fn with_pod(files: &[(&str, &str)]) -> (tempfile::TempDir, Hierarchies) {
         let root = tempfile::tempdir().expect("a directory");
         std::fs::write(root.path().join("cgroup.controllers"), "memory cpu").expect("written");
         std::fs::create_dir_all(root.path().join(POD)).expect("made");
@@ -92,10 +90,16 @@ mod tests {
             let path = root.path().join(POD).join(file);
             std::fs::write(path, format!("{text}\n")).expect("written");
         }
-        let (hierarchies, pod) = (
-            Hierarchies::find(root.path()).expect("found"),
-            Path::new(POD),
-        );
+        let hierarchies = Hierarchies::find(root.path()).expect("found");
+        (root, hierarchies)
+    }
+
+    #[rstest]
+    #[case::v2(&[("memory.max", "268435456"), ("cpu.max", "150000 100000")])]
+    #[case::v1(&[("memory.limit_in_bytes", "268435456"), ("cpu.cfs_quota_us", "150000"), ("cpu.cfs_period_us", "100000")])]
+    fn they_are_the_pods_own_also_while_it_is_woken(#[case] files: &[(&str, &str)]) {
+        let (root, hierarchies) = with_pod(files);
+        let pod = Path::new(POD);
         let own = Limits {
             memory: Some(LIMIT),
             processors: Some(ProcessorLimit {
@@ -132,13 +136,7 @@ mod tests {
 
     #[test]
     fn a_pod_without_limits_has_none() {
-        let root = tempfile::tempdir().expect("a directory");
-        std::fs::write(root.path().join("cgroup.controllers"), "memory cpu").expect("written");
-        std::fs::create_dir_all(root.path().join(POD)).expect("made");
-        for (file, text) in [("memory.max", "max"), ("cpu.max", "max 100000")] {
-            std::fs::write(root.path().join(POD).join(file), text).expect("written");
-        }
-        let hierarchies = Hierarchies::find(root.path()).expect("found");
+        let (_root, hierarchies) = with_pod(&[("memory.max", "max"), ("cpu.max", "max 100000")]);
         assert_eq!(
             hierarchies.limits(Path::new(POD), &[], &[]),
             Limits::default()

@@ -63,23 +63,7 @@ async fn snapshot(case: &Case) -> anyhow::Result<()> {
     case.written("s", "a", "/watching")
         .await
         .context("it watches")?;
-    let spec = json!({ "sandboxName": "s" });
-    let snap = json!({
-        "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxSnapshot", "metadata": { "name": "snap" }, "spec": spec,
-    });
-    case.create(snap).await?;
-    let snapshots = case.snapshots();
-    wait::object(
-        snapshots,
-        "snap",
-        "it is committed",
-        LIMIT,
-        |found| match found {
-            Some(snapshot) if snapshot.is_committed() => Ok(()),
-            found => Err(format!("{:?}", found.and_then(|found| found.status))),
-        },
-    )
-    .await
+    case.snapshot("snap", "s").await
 }
 
 #[tokio::test]

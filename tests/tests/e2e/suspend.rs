@@ -232,18 +232,7 @@ async fn a_snapshot_by_hand_is_the_start_of_a_copy() -> anyhow::Result<()> {
         case.create(sandbox(json!({}), rich())).await?;
         let pod = case.sandbox_ready("s").await?;
         let before = witness::ask(&pod).await?;
-        case.create(json!({
-            "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxSnapshot",
-            "metadata": { "name": "by-hand" }, "spec": { "sandboxName": "s" },
-        }))
-        .await?;
-        let words = "the snapshot is committed";
-        let snapshots = case.snapshots();
-        wait::object(snapshots, "by-hand", words, LIMIT, |found| match found {
-            Some(snapshot) if snapshot.is_committed() => Ok(()),
-            found => Err(format!("{:?}", found.and_then(|found| found.status))),
-        })
-        .await?;
+        case.snapshot("by-hand", "s").await?;
         witness::ask(&pod).await?.goes_on_from(&before)?;
 
         let mut copy = sandbox(json!({ "torpor.dev/restore-from": "by-hand" }), rich());
