@@ -51,8 +51,9 @@ pub const HIBERNATE: &str = "torpor.dev/hibernate";
 pub const ON_RESTORE_FAILURE: &str = "torpor.dev/on-restore-failure";
 /// What a sandbox that crashed while it was awake starts from: see [`OnCrash`]. Copied to the Pod.
 pub const ON_CRASH: &str = "torpor.dev/on-crash";
-/// A command, as a JSON array of words, that runs in the sandbox before it is heard whenever a new sandbox goes on from memory (a resume, a copy, a reboot), and not for a
-/// wake in place. Copied to the Pod.
+/// A command, as a JSON array of words, that runs in the sandbox before it is heard whenever a new
+/// sandbox goes on from memory (a resume, a copy, a reboot), and not for a wake in place. Copied to
+/// the Pod.
 pub const ON_RESTORE_EXEC: &str = "torpor.dev/on-restore-exec";
 /// Name of a SandboxSnapshot of the same namespace; the sandbox starts as a copy of it.
 pub const RESTORE_FROM: &str = "torpor.dev/restore-from";
@@ -88,7 +89,8 @@ pub const FREEZE: &str = "torpor.dev/freeze";
 pub const RESTORE_IMAGE: &str = "torpor.dev/restore-image";
 /// `"true"` beside [`RESTORE_IMAGE`]: the user named the image, so that a used one is accepted.
 pub const RESTORE_COPY: &str = "torpor.dev/restore-copy";
-/// Beside [`ON_RESTORE_EXEC`]: the container that the command runs in, which is the one that `kubectl exec` takes.
+/// Beside [`ON_RESTORE_EXEC`]: the container that the command runs in, which is the one that
+/// `kubectl exec` takes.
 pub const ON_RESTORE_EXEC_CONTAINER: &str = "torpor.dev/on-restore-exec-container";
 /// Beside [`RESTORE_IMAGE`]: the newest PodSnapshot of the Sandbox, for which upstream's SDK will ask the Pod ([`crate::pod_snapshot::POD_RESTORED`]). The Pod then has
 /// [`crate::conditions::POD_RESTORE_SETTLED`] as a readiness gate.

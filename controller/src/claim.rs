@@ -1,8 +1,10 @@
 //! The SandboxClaim kind: each claim gets one Sandbox, out of a pool or made for it. One pass: **dereference** → **plan** (pure) → **apply** → **status** (pure), as for a Sandbox.
 //!
 //! A claim that takes a member of a pool is Ready after two writes: the Sandbox is assigned ([`adopt::assignment`]), and the claim's status says so. Everything that decides comes
-//! from the watch caches. What it names (its Sandbox, when it was seen) is written beside the first; nobody waits for what comes after (an Event, the Pod's labels). [`binding`] says why no schedule of crashes and no second
-//! controller can give a claim two Sandboxes or a Sandbox two claims.
+//! from the watch caches. What it names (its Sandbox, when it was seen) is written beside the
+//! first; nobody waits for what comes after (an Event, the Pod's labels). [`binding`] says why no
+//! schedule of crashes and no second controller can give a claim two Sandboxes or a Sandbox two
+//! claims.
 
 use std::{sync::Arc, time::Duration};
 

@@ -377,7 +377,7 @@ struct Remembered {
     /// Its turn to save, or its place in the queue.
     save_turn: Option<Arc<SaveTurn>>,
     told: Option<Told>,
-    /// What the sandbox was told of its Pod's limits.
+    /// The Pod's limits that the sandbox was told last.
     limits: Option<ToldLimits>,
     /// The sandbox that it has had in hand.
     found: Option<SandboxId>,
@@ -416,7 +416,7 @@ struct Look {
     /// What its keeper goes by, and has been told.
     rules: Rules,
     told: Option<Told>,
-    /// What it was told of its Pod's limits.
+    /// The Pod's limits that it was told last.
     limits: Option<ToldLimits>,
     /// The sandbox that this task has had in hand.
     found: Option<SandboxId>,

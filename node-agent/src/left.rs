@@ -12,8 +12,9 @@ use crate::observe::words;
 /// A thousand processes are read in a tenth of it; the sandbox' lock is held meanwhile.
 const LOOK_LIMIT: Duration = Duration::from_secs(2);
 
-/// Notes what there is now. What cannot be found out is told, and counts as nothing: a sandbox that does not answer is not kept awake for it. The caller holds the
-/// sandbox' lock, and the sandbox runs.
+/// Notes what there is now. What cannot be found out is told, and counts as nothing: a sandbox that
+/// does not answer is not kept awake for it. The caller holds the sandbox' lock, and the sandbox
+/// runs.
 pub(crate) fn look(node: &Node, record: &PodRecord) {
     let sandbox = &record.sandbox;
     if !node.records.has_execs(sandbox) {

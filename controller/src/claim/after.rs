@@ -1,4 +1,6 @@
-//! What is told once the status is written: metrics, a patch of the annotations that are not there yet, Events. Nobody waits for any of it, and none of it decides about the Sandbox: it is written when it is its turn.
+//! What is told once the status is written: metrics, a patch of the annotations that are not there
+//! yet, Events. Nobody waits for any of it, and none of it decides about the Sandbox: it is written
+//! when it is its turn.
 
 use std::{sync::Arc, time::Duration};
 
@@ -102,8 +104,9 @@ fn count(session: &Session, sandbox: Option<&Sandbox>, context: &Context, now: T
     }
 }
 
-/// When the claim was first Ready, once it is; and its Sandbox, if that is another one by now. A write that failed is tried again with the same times. The first Ready is counted
-/// only once, in any case.
+/// When the claim was first Ready, once it is; and its Sandbox, if that is another one by now. A
+/// write that failed is tried again with the same times. The first Ready is counted only once, in
+/// any case.
 fn annotation_patch(
     session: &Session,
     sandbox: &Sandbox,

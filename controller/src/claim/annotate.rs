@@ -11,8 +11,9 @@ use crate::{
     context::Context,
 };
 
-/// What clients read when a claim becomes Ready: which Sandbox it has and when it was first seen; with the trace. As with upstream, the operator can do without when it
-/// was seen and without its trace.
+/// What clients read when a claim becomes Ready: which Sandbox it has and when it was first seen;
+/// with the trace. As with upstream, the operator can do without when it was seen and without its
+/// trace.
 pub(super) fn first(
     sandbox: &str,
     claim: &SandboxClaim,

@@ -75,7 +75,8 @@ pub enum Action {
     Refresh,
     /// Note on the claim which Sandbox it is about to be Ready with.
     Note(String),
-    /// Make the claim the controller of a member of a pool, and note it on the claim at the same time.
+    /// Make the claim the controller of a member of a pool, and note it on the claim at the same
+    /// time.
     Assign { name: String, patch: Value },
     /// Change a Sandbox that is the claim's already.
     PatchSandbox { name: String, patch: Value },
@@ -340,8 +341,9 @@ fn refused(why: Refusal, sandbox: Option<Arc<Sandbox>>) -> Plan {
     }
 }
 
-/// Edits of the claim reach the Sandbox and its Pod; what is not allowed is told, and the Sandbox goes on as it is. A client reads the claim's
-/// annotations when the claim becomes Ready, so they are there before.
+/// Edits of the claim reach the Sandbox and its Pod; what is not allowed is told, and the Sandbox
+/// goes on as it is. A client reads the claim's annotations when the claim becomes Ready, so they
+/// are there before.
 fn plan_bound(claim: &SandboxClaim, allowed: Result<(), Invalid>, sandbox: Arc<Sandbox>) -> Plan {
     let noted = claim.annotations().get(annotations::SANDBOX_NAME);
     if noted != Some(&sandbox.name_any()) && !is_ready(claim) {

@@ -204,8 +204,9 @@ fn mount_claims(spec: &mut Map<String, Value>, sandbox: &Sandbox) {
     spec.insert("volumes".to_owned(), volumes.into());
 }
 
-/// What has to be as it was when the image was made: node, container images, and, unless it is a copy, the hostname. What was done when the containers were started, and
-/// others wait for, is not done again: nothing of the sandbox runs until its last container was started.
+/// Sets what has to be as it was when the image was made: node, container images, and, unless it is
+/// a copy, the hostname. Steps of a container's start that others wait for are not done again:
+/// nothing of the sandbox runs until its last container was started.
 fn continue_from(spec: &mut Map<String, Value>, memory: &Memory, name: &str) {
     require_node(spec, &memory.node);
     for list in ["containers", "initContainers"] {

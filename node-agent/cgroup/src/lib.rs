@@ -1,5 +1,6 @@
-//! The cgroups of a pod, for every runtime of ours; [`reclaim`] pushes the memory of one into swap, [`swap`] tells who forbids that, [`limits`] reads the Pod's limits, [`meminfo`] what
-//! the machine has.
+//! The cgroups of a pod, for every runtime of ours; [`reclaim`] pushes the memory of one into swap,
+//! [`swap`] tells who forbids that, [`limits`] reads the Pod's limits, [`meminfo`] what the machine
+//! has.
 //!
 //! runsc runs with `--ignore-cgroups`; the pod's processes are placed here instead, the same way on cgroup v1, v2 and
 //! the hybrid of both:

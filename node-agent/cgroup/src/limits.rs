@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::room::Room;
 use crate::{Hierarchies, Quota};
 
-/// What a Pod may use; nothing where there is no limit.
+/// Limits of a Pod; none where it has no limit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Limits {
     /// Bytes.
@@ -14,7 +14,8 @@ pub struct Limits {
     pub processors: Option<ProcessorLimit>,
 }
 
-/// Processor time that may be used in each period, both in microseconds (the kernel's `cpu.cfs_quota_us`, or `cpu.max`).
+/// Processor time that may be used in each period, both in microseconds (the kernel's
+/// `cpu.cfs_quota_us`, or `cpu.max`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProcessorLimit {
     pub quota: u64,
@@ -34,7 +35,8 @@ impl ProcessorLimit {
 }
 
 impl Hierarchies {
-    /// The cgroup's own limits. `lifted` and `rooms`: what a wake has put in their place for its time, and left if it was killed.
+    /// The cgroup's own limits. `lifted` and `rooms`: what a wake has put in their place for its
+    /// time, and left if it was killed.
     pub fn limits(&self, relative: &Path, lifted: &[Quota], rooms: &[Room]) -> Limits {
         let memory = self.rooms(relative).into_iter().map(|found| {
             let noted = rooms.iter().find(|room| room.is_of_same(&found));
@@ -49,7 +51,8 @@ impl Hierarchies {
     }
 }
 
-/// v1 has its quota and the period in two files, v2 in one. Without a limit the quota is no number, or -1.
+/// v1 has its quota and the period in two files, v2 in one. Without a limit the quota is no number,
+/// or -1.
 pub(crate) fn processors(group: &Path, lifted: &[Quota]) -> Option<ProcessorLimit> {
     let read = |file: &str| {
         let path = group.join(file);

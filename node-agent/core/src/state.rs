@@ -281,7 +281,8 @@ pub struct Observed {
     /// Since when it has been idle, by [`crate::idle`]; none: not known, or nobody asked. Say so only when packets and the program's
     /// mark have been asked about, if it is long enough for [`Desired::sleep`].
     pub idle_since: Option<Timestamp>,
-    /// Names of processes that `kubectl exec` has left behind, as they were last looked for: a restore ends them, a doze does not.
+    /// Names of processes that `kubectl exec` has left behind, as they were last looked for: a
+    /// restore ends them, a doze does not.
     pub left_by_exec: Vec<String>,
     /// `Err`: it cannot be found out whether it is idle, in words.
     pub idle_known: Result<(), String>,

@@ -1,4 +1,5 @@
-//! Reading a sandbox' files through its control socket (gVisor, `pkg/sentry/control/fs.go`, since September 2026).
+//! Reading a sandbox' files through its control socket (gVisor, `pkg/sentry/control/fs.go`, since
+//! September 2026).
 
 use std::fs::File;
 use std::io::{Read, Seek};
@@ -27,8 +28,9 @@ pub enum Error {
     },
 }
 
-/// At most so many bytes of the file at `path` in the container, from its beginning, before `deadline`. The
-/// container decides what is there and how long it takes: callers read all that they need by one deadline. None where the container has ended, or the file cannot be opened.
+/// At most so many bytes of the file at `path` in the container, from its beginning, before
+/// `deadline`. The container decides what is there and how long it takes: callers read all that
+/// they need by one deadline. None where the container has ended, or the file cannot be opened.
 pub(crate) fn read(
     control: &mut Control,
     container: &str,

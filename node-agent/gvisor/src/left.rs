@@ -1,7 +1,9 @@
-//! Processes that `kubectl exec` has left behind in a container (`kubectl exec … -- sh -c 'server &'`).
+//! Processes that `kubectl exec` has left behind in a container, such as `server` of
+//! `kubectl exec … -- sh -c 'server &'`.
 //!
-//! gVisor ends them when it restores a sandbox, because their standard streams lead nowhere then (`runsc/boot/restore.go`, `OriginExec`), and nothing of its own
-//! tells them from others. So torpor-oci marks what exec starts in its environment, which its children have from it.
+//! gVisor ends them when it restores a sandbox, because their standard streams lead nowhere then
+//! (`runsc/boot/restore.go`, `OriginExec`), and nothing of its own tells them from others. So
+//! torpor-oci marks what exec starts in its environment, which its children have from it.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Instant;
@@ -14,13 +16,15 @@ pub const MARK: &str = "TORPOR_EXEC=1";
 
 /// At most so many processes of a container are looked at.
 const MOST: usize = 1024;
-/// Most bytes that are read of a process' environment and list of children. The mark comes last, and more than this much is no usual environment.
+/// Most bytes that are read of a process' environment and list of children. The mark comes last,
+/// and more than this much is no usual environment.
 const MOST_BYTES: u64 = 128 << 10;
 /// A name has 15 bytes and a line feed (proc_pid_comm(5)).
 const MOST_NAME: u64 = 16;
 
-/// The names of marked processes below the container's first one, by their numbers. Those of an exec that still runs are not below it.
-/// The container decides what its `/proc` says: what is read by `deadline` is bounded.
+/// The names of marked processes below the container's first one, by their numbers. Those of an
+/// exec that still runs are not below it. The container decides what its `/proc` says: what is read
+/// by `deadline` is bounded.
 pub fn left_by_exec(
     control: &mut Control,
     container: &str,

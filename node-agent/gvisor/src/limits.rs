@@ -1,9 +1,11 @@
-//! What a sandbox says of its Pod's limits to the programs in it.
+//! The Pod's limits as the programs in a sandbox see them.
 //!
-//! gVisor has the memory, the number of processors and the quota of its kernel from its command line (`runsc boot`, flags `--total-memory`, `--cpu-num`,
-//! `--cpu-quota`, `--cpu-period`). runsc reads their values from the cgroup that it makes; Torpor's makes none (`--ignore-cgroups`) and would say what the node has.
-//! Torpor's build of runsc takes words from a file of the sandbox' bundle instead (`hack/devcluster/runsc/prepare.go`); another build says what the node
-//! has until Torpor begins the sandbox by itself ([`crate::sentry`]).
+//! gVisor has the memory, the number of processors and the quota of its kernel from its command
+//! line (`runsc boot`, flags `--total-memory`, `--cpu-num`, `--cpu-quota`, `--cpu-period`). runsc
+//! reads their values from the cgroup that it makes; Torpor's makes none (`--ignore-cgroups`) and
+//! would say what the node has. Torpor's build of runsc takes words from a file of the sandbox'
+//! bundle instead (`hack/devcluster/runsc/prepare.go`); another build says what the node has until
+//! Torpor begins the sandbox by itself ([`crate::sentry`]).
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -21,7 +23,8 @@ use crate::record::{self, PodRecord, Records};
 
 /// The file's name in the bundle of the sandbox' first container.
 const FILE: &str = "boot-flags";
-/// gVisor's own least: with one processor programs leave out locks that they need all the same (runsc/sandbox/sandbox.go, `minCPUs`).
+/// gVisor's own least: with one processor programs leave out locks that they need all the same
+/// (runsc/sandbox/sandbox.go, `minCPUs`).
 const LEAST_PROCESSORS: u64 = 2;
 
 /// A process' list of cgroups has a line for each of gVisor's controllers.
@@ -29,7 +32,7 @@ const MAX_CGROUPS: u64 = 64 << 10;
 /// Microseconds, where there is no quota (the kernel's default).
 const USUAL_PERIOD: u64 = 100_000;
 
-/// What the machine has.
+/// Memory and processors of the machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Machine {
     /// Bytes.
@@ -55,7 +58,8 @@ impl Machine {
     }
 }
 
-/// The Pod's own limits, also while a wake has lifted or widened them. None: the Pod has no cgroup of its own.
+/// The Pod's own limits, also while a wake has lifted or widened them. None: the Pod has no cgroup
+/// of its own.
 pub fn of_pod(
     records: &Records,
     cgroups: &Hierarchies,
@@ -67,7 +71,8 @@ pub fn of_pod(
     Ok(cgroup.map(|cgroup| cgroups.limits(cgroup, &lifted, &rooms)))
 }
 
-/// Words of `runsc boot` for the limits, by the rules of runsc's own (runsc/sandbox/sandbox.go, `createSandboxProcess`).
+/// Words of `runsc boot` for the limits, by the rules of runsc's own (runsc/sandbox/sandbox.go,
+/// `createSandboxProcess`).
 pub fn boot_flags(limits: &Limits, machine: Machine) -> Vec<String> {
     let memory = machine.memory_within(limits);
     let mut flags = vec![format!("--total-memory={memory}")];
@@ -118,8 +123,10 @@ impl Error {
     }
 }
 
-/// Writes the limits into the files of the sandbox' own cgroups, which an image brings along and a resize of the Pod leaves as they were. `MemTotal` and
-/// the number of processors stay what they were when the sandbox' kernel began, or was last restored. `containers`: those whose programs run.
+/// Writes the limits into the files of the sandbox' own cgroups, which an image brings along and a
+/// resize of the Pod leaves as they were. `MemTotal` and the number of processors stay what they
+/// were when the sandbox' kernel began, or was last restored. `containers`: those whose programs
+/// run.
 pub fn tell(
     control: &mut Control,
     containers: &[&str],
@@ -145,8 +152,9 @@ pub fn tell(
     }
 }
 
-/// The container's cgroup in the sandbox. Its name is the id that the container had when it began, which is that of another one after a resume. None of one
-/// that has ended, or does not have that file where others have it.
+/// The container's cgroup in the sandbox. Its name is the id that the container had when it began,
+/// which is that of another one after a resume. None of one that has ended, or does not have that
+/// file where others have it.
 fn cgroup_of(
     control: &mut Control,
     container: &str,

@@ -86,7 +86,8 @@ pub fn goes_on(pid: i32) -> bool {
     stat(pid).is_some_and(|stat| !is_ending(&stat)) && !is_killed(&status(pid))
 }
 
-/// Whether the process has certainly ended, or is ending. Not so where `/proc` cannot be read for another reason, such as too many open files.
+/// Whether the process has certainly ended, or is ending. Not so where `/proc` cannot be read for
+/// another reason, such as too many open files.
 pub fn is_gone(pid: i32) -> bool {
     is_gone_by(File::open(path_of(pid, "stat")))
 }

@@ -37,8 +37,9 @@ pub const SANDBOX_FLAGS: [&str; 3] = [
     "--allow-connected-on-save",
 ];
 
-/// gVisor only warns where a container that is restored has another spec than the one that was saved. What has to be the same is compared before, by
-/// [`crate::spec::digest`]; gVisor compares more, so that a Pod with another request of memory (`oomScoreAdj`) could not go on.
+/// gVisor only warns where a container that is restored has another spec than the one that was
+/// saved. What has to be the same is compared before, by [`crate::spec::digest`]; gVisor compares
+/// more, so that a Pod with another request of memory (`oomScoreAdj`) could not go on.
 const RESTORE_SPEC_VALIDATION: &str = "--restore-spec-validation=warning";
 
 /// Why a runsc command failed.

@@ -61,7 +61,8 @@ impl Error {
             Self::Control(control::Error::NotRunning { .. }) => "SandboxGone",
             Self::DiskFull(_) => "DiskFull",
             Self::Control(_) => "CheckpointFailed",
-            // A container without its gofer is ended as soon as the sandbox runs on, by gVisor or by the agent.
+            // A container without its gofer is ended as soon as the sandbox runs on, by gVisor or
+            // by the agent.
             Self::NotRunning(_) | Self::GoferGone(_) => CONTAINER_NOT_RUNNING,
             Self::Gofer { .. } => "NoRecord",
             Self::Stopped { why, .. } => why.reason(),
@@ -97,8 +98,9 @@ impl From<control::Error> for Error {
 }
 
 /// Writes the sandbox into fresh files of `partial`; the caller makes them durable. The sandbox must be paused and stays so.
-/// An image in which one of `containers` or its files are missing could never be restored, and is an error. `stop` is asked now and then whether so many
-/// bytes are too many; the files are empty when it has stopped the save.
+/// An image in which one of `containers` or its files are missing could never be restored, and is
+/// an error. `stop` is asked now and then whether so many bytes are too many; the files are empty
+/// when it has stopped the save.
 pub fn checkpoint(
     runsc_root: &Path,
     sandbox: &SandboxId,
@@ -113,8 +115,8 @@ pub fn checkpoint(
         .collect::<Result<_, _>>()?;
     let mut control = Control::connect(runsc_root, sandbox.as_str())?;
     write_watched(&mut control, &files, [limit, STOP_LIMIT], stop)?;
-    // A container or gofer that lives after the checkpoint has lived throughout it. A container that was killed meanwhile is in the image too,
-    // and ends when it is restored.
+    // A container or gofer that lives after the checkpoint has lived throughout it. A container
+    // that was killed meanwhile is in the image too, and ends when it is restored.
     for container in containers {
         if !lives(&mut control, container)? {
             return Err(Error::NotRunning(container.clone()));

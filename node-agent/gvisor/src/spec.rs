@@ -20,7 +20,7 @@ pub const CRI_IMAGE_NAME: &str = "io.kubernetes.cri.image-name";
 /// gVisor's annotations steer the privileged runsc: only ours get through.
 const GVISOR_PREFIX: &str = "dev.gvisor.";
 const MOUNT_HINT_PREFIX: &str = "dev.gvisor.spec.mount.";
-/// Of a file's mode (inode(7)), without its type.
+/// The bits of a file's mode (inode(7)) without those of its type.
 const PERMISSIONS: u32 = 0o7777;
 /// Where the pause container mounts the pod's volumes.
 pub const PAUSE_VOLUMES: &str = "/torpor-volumes";
@@ -146,7 +146,8 @@ pub struct SandboxVolume {
     pub source: PathBuf,
     /// Whether its files count as memory (medium Memory) or lie in a file in `source`.
     pub memory: bool,
-    /// What the kubelet has made of the directory. None of a Pod from before 2026-11-27: gVisor's defaults.
+    /// Owner, mode and size that the kubelet gave the directory. Records of Pods from before
+    /// 2026-11-27 have none: gVisor's defaults hold.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub directory: Option<VolumeDirectory>,
 }
@@ -155,11 +156,13 @@ pub struct SandboxVolume {
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct VolumeDirectory {
-    /// Permissions with set-user-ID, set-group-ID and sticky bit (inode(7)). The kubelet sets the group and its bit for `fsGroup`.
+    /// Permissions with set-user-ID, set-group-ID and sticky bit (inode(7)). The kubelet sets the
+    /// group and its bit for `fsGroup`.
     pub mode: u32,
     pub uid: u32,
     pub gid: u32,
-    /// Bytes that fit into it, if it is in memory: the kubelet mounts it with `sizeLimit`, or what the Pod may use.
+    /// Bytes that fit into it, if it is in memory: the kubelet mounts it with `sizeLimit`, or what
+    /// the Pod may use.
     pub size: Option<u64>,
 }
 
@@ -305,8 +308,8 @@ fn refuse_part(mount: &Value, volumes: &[SandboxVolume]) -> Result<(), Error> {
     }
 }
 
-/// Whether the mount is an emptyDir of the Pod, by the place that the kubelet gives those: what it holds is in the image, and nothing of another
-/// volume at the same place is.
+/// Whether the mount is an emptyDir of the Pod, by the place that the kubelet gives those: what it
+/// holds is in the image, and nothing of another volume at the same place is.
 fn is_empty_dir(mount: &Value) -> bool {
     let source = mount.get("source").and_then(Value::as_str);
     source.is_some_and(|source| source.contains("/volumes/kubernetes.io~empty-dir/"))

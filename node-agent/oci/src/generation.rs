@@ -1,5 +1,6 @@
-//! The generation of a container: a file in it that has another content whenever a new sandbox goes on from memory, so that a program can tell that it may be one of several
-//! (as a virtual machine's Generation ID does, which gVisor has none of). See docs/clones.md.
+//! The generation of a container: a file in it that has another content whenever a new sandbox goes
+//! on from memory, so that a program can tell that it may be one of several (as a virtual machine's
+//! Generation ID does, which gVisor has none of). See docs/clones.md.
 
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -24,8 +25,9 @@ pub(crate) fn new() -> anyhow::Result<String> {
     Ok(text.trim().to_owned())
 }
 
-/// Puts the file into a container's root file system, before its programs run. `root`: the path of that on the host. The image may have links in it, which
-/// lead nowhere but into the root; a file that is there stays as it is.
+/// Puts the file into a container's root file system, before its programs run. `root`: the path of
+/// that on the host. The image may have links in it, which lead nowhere but into the root; a file
+/// that is there stays as it is.
 pub(crate) fn place(root: &Path) -> anyhow::Result<()> {
     let directory = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let inside = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
@@ -47,7 +49,8 @@ pub(crate) fn place(root: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Writes the file, in the container: over what is there, so that whoever watches the file (inotify) sees it change.
+/// Writes the file, in the container: over what is there, so that whoever watches the file
+/// (inotify) sees it change.
 pub(crate) fn set(generation: &str) -> anyhow::Result<()> {
     std::fs::create_dir_all(FOLDER)?;
     let mut file = OpenOptions::new()

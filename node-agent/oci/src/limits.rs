@@ -1,4 +1,4 @@
-//! What a sandbox is told of its Pod's limits.
+//! The Pod's limits that a sandbox begins with.
 
 use anyhow::Context;
 use torpor_gvisor::limits::{Machine, boot_flags, of_pod};

@@ -20,7 +20,8 @@ pub(crate) fn nothing() -> std::io::Result<File> {
     OpenOptions::new().read(true).write(true).open("/dev/null")
 }
 
-/// The file of this program, for a helper in the sandbox. Read-only: gVisor runs nothing that a program in the sandbox could write to.
+/// The file of this program, for a helper in the sandbox. Read-only: gVisor runs nothing that a
+/// program in the sandbox could write to.
 pub(crate) fn own_program() -> anyhow::Result<File> {
     File::open("/proc/self/exe").context("cannot open the own program")
 }
@@ -34,7 +35,8 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    /// Begins it. `args`: gVisor's control.ExecArgs; `files`: its standard streams, and its program where that is none of the container's.
+    /// Begins it. `args`: gVisor's control.ExecArgs; `files`: its standard streams, and its program
+    /// where that is none of the container's.
     pub(crate) fn begin(
         node: &Node,
         sandbox: &SandboxId,
@@ -59,7 +61,8 @@ impl Process {
         self.waiting.wait_result_within(limit)
     }
 
-    /// Ends it and waits for its end: gVisor cannot be saved before, and keeps the status of one that nobody waits for.
+    /// Ends it and waits for its end: gVisor cannot be saved before, and keeps the status of one
+    /// that nobody waits for.
     pub(crate) fn end(mut self, node: &Node, sandbox: &SandboxId) {
         let (container, scope) = (self.container.as_str(), SignalScope::Process);
         // One that has ended by itself, or with its sandbox, needs no signal.

@@ -45,7 +45,8 @@ pub(super) enum Error {
     },
 }
 
-/// What the apiserver has answered, by namespace. One question at a time about each: a namespace of many snapshots delays no other.
+/// Answers of the apiserver, by namespace. One question at a time about each: a namespace of many
+/// snapshots delays no other.
 #[derive(Debug, Default)]
 pub(crate) struct Asked(std::sync::Mutex<HashMap<String, Arc<Mutex<Option<Told>>>>>);
 

@@ -8,10 +8,13 @@ use torpor_gvisor::record::{ContainerRecord, PodRecord};
 use crate::node::{CALL_LIMIT, Node};
 use crate::observe::words;
 
-/// Ends the containers of a sandbox that runs whose gofer (the process that serves their files) has ended, so that the kubelet starts them anew.
+/// Ends the containers of a sandbox that runs whose gofer (the process that serves their files) has
+/// ended, so that the kubelet starts them anew.
 ///
-/// gVisor does so by itself, but not in a sandbox that was restored: it watches the gofer of a container whose program it has begun (`runsc/boot/loader.go`,
-/// `startGoferMonitor`). Such a container would run on without its files and could not be saved. The caller holds the sandbox' lock.
+/// gVisor does so by itself, but not in a sandbox that was restored: it watches the gofer of a
+/// container whose program it has begun (`runsc/boot/loader.go`, `startGoferMonitor`). Such a
+/// container would run on without its files and could not be saved. The caller holds the sandbox'
+/// lock.
 pub(super) fn end_containers_without(node: &Node, record: &PodRecord, observed: &Observed) {
     if observed.live != Live::Running {
         return;

@@ -15,11 +15,11 @@ use crate::observe::words;
 /// The sandbox' lock is held meanwhile, and the next look tries again.
 const TELL_LIMIT: Duration = Duration::from_secs(2);
 
-/// What a sandbox was told last by this agent.
+/// The limits that this agent told a sandbox last.
 pub(super) type ToldLimits = (SandboxId, Limits);
 
-/// Tells a sandbox its Pod's limits: when it was restored, which brings those of its image, and when the Pod was resized. Answers what it was told. The
-/// caller holds the sandbox' lock.
+/// Tells a sandbox its Pod's limits: when it was restored, which brings those of its image, and
+/// when the Pod was resized. Answers what it was told. The caller holds the sandbox' lock.
 pub(super) fn tell(
     node: &Node,
     record: &PodRecord,

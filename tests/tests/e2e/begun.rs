@@ -119,8 +119,9 @@ fn open_files(pid: i32) -> anyhow::Result<BTreeMap<String, usize>> {
     Ok(found)
 }
 
-/// How runsc's own process is told to confine itself, which Torpor's was before it executed runsc, and descriptors that only slow ends need (gVisor,
-/// `pkg/pinring`). [`confinement`] compares what came of it.
+/// How runsc's own process is told to confine itself, which Torpor's was before it executed runsc,
+/// and descriptors that only slow ends need (gVisor, `pkg/pinring`). [`confinement`] compares what
+/// came of it.
 const BY_ITSELF: [&str; 9] = [
     "--apply-caps",
     "--setup-root",
@@ -182,7 +183,8 @@ fn kept(case: &Case, uid: &str) -> anyhow::Result<PathBuf> {
         .join("runsc.json"))
 }
 
-/// runsc's processes give their capabilities away by themselves; Torpor's have done so before they execute runsc.
+/// runsc's processes give their capabilities away by themselves; Torpor's have done so before they
+/// execute runsc.
 fn is_begun_by_runsc(pid: i32) -> anyhow::Result<bool> {
     let words = read(pid, "cmdline")?;
     Ok(!words.split('\0').any(|word| word == "--apply-caps=false"))

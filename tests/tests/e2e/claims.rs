@@ -165,7 +165,8 @@ async fn a_pool_is_scaled_by_the_scale_subresource_as_an_autoscaler_does() -> an
     .await
 }
 
-/// As upstream's clients and tests read it: the first version of the claim that is Ready, and no later one.
+/// As upstream's clients and tests read it: the first version of the claim that is Ready, and no
+/// later one.
 #[tokio::test]
 async fn a_claim_that_is_read_once_when_it_is_ready_says_all_that_clients_read()
 -> anyhow::Result<()> {

@@ -1,4 +1,5 @@
-//! Copies: what a program that goes on twice can tell, and what is another one in each copy (docs/clones.md).
+//! Copies: what a program that goes on twice can tell, and what is another one in each copy
+//! (docs/clones.md).
 
 use std::collections::BTreeSet;
 
@@ -10,7 +11,8 @@ use torpor_tests::pods::{annotated, python};
 use torpor_tests::sandboxes::{LIMIT, said, sandbox};
 use torpor_tests::wait;
 
-/// Draws from OpenSSL's generator when it is asked (a file /ask), mixes the kernel's randomness in on SIGUSR1, and notes when its generation changes.
+/// Draws from OpenSSL's generator when it is asked (a file /ask), mixes the kernel's randomness in
+/// on SIGUSR1, and notes when its generation changes.
 const PROGRAM: &str = r#"
 import ctypes, os, signal, ssl, threading, time
 
@@ -88,7 +90,8 @@ async fn a_copy_has_its_own_name_and_generation_and_its_program_is_told() -> any
     .await
 }
 
-/// OpenSSL's generator lies in the program's memory: without the program's help copies draw the same. With it, before they are heard, they do not.
+/// OpenSSL's generator lies in the program's memory: without the program's help copies draw the
+/// same. With it, before they are heard, they do not.
 #[tokio::test]
 async fn the_command_of_a_copy_runs_before_it_is_heard_and_can_renew_what_copies_share()
 -> anyhow::Result<()> {

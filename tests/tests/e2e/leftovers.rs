@@ -141,7 +141,8 @@ async fn the_kubelet_recovers_a_pod_whose_gofer_was_killed() -> anyhow::Result<(
     .await
 }
 
-/// gVisor watches the gofers of containers that it has begun, and not of those that it has restored.
+/// gVisor watches the gofers of containers that it has begun, and not of those that it has
+/// restored.
 #[tokio::test]
 async fn the_kubelet_recovers_a_woken_pod_whose_gofer_was_killed() -> anyhow::Result<()> {
     killed("killwokengofer", async |case, footprint| {

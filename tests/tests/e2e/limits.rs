@@ -1,4 +1,5 @@
-//! What programs see of their Pod's limits, read by the language runtimes that size themselves by it.
+//! What programs see of their Pod's limits, read by the language runtimes that size themselves by
+//! it.
 
 use std::time::Duration;
 
@@ -13,7 +14,8 @@ use torpor_tests::wait;
 const MIB: u64 = 1 << 20;
 /// The kubelet resizes a Pod within seconds, and the agent sees it then.
 const SOON: Duration = Duration::from_secs(60);
-/// Runs what is written to /ask, as a program of the container's own: what `kubectl exec` runs is in no cgroup of a sandbox that was resumed.
+/// Runs what is written to /ask, as a program of the container's own: what `kubectl exec` runs is
+/// in no cgroup of a sandbox that was resumed.
 const RUN: &str = "while true; do if [ -e /ask ]; then sh /ask >/said 2>&1; mv /said /answer; rm /ask; fi; sleep 0.1; done";
 
 /// A container whose Pod may have so many MiB and one processor.
@@ -26,13 +28,15 @@ fn limited(mib: u64) -> Value {
     )
 }
 
-/// Bytes of memory that Python's psutil, Node and the kernel's own files see; the last one of them is what the cgroup says.
+/// Bytes of memory that Python's psutil, Node and the kernel's own files see; the last one of them
+/// is what the cgroup says.
 const MEMORY: &str = r#"python3 -c 'import psutil; print(psutil.virtual_memory().total)'
 node -p 'require("os").totalmem()'
 python3 -c 'import os; print(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))'
 cat /sys/fs/cgroup/memory/memory.limit_in_bytes"#;
 
-/// Processors that Python, Node and nproc see, and what of a processor the cgroup gives in a period.
+/// Processors that Python, Node and nproc see, and what of a processor the cgroup gives in a
+/// period.
 const PROCESSORS: &str = r#"python3 -c 'import os; print(os.cpu_count())'
 node -p 'require("os").cpus().length'
 nproc
@@ -59,7 +63,7 @@ async fn lines(case: &Case, pod: &str, script: &str) -> anyhow::Result<Vec<Strin
 async fn programs_see(case: &Case, pod: &str, mib: u64) -> anyhow::Result<()> {
     let bytes = (mib * MIB).to_string();
     assert_eq!(lines(case, pod, MEMORY).await?, [bytes.as_str(); 4]);
-    // Of a fraction of one processor gVisor makes two, and a machine may have no more.
+    // gVisor makes two processors of a fraction of one, and a machine may have no more.
     let processors = lines(case, pod, PROCESSORS).await?;
     assert_eq!(processors, ["2", "2", "2", "100000", "100000"]);
     let jvm = lines(case, pod, JVM).await?;

@@ -478,7 +478,8 @@ async fn what_exec_has_left_behind_keeps_a_pod_from_hibernating_by_itself_and_a_
         let (_, _, message) = condition(&asleep, POD_HIBERNATED);
         assert!(message.contains("end with it: sleep, sleep"), "{message}");
         case.wake("p").await?;
-        // The program's own go on. Its first process reaps nobody: of what has ended the names are left.
+        // The program's own go on. Its first process reaps nobody: of what has ended the names are
+        // left.
         let running =
             "cat /mem; ps | grep -c '[s]leep [12][12][12][12]'; ps | grep -c '[s]leep 1000000'";
         assert_eq!(case.sh("p", "a", running).await?, "kept\n0\n1");

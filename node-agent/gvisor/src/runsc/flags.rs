@@ -1,4 +1,5 @@
-//! Flags that one build of runsc gets beside those of all builds: a build refuses what it does not know, and Pods keep their build after an upgrade.
+//! Flags that one build of runsc gets beside those of all builds: a build refuses what it does not
+//! know, and Pods keep their build after an upgrade.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -10,14 +11,16 @@ use super::{Error, capture};
 
 /// Flags that are given to the builds that know them, with the name that `runsc flags` prints.
 ///
-/// gVisor from August 2026 on shares one empty network namespace among the gofers of a root directory, and pins it by a mount there. Torpor has some 250
-/// root directories, and nobody would remove the mounts.
+/// gVisor from August 2026 on shares one empty network namespace among the gofers of a root
+/// directory, and pins it by a mount there. Torpor has some 250 root directories, and nobody would
+/// remove the mounts.
 const WANTED: [(&str, &str); 1] = [("-gofer-network-namespace", "--gofer-network-namespace=new")];
 
 /// A list of flags is short.
 const MAX_BYTES: u64 = 4 << 10;
 
-/// The flags for the build, one in a line, found by asking it. Empty where it gets none. For [`file_of`] the build.
+/// The flags for the build, one in a line, found by asking it. Empty where it gets none.
+/// The installer writes them to [`file_of`] the build.
 ///
 /// # Errors
 ///
@@ -34,15 +37,16 @@ pub fn wanted_by(runsc: &Path, limit: Duration) -> Result<String, Error> {
     Ok(wanted.map(|(_, flag)| format!("{flag}\n")).collect())
 }
 
-/// Where the flags of an installed build are. The installer writes the file before it names the build in torpor-oci's configuration.
+/// Where the flags of an installed build are. The installer writes the file before it names the
+/// build in torpor-oci's configuration.
 pub fn file_of(runsc: &Path) -> PathBuf {
     let mut name = OsString::from(runsc);
     name.push(".flags");
     name.into()
 }
 
-/// The flags of an installed build. None of a build that was installed before there was such a file, nor of one whose file cannot be read:
-/// every build runs without them.
+/// The flags of an installed build. None of a build that was installed before there was such a
+/// file, nor of one whose file cannot be read: every build runs without them.
 pub(super) fn of(runsc: &Path) -> Vec<String> {
     let mut text = String::new();
     let read =

@@ -147,15 +147,16 @@ impl Runsc {
         Ok(Some(Kept::new(first, containers)))
     }
 
-    /// Whether each of the sandbox' gofers lives, by runsc's own records. gVisor kills a container that has lost its gofer as soon
-    /// as it may run, unless the sandbox was restored.
+    /// Whether each of the sandbox' gofers lives, by runsc's own records. gVisor kills a container
+    /// that has lost its gofer as soon as it may run, unless the sandbox was restored.
     pub fn has_its_gofers(&self, sandbox: &str) -> Result<bool, Error> {
         Ok(gofers(&self.root, sandbox)?
             .into_iter()
             .all(process::goes_on))
     }
 
-    /// Whether the container's gofer has certainly ended, by runsc's own record. A container that never had one has lost none.
+    /// Whether the container's gofer has certainly ended, by runsc's own record. A container that
+    /// never had one has lost none.
     pub fn has_lost_gofer(&self, container: &str, sandbox: &str) -> Result<bool, Error> {
         let record: RunscContainer = read_record(&state_path(&self.root, container, sandbox))?;
         Ok(record.gofer().is_some_and(process::is_gone))
@@ -202,7 +203,8 @@ pub(crate) fn gofers(root: &Path, sandbox: &str) -> Result<Vec<i32>, Error> {
     Ok(found)
 }
 
-/// Whether the process that serves the container's files goes on, by runsc's own record. A container that never had one counts as well.
+/// Whether the process that serves the container's files goes on, by runsc's own record. A
+/// container that never had one counts as well.
 pub(crate) fn gofer_goes_on(root: &Path, id: &str, sandbox: &str) -> Result<bool, Error> {
     let record: RunscContainer = read_record(&state_path(root, id, sandbox))?;
     Ok(record.gofer().is_none_or(process::goes_on))

@@ -8,9 +8,11 @@ use serde_json::{Value, json};
 
 use super::gofer;
 
-/// Releases of gVisor of which it was read that they begin a restored sandbox as this module does (runsc/sandbox/sandbox.go, runsc/sandbox/network.go,
-/// runsc/cmd/sentry/sentrycmd), and its other containers (runsc/container/container.go, runsc/cmd/gofer.go, runsc/cmd/sandboxsetup, runsc/config). Sandboxes of all others are begun by their own runsc.
-/// As `runsc --version` says them: one that Google built, and the development cluster's.
+/// Releases of gVisor of which it was read that they begin a restored sandbox as this module does
+/// (runsc/sandbox/sandbox.go, runsc/sandbox/network.go, runsc/cmd/sentry/sentrycmd), and its other
+/// containers (runsc/container/container.go, runsc/cmd/gofer.go, runsc/cmd/sandboxsetup,
+/// runsc/config). Sandboxes of all others are begun by their own runsc. As `runsc --version` says
+/// them: one that Google built, and the development cluster's.
 const KNOWN_RELEASES: [&str; 2] = ["release-20260905.0", "release-20260905.0-torpor"];
 
 /// Whether sandboxes of this release of gVisor may be begun without its runsc.

@@ -1,4 +1,5 @@
-//! What is done in a sandbox that goes on from memory in a new place, before anybody hears it: another one may go on from the same memory.
+//! Steps in a sandbox that goes on from memory in a new place, before it is heard: another one may
+//! go on from the same memory.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -24,8 +25,9 @@ const HOOK_LIMIT: Duration = Duration::from_secs(30);
 /// Why the user's command keeps the sandbox from going on.
 const HOOK_FAILED: &str = "OnRestoreExecFailed";
 
-/// Gives each container another generation, and runs the user's command. The sandbox runs, and is not heard; its first container comes first in `parts`.
-/// `give_back` gives back what other wakes wait for: the command may take long.
+/// Gives each container another generation, and runs the user's command. The sandbox runs, and is
+/// not heard; its first container comes first in `parts`. `give_back` gives back what other wakes
+/// wait for: the command may take long.
 pub(super) fn renew(
     node: &Node,
     pod: &PodRecord,
@@ -61,7 +63,8 @@ pub(super) fn renew(
     })
 }
 
-/// A helper (this program) does it in the container, so that a program that watches the file is told.
+/// A helper (this program) does it in the container, so that a program that watches the file is
+/// told.
 fn set_generation(node: &Node, part: &ContainerRecord, generation: &str) -> anyhow::Result<()> {
     let capabilities = json!(["CAP_DAC_OVERRIDE"]);
     let process = json!({
@@ -112,7 +115,8 @@ fn run_hook(
     Ok(())
 }
 
-/// Runs a process in the container to its end. `program`: its file, where it is none of the container's. One that takes too long is killed.
+/// Runs a process in the container to its end. `program`: its file, where it is none of the
+/// container's. One that takes too long is killed.
 fn run(
     node: &Node,
     part: &ContainerRecord,

@@ -43,8 +43,9 @@ const REAP_LIMIT: Duration = Duration::from_secs(3);
 
 /// Restores the pod from the image. On success the sandbox runs, its state says so, and its keepers wait for its
 /// containers' ends. On failure nothing of it runs. `awake` records that the image is stale: it is called when the sandbox
-/// runs and nobody has heard of it yet, so that whoever is answered by it is answered by what no crash takes back. It gets a function
-/// that gives back early what other wakes wait for: the turn, and the machine's settings for a wake; the pod's quota holds again as well.
+/// runs and nobody has heard of it yet, so that whoever is answered by it is answered by what no
+/// crash takes back. It gets a function that gives back early what other wakes wait for: the turn,
+/// and the machine's settings for a wake; the pod's quota holds again as well.
 pub(super) fn restore(
     node: &Node,
     pod: &PodRecord,
@@ -243,7 +244,7 @@ impl Restore<'_> {
         let known = kept.as_ref().filter(|_| start.is_some());
         let (mut ours, mut others) = (Vec::new(), Vec::new());
         for (record, terminal) in subs.iter().zip(terminals) {
-            // What is known of a container with a terminal is its old one.
+            // The kept record of a container with a terminal names its old terminal.
             let known = known.filter(|_| terminal.is_none());
             match known.and_then(|kept| Ours::new(node, runsc, record, kept)) {
                 Some(one) => ours.push(one),
@@ -326,8 +327,9 @@ pub(super) fn hold_packets(pod: &PodRecord, pause: &Path) {
     }
 }
 
-/// Keeps what the sandbox sends inside the pod: gVisor runs what it restores at once, and the restore may still fail and be done again.
-/// Returns the descriptors that keep the sandbox muted after its keeper has ended.
+/// Keeps what the sandbox sends inside the pod: gVisor runs what it restores at once, and the
+/// restore may still fail and be done again. Returns the descriptors that keep the sandbox muted
+/// after its keeper has ended.
 fn mute(pod: &PodRecord, pause: &Path) -> Result<Vec<OwnedFd>, keeper::Error> {
     if pod.network_namespace.is_none() {
         return Ok(Vec::new());
@@ -339,7 +341,8 @@ fn mute(pod: &PodRecord, pause: &Path) -> Result<Vec<OwnedFd>, keeper::Error> {
             eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
             Ok(Vec::new())
         }
-        // The restore of a pod whose keeper has ended fails, after the sandbox would have been heard.
+        // The restore of a pod whose keeper has ended fails, after the sandbox would have been
+        // heard.
         Err(error) => Err(error),
     }
 }

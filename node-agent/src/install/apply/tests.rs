@@ -90,7 +90,8 @@ impl Host {
         fs::write(self.dir.path().join("payload").join(name), content).expect("payload");
     }
 
-    /// A link: a program that was just written may still be open in another test's child, and is not executed then (ETXTBSY).
+    /// A link: a program that was just written may still be open in another test's child, and is
+    /// not executed then (ETXTBSY).
     fn ship_runsc(&self, program: &str) {
         let place = self.dir.path().join("payload/runsc");
         let _ = fs::remove_file(&place);
