@@ -8,7 +8,7 @@ use std::time::Duration;
 use jiff::Timestamp;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
-use torpor_cgroup::meminfo;
+use torpor_cgroup::meminfo::{self, Meminfo};
 use torpor_core::ids::PodUid;
 use torpor_core::pressure::{Candidate, Limits, Readings, Resource, Watch};
 use torpor_core::state::Desired;
@@ -146,32 +146,21 @@ pub(crate) async fn watch(
 }
 
 fn readings() -> std::io::Result<Readings> {
-    let memory = std::fs::read_to_string("/proc/meminfo")?;
-    // Not every kernel tells.
-    let stalls = std::fs::read_to_string("/proc/pressure/memory").ok();
     Ok(Readings {
-        stalled: stalls.as_deref().and_then(stalled),
-        ..of_meminfo(&memory)
+        stalled: meminfo::stalled(),
+        ..of_meminfo(&meminfo::read()?)
     })
 }
 
-/// Of what is not there nothing is left.
-fn of_meminfo(text: &str) -> Readings {
-    let bytes = |name: &str| meminfo::bytes(text, name).unwrap_or(0);
+fn of_meminfo(memory: &Meminfo) -> Readings {
     Readings {
-        memory_total: bytes("MemTotal"),
-        memory_available: bytes("MemAvailable"),
-        swap_total: bytes("SwapTotal"),
-        swap_free: bytes("SwapFree"),
+        memory_total: memory.mem_total,
+        // Linux has it since 3.14.
+        memory_available: memory.mem_available.unwrap_or(0),
+        swap_total: memory.swap_total,
+        swap_free: memory.swap_free,
         stalled: None,
     }
-}
-
-/// The kernel's accounting/psi.rst: `some avg10=1.23 avg60=…`, in percent.
-fn stalled(text: &str) -> Option<f64> {
-    let some = text.lines().find(|line| line.starts_with("some "))?;
-    let average = some.split(' ').find_map(|word| word.strip_prefix("avg10="));
-    average?.parse().ok()
 }
 
 #[cfg(test)]
@@ -215,24 +204,5 @@ mod tests {
         };
         let news = [50, 5, 4, 50, 60].map(is_news);
         assert_eq!(news, [false, true, false, true, false]);
-    }
-
-    #[test]
-    fn the_kernels_figures_are_read() {
-        let text = "MemTotal:       24000000 kB\nMemFree:          100 kB\nMemAvailable:    6000000 kB\nSwapTotal:             0 kB\nSwapFree:              0 kB\n";
-        let kib = |n: u64| n * 1024;
-        let expected = Readings {
-            memory_total: kib(24_000_000),
-            memory_available: kib(6_000_000),
-            ..Readings::default()
-        };
-        assert_eq!(of_meminfo(text), expected);
-    }
-
-    #[test]
-    fn the_time_in_which_some_program_waited_for_memory_is_read() {
-        let text = "some avg10=1.53 avg60=0.87 avg300=0.73 total=1\nfull avg10=9.00 avg60=0.00 avg300=0.00 total=1\n";
-        assert_eq!(stalled(text), Some(1.53));
-        assert_eq!(stalled(""), None);
     }
 }

@@ -7,10 +7,7 @@ use crate::{Hierarchies, MemoryGroup, counted, meminfo};
 impl Hierarchies {
     /// Bytes of the cgroup, and of those below it, that no file on a disk backs. None where the kernel does not count all of them.
     pub fn held(&self, relative: &Path) -> Option<u64> {
-        let has_swap = std::fs::read_to_string("/proc/meminfo")
-            .ok()
-            .and_then(|text| meminfo::bytes(&text, "SwapTotal"))
-            .is_none_or(|bytes| bytes > 0);
+        let has_swap = meminfo::read().map_or(true, |memory| memory.swap_total > 0);
         held(&self.memory(relative)?, has_swap)
     }
 }

@@ -1,11 +1,38 @@
-//! The machine's memory: proc_meminfo(5).
+//! The machine's memory: proc_meminfo(5) and, of the kernel's documents, accounting/psi.rst.
 
-/// Bytes of a line of `/proc/meminfo`, which has a name and a number of KiB. None if it is not there.
-pub fn bytes(meminfo: &str, name: &str) -> Option<u64> {
-    let mut lines = meminfo.lines();
-    let line = lines.find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-    let kibibytes: u64 = line.split_whitespace().next()?.parse().ok()?;
-    kibibytes.checked_mul(1024)
+use std::fs::File;
+use std::io::{self, BufReader, Read};
+use std::path::Path;
+
+pub use procfs_core::Meminfo;
+use procfs_core::{FromBufRead, MemoryPressure, ProcError};
+
+/// Longer than either file, whose lines are known to the kernel.
+const MAX_FILE: u64 = 64 << 10;
+
+/// The machine's memory and swap, in bytes.
+pub fn read() -> io::Result<Meminfo> {
+    read_at(Path::new("/proc/meminfo"))
+}
+
+/// The same from a file of that form. A file that lacks a line which each kernel writes is an error.
+pub fn read_at(path: &Path) -> io::Result<Meminfo> {
+    parse(path)
+}
+
+/// The percentage of the last ten seconds in which some program waited for memory. None where the
+/// kernel does not count it.
+pub fn stalled() -> Option<f64> {
+    let pressure: MemoryPressure = parse(Path::new("/proc/pressure/memory")).ok()?;
+    Some(f64::from(pressure.some.avg10))
+}
+
+fn parse<T: FromBufRead>(path: &Path) -> io::Result<T> {
+    let file = BufReader::new(File::open(path)?.take(MAX_FILE));
+    T::from_buf_read(file).map_err(|error| match error {
+        ProcError::Io(source, _) => source,
+        other => io::Error::new(io::ErrorKind::InvalidData, other.to_string()),
+    })
 }
 
 #[cfg(test)]
@@ -13,10 +40,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_is_found_by_its_whole_name() {
-        let text = "MemTotal:       24684084 kB\nMemFree: 1 kB\n";
-        assert_eq!(bytes(text, "MemTotal"), Some(25_276_502_016));
-        assert_eq!(bytes(text, "Mem"), None);
-        assert_eq!(bytes("MemTotal: much\n", "MemTotal"), None);
+    fn the_kernel_describes_this_machines_memory() {
+        let memory = read().expect("/proc/meminfo");
+        let available = memory.mem_available.expect("MemAvailable");
+        assert!(memory.mem_total > available && available > 0);
+        assert!(memory.swap_total >= memory.swap_free);
+        assert!(stalled().is_none_or(|percent| (0.0..=100.0).contains(&percent)));
+    }
+
+    #[test]
+    fn a_file_without_the_total_is_an_error_and_not_a_machine_without_memory() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("meminfo");
+        std::fs::write(&path, "MemFree: 1 kB\n").expect("a file");
+        let error = read_at(&path).expect_err("no total");
+        assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+        let missing = read_at(&folder.path().join("none")).expect_err("no file");
+        assert_eq!(missing.kind(), io::ErrorKind::NotFound);
     }
 }

@@ -42,12 +42,10 @@ pub struct Machine {
 
 impl Machine {
     pub fn read() -> std::io::Result<Self> {
-        let text = std::fs::read_to_string("/proc/meminfo")?;
-        let memory = meminfo::bytes(&text, "MemTotal");
         let online = sysconf(SysconfVar::_NPROCESSORS_ONLN)?;
         let processors = online.and_then(|online| u64::try_from(online).ok());
         Ok(Self {
-            memory: memory.ok_or(std::io::ErrorKind::InvalidData)?,
+            memory: meminfo::read()?.mem_total,
             processors: processors.ok_or(std::io::ErrorKind::InvalidData)?,
         })
     }

@@ -33,9 +33,12 @@ fn path_of(pid: i32, file: &str) -> PathBuf {
 
 use procfs_core::FromRead;
 pub use procfs_core::process::Stat;
+use procfs_core::process::Status;
 
 /// Longer than any line of `/proc/<pid>/stat`, which is 50 numbers and a name of 64 bytes.
 const MAX_STAT: u64 = 8 << 10;
+/// Longer than `/proc/<pid>/status`, whose longest line lists up to 65,536 groups.
+const MAX_STATUS: u64 = 1 << 20;
 
 /// A file of `/proc/<pid>`. Nobody knows its length before: with room for most of them it is read by one call.
 fn text_of(pid: i32, file: &str) -> Option<String> {
@@ -83,7 +86,7 @@ pub fn has_ended(stat: &Stat) -> bool {
 /// Whether the process is there and will do anything more: one that was killed may take long to end where it gets no processor, and is
 /// then there without being of use to anybody.
 pub fn goes_on(pid: i32) -> bool {
-    stat(pid).is_some_and(|stat| !is_ending(&stat)) && !is_killed(&status(pid))
+    stat(pid).is_some_and(|stat| !is_ending(&stat)) && !is_killed(pid)
 }
 
 /// Whether the process has certainly ended, or is ending. Not so where `/proc` cannot be read for
@@ -106,16 +109,17 @@ fn is_gone_by(opened: std::io::Result<impl Read>) -> bool {
     }
 }
 
-fn status(pid: i32) -> String {
-    text_of(pid, "status").unwrap_or_default()
+/// Whether a SIGKILL is pending for the whole process (`ShdPnd` of proc_pid_status(5)). The kernel
+/// keeps it pending to the end; a thread that takes it up has it neither pending nor ends for an
+/// instant.
+fn is_killed(pid: i32) -> bool {
+    let status = File::open(path_of(pid, "status")).ok();
+    status.is_some_and(has_kill_pending)
 }
 
-/// Whether the whole process has a SIGKILL before it, by its status (proc_pid_status(5)). It stays there to the end, while a thread that takes it up
-/// has for an instant neither that before it nor begun to end.
-fn is_killed(status: &str) -> bool {
-    let shared = status.lines().find_map(|line| line.strip_prefix("ShdPnd:"));
-    let signals = shared.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok());
-    signals.is_some_and(|signals| signals & KILLED != 0)
+fn has_kill_pending(status: impl Read) -> bool {
+    let status = Status::from_read(status.take(MAX_STATUS));
+    status.is_ok_and(|status| status.shdpnd & KILLED != 0)
 }
 
 /// SIGKILL in a set of signals.
@@ -188,14 +192,20 @@ mod tests {
     }
 
     #[test]
-    fn a_signal_that_waits_for_the_whole_process_counts_if_it_kills() {
-        let status = |waits: &str| {
-            format!("State:\tR (running)\nSigPnd:\t0000000000000100\nShdPnd:\t{waits}\n")
+    fn a_kill_that_is_pending_for_the_whole_process_is_seen() {
+        let own = std::fs::read_to_string("/proc/self/status").expect("own status");
+        let killed = |pending: &str| {
+            let lines = own.lines().map(|line| match line {
+                line if line.starts_with("ShdPnd:") => format!("ShdPnd:\t{pending}\n"),
+                line if line.starts_with("SigPnd:") => "SigPnd:\t0000000000000100\n".to_owned(),
+                line => format!("{line}\n"),
+            });
+            has_kill_pending(lines.collect::<String>().as_bytes())
         };
-        assert!(is_killed(&status("0000000000000100")));
-        assert!(is_killed(&status("0000000000004102")));
-        assert!(!is_killed(&status("0000000000004002")));
-        assert!(!is_killed(""));
+        assert!(killed("0000000000000100"));
+        assert!(killed("0000000000004102"));
+        assert!(!killed("0000000000004002"));
+        assert!(!has_kill_pending(&b""[..]));
     }
 
     #[test]

@@ -59,13 +59,11 @@ impl Zram {
 
     /// Makes the device swap of this share of the node's memory.
     pub(super) fn switch_on(&self, device: u32, share: ShareOfMemory) -> Result<(), Error> {
-        let meminfo = host::read_text(&self.meminfo)?.unwrap_or_default();
-        let bytes =
-            share.of(
-                meminfo::bytes(&meminfo, "MemTotal").ok_or_else(|| Error::NoZram {
-                    path: self.meminfo.clone(),
-                })?,
-            );
+        let memory = meminfo::read_at(&self.meminfo).map_err(|source| Error::Read {
+            path: self.meminfo.clone(),
+            source,
+        })?;
+        let bytes = share.of(memory.mem_total);
         let size = self.block.join(format!("zram{device}/disksize"));
         write(&size, &bytes.to_string())?;
         let path = self.dev.join(format!("zram{device}"));
@@ -176,13 +174,6 @@ mod tests {
             header[1024..1032],
             [1_u32.to_ne_bytes(), 255_u32.to_ne_bytes()].concat()
         );
-    }
-
-    #[test]
-    fn memory_is_read_in_bytes() {
-        let meminfo = "MemTotal:       24731604 kB\nMemFree:  1 kB\n";
-        assert_eq!(meminfo::bytes(meminfo, "MemTotal"), Some(24_731_604 * 1024));
-        assert_eq!(meminfo::bytes("MemFree: 1 kB\n", "MemTotal"), None);
     }
 
     /// Needs root and the zram module, as the development cluster does.
