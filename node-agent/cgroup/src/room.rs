@@ -170,6 +170,8 @@ fn is_gone(error: &std::io::Error) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
     use rstest::rstest;
 
     use super::*;
@@ -258,6 +260,52 @@ mod tests {
         assert_eq!(std::fs::read_to_string(&file).expect("read"), "512000000\n");
         std::fs::remove_file(&file).expect("removed");
         assert!(rooms[0].give_back().expect("it is gone"));
+    }
+
+    /// Needs root and a hierarchy that counts memory, as the development cluster does.
+    #[test]
+    fn the_limit_that_memory_in_use_does_not_fit_is_refused_by_v1_and_kills_by_v2() {
+        const MIB: u64 = 1 << 20;
+        let hierarchies = Hierarchies::find(Path::new("/sys/fs/cgroup")).expect("found");
+        let group = PathBuf::from(format!("torpor-room-test-{}", std::process::id()));
+        hierarchies.create(&group).expect("a cgroup");
+        let memory = hierarchies.memory(&group).expect("memory is counted");
+        let file = |name: &str| memory.path().join(name);
+        let is_v1 = file("memory.limit_in_bytes").exists();
+        let (limit, swap) = match is_v1 {
+            true => ("memory.limit_in_bytes", "memory.swappiness"),
+            false => ("memory.max", "memory.swap.max"),
+        };
+        write(&file(limit), &(8 * MIB).to_string()).expect("limited");
+        if file(swap).exists() {
+            write(&file(swap), "0").expect("kept out of swap");
+        }
+        let rooms = hierarchies.rooms(&group);
+        let room = rooms.first().expect("a limit");
+        room.make().expect("made");
+
+        // tail keeps what it reads until the end of its input.
+        let mut holder = std::process::Command::new("sh")
+            .args(["-c", "echo $$ >\"$0\" && exec tail -c 64M"])
+            .arg(file("cgroup.procs"))
+            .stdin(std::process::Stdio::piped())
+            .stdout(std::process::Stdio::null())
+            .spawn()
+            .expect("started");
+        let mut input = holder.stdin.take().expect("piped");
+        let held = vec![1; usize::try_from(24 * MIB).expect("a length")];
+        input.write_all(&held).expect("read by tail");
+        assert!(room.is_exceeded().expect("looked"));
+
+        let is_back = room.enforce().expect("tried");
+        assert_eq!(is_back, !is_v1);
+        assert_eq!(room.is_made().expect("looked"), is_v1);
+        drop(input);
+        let status = holder.wait().expect("ended");
+        assert_eq!(status.success(), is_v1, "v2 has killed it: {status}");
+        assert!(room.enforce().expect("tried again"));
+        assert!(!room.is_made().expect("looked"));
+        hierarchies.remove(&group).expect("removed");
     }
 
     #[rstest]
