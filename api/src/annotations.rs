@@ -92,6 +92,9 @@ pub const RESTORE_COPY: &str = "torpor.dev/restore-copy";
 /// Beside [`ON_RESTORE_EXEC`]: the container that the command runs in, which is the one that
 /// `kubectl exec` takes.
 pub const ON_RESTORE_EXEC_CONTAINER: &str = "torpor.dev/on-restore-exec-container";
+/// Names of the containers whose `securityContext` adds the capability NET_RAW (or is privileged),
+/// separated by commas. gVisor withholds NET_RAW from all others.
+pub const NET_RAW: &str = "torpor.dev/net-raw";
 /// Beside [`RESTORE_IMAGE`]: the newest PodSnapshot of the Sandbox, for which upstream's SDK will ask the Pod ([`crate::pod_snapshot::POD_RESTORED`]). The Pod then has
 /// [`crate::conditions::POD_RESTORE_SETTLED`] as a readiness gate.
 pub const POD_SNAPSHOT: &str = "torpor.dev/pod-snapshot";
@@ -151,7 +154,7 @@ pub const CLAIM_SETTINGS: [&str; 4] = [
 ];
 
 /// Torpor's annotations on a Pod: the only ones, all written by the controller.
-pub const ON_POD: [&str; 15] = [
+pub const ON_POD: [&str; 16] = [
     HIBERNATE,
     DOZE_AFTER,
     HIBERNATE_AFTER,
@@ -166,6 +169,7 @@ pub const ON_POD: [&str; 15] = [
     ON_CRASH,
     ON_RESTORE_EXEC,
     ON_RESTORE_EXEC_CONTAINER,
+    NET_RAW,
     POD_TRACE_CONTEXT,
 ];
 

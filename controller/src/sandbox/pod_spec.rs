@@ -12,6 +12,7 @@ use torpor_api::{
 use super::{dereference::claim_name, metadata, validate::owner_reference};
 
 pub mod inject;
+mod net_raw;
 
 /// What a Pod continues from.
 #[derive(Clone, Debug, PartialEq)]
@@ -144,6 +145,11 @@ pub fn pod(
             wait_until_settled(&mut spec);
         }
         continue_from(&mut spec, memory, &name);
+    }
+    // A Pod of another runtime is as upstream makes it.
+    let of_runtime = runtime_class_name(&sandbox.spec.pod_template.spec);
+    if let Some(names) = of_runtime.and_then(|_| net_raw::containers(&spec)) {
+        on_pod.insert(annotations::NET_RAW.to_owned(), names);
     }
     Ok(json!({
         "apiVersion": "v1",

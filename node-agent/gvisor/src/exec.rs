@@ -2,6 +2,8 @@
 
 use serde_json::{Value, json};
 
+use crate::spec::{CAP_NET_RAW, adds_net_raw};
+
 /// Why a process cannot be run.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum Error {
@@ -55,11 +57,10 @@ const CAPABILITIES: [&str; 41] = [
     "CAP_BPF",
     "CAP_CHECKPOINT_RESTORE",
 ];
-/// gVisor withholds raw sockets unless it runs with --net-raw, which we do not set.
-const CAP_NET_RAW: usize = 13;
 
 /// What [`crate::control::Control::execute`] sends for `process` (an OCI process object) in the container whose OCI spec is
-/// `spec`; a process without capabilities of its own has the container's.
+/// `spec`; a process without capabilities of its own has the container's. It has NET_RAW only where
+/// the Pod adds it to the container, because containerd's list of capabilities has it by default.
 pub fn exec_args(process: &Value, spec: &Value, container: &str) -> Result<Value, Error> {
     let args = process
         .get("args")
@@ -74,6 +75,8 @@ pub fn exec_args(process: &Value, spec: &Value, container: &str) -> Result<Value
         .get("capabilities")
         .or_else(|| spec.pointer("/process/capabilities"))
         .unwrap_or(&Value::Null);
+    let net_raw = adds_net_raw(spec);
+    let mask = |set: &str| mask(capabilities.get(set), net_raw);
     let flag = |name: &str| process.get(name).and_then(Value::as_bool).unwrap_or(false);
     Ok(json!({
         "argv": args.ok_or(Error::NoArgs)?,
@@ -84,11 +87,11 @@ pub fn exec_args(process: &Value, spec: &Value, container: &str) -> Result<Value
         "ExtraKGIDs": process.pointer("/user/additionalGids").cloned().unwrap_or_else(|| json!([])),
         "NoNewPrivileges": flag("noNewPrivileges"),
         "Capabilities": {
-            "PermittedCaps": mask(capabilities.get("permitted"))?,
-            "InheritableCaps": mask(capabilities.get("inheritable"))?,
-            "EffectiveCaps": mask(capabilities.get("effective"))?,
-            "BoundingCaps": mask(capabilities.get("bounding"))?,
-            "AmbientCaps": mask(capabilities.get("ambient"))?,
+            "PermittedCaps": mask("permitted")?,
+            "InheritableCaps": mask("inheritable")?,
+            "EffectiveCaps": mask("effective")?,
+            "BoundingCaps": mask("bounding")?,
+            "AmbientCaps": mask("ambient")?,
         },
         "StdioIsPty": flag("terminal"),
         "SupportTTYs": true,
@@ -107,16 +110,12 @@ pub fn helper_args(argv: &[&str], container: &str) -> Result<Value, Error> {
     exec_args(&process, &Value::Null, container)
 }
 
-fn mask(names: Option<&Value>) -> Result<u64, Error> {
-    let names = names
-        .and_then(Value::as_array)
-        .into_iter()
-        .flatten()
-        .filter_map(Value::as_str);
-    names.into_iter().try_fold(0, |mask, name| {
-        let number = CAPABILITIES.iter().position(|known| *known == name);
-        match number {
-            Some(CAP_NET_RAW) => Ok(mask),
+fn mask(names: Option<&Value>, net_raw: bool) -> Result<u64, Error> {
+    let names = names.and_then(Value::as_array).into_iter().flatten();
+    let names = names.filter_map(Value::as_str);
+    let mut names = names.filter(|name| net_raw || *name != CAP_NET_RAW);
+    names.try_fold(0, |mask, name| {
+        match CAPABILITIES.iter().position(|known| *known == name) {
             Some(number) => Ok(mask | (1 << number)),
             None => Err(Error::UnknownCapability(name.to_owned())),
         }
@@ -142,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn raw_sockets_are_withheld_and_unknown_names_refused() {
+    fn raw_sockets_are_the_containers_and_unknown_names_refused() {
         let with = |name: &str| {
             exec_args(
                 &json!({ "args": ["sh"], "capabilities": { "bounding": [name] } }),
@@ -154,6 +153,12 @@ mod tests {
             with("CAP_NET_RAW").expect("args")["Capabilities"]["BoundingCaps"],
             json!(0)
         );
+        let process = json!({ "args": ["sh"], "capabilities": { "bounding": ["CAP_NET_RAW"] } });
+        let spec = json!({ "annotations": {
+            "io.kubernetes.cri.container-name": "c", "torpor.dev/net-raw": "b,c",
+        } });
+        let args = exec_args(&process, &spec, "id").expect("args");
+        assert_eq!(args["Capabilities"]["BoundingCaps"], json!(1 << 13));
         let highest = with("CAP_CHECKPOINT_RESTORE").expect("args");
         assert_eq!(highest["Capabilities"]["BoundingCaps"], json!(1_u64 << 40));
         assert_eq!(

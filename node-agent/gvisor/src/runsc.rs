@@ -42,6 +42,10 @@ pub const SANDBOX_FLAGS: [&str; 3] = [
 /// more, so that a Pod with another request of memory (`oomScoreAdj`) could not go on.
 const RESTORE_SPEC_VALIDATION: &str = "--restore-spec-validation=warning";
 
+/// gVisor takes NET_RAW from each container otherwise. [`crate::spec::rewrite`] leaves it to those
+/// whose Pod adds it. An image does not depend on the flag.
+const NET_RAW: &str = "--net-raw";
+
 /// Why a runsc command failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -240,6 +244,7 @@ impl Runsc {
         flags.extend(SANDBOX_FLAGS.map(str::to_owned));
         flags.extend(self.own_flags.iter().cloned());
         flags.push(format!("--platform={}", self.platform));
+        flags.push(NET_RAW.to_owned());
         flags.push(RESTORE_SPEC_VALIDATION.to_owned());
         flags
     }

@@ -20,6 +20,11 @@ pub const CRI_IMAGE_NAME: &str = "io.kubernetes.cri.image-name";
 /// gVisor's annotations steer the privileged runsc: only ours get through.
 const GVISOR_PREFIX: &str = "dev.gvisor.";
 const MOUNT_HINT_PREFIX: &str = "dev.gvisor.spec.mount.";
+/// The controller's annotation (`torpor_api::annotations::NET_RAW`): names of the Pod's containers
+/// that add the capability NET_RAW themselves, separated by commas.
+const NET_RAW_CONTAINERS: &str = "torpor.dev/net-raw";
+/// A capability that runc gives by default, and gVisor only with `--net-raw`.
+pub(crate) const CAP_NET_RAW: &str = "CAP_NET_RAW";
 /// The bits of a file's mode (inode(7)) without those of its type.
 const PERMISSIONS: u32 = 0o7777;
 /// Where the pause container mounts the pod's volumes.
@@ -83,6 +88,15 @@ impl Spec {
         self.annotation(CRI_CONTAINER_NAME)
     }
 
+    /// Takes NET_RAW out of all sets of capabilities.
+    fn withhold_net_raw(&mut self) {
+        let sets = self.0.pointer_mut("/process/capabilities");
+        let sets = sets.and_then(Value::as_object_mut).into_iter().flatten();
+        for names in sets.filter_map(|(_, names)| names.as_array_mut()) {
+            names.retain(|name| name != CAP_NET_RAW);
+        }
+    }
+
     /// Afterwards the spec asks for standard streams where it asked for a terminal.
     pub fn forget_terminal(&mut self) {
         if let Some(process) = self.0.get_mut("process").and_then(Value::as_object_mut) {
@@ -136,6 +150,15 @@ impl Spec {
             .find(|mount| mount.get("destination").and_then(Value::as_str) == Some(destination))
             .and_then(|mount| mount.get("source")?.as_str())
     }
+}
+
+/// Whether the Pod adds NET_RAW to the container of this OCI spec. Its list of capabilities cannot
+/// tell: containerd adds NET_RAW by default.
+pub(crate) fn adds_net_raw(spec: &Value) -> bool {
+    let annotation = |key| spec.get("annotations")?.get(key)?.as_str();
+    let containers = annotation(NET_RAW_CONTAINERS).unwrap_or_default();
+    let own = annotation(CRI_CONTAINER_NAME);
+    own.is_some_and(|own| containers.split(',').any(|name| name == own))
 }
 
 /// A directory of the host that gVisor keeps inside the sandbox (and so in its images): an emptyDir, or /dev/shm.
@@ -192,10 +215,13 @@ pub fn shm_source(spec: &Spec) -> Option<PathBuf> {
     spec.mount_source("/dev/shm").map(PathBuf::from)
 }
 
-/// The spec that runsc gets: an absolute root path, no gVisor annotation but our volume hints, and the sandbox's own
-/// volumes mounted as such.
+/// The spec that runsc gets: an absolute root path, no gVisor annotation but our volume hints, the
+/// sandbox's own volumes mounted as such, and NET_RAW only where the Pod adds it.
 pub fn rewrite(mut spec: Spec, bundle: &Path, volumes: &[SandboxVolume]) -> Result<Spec, Error> {
     let role = spec.role()?;
+    if !adds_net_raw(&spec.0) {
+        spec.withhold_net_raw();
+    }
     let root = spec.0.get_mut("root").and_then(Value::as_object_mut);
     let root = root.ok_or(Error::Missing("root"))?;
     let path = root

@@ -8,7 +8,8 @@ use kube::api::ListParams;
 use kube::{Api, ResourceExt};
 use serde_json::json;
 use torpor_tests::case::{Case, START_LIMIT, case};
-use torpor_tests::pods::{COUNT, pod, shell, shell_pod, with};
+use torpor_tests::pods::{COUNT, pod, python, shell, shell_pod, with};
+use torpor_tests::sandboxes::sandbox;
 use torpor_tests::wait;
 
 fn phase(pod: &Pod) -> &str {
@@ -322,6 +323,52 @@ async fn a_part_of_an_empty_dir_is_refused_with_the_volume_and_the_remedy() -> a
             json!({ "volumes": [{ "name": "work", "emptyDir": {} }], "containers": [container] });
         case.create(pod("p", spec)).await?;
         described(case, &["\"work\" by subPath", "Mount the whole volume"]).await
+    })
+    .await
+}
+
+/// Whether the container's first process and one that exec starts may use raw sockets.
+async fn raw_sockets(case: &Case, container: &str) -> anyhow::Result<[bool; 2]> {
+    /// CAP_NET_RAW of capabilities(7).
+    const NET_RAW: u64 = 1 << 13;
+    const OPEN: &str = "python3 -c 'import socket
+try:
+    socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
+    print(\"opened\")
+except PermissionError:
+    print(\"refused\")'";
+    let effective = "sed -n 's/^CapEff:[[:space:]]*//p' /proc/1/status";
+    let effective = case.sh("s", container, effective).await?;
+    let first = u64::from_str_radix(effective.trim(), 16)? & NET_RAW != 0;
+    let opened = case.sh("s", container, OPEN).await?;
+    ensure!(["opened", "refused"].contains(&opened.trim()), "{opened}");
+    Ok([first, opened.trim() == "opened"])
+}
+
+/// A program that does nothing and has no port.
+const WAIT: &str = "import signal; signal.pause()";
+
+#[tokio::test]
+async fn raw_sockets_are_for_containers_that_add_net_raw() -> anyhow::Result<()> {
+    case("netraw", async |case| {
+        let adds = json!({ "securityContext": { "capabilities": { "add": ["NET_RAW"] } } });
+        let containers = [with(python("adds", WAIT), adds), python("default", WAIT)];
+        case.create(sandbox("s", json!({ "containers": containers })))
+            .await?;
+        case.sandbox_ready("s").await?;
+        for resumed in [false, true] {
+            if resumed {
+                case.suspend("s").await?;
+                case.resume("s").await?;
+            }
+            ensure!(
+                raw_sockets(case, "adds").await? == [true; 2],
+                "resumed: {resumed}"
+            );
+            let default = raw_sockets(case, "default").await?;
+            ensure!(default == [false; 2], "resumed: {resumed}");
+        }
+        Ok(())
     })
     .await
 }

@@ -39,6 +39,18 @@ fn without_memory_the_spec_is_the_templates_word_for_word() {
     assert_eq!(pod["metadata"]["annotations"], json!({}));
 }
 
+#[test]
+fn a_pod_with_a_runtime_class_names_the_containers_that_add_net_raw() {
+    let named = |class: Value| {
+        let context = json!({"capabilities": {"add": ["NET_RAW"]}});
+        let containers = json!([{"name": "c", "securityContext": context}, {"name": "d"}]);
+        let spec = json!({"runtimeClassName": class, "containers": containers});
+        pod(&sandbox(spec), &[], None)["metadata"]["annotations"].clone()
+    };
+    assert_eq!(named(json!("torpor")), json!({"torpor.dev/net-raw": "c"}));
+    assert_eq!(named(json!(null)), json!({}));
+}
+
 const RULE: &str = r#"{"key":"metadata.name","operator":"In","values":["n1"]}"#;
 
 #[rstest]

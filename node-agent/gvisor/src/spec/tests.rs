@@ -247,3 +247,29 @@ fn a_spec_that_no_kubelet_made_is_refused_by_name() {
         .expect_err("refused");
     assert_eq!(error, Error::NotCri(CRI_CONTAINER_TYPE));
 }
+
+#[test]
+fn raw_sockets_are_left_to_the_containers_whose_pod_adds_them() {
+    let rewritten = |container: Spec, containers: Option<&str>| {
+        let mut spec = container;
+        let sets = ["bounding", "effective", "permitted"];
+        let names = json!(["CAP_CHOWN", "CAP_NET_RAW", "CAP_KILL"]);
+        spec.0["process"]["capabilities"] =
+            sets.map(|set| (set, names.clone())).into_iter().collect();
+        if let Some(containers) = containers {
+            spec.0["annotations"][NET_RAW_CONTAINERS] = json!(containers);
+        }
+        let after = rewrite(spec, Path::new("/b"), &[]).expect("rewritten");
+        sets.map(|set| after.0["process"]["capabilities"][set].clone())
+    };
+    let without = [(); 3].map(|()| json!(["CAP_CHOWN", "CAP_KILL"]));
+    let with = [(); 3].map(|()| json!(["CAP_CHOWN", "CAP_NET_RAW", "CAP_KILL"]));
+    assert_eq!(rewritten(container(), None), without);
+    assert_eq!(rewritten(container(), Some("other,mainly")), without);
+    assert_eq!(rewritten(container(), Some("other,main")), with);
+    assert_eq!(
+        rewritten(sandbox(), Some("main")),
+        without,
+        "the pause container"
+    );
+}
