@@ -35,8 +35,9 @@ check() {
 }
 
 # wait_until SECONDS WORDS COMMAND…: polls the condition; a condition that does not come ends the demo with what is known.
+# TORPOR_TIME_SCALE says how many times slower than a usual one the machine is.
 wait_until() {
-	local deadline=$((SECONDS + $1)) words=$2
+	local deadline=$((SECONDS + $1 * ${TORPOR_TIME_SCALE:-1})) words=$2
 	shift 2
 	until "$@" >/dev/null 2>&1; do
 		[ "$SECONDS" -lt "$deadline" ] || lost "not seen in time: $words"

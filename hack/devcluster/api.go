@@ -27,7 +27,7 @@ func apiClient() (*http.Client, error) {
 	pool := x509.NewCertPool()
 	pool.AppendCertsFromPEM(ca)
 	return &http.Client{
-		Timeout:   10 * time.Second,
+		Timeout:   scaled(10 * time.Second),
 		Transport: &http.Transport{Proxy: nil, TLSClientConfig: &tls.Config{RootCAs: pool, Certificates: []tls.Certificate{pair}}},
 	}, nil
 }

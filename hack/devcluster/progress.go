@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"strconv"
 	"strings"
 	"time"
 )
@@ -39,14 +40,27 @@ func during(what string, work func() error) error {
 	return err
 }
 
+// timeScale says how many times slower than a usual one this machine is (an emulated one: 20).
+const timeScale = "TORPOR_TIME_SCALE"
+
+// scaled is a limit of time for this machine.
+func scaled(limit time.Duration) time.Duration {
+	factor, err := strconv.Atoi(os.Getenv(timeScale))
+	if err != nil || factor < 1 {
+		return limit
+	}
+	return limit * time.Duration(factor)
+}
+
 // waitFor polls check until it returns nil, and otherwise reports its last error. A process that died
 // for good is noticed by check, so that nobody waits the whole limit for it.
 func waitFor(what string, limit time.Duration, check func(context.Context) error) error {
+	limit = scaled(limit)
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
 	begin, told := time.Now(), time.Now()
 	for {
-		attempt, stop := context.WithTimeout(ctx, 5*time.Second)
+		attempt, stop := context.WithTimeout(ctx, scaled(5*time.Second))
 		err := check(attempt)
 		stop()
 		if err == nil {
@@ -81,6 +95,7 @@ func output(limit time.Duration, name string, args ...string) (string, error) {
 }
 
 func outputIn(limit time.Duration, dir string, env []string, stdin []byte, name string, args ...string) (string, error) {
+	limit = scaled(limit)
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
 	var out, errOut bytes.Buffer

@@ -9,6 +9,7 @@ use tokio::process::{Child, ChildStdin, ChildStdout};
 
 use crate::case::Case;
 use crate::pods::{shell, with};
+use crate::wait;
 
 /// Spec of a Pod that says each line again that comes to its standard input, which is a pipe.
 pub fn echoes() -> serde_json::Value {
@@ -42,7 +43,7 @@ impl Attached {
     pub async fn answers(&mut self, word: &str) -> anyhow::Result<()> {
         self.stdin.write_all(format!("{word}\n").as_bytes()).await?;
         let line = self.lines.next_line();
-        let line = tokio::time::timeout(Duration::from_secs(20), line).await??;
+        let line = tokio::time::timeout(wait::scaled(Duration::from_secs(20)), line).await??;
         assert_eq!(line, Some(format!("got {word}")));
         Ok(())
     }

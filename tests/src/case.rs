@@ -80,6 +80,7 @@ async fn run(
     name: &str,
     body: impl AsyncFnOnce(&Case) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
+    let limit = wait::scaled(limit);
     let case = Case::begin(name).await?;
     let guarded = AssertUnwindSafe(body(&case)).catch_unwind();
     let outcome = tokio::time::timeout(limit, guarded).await;
@@ -250,7 +251,7 @@ impl Case {
             ..LogParams::default()
         };
         let pods = self.pods();
-        let log = tokio::time::timeout(LOG_LIMIT, pods.logs(pod, &of)).await;
+        let log = tokio::time::timeout(wait::scaled(LOG_LIMIT), pods.logs(pod, &of)).await;
         let log = log.with_context(words)?.with_context(words)?;
         Ok(log.trim().to_owned())
     }

@@ -19,6 +19,7 @@ use tonic_prost::ProstCodec;
 use crate::case::Case;
 use crate::kubectl::Ran;
 use crate::node::containerd_socket;
+use crate::wait;
 
 /// An exec that wakes a sandbox takes a second on a loaded machine.
 const LIMIT: Duration = Duration::from_secs(40);
@@ -32,7 +33,7 @@ impl Case {
     pub async fn exec(&self, pod: &str, container: &str, command: &[&str]) -> anyhow::Result<Ran> {
         let socket = containerd_socket()?;
         let asked = Box::pin(run(&socket, &self.namespace, pod, container, command));
-        let answer = tokio::time::timeout(LIMIT, asked).await;
+        let answer = tokio::time::timeout(wait::scaled(LIMIT), asked).await;
         let words = || format!("{command:?} in {pod}/{container} did not end within {LIMIT:?}");
         Ok(ran(answer.with_context(words)?))
     }

@@ -8,6 +8,7 @@ use tokio::process::Command;
 use crate::agent::{self, Agent};
 use crate::case::Case;
 use crate::kubectl::Kubectl;
+use crate::wait;
 
 const LINES: usize = 60;
 
@@ -122,7 +123,8 @@ async fn program_log(text: &mut String, case: &Case, program: &str) {
     let asked = Command::new(driver)
         .args(["logs", program, "-n", "3000"])
         .output();
-    let Ok(Ok(output)) = tokio::time::timeout(Duration::from_secs(20), asked).await else {
+    let Ok(Ok(output)) = tokio::time::timeout(wait::scaled(Duration::from_secs(20)), asked).await
+    else {
         return;
     };
     let log = String::from_utf8_lossy(&output.stdout).into_owned();

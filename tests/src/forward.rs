@@ -8,6 +8,7 @@ use tokio::net::TcpStream;
 use tokio::process::{Child, ChildStderr, ChildStdout};
 
 use crate::kubectl::Kubectl;
+use crate::wait;
 
 /// Connecting may wake a sandbox first.
 const LIMIT: Duration = Duration::from_secs(40);
@@ -32,7 +33,7 @@ impl Forward {
         let err = child.stderr.take().context("no standard error")?;
         let (mut out, err) = (BufReader::new(out).lines(), BufReader::new(err).lines());
         // "Forwarding from 127.0.0.1:40123 -> 8080"
-        let line = tokio::time::timeout(LIMIT, out.next_line()).await;
+        let line = tokio::time::timeout(wait::scaled(LIMIT), out.next_line()).await;
         let line = line.context("kubectl does not listen")??;
         let line = line.context("kubectl ended before it listened")?;
         let own = line
@@ -60,13 +61,13 @@ impl Forward {
             stream.read_to_end(&mut answer).await?;
             Ok(answer)
         };
-        let answer = tokio::time::timeout(LIMIT, exchanged).await;
+        let answer = tokio::time::timeout(wait::scaled(LIMIT), exchanged).await;
         answer.context("no answer in time")?
     }
 
     /// What kubectl says of a connection that failed.
     pub async fn complaint(&mut self) -> anyhow::Result<String> {
-        let line = tokio::time::timeout(LIMIT, self.err.next_line()).await;
+        let line = tokio::time::timeout(wait::scaled(LIMIT), self.err.next_line()).await;
         let line = line.context("kubectl says nothing")??;
         line.context("kubectl ended without a word")
     }

@@ -8,6 +8,8 @@ use anyhow::Context;
 use tokio::io::AsyncWriteExt;
 use tokio::process::{Child, Command};
 
+use crate::wait;
+
 /// An exec that wakes a sandbox takes a second on a loaded machine.
 const LIMIT: Duration = Duration::from_secs(40);
 
@@ -116,7 +118,7 @@ pub(crate) async fn to_the_end(
         }
         child.wait_with_output().await
     };
-    let output = tokio::time::timeout(LIMIT, finished)
+    let output = tokio::time::timeout(wait::scaled(LIMIT), finished)
         .await
         .with_context(|| format!("{} did not end within {LIMIT:?}", words()))?
         .with_context(words)?;

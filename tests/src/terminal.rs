@@ -89,7 +89,8 @@ impl Terminal {
 
     /// Waits until kubectl ends; answers its exit code.
     pub async fn ended(&mut self) -> anyhow::Result<i32> {
-        let status = tokio::time::timeout(Duration::from_secs(20), self.child.wait()).await;
+        let status =
+            tokio::time::timeout(wait::scaled(Duration::from_secs(20)), self.child.wait()).await;
         let status = status.with_context(|| format!("kubectl goes on: {}", self.shown()))??;
         Ok(status.code().unwrap_or(-1))
     }

@@ -2,6 +2,7 @@
 
 use std::fmt::Debug;
 use std::pin::pin;
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use futures::StreamExt;
@@ -14,6 +15,23 @@ use serde::de::DeserializeOwned;
 const PAUSE: Duration = Duration::from_millis(150);
 const LONG_PAUSE: Duration = Duration::from_millis(500);
 
+/// Environment: how many times slower than a usual one this machine is (an emulated one: 20).
+const TIME_SCALE: &str = "TORPOR_TIME_SCALE";
+
+/// A limit of time for this machine.
+pub fn scaled(limit: Duration) -> Duration {
+    static SCALE: LazyLock<u32> = LazyLock::new(|| scale(std::env::var(TIME_SCALE).ok()));
+    limit.saturating_mul(*SCALE)
+}
+
+fn scale(value: Option<String>) -> u32 {
+    let Some(value) = value else {
+        return 1;
+    };
+    let number = value.parse().ok().filter(|number| *number > 0);
+    number.unwrap_or_else(|| panic!("{TIME_SCALE}={value} is no whole number from 1"))
+}
+
 /// What a condition says of itself: it holds, with a value, or not yet, with the reason.
 pub type Look<T> = anyhow::Result<Result<T, String>>;
 
@@ -23,6 +41,7 @@ pub async fn until<T>(
     limit: Duration,
     mut condition: impl AsyncFnMut() -> Look<T>,
 ) -> anyhow::Result<T> {
+    let limit = scaled(limit);
     let deadline = Instant::now() + limit;
     loop {
         let began = Instant::now();
@@ -54,6 +73,7 @@ pub async fn object<K, T>(
 where
     K: Resource<DynamicType: Default> + Clone + DeserializeOwned + Debug + Send + 'static,
 {
+    let limit = scaled(limit);
     let mut last = "nothing was heard of it".to_owned();
     let seen = async {
         let mut changes = pin!(watcher::watch_object(api, name).default_backoff());
@@ -109,6 +129,7 @@ pub async fn none<K>(api: &Api<K>, words: &str, limit: Duration) -> anyhow::Resu
 where
     K: Resource<DynamicType: Default> + Clone + DeserializeOwned + Debug,
 {
+    let limit = scaled(limit);
     let mut left = Vec::new();
     let gone = async {
         loop {
@@ -155,10 +176,21 @@ mod tests {
         assert_eq!(pause_after(Duration::MAX), LONG_PAUSE);
     }
 
+    #[test]
+    fn limits_are_as_they_are_written_unless_the_machine_is_slow() {
+        assert_eq!(scale(None), 1);
+        assert_eq!(scale(Some("20".to_owned())), 20);
+        for wrong in ["0", "", "-1", "1.5", "fast"] {
+            let refused = std::panic::catch_unwind(|| scale(Some(wrong.to_owned())));
+            assert!(refused.is_err(), "{wrong}");
+        }
+    }
+
     #[tokio::test]
     async fn a_condition_that_never_holds_is_told_with_its_last_reason() {
         let mut looks = 0;
         let limit = Duration::from_millis(10);
+        let scaled = scaled(limit);
         let seen = until("the end", limit, async || {
             looks += 1;
             Ok(Err::<(), String>(format!("look {looks}")))
@@ -166,7 +198,7 @@ mod tests {
         .await;
         let error = seen.expect_err("it never holds").to_string();
         // One look or two: a busy machine may take the whole time for the first.
-        let last = format!("not seen within 10ms: the end (last: look {looks})");
+        let last = format!("not seen within {scaled:?}: the end (last: look {looks})");
         assert_eq!(error, last);
     }
 }

@@ -91,8 +91,10 @@ impl Connection {
     /// Connects to the Pod's address from the node.
     pub async fn open(pod: &Pod) -> anyhow::Result<Self> {
         let address = address(pod)?;
-        let stream =
-            tokio::time::timeout(ANSWER_LIMIT, TcpStream::connect((address.as_str(), PORT)));
+        let stream = tokio::time::timeout(
+            wait::scaled(ANSWER_LIMIT),
+            TcpStream::connect((address.as_str(), PORT)),
+        );
         let stream = stream.await.context("no connection in time")?;
         Ok(Self(BufReader::new(
             stream.with_context(|| format!("no connection to {address}"))?,
@@ -123,7 +125,7 @@ impl Connection {
             anyhow::ensure!(!line.is_empty(), "the connection was closed");
             Ok(serde_json::from_str(&line)?)
         };
-        tokio::time::timeout(ANSWER_LIMIT, asked)
+        tokio::time::timeout(wait::scaled(ANSWER_LIMIT), asked)
             .await
             .context("no answer in time")?
     }
@@ -140,7 +142,7 @@ pub async fn ask_by_datagram(pod: &Pod) -> anyhow::Result<State> {
     socket.connect((address, PORT)).await?;
     socket.send(b"?").await?;
     let mut answer = vec![0; 4096];
-    let length = tokio::time::timeout(ANSWER_LIMIT, socket.recv(&mut answer));
+    let length = tokio::time::timeout(wait::scaled(ANSWER_LIMIT), socket.recv(&mut answer));
     let length = length.await.context("no answer in time")??;
     Ok(serde_json::from_slice(&answer[..length])?)
 }
@@ -161,7 +163,7 @@ pub async fn echo(pod: &Pod) -> anyhow::Result<()> {
     let address: IpAddr = address(pod)?.parse()?;
     let replied = tokio::task::spawn_blocking(move || {
         let socket = icmp(address)?;
-        socket.set_read_timeout(Some(ANSWER_LIMIT))?;
+        socket.set_read_timeout(Some(wait::scaled(ANSWER_LIMIT)))?;
         // Type, code, checksum (what the rest adds up to; RFC 792), identifier and number. The kernel itself sets ICMPv6's (RFC 3542).
         let (request, reply) = match address {
             IpAddr::V4(_) => ([8, 0, 0x9f, 0x7f, 0x58, 0x7f, 0, 1], 0),

@@ -163,7 +163,7 @@ Server(('', 8080), Echo).serve_forever()";
 async fn echo(stream: &mut TcpStream) -> anyhow::Result<()> {
     let mut answer = [0];
     stream.write_all(b"x").await?;
-    let read = tokio::time::timeout(LIMIT, stream.read_exact(&mut answer)).await;
+    let read = tokio::time::timeout(wait::scaled(LIMIT), stream.read_exact(&mut answer)).await;
     read.context("no answer in time")??;
     Ok(())
 }
@@ -223,7 +223,7 @@ async fn a_peer_that_goes_while_it_sleeps_is_gone_when_it_wakes() -> anyhow::Res
         for stream in &mut streams {
             // Whoever goes with something unread resets its connection.
             let mut block = [0; 8];
-            tokio::time::timeout(LIMIT, stream.read_exact(&mut block)).await??;
+            tokio::time::timeout(wait::scaled(LIMIT), stream.read_exact(&mut block)).await??;
         }
         let uid = uid(&case.hibernate("p").await?);
         if let Some(reset) = streams.pop() {
@@ -349,7 +349,7 @@ impl Heard {
 
     async fn next(&self) -> anyhow::Result<u64> {
         let mut word = [0; 32];
-        let length = tokio::time::timeout(LIMIT, self.0.recv(&mut word)).await??;
+        let length = tokio::time::timeout(wait::scaled(LIMIT), self.0.recv(&mut word)).await??;
         Ok(str::from_utf8(&word[..length])?.parse()?)
     }
 }

@@ -10,6 +10,7 @@ use torpor_tests::case::{Case, case};
 use torpor_tests::counted::listen;
 use torpor_tests::pods::{pod, python, with};
 use torpor_tests::sandboxes::sandbox;
+use torpor_tests::wait;
 
 /// A wake and the hook, on a busy machine.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -80,7 +81,7 @@ async fn told(listener: &TcpListener) -> anyhow::Result<String> {
         stream.read_to_string(&mut said).await?;
         anyhow::Ok(said)
     };
-    let told = tokio::time::timeout(LIMIT, told).await;
+    let told = tokio::time::timeout(wait::scaled(LIMIT), told).await;
     told.context("the hook has not been run")?
 }
 

@@ -20,6 +20,7 @@ use torpor_tests::node::containerd_socket;
 use torpor_tests::pods::{COUNT, pod, shell, shell_pod, with};
 use torpor_tests::sleep::restarts;
 use torpor_tests::swap::Swap;
+use torpor_tests::wait;
 
 const LIMIT: Duration = Duration::from_secs(20);
 /// As much as the test's program holds.
@@ -178,7 +179,7 @@ async fn a_kata_sandbox_dozes_and_a_packet_wakes_it() -> anyhow::Result<()> {
         tokio::io::AsyncWriteExt::write_all(&mut stream, b"?").await?;
         let mut answer = [0; 1];
         let read = tokio::io::AsyncReadExt::read_exact(&mut stream, &mut answer);
-        tokio::time::timeout(LIMIT, read).await??;
+        tokio::time::timeout(wait::scaled(LIMIT), read).await??;
         assert_eq!(&answer, b"?");
         Ok(())
     })

@@ -55,7 +55,7 @@ impl Word {
 
 async fn hears(stream: &mut TcpStream, expected: &[u8]) -> anyhow::Result<()> {
     let mut byte = [0];
-    let read = tokio::time::timeout(LIMIT, stream.read(&mut byte)).await;
+    let read = tokio::time::timeout(wait::scaled(LIMIT), stream.read(&mut byte)).await;
     let length = read.context("nothing has come in time")??;
     let heard = &byte[..length];
     ensure!(heard == expected, "{heard:?} in place of {expected:?}");

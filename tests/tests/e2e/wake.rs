@@ -182,7 +182,7 @@ async fn name_of(address: &str) -> anyhow::Result<String> {
         stream.read_to_string(&mut name).await?;
         anyhow::Ok(name)
     };
-    tokio::time::timeout(LIMIT, asked).await?
+    tokio::time::timeout(wait::scaled(LIMIT), asked).await?
 }
 
 #[tokio::test]
@@ -387,7 +387,7 @@ async fn a_question_that_was_not_answered_when_it_fell_asleep_is_answered() -> a
         stream.write_all(b"?\n").await?;
         case.annotate("p", HIBERNATE, Some("true")).await?;
         let mut answer = [0; 2];
-        tokio::time::timeout(LIMIT, stream.read_exact(&mut answer)).await??;
+        tokio::time::timeout(wait::scaled(LIMIT), stream.read_exact(&mut answer)).await??;
         ensure!(&answer == b"?\n", "{answer:?}");
         let entries = case.node.ledger_seq(&uid)? - awake;
         // Begun, committed, asleep, waking; that it is awake is noted a moment after it runs.

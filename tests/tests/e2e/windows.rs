@@ -84,7 +84,7 @@ struct Written {
 /// A connection on which the program does what the byte says.
 async fn wish(pod: &Pod, wish: u8) -> anyhow::Result<TcpStream> {
     let connected = TcpStream::connect((witness::address(pod)?, witness::PORT));
-    let connected = tokio::time::timeout(LIMIT, connected).await;
+    let connected = tokio::time::timeout(wait::scaled(LIMIT), connected).await;
     let mut stream = connected.context("no connection in time")??;
     stream.write_all(&[wish]).await?;
     Ok(stream)
@@ -94,7 +94,7 @@ async fn wish(pod: &Pod, wish: u8) -> anyhow::Result<TcpStream> {
 async fn answer(pod: &Pod, to: u8) -> anyhow::Result<String> {
     let mut stream = wish(pod, to).await?;
     let mut answer = String::new();
-    let read = tokio::time::timeout(LIMIT, stream.read_to_string(&mut answer)).await;
+    let read = tokio::time::timeout(wait::scaled(LIMIT), stream.read_to_string(&mut answer)).await;
     read.context("no answer in time")??;
     Ok(answer)
 }
@@ -142,7 +142,7 @@ async fn fill(stream: &TcpStream, all: &[u8]) -> anyhow::Result<usize> {
 
 /// Reads to the end, after what was read before, and sees that it is all and nothing else.
 async fn read_all(mut stream: TcpStream, mut read: Vec<u8>, all: &[u8]) -> anyhow::Result<()> {
-    let end = tokio::time::timeout(LIMIT, stream.read_to_end(&mut read)).await;
+    let end = tokio::time::timeout(wait::scaled(LIMIT), stream.read_to_end(&mut read)).await;
     end.with_context(|| format!("no end after {} bytes", read.len()))??;
     let wrong = || read.iter().zip(all).position(|(came, said)| came != said);
     ensure!(
@@ -244,7 +244,7 @@ impl Full {
             anyhow::Ok(())
         };
         let write = async {
-            let written = tokio::time::timeout(LIMIT, write).await;
+            let written = tokio::time::timeout(wait::scaled(LIMIT), write).await;
             written.context("the program does not read to the end")?
         };
         tokio::try_join!(

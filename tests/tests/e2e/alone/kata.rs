@@ -60,7 +60,7 @@ async fn asked(stream: &mut TcpStream) -> anyhow::Result<u64> {
     stream.write_all(b"?\n").await?;
     let mut answer = [0; 32];
     let read = stream.read(&mut answer);
-    let length = tokio::time::timeout(ANSWER_LIMIT, read).await??;
+    let length = tokio::time::timeout(wait::scaled(ANSWER_LIMIT), read).await??;
     let text = String::from_utf8_lossy(answer.get(..length).unwrap_or_default())
         .trim()
         .to_owned();
@@ -149,7 +149,8 @@ async fn goes_through(case: &Case) -> anyhow::Result<()> {
     another.write_all(b"?\n").await?;
     Agent::replace(case.client()).await?;
     let mut answer = [0; 8];
-    let length = tokio::time::timeout(SLEEP_LIMIT, another.read(&mut answer)).await??;
+    let length =
+        tokio::time::timeout(wait::scaled(SLEEP_LIMIT), another.read(&mut answer)).await??;
     assert_eq!(answer.get(..length), Some(&b"4\n"[..]));
     // It is idle again, and its Pod may go while it dozes.
     dozes(case, &node).await?;
