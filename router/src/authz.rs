@@ -1,11 +1,13 @@
 //! Whether a client may reach a sandbox: upstream's modes. Who needs no apiserver decides purely.
 
+use std::{fmt, sync::Arc};
+
 use aws_lc_rs::{constant_time, digest};
-use http::{HeaderMap, header};
+use http::{HeaderMap, Method, header};
 
 use crate::{
     refusal::Refusal,
-    scoped_token::Secret,
+    scoped_token::{Opened, Tokens},
     target::{POD_IP, Target},
     token_review::{Reviewer, Sandbox},
     verdicts::Verdict,
@@ -19,7 +21,7 @@ pub enum Authorizer {
     /// One token for all, as the Python router has it (`ROUTER_AUTH_TOKEN`).
     SharedToken(SharedToken),
     /// A token opens the sandbox that it names.
-    ScopedToken(Secret),
+    ScopedToken(Tokens),
     /// Who has a token of the cluster may reach every sandbox.
     TokenReview(Reviewer),
     /// Torpor's: the token's user may reach the sandboxes that the cluster's authorizer lets it
@@ -27,25 +29,54 @@ pub enum Authorizer {
     SubjectAccessReview(Reviewer),
 }
 
+/// What a request asks for.
+#[derive(Clone, Copy)]
+pub struct Asked<'a> {
+    pub target: &'a Target,
+    pub method: &'a Method,
+    pub headers: &'a HeaderMap,
+    /// As the sandbox gets it, without the query.
+    pub path: &'a str,
+    /// UID of the Sandbox that the target means, as the watch shows it.
+    pub uid: &'a (dyn Fn() -> Option<Arc<str>> + Sync),
+}
+
+impl fmt::Debug for Asked<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The headers have the token.
+        f.debug_struct("Asked")
+            .field("target", self.target)
+            .field("method", self.method)
+            .field("path", &self.path)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The UID of the only Sandbox that a request may reach, where its token is bound to one.
+pub type BoundTo = Option<Arc<str>>;
+
 impl Authorizer {
     /// Decides by the token that the client shows, if it does. `now` is in seconds since 1970.
     pub async fn authorize(
         &self,
         token: Option<&str>,
-        headers: &HeaderMap,
-        target: &Target,
+        asked: Asked<'_>,
         now: i64,
-    ) -> Result<(), Refusal> {
+    ) -> Result<BoundTo, Refusal> {
         match self {
-            Self::AllowAll => Ok(()),
-            Self::SharedToken(expected) => expected.check(token),
-            Self::ScopedToken(secret) => check_scoped(secret, token, headers, target, now),
-            Self::TokenReview(reviewer) => match token {
-                None if !reviewer.requires_token() => Ok(()),
-                token => review(reviewer, token, None).await,
-            },
-            Self::SubjectAccessReview(reviewer) => review(reviewer, token, Some(target)).await,
+            Self::AllowAll => {}
+            Self::SharedToken(expected) => expected.check(token)?,
+            Self::ScopedToken(tokens) => return check_scoped(tokens, token, asked, now),
+            Self::TokenReview(reviewer) => {
+                if token.is_some() || reviewer.requires_token() {
+                    review(reviewer, token, None).await?;
+                }
+            }
+            Self::SubjectAccessReview(reviewer) => {
+                review(reviewer, token, Some(asked.target)).await?;
+            }
         }
+        Ok(None)
     }
 }
 
@@ -68,20 +99,32 @@ impl SharedToken {
 }
 
 fn check_scoped(
-    secret: &Secret,
+    tokens: &Tokens,
     token: Option<&str>,
-    headers: &HeaderMap,
-    target: &Target,
+    asked: Asked<'_>,
     now: i64,
-) -> Result<(), Refusal> {
+) -> Result<BoundTo, Refusal> {
     let token = token.ok_or(Refusal::Unauthenticated)?;
-    let claims = secret.verify(token, now).ok_or(Refusal::Unauthenticated)?;
+    let opened = tokens.verify(token, now).ok_or(Refusal::Unauthenticated)?;
+    let (namespace, name) = match &opened {
+        Opened::V1(claims) => (&claims.namespace, &claims.name),
+        Opened::V2(claims) => (&claims.namespace, &claims.name),
+    };
+    let target = asked.target;
     // Upstream would dial that address, and so refuses it here. It is never dialled by us, but a client finds the same answer.
-    let names_an_address = headers.get(&POD_IP).is_some_and(|value| !value.is_empty());
-    if names_an_address || claims.namespace != target.namespace || claims.name != target.id {
+    let address = asked.headers.get(&POD_IP);
+    let names_an_address = address.is_some_and(|value| !value.is_empty());
+    if names_an_address || *namespace != target.namespace || *name != target.id {
         return Err(Refusal::Forbidden);
     }
-    Ok(())
+    let Opened::V2(claims) = opened else {
+        return Ok(None);
+    };
+    // A later Sandbox of that name is another one, and so is one that nobody knows.
+    let uid = (asked.uid)().filter(|uid| **uid == *claims.uid);
+    let covered = claims.covers(target.port, asked.method, asked.path);
+    let uid = uid.filter(|_| covered).ok_or(Refusal::Forbidden)?;
+    Ok(Some(uid))
 }
 
 /// Asks whose the token is, and whether that user may connect to the sandbox, if one is meant.
@@ -122,7 +165,10 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::scoped_token::Claims;
+    use crate::scoped_token::{
+        Claims, Secret,
+        keys::{CONTEXT, Keys},
+    };
 
     fn headers(authorization: &str, address: Option<&'static str>) -> HeaderMap {
         let mut headers = HeaderMap::new();
@@ -133,9 +179,29 @@ mod tests {
         headers
     }
 
-    async fn decide(authorizer: &Authorizer, headers: &HeaderMap, now: i64) -> Result<(), Refusal> {
-        let token = bearer(headers);
-        authorizer.authorize(token, headers, &target(), now).await
+    async fn decide(
+        authorizer: &Authorizer,
+        headers: &HeaderMap,
+        now: i64,
+    ) -> Result<BoundTo, Refusal> {
+        decide_with(authorizer, headers, Some("uid"), now).await
+    }
+
+    /// `uid` is of the Sandbox that the watch shows.
+    async fn decide_with(
+        authorizer: &Authorizer,
+        headers: &HeaderMap,
+        uid: Option<&str>,
+        now: i64,
+    ) -> Result<BoundTo, Refusal> {
+        let asked = Asked {
+            target: &target(),
+            method: &Method::GET,
+            headers,
+            path: "/run",
+            uid: &|| uid.map(Into::into),
+        };
+        authorizer.authorize(bearer(headers), asked, now).await
     }
 
     fn target() -> Target {
@@ -161,18 +227,18 @@ mod tests {
     #[rstest]
     #[case("", Err(Refusal::NoBearer))]
     #[case("Bearer wrong", Err(Refusal::WrongToken))]
-    #[case("Bearer secret", Ok(()))]
+    #[case("Bearer secret", Ok(None))]
     #[tokio::test]
     async fn the_shared_token_is_asked_for_as_the_python_router_does(
         #[case] value: &str,
-        #[case] answer: Result<(), Refusal>,
+        #[case] answer: Result<BoundTo, Refusal>,
     ) {
         let authorizer = Authorizer::SharedToken(SharedToken::new("secret"));
         assert_eq!(decide(&authorizer, &headers(value, None), 0).await, answer);
     }
 
     #[rstest]
-    #[case::its_sandbox("team", "box", 999, None, Ok(()))]
+    #[case::its_sandbox("team", "box", 999, None, Ok(None))]
     #[case::another_name("team", "other", 999, None, Err(Refusal::Forbidden))]
     #[case::another_namespace("mate", "box", 999, None, Err(Refusal::Forbidden))]
     #[case::too_late("team", "box", 1000, None, Err(Refusal::Unauthenticated))]
@@ -183,7 +249,7 @@ mod tests {
         #[case] name: &str,
         #[case] now: i64,
         #[case] address: Option<&'static str>,
-        #[case] answer: Result<(), Refusal>,
+        #[case] answer: Result<BoundTo, Refusal>,
     ) {
         let secret = Secret::new(&[7; 32]).unwrap();
         let claims = Claims {
@@ -192,21 +258,80 @@ mod tests {
             exp: 1000,
         };
         let token = secret.sign(&claims).unwrap();
-        let authorizer = Authorizer::ScopedToken(secret);
+        let authorizer = Authorizer::ScopedToken(secret.into());
         let headers = headers(&format!("Bearer {token}"), address);
         assert_eq!(decide(&authorizer, &headers, now).await, answer);
     }
 
     #[tokio::test]
     async fn without_a_good_token_a_scoped_sandbox_stays_shut() {
-        let authorizer = Authorizer::ScopedToken(Secret::new(&[7; 32]).unwrap());
-        for value in ["", "Bearer x", "Bearer a.b"] {
+        let authorizer = Authorizer::ScopedToken(Secret::new(&[7; 32]).unwrap().into());
+        for value in [
+            "",
+            "Bearer x",
+            "Bearer a.b",
+            "Bearer v1.a.b",
+            "Bearer v2.k.a.b",
+        ] {
             let answer = decide(&authorizer, &headers(value, None), 0).await;
             assert_eq!(answer, Err(Refusal::Unauthenticated), "{value}");
         }
         assert_eq!(
             decide(&Authorizer::AllowAll, &HeaderMap::new(), 0).await,
-            Ok(())
+            Ok(None)
         );
+    }
+
+    #[rstest]
+    #[case::its_sandbox(r#""uid":"uid","#, Some("uid"), None, Ok(Some("uid")))]
+    #[case::its_request(
+        r#""uid":"uid","port":80,"method":"GET","path":"/run","#,
+        Some("uid"),
+        None,
+        Ok(Some("uid"))
+    )]
+    #[case::another_request(
+        r#""uid":"uid","port":80,"method":"PUT","path":"/run","#,
+        Some("uid"),
+        None,
+        Err(Refusal::Forbidden)
+    )]
+    #[case::a_later_sandbox_of_that_name(
+        r#""uid":"uid","#,
+        Some("other"),
+        None,
+        Err(Refusal::Forbidden)
+    )]
+    #[case::no_sandbox(r#""uid":"uid","#, None, None, Err(Refusal::Forbidden))]
+    #[case::with_an_address(
+        r#""uid":"uid","#,
+        Some("uid"),
+        Some("10.0.0.1"),
+        Err(Refusal::Forbidden)
+    )]
+    #[tokio::test]
+    async fn a_token_of_version_2_opens_one_sandbox_and_no_later_one(
+        #[case] claims: &str,
+        #[case] uid: Option<&str>,
+        #[case] address: Option<&'static str>,
+        #[case] answer: Result<Option<&str>, Refusal>,
+    ) {
+        use aws_lc_rs::signature::{Ed25519KeyPair, KeyPair as _};
+        use base64::{Engine as _, engine::general_purpose::URL_SAFE_NO_PAD};
+
+        let pair = Ed25519KeyPair::from_seed_unchecked(&[7; 32]).unwrap();
+        let public = URL_SAFE_NO_PAD.encode(pair.public_key());
+        let file = format!(r#"{{"keys":[{{"kid":"k","publicKey":"{public}"}}]}}"#);
+        let authorizer = Authorizer::ScopedToken(Tokens {
+            keys: Some(Keys::read(file.as_bytes()).unwrap()),
+            ..Tokens::default()
+        });
+        let payload = format!(r#"{{"ns":"team","name":"box",{claims}"exp":1000}}"#);
+        let signed = format!("k.{}", URL_SAFE_NO_PAD.encode(payload));
+        let signature = pair.sign(format!("{CONTEXT}{signed}").as_bytes());
+        let token = format!("v2.{signed}.{}", URL_SAFE_NO_PAD.encode(signature));
+        let headers = headers(&format!("Bearer {token}"), address);
+        let decided = decide_with(&authorizer, &headers, uid, 999).await;
+        assert_eq!(decided, answer.map(|uid| uid.map(Into::into)));
     }
 }

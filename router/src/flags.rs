@@ -34,6 +34,10 @@ pub enum AuthzMode {
     ScopedToken,
 }
 
+/// A time, in seconds since 1970.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Instant(pub i64);
+
 /// The flags.
 #[derive(Clone, Debug, Parser)]
 #[command(
@@ -81,9 +85,16 @@ pub struct Flags {
     /// Audiences of which a token must name one
     #[arg(long, value_delimiter = ',')]
     pub authz_tokenreview_audiences: Vec<String>,
-    /// Secret with which scoped tokens are signed
+    /// Secret of scoped tokens of version 1, which whoever makes them has too
     #[arg(long)]
     pub authz_scoped_token_secret_file: Option<PathBuf>,
+    /// Public keys of scoped tokens of version 2 (Ed25519), as JSON; read once
+    #[arg(long)]
+    pub authz_scoped_token_verification_keys_file: Option<PathBuf>,
+    /// Time (RFC 3339) from which on tokens of version 1 are void; must be said where both versions
+    /// are taken
+    #[arg(long, value_parser = instant)]
+    pub authz_scoped_token_v1_accept_until: Option<Instant>,
     /// Cookie in which browsers may show their token to a sandbox' host; begins with __Host-
     #[arg(long, default_value = "")]
     pub authz_cookie_name: String,
@@ -211,8 +222,20 @@ pub enum Error {
          scoped-token (a token for each sandbox), or allow-all (everybody, as upstream's router does by default)"
     )]
     NoMode,
-    #[error("--authz-mode=scoped-token needs --authz-scoped-token-secret-file")]
+    #[error(
+        "--authz-mode=scoped-token needs --authz-scoped-token-secret-file or --authz-scoped-token-verification-keys-file"
+    )]
     NoSecret,
+    #[error("--authz-scoped-token-verification-keys-file needs --authz-mode=scoped-token")]
+    KeysWithoutMode,
+    #[error(
+        "--authz-scoped-token-v1-accept-until is missing: --authz-scoped-token-secret-file and --authz-scoped-token-verification-keys-file need it together"
+    )]
+    NoEndOfVersion1,
+    #[error(
+        "--authz-scoped-token-v1-accept-until needs --authz-mode=scoped-token and --authz-scoped-token-secret-file"
+    )]
+    EndWithoutSecret,
     #[error("ROUTER_AUTH_TOKEN goes with --authz-mode=allow-all only")]
     TwoModes,
     #[error("--domain: {0:?} is not a DNS name")]
@@ -289,6 +312,12 @@ fn positive(text: &str) -> Result<Duration, String> {
     Ok(value)
 }
 
+/// A part of a second is left out: a token is void early rather than late.
+fn instant(text: &str) -> Result<Instant, jiff::Error> {
+    let time: jiff::Timestamp = text.parse()?;
+    Ok(Instant(time.as_second()))
+}
+
 impl Flags {
     /// Whether the flags fit together.
     pub fn check(&self) -> Result<(), Error> {
@@ -308,9 +337,7 @@ impl Flags {
             }
         }
         let mode = self.mode()?;
-        if mode == AuthzMode::ScopedToken && self.authz_scoped_token_secret_file.is_none() {
-            return Err(Error::NoSecret);
-        }
+        self.check_scoped_tokens(mode == AuthzMode::ScopedToken)?;
         if mode != AuthzMode::AllowAll && !self.router_auth_token.is_empty() {
             return Err(Error::TwoModes);
         }
@@ -320,6 +347,19 @@ impl Flags {
             return Err(Error::Domain(self.domain.clone()));
         }
         self.check_cookie()
+    }
+
+    /// As upstream's config.go does.
+    fn check_scoped_tokens(&self, taken: bool) -> Result<(), Error> {
+        let secret = self.authz_scoped_token_secret_file.is_some();
+        let keys = self.authz_scoped_token_verification_keys_file.is_some();
+        match self.authz_scoped_token_v1_accept_until {
+            _ if taken && !secret && !keys => Err(Error::NoSecret),
+            _ if keys && !taken => Err(Error::KeysWithoutMode),
+            None if keys && secret => Err(Error::NoEndOfVersion1),
+            Some(_) if !taken || !secret => Err(Error::EndWithoutSecret),
+            _ => Ok(()),
+        }
     }
 
     fn check_cookie(&self) -> Result<(), Error> {
@@ -425,153 +465,4 @@ impl Flags {
 }
 
 #[cfg(test)]
-mod tests {
-    use rstest::rstest;
-
-    use super::*;
-
-    fn read(arguments: &[&str]) -> Result<(Flags, Vec<&'static str>), clap::Error> {
-        parse(["router"].iter().chain(arguments).map(OsString::from))
-    }
-
-    #[test]
-    fn defaults_are_upstreams_but_for_the_time_of_a_command_and_for_who_is_let_in() {
-        let (flags, ignored) = read(&[]).unwrap();
-        assert_eq!(flags.http_bind_address, ":8080".parse().unwrap());
-        assert_eq!(flags.https_bind_address.0, None);
-        assert_eq!(flags.metrics_bind_address, ":9090".parse().unwrap());
-        assert_eq!(flags.health_probe_bind_address, ":8081".parse().unwrap());
-        assert_eq!(flags.proxy_timeout, Duration::from_secs(180));
-        // Upstream's 30 s would end every longer command of the SDK.
-        assert_eq!(flags.response_header_timeout, Duration::from_secs(180));
-        assert_eq!(flags.limits().dial, Duration::from_millis(1400));
-        assert_eq!(flags.mtls_mode, MutualTls::Off);
-        assert!(flags.access_log && flags.max_request_body_bytes == 0);
-        assert!(ignored.is_empty());
-        assert_eq!(flags.check(), Err(Error::NoMode));
-    }
-
-    #[test]
-    fn a_router_that_is_not_told_whom_to_let_in_names_the_modes_and_does_not_start() {
-        let words = read(&[]).unwrap().0.check().unwrap_err().to_string();
-        for mode in AuthzMode::value_variants() {
-            let name = mode.to_possible_value().unwrap();
-            assert!(words.contains(name.get_name()), "{words}");
-        }
-        // The Python router has no such flag.
-        let (flags, _) = read(&["--router-auth-token=t"]).unwrap();
-        assert_eq!(flags.mode(), Ok(AuthzMode::AllowAll));
-        flags.check().unwrap();
-    }
-
-    #[test]
-    fn upstreams_own_manifest_starts_it_with_one_more_flag() {
-        let (flags, ignored) = read(&[
-            "--authz-mode=allow-all",
-            "--http-bind-address=:8080",
-            "--metrics-bind-address=:9090",
-            "--health-probe-bind-address=:8081",
-            "--cluster-domain=cluster.local",
-            "--proxy-timeout=180s",
-            "--upstream-max-retries=3",
-            "--cache-enabled=true",
-        ])
-        .unwrap();
-        flags.check().unwrap();
-        assert_eq!(ignored, ["cluster-domain", "cache-enabled"]);
-    }
-
-    #[rstest]
-    #[case(&["--http-bind-address="], Error::NoListener)]
-    #[case(&["--https-bind-address=:8443"], Error::NoCertificate)]
-    #[case(&["--mtls-mode=required"], Error::MutualWithoutTls)]
-    #[case(&["--https-bind-address=:8443", "--tls-cert-file=c", "--tls-key-file=k", "--mtls-mode=optional"], Error::NoClientCa)]
-    #[case(&["--authz-mode=scoped-token"], Error::NoSecret)]
-    #[case(&["--authz-mode=tokenreview", "--router-auth-token=t"], Error::TwoModes)]
-    #[case(&["--authz-mode=allow-all", "--domain=*.example.com"], Error::Domain("*.example.com".into()))]
-    #[case(&["--authz-mode=allow-all", "--authz-cookie-query-param=t"], Error::NoCookie)]
-    #[case(&["--authz-mode=allow-all", "--authz-cookie-allowed-origins=https://a"], Error::NoCookie)]
-    #[case(&["--authz-cookie-name=__Host-s", "--authz-mode=tokenreview"], Error::CookieWithoutHosts)]
-    #[case(&["--authz-mode=subjectaccessreview", "--router-auth-token=t"], Error::TwoModes)]
-    #[case(&["--authz-cookie-name=__Host-s", "--domain=x.dev", "--authz-mode=allow-all"], Error::CookieWithoutTokens)]
-    #[case(&["--authz-cookie-name=s", "--domain=x.dev", "--router-auth-token=t"], Error::Cookie(browser::Error::NotHostOnly("s".into())))]
-    fn flags_that_do_not_fit_together_are_refused(
-        #[case] arguments: &[&str],
-        #[case] error: Error,
-    ) {
-        assert_eq!(read(arguments).unwrap().0.check(), Err(error));
-    }
-
-    #[test]
-    fn browsers_may_show_tokens_in_a_cookie_of_upstreams_flags() {
-        let (flags, ignored) = read(&[
-            "--domain=x.dev",
-            "--authz-mode=tokenreview",
-            "--authz-cookie-name=__Host-s",
-            "--authz-cookie-query-param=t",
-            "--authz-cookie-samesite=strict",
-            "--authz-cookie-allowed-origins=https://a.dev,https://b.dev:8443",
-            "--authz-trust-forwarded-proto",
-        ])
-        .unwrap();
-        flags.check().unwrap();
-        assert_eq!(ignored, ["authz-trust-forwarded-proto"]);
-        let browsers = flags.settings().browsers.unwrap();
-        assert_eq!(browsers.parameter.as_deref(), Some("t"));
-        assert!(browsers.secure && browsers.same_site == SameSite::Strict);
-        assert_eq!(browsers.origins.len(), 2);
-        assert!(read(&[]).unwrap().0.settings().browsers.is_none());
-    }
-
-    #[rstest]
-    #[case("--allow-loopback-pod-ip")]
-    #[case("--path-routing-prefix=/x")]
-    #[case("--authz-cookie-samesite=some")]
-    #[case("--proxy-timeout=0")]
-    #[case("--authz-mode=none")]
-    fn what_would_change_who_reaches_what_is_not_ignored(#[case] flag: &str) {
-        read(&[flag]).unwrap_err();
-    }
-
-    #[rstest]
-    #[case("--access-log=0", Some(false))]
-    #[case("-access-log=F", Some(false))]
-    #[case("--access-log", Some(true))]
-    #[case("--access-log=no", None)]
-    fn booleans_are_taken_as_go_takes_them(#[case] flag: &str, #[case] logged: Option<bool>) {
-        let read = read(&[flag]).ok();
-        assert_eq!(read.map(|(flags, _)| flags.access_log), logged);
-    }
-
-    #[rstest]
-    #[case("", &[])]
-    #[case("a", &["a"])]
-    #[case("a,b", &["a", "b"])]
-    // Somebody meant to limit it.
-    #[case(",", &["", ""])]
-    fn lists_are_taken_as_go_takes_them(#[case] value: &str, #[case] expected: &[&str]) {
-        let audiences = format!("--authz-tokenreview-audiences={value}");
-        let origins = format!("--authz-cookie-allowed-origins={value}");
-        let (flags, _) = read(&[&audiences, &origins]).unwrap();
-        assert_eq!(flags.authz_tokenreview_audiences, expected);
-        assert_eq!(flags.authz_cookie_allowed_origins, expected);
-    }
-
-    #[rstest]
-    #[case("180", Ok(180_000))]
-    #[case("2.5", Ok(2500))]
-    #[case("0", Err(()))]
-    #[case("-1", Err(()))]
-    #[case("soon", Err(()))]
-    fn the_python_routers_timeout_is_in_seconds(
-        #[case] text: &str,
-        #[case] milliseconds: Result<u128, ()>,
-    ) {
-        assert_eq!(
-            seconds_of(text)
-                .map(|limit| limit.as_millis())
-                .map_err(|_| ()),
-            milliseconds
-        );
-    }
-}
+mod tests;

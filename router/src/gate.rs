@@ -54,12 +54,7 @@ pub fn decide(target: &Target, view: Option<&View>) -> Step {
     let Some(view) = view else {
         return Step::Wait(Patience::Dial);
     };
-    let meant = match &target.uid {
-        Some(uid) => **uid == *view.uid,
-        // It would be another's sandbox once it is claimed.
-        None => !view.unclaimed,
-    };
-    if !meant {
+    if !means(target, view) {
         return Step::Wait(Patience::Dial);
     }
     if view.suspended {
@@ -83,6 +78,15 @@ pub fn decide(target: &Target, view: Option<&View>) -> Step {
         // Perhaps somebody has just resumed it.
         None if view.resume => Step::Wait(Patience::Resume),
         None => Step::Wait(Patience::Dial),
+    }
+}
+
+/// Whether a target means the Sandbox of its name.
+fn means(target: &Target, view: &View) -> bool {
+    match &target.uid {
+        Some(uid) => **uid == *view.uid,
+        // It would be another's sandbox once it is claimed.
+        None => !view.unclaimed,
     }
 }
 
@@ -128,6 +132,12 @@ impl Gate {
 
     fn view(&self, target: &Target) -> Option<View> {
         self.directory.look_up(&target.namespace, &target.id)
+    }
+
+    /// UID of the Sandbox that a target means, if there is one.
+    pub fn uid(&self, target: &Target) -> Option<Arc<str>> {
+        let view = self.view(target)?;
+        means(target, &view).then_some(view.uid)
     }
 
     /// Waits until the request may go on, not past `deadline`. Dropping the future ends the waiting, and nothing else.

@@ -24,6 +24,7 @@ pub mod connection;
 pub mod crowd;
 pub mod directory;
 pub mod endpoints;
+pub mod files;
 pub mod flags;
 pub mod gate;
 pub mod grpc;

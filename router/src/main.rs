@@ -1,6 +1,6 @@
 //! `sandbox-router`: see the crate's own documentation.
 
-use std::{fs, process::ExitCode, sync::Arc, time::Duration};
+use std::{process::ExitCode, sync::Arc, time::Duration};
 
 use anyhow::Context as _;
 use kube::{Client, Config, config::KubeConfigOptions, config::Kubeconfig};
@@ -13,7 +13,7 @@ use torpor_router::{
     authz::{Authorizer, SharedToken},
     calls::Calls,
     directory::Directory,
-    endpoints,
+    endpoints, files,
     flags::{self, AuthzMode, Flags},
     gate::Gate,
     lanes,
@@ -21,7 +21,10 @@ use torpor_router::{
     places::Places,
     proxy::Proxy,
     resume::Resumer,
-    scoped_token::Secret,
+    scoped_token::{
+        LARGEST_SECRET, Secret, Tokens,
+        keys::{Keys, LARGEST_FILE},
+    },
     server::Server,
     shares::Shares,
     tls,
@@ -176,28 +179,38 @@ fn raise_open_files(connections: usize) {
 }
 
 fn authorizer(flags: &Flags, client: &Client) -> anyhow::Result<Authorizer> {
-    Ok(
-        match (flags.mode()?, &flags.authz_scoped_token_secret_file) {
-            (AuthzMode::TokenReview, _) => Authorizer::TokenReview(reviewer(flags, client)?),
-            (AuthzMode::SubjectAccessReview, _) => {
-                Authorizer::SubjectAccessReview(reviewer(flags, client)?)
-            }
-            (AuthzMode::ScopedToken, Some(file)) => {
-                let content = fs::read(file).with_context(|| file.display().to_string())?;
-                Authorizer::ScopedToken(Secret::new(&content)?)
-            }
-            (AuthzMode::ScopedToken, None) => return Err(flags::Error::NoSecret.into()),
-            (AuthzMode::AllowAll, _) if !flags.router_auth_token.is_empty() => {
-                Authorizer::SharedToken(SharedToken::new(&flags.router_auth_token))
-            }
-            (AuthzMode::AllowAll, _) => {
-                tracing::warn!(
-                    "--authz-mode=allow-all: whoever reaches this port reaches every sandbox"
-                );
-                Authorizer::AllowAll
-            }
-        },
-    )
+    Ok(match flags.mode()? {
+        AuthzMode::TokenReview => Authorizer::TokenReview(reviewer(flags, client)?),
+        AuthzMode::SubjectAccessReview => Authorizer::SubjectAccessReview(reviewer(flags, client)?),
+        AuthzMode::ScopedToken => Authorizer::ScopedToken(tokens(flags)?),
+        AuthzMode::AllowAll if !flags.router_auth_token.is_empty() => {
+            Authorizer::SharedToken(SharedToken::new(&flags.router_auth_token))
+        }
+        AuthzMode::AllowAll => {
+            tracing::warn!(
+                "--authz-mode=allow-all: whoever reaches this port reaches every sandbox"
+            );
+            Authorizer::AllowAll
+        }
+    })
+}
+
+/// Reads what verifies scoped tokens; what is changed later counts after a restart, as with upstream.
+fn tokens(flags: &Flags) -> anyhow::Result<Tokens> {
+    let mut tokens = Tokens {
+        secret_until: flags
+            .authz_scoped_token_v1_accept_until
+            .map(|until| until.0),
+        ..Tokens::default()
+    };
+    if let Some(file) = &flags.authz_scoped_token_secret_file {
+        tokens.secret = Some(Secret::new(&files::read(file, LARGEST_SECRET)?)?);
+    }
+    if let Some(file) = &flags.authz_scoped_token_verification_keys_file {
+        let keys = Keys::read(&files::read(file, LARGEST_FILE)?);
+        tokens.keys = Some(keys.with_context(|| file.display().to_string())?);
+    }
+    Ok(tokens)
 }
 
 fn reviewer(flags: &Flags, client: &Client) -> anyhow::Result<Reviewer> {

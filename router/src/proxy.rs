@@ -16,7 +16,7 @@ use hyper_util::client::legacy;
 
 use crate::{
     ahead::Ahead,
-    authz::{self, Authorizer},
+    authz::{self, Asked, Authorizer, BoundTo},
     body::{Exchange, RequestBody, ResponseBody, Seen},
     browser::{Browsers, Shown},
     calls::{self, Calls, InUse},
@@ -187,7 +187,7 @@ impl Proxy {
         if !exchange.grpc && !by_host {
             exchange.patience = silence::allowed(request.headers());
         }
-        let (target, refusal) = self.choose(named?);
+        let (mut target, refusal) = self.choose(named?);
         if self.gate.directory().has_namespace(&target.namespace) {
             exchange.namespace = target.namespace.as_str().into();
         }
@@ -196,8 +196,10 @@ impl Proxy {
         let shown = browsers.and_then(|browsers| browsers.take(&mut request));
         let token = self.token(&request, shown.as_ref());
         // First: who may not know hears nothing of what exists.
-        self.authorize(token, request.headers(), &target, exchange)
-            .await?;
+        let bound = self.authorize(token, &request, &target, exchange).await?;
+        if let Some(uid) = bound {
+            target.uid = Some(uid.as_ref().to_owned());
+        }
         if let Some(refusal) = refusal {
             return Err(refusal);
         }
@@ -272,16 +274,23 @@ impl Proxy {
     async fn authorize(
         &self,
         token: Result<Option<&str>, Refusal>,
-        headers: &http::HeaderMap,
+        request: &Request<Incoming>,
         target: &Target,
         exchange: &Exchange,
-    ) -> Result<(), Refusal> {
+    ) -> Result<BoundTo, Refusal> {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         let now = now.map_or(0, |now| now.as_secs());
         // Beyond the year 292 billion every token is void, which is right.
         let now = i64::try_from(now).unwrap_or(i64::MAX);
+        let asked = Asked {
+            target,
+            method: request.method(),
+            headers: request.headers(),
+            path: request.uri().path(),
+            uid: &|| self.gate.uid(target),
+        };
         let result = match token {
-            Ok(token) => self.authorizer.authorize(token, headers, target, now).await,
+            Ok(token) => self.authorizer.authorize(token, asked, now).await,
             Err(refusal) => Err(refusal),
         };
         let labels = DecisionLabels {

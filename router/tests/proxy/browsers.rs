@@ -30,7 +30,7 @@ fn token(sandbox: &str) -> String {
 async fn world() -> World {
     let secret = Secret::new(&SECRET).unwrap();
     let mut setup = Setup {
-        authorizer: Box::new(|_| Authorizer::ScopedToken(secret)),
+        authorizer: Box::new(|_| Authorizer::ScopedToken(secret.into())),
         ..Setup::default()
     };
     setup.settings.browsers = Some(Browsers {

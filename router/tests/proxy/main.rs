@@ -12,6 +12,7 @@ mod hosts;
 mod isolation;
 mod limits;
 mod resume;
+mod scoped;
 mod streaming;
 mod tls;
 mod world;

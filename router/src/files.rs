@@ -1,0 +1,61 @@
+//! Files that flags name, read up to a size.
+
+use std::{
+    fs, io,
+    io::Read as _,
+    path::{Path, PathBuf},
+};
+
+/// A file was not read.
+#[derive(Debug, thiserror::Error)]
+pub enum ReadError {
+    #[error("cannot read {}", path.display())]
+    Io {
+        path: PathBuf,
+        #[source]
+        error: io::Error,
+    },
+    #[error("{} has more than {most} bytes", path.display())]
+    TooLarge { path: PathBuf, most: usize },
+}
+
+/// Reads a file that has at most `most` bytes. Blocks; for the time before anybody is served.
+pub fn read(path: &Path, most: usize) -> Result<Vec<u8>, ReadError> {
+    let mut content = Vec::new();
+    // One byte more tells a file that is too large from one that just fits.
+    let limit = u64::try_from(most).unwrap_or(u64::MAX).saturating_add(1);
+    fs::File::open(path)
+        .and_then(|file| file.take(limit).read_to_end(&mut content))
+        .map_err(|error| ReadError::Io {
+            path: path.to_owned(),
+            error,
+        })?;
+    if content.len() > most {
+        let path = path.to_owned();
+        return Err(ReadError::TooLarge { path, most });
+    }
+    Ok(content)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_read_up_to_a_size() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("f");
+        fs::write(&path, "four").unwrap();
+        assert_eq!(read(&path, 4).unwrap(), b"four");
+        let error = read(&path, 3).unwrap_err();
+        assert!(matches!(error, ReadError::TooLarge { most: 3, .. }));
+        let error = read(&directory.path().join("none"), 4).unwrap_err();
+        assert!(matches!(error, ReadError::Io { .. }));
+    }
+
+    #[test]
+    fn a_file_without_an_end_is_not_read_to_it() {
+        let error = read(Path::new("/dev/zero"), 4).unwrap_err();
+        assert!(matches!(error, ReadError::TooLarge { .. }));
+    }
+}
