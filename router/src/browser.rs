@@ -1,5 +1,6 @@
-//! Browsers cannot send `Authorization` when they open a page or a WebSocket. They show their token once in the query, to the host of a sandbox, and from then on in a cookie
-//! of that host. The flags, the order and the limits are upstream's, whose cookie belongs to a path; what a page of another sandbox may have a browser send is less. Pure.
+//! Browsers cannot send `Authorization` when they open a page or a WebSocket. They show their token once in the query, to the host or the path of a sandbox, and from then on in
+//! a cookie of that host or path. The flags, the order and the limits are upstream's, whose cookie belongs to a path; what a page of another sandbox' host may have a browser send
+//! is less. Pages of one host are of one origin, whatever their paths: a cookie of a path is kept from no page of another sandbox. Pure.
 
 use bytes::Bytes;
 use clap::ValueEnum;
@@ -44,6 +45,8 @@ pub struct Browsers {
     pub secure: bool,
     /// Whose pages may use the cookie, beside the sandbox' own; as `https://host`.
     pub origins: Vec<String>,
+    /// The cookie belongs to the paths of sandboxes, not to their hosts.
+    pub of_paths: bool,
 }
 
 /// The settings make no safe cookie.
@@ -57,6 +60,10 @@ pub enum Error {
         "--authz-cookie-name: {0:?} does not begin with {HOST_ONLY}, and so a sandbox could set it for the hosts of others; for development, --authz-cookie-insecure takes any name"
     )]
     NotHostOnly(String),
+    #[error(
+        "--authz-cookie-name: {0:?} begins with {HOST_ONLY}, and browsers take no such cookie for a path: without --domain, take another name"
+    )]
+    HostOnlyOfPath(String),
     #[error("--authz-cookie-samesite=none does not go with --authz-cookie-insecure")]
     NoneWithoutTls,
     #[error("--authz-cookie-allowed-origins: {0:?} is no scheme://host or scheme://host:port")]
@@ -88,7 +95,11 @@ impl Browsers {
         if let Some(name) = names.find(|name| !is_name(name)) {
             return Err(Error::Name(name.clone()));
         }
-        if self.secure && !self.cookie.starts_with(HOST_ONLY) {
+        let host_only = self.cookie.starts_with(HOST_ONLY);
+        if self.of_paths && host_only {
+            return Err(Error::HostOnlyOfPath(self.cookie.clone()));
+        }
+        if !self.of_paths && self.secure && !host_only {
             return Err(Error::NotHostOnly(self.cookie.clone()));
         }
         if self.same_site == SameSite::None && !self.secure {
@@ -155,22 +166,29 @@ impl Browsers {
 
     /// The answer to a good token in the query: the cookie, and the same address without the token, which then stays in no history and goes to no other page. `None` where a
     /// browser would not follow.
-    pub fn welcome(
+    /// `base` is the length of the path that names the sandbox, 0 where its host does.
+    pub fn welcome<B>(
         &self,
         shown: &Shown,
-        method: &Method,
-        uri: &Uri,
-        headers: &HeaderMap,
+        request: &Request<B>,
+        base: usize,
     ) -> Option<Response<Full<Bytes>>> {
         let Shown::InQuery(token) = shown else {
             return None;
         };
-        let followed = is_read(method) && rewrite::upgrade(headers).is_none();
+        let (uri, headers) = (request.uri(), request.headers());
+        let followed = is_read(request.method()) && rewrite::upgrade(headers).is_none();
         if !followed || !token.bytes().all(is_in_cookies) {
             return None;
         }
-        let cookie = HeaderValue::from_str(&self.cookie_of(token)).ok()?;
-        let address = HeaderValue::from_bytes(address(uri).as_bytes()).ok()?;
+        let path = uri.path().get(..base)?;
+        let cookie = HeaderValue::from_str(&self.cookie_of(token, path)).ok()?;
+        let mut address = address(uri);
+        if base > 0 && uri.path().len() == base {
+            // The cookie is for what is below the path.
+            address.insert(base, '/');
+        }
+        let address = HeaderValue::from_bytes(address.as_bytes()).ok()?;
         let mut response = Response::new(Full::default());
         *response.status_mut() = StatusCode::FOUND;
         response.headers_mut().extend([
@@ -183,7 +201,7 @@ impl Browsers {
     }
 
     /// It ends with the browser; the token has an end of its own.
-    fn cookie_of(&self, token: &str) -> String {
+    fn cookie_of(&self, token: &str, path: &str) -> String {
         let secure = if self.secure { "; Secure" } else { "" };
         let same_site = match self.same_site {
             SameSite::Lax => "Lax",
@@ -191,7 +209,7 @@ impl Browsers {
             SameSite::None => "None",
         };
         let name = &self.cookie;
-        format!("{name}={token}; Path=/; HttpOnly{secure}; SameSite={same_site}")
+        format!("{name}={token}; Path={path}/; HttpOnly{secure}; SameSite={same_site}")
     }
 }
 

@@ -12,6 +12,7 @@ use crate::{
     browser::{self, Browsers, SameSite},
     connection::Patience,
     gate,
+    pathroute::is_prefix,
     places::Bounds,
     proxy::Settings,
     tls::{Files, MutualTls},
@@ -95,7 +96,8 @@ pub struct Flags {
     /// are taken
     #[arg(long, value_parser = instant)]
     pub authz_scoped_token_v1_accept_until: Option<Instant>,
-    /// Cookie in which browsers may show their token to a sandbox' host; begins with __Host-
+    /// Cookie in which browsers may show their token to a sandbox' host, or without --domain to its
+    /// path; for hosts it begins with __Host-
     #[arg(long, default_value = "")]
     pub authz_cookie_name: String,
     /// Parameter of the query that becomes the cookie, once
@@ -152,6 +154,12 @@ pub struct Flags {
     /// A line in the log for each request
     #[arg(long, default_value = "true", go_boolean())]
     pub access_log: bool,
+    /// Paths <prefix>/<namespace>/<sandbox>/<port>/… name sandboxes too; empty: none does
+    #[arg(long, default_value = "")]
+    pub path_routing_prefix: String,
+    /// Put the paths of Set-Cookie and Location below the path that named the sandbox
+    #[arg(long, default_value = "true", go_boolean())]
+    pub path_routing_rewrite_responses: bool,
     /// Torpor's: hosts <port>-<sandbox>-<namespace>.<domain> name sandboxes
     #[arg(long, default_value = "")]
     pub domain: String,
@@ -244,7 +252,11 @@ pub enum Error {
         "--authz-cookie-query-param and --authz-cookie-allowed-origins need --authz-cookie-name"
     )]
     NoCookie,
-    #[error("--authz-cookie-name needs --domain: the cookie belongs to a sandbox' host")]
+    #[error("--path-routing-prefix: {0:?} is no path that begins with / and does not end with it")]
+    PathPrefix(String),
+    #[error(
+        "--authz-cookie-name needs --domain or --path-routing-prefix: the cookie belongs to a sandbox' host or path"
+    )]
     CookieWithoutHosts,
     #[error(
         "--authz-cookie-name needs tokens: --authz-mode=subjectaccessreview, tokenreview or scoped-token, or ROUTER_AUTH_TOKEN"
@@ -346,6 +358,9 @@ impl Flags {
         {
             return Err(Error::Domain(self.domain.clone()));
         }
+        if !self.path_routing_prefix.is_empty() && !is_prefix(&self.path_routing_prefix) {
+            return Err(Error::PathPrefix(self.path_routing_prefix.clone()));
+        }
         self.check_cookie()
     }
 
@@ -368,7 +383,7 @@ impl Flags {
                 && self.authz_cookie_allowed_origins.is_empty();
             return none.then_some(()).ok_or(Error::NoCookie);
         };
-        if self.domain.is_empty() {
+        if self.domain.is_empty() && self.path_routing_prefix.is_empty() {
             return Err(Error::CookieWithoutHosts);
         }
         if self.mode()? == AuthzMode::AllowAll && self.router_auth_token.is_empty() {
@@ -397,6 +412,7 @@ impl Flags {
             same_site: self.authz_cookie_samesite,
             secure: !self.authz_cookie_insecure,
             origins: self.authz_cookie_allowed_origins.clone(),
+            of_paths: self.domain.is_empty(),
         })
     }
 
@@ -454,6 +470,8 @@ impl Flags {
     pub fn settings(&self) -> Settings {
         Settings {
             domain: Some(self.domain.to_ascii_lowercase()).filter(|domain| !domain.is_empty()),
+            path_prefix: Some(self.path_routing_prefix.clone()).filter(|text| !text.is_empty()),
+            rewrite_responses: self.path_routing_rewrite_responses,
             browsers: self.browsers(),
             proxy_timeout: self.proxy_timeout,
             grpc_proxy_timeout: self.grpc_proxy_timeout,

@@ -108,6 +108,8 @@ fn code(refusal: &Refusal) -> Code {
         | Refusal::NoPort
         | Refusal::AddressFormat
         | Refusal::TimeoutFormat
+        | Refusal::PathFormat
+        | Refusal::PathEncoding
         | Refusal::HostFormat(_)
         | Refusal::HostAmbiguous(_) => Code::InvalidArgument,
         Refusal::Unauthenticated | Refusal::NoBearer | Refusal::WrongToken => Code::Unauthenticated,

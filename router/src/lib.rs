@@ -1,7 +1,7 @@
 //! sandbox-router: the way of HTTP into sandboxes. It is upstream's router to its clients (header contract, error bodies, flags, metrics), and wakes what it routes to.
 //!
 //! ```text
-//! client ──► server ──► proxy ──► target      which sandbox (pure)
+//! client ──► server ──► proxy ──► target      which sandbox (pure); by a path: pathroute
 //!   HTTP/1, 2, TLS        │  ├──► browser     a browser's token, in a cookie (pure)
 //!                         │  ├──► authz       may the client (pure, or TokenReview)
 //!                         │  ├──► gate        is it there: route, wait, resume, refuse (pure decision; bounded waiting)
@@ -30,6 +30,7 @@ pub mod gate;
 pub mod grpc;
 pub mod lanes;
 pub mod metrics;
+pub mod pathroute;
 pub mod places;
 pub mod proxy;
 pub mod refusal;

@@ -1,7 +1,7 @@
 //! One request from its head to the end of its answer.
 
 use std::{
-    net::IpAddr,
+    net::{IpAddr, SocketAddr},
     sync::Arc,
     time::{Duration, Instant, SystemTime},
 };
@@ -24,6 +24,7 @@ use crate::{
     gate::{Destination, Gate},
     grpc,
     metrics::{self, CLIENT_GONE, DecisionLabels, Metrics, NO_NAMESPACE, ReasonLabels},
+    pathroute::{self, Place, Route},
     places::Places,
     refusal::{Refusal, json_response},
     rewrite,
@@ -39,7 +40,11 @@ use crate::{
 pub struct Settings {
     /// Hosts below it name sandboxes.
     pub domain: Option<String>,
-    /// How browsers show their tokens to those hosts, if they may.
+    /// Paths below it name sandboxes.
+    pub path_prefix: Option<String>,
+    /// What an answer says of paths is put below the one that named the sandbox.
+    pub rewrite_responses: bool,
+    /// How browsers show their tokens to those hosts or paths, if they may.
     pub browsers: Option<Browsers>,
     /// For a whole request.
     pub proxy_timeout: Duration,
@@ -173,6 +178,7 @@ impl Proxy {
             request.uri(),
             request.headers(),
             self.settings.domain.as_deref(),
+            self.settings.path_prefix.as_deref(),
             self.gate.directory().policy(),
         );
         if named == Err(Refusal::NoSandbox) && request.uri().path() == "/healthz" {
@@ -180,23 +186,31 @@ impl Proxy {
             let body = serde_json::json!({"status": "ok"});
             return Ok(Carried::Own(json_response(StatusCode::OK, &body, None)));
         }
-        let by_host = !matches!(named, Ok(Named::ByHeaders(_)));
-        if exchange.grpc && !by_host && !request.headers().contains_key(target::PORT) {
+        let by_address = !matches!(named, Ok(Named::ByHeaders(_)));
+        if exchange.grpc && !by_address && !request.headers().contains_key(target::PORT) {
             return Err(Refusal::NoPort);
         }
-        if !exchange.grpc && !by_host {
+        if !exchange.grpc && !by_address {
             exchange.patience = silence::allowed(request.headers());
         }
-        let (mut target, refusal) = self.choose(named?);
+        let named = named?;
+        let base = match &named {
+            Named::ByPath(route) => route.base,
+            Named::ByHeaders(_) | Named::ByHost(_) | Named::Joined { .. } => 0,
+        };
+        let (mut target, refusal) = self.choose(named);
         if self.gate.directory().has_namespace(&target.namespace) {
             exchange.namespace = target.namespace.as_str().into();
         }
         exchange.sandbox.clone_from(&target.id);
-        let browsers = self.settings.browsers.as_ref().filter(|_| by_host);
+        let browsers = self.settings.browsers.as_ref();
+        let browsers = browsers.filter(|browsers| by_address && browsers.of_paths == (base > 0));
         let shown = browsers.and_then(|browsers| browsers.take(&mut request));
         let token = self.token(&request, shown.as_ref());
         // First: who may not know hears nothing of what exists.
-        let bound = self.authorize(token, &request, &target, exchange).await?;
+        let bound = self
+            .authorize(token, &request, (&target, base), exchange)
+            .await?;
         if let Some(uid) = bound {
             target.uid = Some(uid.as_ref().to_owned());
         }
@@ -204,8 +218,7 @@ impl Proxy {
             return Err(refusal);
         }
         if let (Some(browsers), Some(shown)) = (browsers, &shown)
-            && let Some(answer) =
-                browsers.welcome(shown, request.method(), request.uri(), request.headers())
+            && let Some(answer) = browsers.welcome(shown, &request, base)
         {
             return Ok(Carried::Own(answer));
         }
@@ -227,14 +240,17 @@ impl Proxy {
             admitted.map_err(|_| Refusal::Unreachable(target.id.clone()))??
         };
         let request = (request, ahead);
-        self.forward(peer, request, (&target, by_host), destination, exchange)
+        let named = (&target, by_address, base);
+        self.forward(peer, request, named, destination, exchange)
             .await
     }
 
     /// The target; or one that cannot exist, to be authorized like any other, and why there is none.
     fn choose(&self, named: Named) -> (Target, Option<Refusal>) {
         let (port, text) = match named {
-            Named::ByHeaders(target) | Named::ByHost(target) => return (target, None),
+            Named::ByHeaders(target)
+            | Named::ByHost(target)
+            | Named::ByPath(Route { target, .. }) => return (target, None),
             Named::Joined { port, text } => (port, text),
         };
         let domain = self.settings.domain.as_deref().unwrap_or_default();
@@ -275,7 +291,7 @@ impl Proxy {
         &self,
         token: Result<Option<&str>, Refusal>,
         request: &Request<Incoming>,
-        target: &Target,
+        (target, base): (&Target, usize),
         exchange: &Exchange,
     ) -> Result<BoundTo, Refusal> {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
@@ -286,7 +302,7 @@ impl Proxy {
             target,
             method: request.method(),
             headers: request.headers(),
-            path: request.uri().path(),
+            path: pathroute::rest(request.uri().path(), base),
             uid: &|| self.gate.uid(target),
         };
         let result = match token {
@@ -321,7 +337,7 @@ impl Proxy {
         &self,
         peer: &Peer,
         (mut request, ahead): (Request<Incoming>, Ahead),
-        (target, by_host): (&Target, bool),
+        (target, by_address, base): (&Target, bool, usize),
         destination: Destination,
         exchange: &mut Exchange,
     ) -> Result<Carried, Refusal> {
@@ -340,15 +356,19 @@ impl Proxy {
             client: peer.address,
             tls: peer.tls,
             host: host(request.uri(), request.headers()),
-            by_host,
+            by_address,
         };
+        let to = (destination.address, destination.port).into();
+        let place = (base > 0).then(|| Self::place_of(request.uri(), base, &arrival, to));
         let (mut parts, body) = request.into_parts();
         let body = RequestBody::new(ahead, body, self.settings.max_request_body);
         let seen = body.seen();
         if !http_body::Body::is_end_stream(&body) {
             exchange.received = Some(Arc::clone(&seen));
         }
-        let to = (destination.address, destination.port).into();
+        if base > 0 {
+            parts.uri = pathroute::strip(&parts.uri, base);
+        }
         rewrite::request(&mut parts.headers, &arrival, protocol.clone(), to);
         let request = Request::from_parts(parts, body);
         let deadline = exchange.deadline;
@@ -358,9 +378,15 @@ impl Proxy {
             let limits = (deadline, exchange.patience);
             self.ask(&peer.pool, &destination, request, limits).await
         };
-        let (response, connection) =
+        let (mut response, connection) =
             answer.map_err(|failure| self.failed(target, &failure, &seen))?;
         exchange.reached = true;
+        if let Some(place) = place {
+            pathroute::keep_to_itself(response.headers_mut());
+            if self.settings.rewrite_responses {
+                place.rewrite(response.headers_mut());
+            }
+        }
         let switched = response.status() == StatusCode::SWITCHING_PROTOCOLS;
         match client {
             Some(client)
@@ -372,6 +398,13 @@ impl Proxy {
             _ if switched => Err(Refusal::Unreachable(target.id.clone())),
             _ => Ok(Carried::Sandbox(response, connection)),
         }
+    }
+
+    /// Where a sandbox that a path names is for its client.
+    fn place_of(uri: &Uri, base: usize, arrival: &rewrite::Arrival, to: SocketAddr) -> Place {
+        let outside = arrival.host.as_ref().and_then(|host| host.to_str().ok());
+        let hosts = [Some(to.to_string()), outside.map(str::to_owned)];
+        Place::new(uri.path(), base, hosts.into_iter().flatten().collect())
     }
 
     /// Sends a request over HTTP/1 and returns the head of the answer.

@@ -24,6 +24,10 @@ pub enum Refusal {
     NoPort,
     #[error("Invalid grpc-timeout format.")]
     TimeoutFormat,
+    #[error("Path-routed request must have the form <prefix>/<namespace>/<id>/<port>/...")]
+    PathFormat,
+    #[error("Invalid percent-encoding in path.")]
+    PathEncoding,
     /// Torpor's: the host is below `--domain` and names no sandbox.
     #[error(
         "Invalid host format; expected <port>-<sandbox>-<namespace>.{0} or <port>-<sandbox>.<namespace>.{0}."
@@ -87,6 +91,8 @@ impl Refusal {
             | Self::AddressFormat
             | Self::NoPort
             | Self::TimeoutFormat
+            | Self::PathFormat
+            | Self::PathEncoding
             | Self::HostFormat(_)
             | Self::HostAmbiguous(_) => StatusCode::BAD_REQUEST,
             Self::Unauthenticated | Self::NoBearer | Self::WrongToken => StatusCode::UNAUTHORIZED,
@@ -115,6 +121,8 @@ impl Refusal {
             Self::AddressFormat => "AddressFormat",
             Self::NoPort => "NoPort",
             Self::TimeoutFormat => "TimeoutFormat",
+            Self::PathFormat => "PathFormat",
+            Self::PathEncoding => "PathEncoding",
             Self::HostFormat(_) => "HostFormat",
             Self::HostAmbiguous(_) => "HostAmbiguous",
             Self::Unauthenticated => "Unauthenticated",
@@ -213,6 +221,16 @@ mod tests {
         Refusal::AddressFormat,
         400,
         r#"{"detail":"Invalid target IP address."}"#
+    )]
+    #[case(
+        Refusal::PathFormat,
+        400,
+        r#"{"detail":"Path-routed request must have the form <prefix>/<namespace>/<id>/<port>/..."}"#
+    )]
+    #[case(
+        Refusal::PathEncoding,
+        400,
+        r#"{"detail":"Invalid percent-encoding in path."}"#
     )]
     #[case(Refusal::Unauthenticated, 401, r#"{"detail":"unauthenticated"}"#)]
     #[case(

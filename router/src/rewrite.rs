@@ -61,8 +61,8 @@ pub struct Arrival {
     pub tls: bool,
     /// Host that the client asked for.
     pub host: Option<HeaderValue>,
-    /// The sandbox was named by the host: its other names are the client's own invention.
-    pub by_host: bool,
+    /// The sandbox was named by the address: its other names are the client's own invention.
+    pub by_address: bool,
 }
 
 /// Turns a client's headers into those that the sandbox gets.
@@ -98,7 +98,7 @@ pub fn request(
         None => headers.remove(X_FORWARDED_HOST),
     };
     headers.insert(HOST, text(&to.to_string()));
-    if arrival.by_host {
+    if arrival.by_address {
         for name in [
             target::ID,
             target::UID,
@@ -180,7 +180,7 @@ mod tests {
             client: "::ffff:192.0.2.1".parse().unwrap(),
             tls: true,
             host: Some(HeaderValue::from_static("outside.example.com")),
-            by_host: false,
+            by_address: false,
         }
     }
 
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sandbox_named_by_host_gets_no_names_from_the_client() {
+    fn a_sandbox_named_by_its_address_gets_no_names_from_the_client() {
         let mut map = headers(&[
             ("x-sandbox-id", "other"),
             ("x-sandbox-uid", "u"),
@@ -248,7 +248,7 @@ mod tests {
         request(
             &mut map,
             &Arrival {
-                by_host: true,
+                by_address: true,
                 ..arrival()
             },
             None,

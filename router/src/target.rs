@@ -1,10 +1,14 @@
-//! Which sandbox a request is for: upstream's `X-Sandbox-*` headers, or a host below `--domain`. Pure.
+//! Which sandbox a request is for: upstream's `X-Sandbox-*` headers, a path below `--path-routing-prefix`, or a host below `--domain`. Pure.
 
 use std::net::IpAddr;
 
 use http::{HeaderMap, HeaderName, Uri, header};
 
-use crate::{address::AddressPolicy, refusal::Refusal};
+use crate::{
+    address::AddressPolicy,
+    pathroute::{self, Route},
+    refusal::Refusal,
+};
 
 /// Name of the sandbox.
 pub const ID: HeaderName = HeaderName::from_static("x-sandbox-id");
@@ -43,19 +47,25 @@ pub enum Named {
     ByHost(Target),
     /// By a host whose `<sandbox>-<namespace>` has several dashes: [`choose`] says which is meant.
     Joined { port: u16, text: String },
+    /// By its path. Its `X-Sandbox-*` headers count for nothing here either.
+    ByPath(Route),
 }
 
-/// Reads what a request names. `domain` is in lower case.
+/// Reads what a request names. `domain` is in lower case. A host goes before a path: every path of a sandbox' host is the sandbox' own.
 pub fn read(
     uri: &Uri,
     headers: &HeaderMap,
     domain: Option<&str>,
+    prefix: Option<&str>,
     policy: AddressPolicy,
 ) -> Result<Named, Refusal> {
     if let Some(domain) = domain
         && let Some(prefix) = prefix_below(&host_of(uri, headers, domain)?, domain)
     {
         return by_host(&prefix, domain);
+    }
+    if let Some(route) = prefix.and_then(|prefix| pathroute::read(prefix, uri.path())) {
+        return route.map(Named::ByPath);
     }
     by_headers(headers, policy).map(Named::ByHeaders)
 }

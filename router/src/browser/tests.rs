@@ -12,6 +12,7 @@ fn browsers() -> Browsers {
         same_site: SameSite::Lax,
         secure: true,
         origins: vec!["https://known.dev".into()],
+        of_paths: false,
     }
 }
 
@@ -143,7 +144,8 @@ fn a_page_is_opened_by_reading_and_development_goes_without_tls() {
 fn welcome(method: Method, uri: &str, headers: &[(&str, &str)]) -> Option<Response<Full<Bytes>>> {
     let mut request = request(uri, headers);
     let shown = browsers().take(&mut request)?;
-    browsers().welcome(&shown, &method, request.uri(), request.headers())
+    *request.method_mut() = method;
+    browsers().welcome(&shown, &request, 0)
 }
 
 #[test]
@@ -241,4 +243,23 @@ proptest! {
             prop_assert!(keys.into_iter().all(|key| key != Some("__Host-s")), "{}", text);
         }
     }
+}
+
+#[rstest]
+#[case("/r/ns/s/80/a?t=abc&b", "/r/ns/s/80/a?b")]
+#[case::nothing_else("/r/ns/s/80?t=abc&b", "/r/ns/s/80/?b")]
+fn the_cookie_of_a_path_is_for_what_is_below_it(#[case] uri: &str, #[case] location: &str) {
+    let of_paths = Browsers {
+        cookie: "s".into(),
+        of_paths: true,
+        ..browsers()
+    };
+    of_paths.check().unwrap();
+    let mut request = request(uri, &[]);
+    let shown = of_paths.take(&mut request).unwrap();
+    let answer = of_paths.welcome(&shown, &request, "/r/ns/s/80".len());
+    let headers = answer.unwrap().headers().clone();
+    let cookie = "s=abc; Path=/r/ns/s/80/; HttpOnly; Secure; SameSite=Lax";
+    assert_eq!(headers["set-cookie"], cookie);
+    assert_eq!(headers["location"], location);
 }

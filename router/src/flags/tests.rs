@@ -67,6 +67,9 @@ fn upstreams_own_manifest_starts_it_with_one_more_flag() {
 #[case(&["--authz-mode=allow-all", "--authz-cookie-query-param=t"], Error::NoCookie)]
 #[case(&["--authz-mode=allow-all", "--authz-cookie-allowed-origins=https://a"], Error::NoCookie)]
 #[case(&["--authz-cookie-name=__Host-s", "--authz-mode=tokenreview"], Error::CookieWithoutHosts)]
+#[case(&["--authz-mode=allow-all", "--path-routing-prefix=router"], Error::PathPrefix("router".into()))]
+#[case(&["--authz-mode=allow-all", "--path-routing-prefix=/router/"], Error::PathPrefix("/router/".into()))]
+#[case(&["--authz-cookie-name=__Host-s", "--authz-mode=tokenreview", "--path-routing-prefix=/r"], Error::Cookie(browser::Error::HostOnlyOfPath("__Host-s".into())))]
 #[case(&["--authz-mode=subjectaccessreview", "--router-auth-token=t"], Error::TwoModes)]
 #[case(&["--authz-cookie-name=__Host-s", "--domain=x.dev", "--authz-mode=allow-all"], Error::CookieWithoutTokens)]
 #[case(&["--authz-cookie-name=s", "--domain=x.dev", "--router-auth-token=t"], Error::Cookie(browser::Error::NotHostOnly("s".into())))]
@@ -97,7 +100,6 @@ fn browsers_may_show_tokens_in_a_cookie_of_upstreams_flags() {
 
 #[rstest]
 #[case("--allow-loopback-pod-ip")]
-#[case("--path-routing-prefix=/x")]
 #[case("--authz-cookie-samesite=some")]
 #[case("--proxy-timeout=0")]
 #[case("--authz-mode=none")]
@@ -162,4 +164,24 @@ fn both_versions_of_scoped_tokens_are_taken_until_a_time_that_is_said() {
     flags.check().unwrap();
     assert_eq!(flags.authz_scoped_token_v1_accept_until, Some(Instant(10)));
     read(&["--authz-scoped-token-v1-accept-until=tomorrow"]).unwrap_err();
+}
+
+#[test]
+fn paths_name_sandboxes_where_a_prefix_is_given_and_answers_are_rewritten_unless_it_is_said() {
+    let (flags, _) = read(&["--authz-mode=allow-all"]).unwrap();
+    let settings = flags.settings();
+    assert_eq!(settings.path_prefix, None);
+    assert!(settings.rewrite_responses);
+    let (flags, _) = read(&[
+        "--authz-mode=tokenreview",
+        "--path-routing-prefix=/router",
+        "--path-routing-rewrite-responses=false",
+        "--authz-cookie-name=session",
+    ])
+    .unwrap();
+    flags.check().unwrap();
+    let settings = flags.settings();
+    assert_eq!(settings.path_prefix.as_deref(), Some("/router"));
+    assert!(!settings.rewrite_responses);
+    assert!(settings.browsers.unwrap().of_paths);
 }

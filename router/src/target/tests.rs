@@ -22,6 +22,7 @@ fn read_headers(pairs: &[(&str, &str)]) -> Result<Named, Refusal> {
         &Uri::from_static("/x"),
         &headers(pairs),
         None,
+        None,
         AddressPolicy::default(),
     )
 }
@@ -32,6 +33,7 @@ fn read_host(host: &str) -> Result<Named, Refusal> {
         &Uri::from_static("/x"),
         &map,
         Some(DOMAIN),
+        Some("/router"),
         AddressPolicy::default(),
     )
 }
@@ -76,7 +78,13 @@ fn wrong_headers_are_refused(#[case] pairs: &[(&str, &str)], #[case] refusal: Re
 fn bytes_that_are_no_text_are_refused() {
     let mut map = HeaderMap::new();
     map.insert(ID, http::HeaderValue::from_bytes(b"a\xff").unwrap());
-    let named = read(&Uri::from_static("/"), &map, None, AddressPolicy::default());
+    let named = read(
+        &Uri::from_static("/"),
+        &map,
+        None,
+        None,
+        AddressPolicy::default(),
+    );
     assert_eq!(named, Err(Refusal::SandboxFormat));
 }
 
@@ -141,6 +149,7 @@ fn the_host_counts_alone_whatever_the_headers_say() {
         &Uri::from_static("/"),
         &map,
         Some(DOMAIN),
+        Some("/router"),
         AddressPolicy::default(),
     );
     assert_eq!(named, Ok(Named::ByHost(target("a", "team", 80))));
@@ -150,7 +159,7 @@ fn the_host_counts_alone_whatever_the_headers_say() {
 fn the_uris_host_goes_before_the_header() {
     let map = headers(&[("host", "80-b-team.sandboxes.example.com")]);
     let uri = Uri::from_static("http://80-a-team.sandboxes.example.com/x");
-    let named = read(&uri, &map, Some(DOMAIN), AddressPolicy::default());
+    let named = read(&uri, &map, Some(DOMAIN), None, AddressPolicy::default());
     assert_eq!(named, Ok(Named::ByHost(target("a", "team", 80))));
 }
 
@@ -228,7 +237,28 @@ proptest! {
         if let Ok(value) = http::HeaderValue::from_str(&host) {
             let mut map = HeaderMap::new();
             map.insert(header::HOST, value);
-            let _ = read(&Uri::from_static("/"), &map, Some(&domain), AddressPolicy::default());
+            let _ = read(&Uri::from_static("/"), &map, Some(&domain), None, AddressPolicy::default());
         }
     }
+}
+
+#[test]
+fn a_path_goes_before_headers_and_a_host_before_a_path() {
+    let map = headers(&[
+        ("host", "router"),
+        ("x-sandbox-id", "other"),
+        ("x-sandbox-uid", "u"),
+    ]);
+    let uri = Uri::from_static("/router/team/a/80/x");
+    let read = |map: &HeaderMap, domain| {
+        read(&uri, map, domain, Some("/router"), AddressPolicy::default()).unwrap()
+    };
+    let route = Route {
+        target: target("a", "team", 80),
+        base: "/router/team/a/80".len(),
+    };
+    assert_eq!(read(&map, Some(DOMAIN)), Named::ByPath(route));
+    let map = headers(&[("host", &format!("8080-s.team.{DOMAIN}"))]);
+    let by_host = Named::ByHost(target("s", "team", 8080));
+    assert_eq!(read(&map, Some(DOMAIN)), by_host);
 }

@@ -39,6 +39,7 @@ async fn world() -> World {
         same_site: SameSite::Lax,
         secure: true,
         origins: vec![],
+        of_paths: false,
     });
     let world = World::with(setup).await;
     world.running("my-box", "127.0.0.1").await;

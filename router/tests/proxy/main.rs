@@ -11,6 +11,7 @@ mod grpc;
 mod hosts;
 mod isolation;
 mod limits;
+mod paths;
 mod resume;
 mod scoped;
 mod streaming;

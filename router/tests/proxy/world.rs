@@ -53,6 +53,8 @@ impl Default for Setup {
             policy: AddressPolicy::with_loopback(),
             settings: Settings {
                 domain: Some("sandboxes.example.com".into()),
+                path_prefix: Some("/router".into()),
+                rewrite_responses: true,
                 browsers: None,
                 proxy_timeout: LIMIT,
                 grpc_proxy_timeout: Duration::ZERO,

@@ -1,0 +1,220 @@
+//! Requests whose path names their sandbox, for browsers without a wildcard record in DNS: `<prefix>/<namespace>/<sandbox>/<port>/…`, as upstream's router takes them since
+//! 1.0.0 (sandbox-router/proxy/pathroute.go); and what of an answer belongs below that path, since 1.0.11 (PR #2203). Pure.
+
+use std::borrow::Cow;
+
+use http::{
+    HeaderMap, HeaderName, HeaderValue, Uri,
+    header::{Entry, LOCATION, SET_COOKIE},
+    uri::PathAndQuery,
+};
+use percent_encoding::percent_decode_str;
+
+use crate::{
+    refusal::Refusal,
+    target::{Target, is_dns_label},
+};
+
+/// A sandbox could empty what a browser keeps for all sandboxes of the router's host.
+const CLEAR_SITE_DATA: HeaderName = HeaderName::from_static("clear-site-data");
+/// A sandbox' service worker could answer for all of them.
+const SERVICE_WORKER_ALLOWED: HeaderName = HeaderName::from_static("service-worker-allowed");
+
+/// A sandbox that a path names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Route {
+    pub target: Target,
+    /// How many bytes of the path come before what the sandbox gets.
+    pub base: usize,
+}
+
+/// Whether `--path-routing-prefix` can be one: upstream's rules, and nothing that ends a path or the attribute of a cookie.
+pub fn is_prefix(text: &str) -> bool {
+    let begins_and_ends = text.starts_with('/') && !text.ends_with('/');
+    let inner = |byte: u8| byte.is_ascii_graphic() && !b"?#;,%\"<>\\^`{|}".contains(&byte);
+    begins_and_ends && text.bytes().all(inner)
+}
+
+/// Reads a path; `None`: it is not below the prefix. Whatever is below it names a sandbox or is refused.
+pub fn read(prefix: &str, path: &str) -> Option<Result<Route, Refusal>> {
+    let rest = path.strip_prefix(prefix)?.strip_prefix('/')?;
+    Some(read_rest(path.len() - rest.len(), rest))
+}
+
+fn read_rest(begin: usize, rest: &str) -> Result<Route, Refusal> {
+    let mut segments = rest.splitn(4, '/').take(3);
+    let mut next = || segments.next().filter(|segment| !segment.is_empty());
+    let (Some(namespace), Some(id), Some(port)) = (next(), next(), next()) else {
+        return Err(Refusal::PathFormat);
+    };
+    let base = begin + namespace.len() + id.len() + port.len() + 2;
+    let (namespace, id, port) = (decoded(namespace)?, decoded(id)?, decoded(port)?);
+    if !is_dns_label(&namespace) {
+        return Err(Refusal::NamespaceFormat);
+    }
+    if !is_dns_label(&id) {
+        return Err(Refusal::SandboxFormat);
+    }
+    let digits = port.bytes().all(|byte| byte.is_ascii_digit());
+    let port = port.parse().ok().filter(|port| digits && *port != 0);
+    let target = Target {
+        id: id.into_owned(),
+        namespace: namespace.into_owned(),
+        port: port.ok_or(Refusal::PortFormat)?,
+        uid: None,
+    };
+    Ok(Route { target, base })
+}
+
+fn decoded(segment: &str) -> Result<Cow<'_, str>, Refusal> {
+    let escapes = segment.split('%').skip(1);
+    let mut escapes = escapes.map(|after| after.get(..2).unwrap_or_default());
+    if escapes.any(|escape| escape.len() != 2 || !escape.bytes().all(|b| b.is_ascii_hexdigit())) {
+        return Err(Refusal::PathEncoding);
+    }
+    // What is no text is no name either.
+    Ok(percent_decode_str(segment).decode_utf8_lossy())
+}
+
+/// The path that a sandbox gets; with `base` 0 the whole one.
+pub fn rest(path: &str, base: usize) -> &str {
+    let rest = path.get(base..).unwrap_or_default();
+    if rest.is_empty() { "/" } else { rest }
+}
+
+/// Takes the first `base` bytes off the path of an address, and whatever comes before the path. The rest stays as it was written.
+pub fn strip(uri: &Uri, base: usize) -> Uri {
+    let whole = uri.path_and_query().map_or("/", PathAndQuery::as_str);
+    let rest = whole.get(base..).unwrap_or_default();
+    let rest = if rest.starts_with('/') {
+        rest.parse()
+    } else {
+        format!("/{rest}").parse()
+    };
+    // A part of what was an address is one too.
+    rest.unwrap_or_default()
+}
+
+/// Where a sandbox is for the client, to whom its answer says where else to go.
+#[derive(Clone, Debug)]
+pub struct Place {
+    /// The beginning of the request's path that names the sandbox, without a slash at its end.
+    base: String,
+    /// The request's path was nothing but that.
+    bare: bool,
+    /// Hosts that are the sandbox: its own as it sees it, and the client's.
+    hosts: Vec<String>,
+}
+
+impl Place {
+    /// Of a request with this path.
+    pub fn new(path: &str, base: usize, hosts: Vec<String>) -> Self {
+        let (base, rest) = path.split_at_checked(base).unwrap_or((path, ""));
+        Self {
+            base: base.to_owned(),
+            bare: rest.is_empty(),
+            hosts,
+        }
+    }
+
+    /// Puts what a sandbox' answer says of paths below the path that names the sandbox.
+    pub fn rewrite(&self, headers: &mut HeaderMap) {
+        if let Some(there) = headers
+            .get(LOCATION)
+            .and_then(|value| self.location(str::from_utf8(value.as_bytes()).ok()?))
+        {
+            headers.insert(LOCATION, there);
+        }
+        if let Entry::Occupied(mut cookies) = headers.entry(SET_COOKIE) {
+            for value in cookies.iter_mut() {
+                if let Some(cookie) = self.cookie(value.as_bytes()) {
+                    *value = cookie;
+                }
+            }
+        }
+    }
+
+    /// Where a redirect goes that goes to the sandbox itself by its host or by a path from the root; others stay.
+    fn location(&self, there: &str) -> Option<HeaderValue> {
+        let path = match there.split_once("://") {
+            Some((scheme, rest)) if is_http(scheme) => self.own_path(scheme, rest)?,
+            _ if there.starts_with("//") => self.own_path("http", there.get(2..)?)?,
+            // `/\` is `//` to browsers.
+            _ if there.starts_with('/') && !there.starts_with("/\\") => there,
+            _ => return None,
+        };
+        if self.is_below(path) && path.len() == there.len() {
+            return None;
+        }
+        let slash = if path.starts_with('/') { "" } else { "/" };
+        let base = if self.is_below(path) { "" } else { &self.base };
+        HeaderValue::from_bytes(format!("{base}{slash}{path}").as_bytes()).ok()
+    }
+
+    /// What comes after the host in `rest`, if the host is the sandbox.
+    fn own_path<'a>(&self, scheme: &str, rest: &'a str) -> Option<&'a str> {
+        let end = rest.find(['/', '?', '#', '\\']).unwrap_or(rest.len());
+        let (host, path) = rest.split_at_checked(end)?;
+        let port = if scheme.eq_ignore_ascii_case("https") {
+            ":443"
+        } else {
+            ":80"
+        };
+        let bare = |host: &str| host.strip_suffix(port).unwrap_or(host).to_ascii_lowercase();
+        let own = self.hosts.iter().any(|own| bare(own) == bare(host));
+        own.then_some(path)
+    }
+
+    fn is_below(&self, path: &str) -> bool {
+        let rest = path.strip_prefix(self.base.as_str());
+        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(['/', '?', '#']))
+    }
+
+    /// A cookie for the sandbox' paths alone. The host is shared, so that no cookie is for more than it.
+    fn cookie(&self, cookie: &[u8]) -> Option<HeaderValue> {
+        let mut attributes = cookie.split(|byte| *byte == b';');
+        let mut written = attributes.next()?.to_vec();
+        let mut has_path = false;
+        for attribute in attributes {
+            let (name, value) = name_and_value(attribute);
+            if name.eq_ignore_ascii_case(b"domain") {
+                continue;
+            }
+            written.push(b';');
+            // Any other is no path, and browsers take that of the request.
+            if name.eq_ignore_ascii_case(b"path") && value.starts_with(b"/") {
+                has_path = true;
+                written.extend_from_slice(b" Path=");
+                let below = str::from_utf8(value).is_ok_and(|path| self.is_below(path));
+                written.extend_from_slice(if below { b"" } else { self.base.as_bytes() });
+                written.extend_from_slice(value);
+            } else {
+                written.extend_from_slice(attribute);
+            }
+        }
+        if !has_path && self.bare {
+            // A browser would take the path above, which other ports of the sandbox have too.
+            written.extend_from_slice(format!("; Path={}/", self.base).as_bytes());
+        }
+        HeaderValue::from_bytes(&written).ok()
+    }
+}
+
+/// Takes out of an answer what would be for all sandboxes of the host.
+pub fn keep_to_itself(headers: &mut HeaderMap) {
+    headers.remove(CLEAR_SITE_DATA);
+    headers.remove(SERVICE_WORKER_ALLOWED);
+}
+
+fn is_http(scheme: &str) -> bool {
+    scheme.eq_ignore_ascii_case("http") || scheme.eq_ignore_ascii_case("https")
+}
+
+fn name_and_value(attribute: &[u8]) -> (&[u8], &[u8]) {
+    let mut parts = attribute.splitn(2, |byte| *byte == b'=');
+    let name = parts.next().unwrap_or_default().trim_ascii();
+    (name, parts.next().unwrap_or_default().trim_ascii())
+}
+
+#[cfg(test)]
+mod tests;
