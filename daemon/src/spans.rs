@@ -2,10 +2,11 @@
 
 use std::collections::HashMap;
 
+use hyper::{HeaderMap, header::HeaderName, header::HeaderValue};
 use opentelemetry::{
     Context,
-    propagation::TextMapPropagator as _,
-    trace::{TraceContextExt as _, TracerProvider as _},
+    propagation::{Extractor, Injector, TextMapPropagator as _},
+    trace::{SpanContext, TraceContextExt as _, TracerProvider as _},
 };
 use opentelemetry_otlp::ExporterBuildError;
 use opentelemetry_sdk::{
@@ -13,6 +14,8 @@ use opentelemetry_sdk::{
     propagation::TraceContextPropagator,
     trace::{SdkTracer, SdkTracerProvider},
 };
+use tracing::Span;
+use tracing_opentelemetry::OpenTelemetrySpanExt as _;
 use tracing_subscriber::{Layer, Registry, filter::filter_fn};
 
 /// More bytes than any carrier that a propagator writes; what is longer is not read.
@@ -93,6 +96,74 @@ pub fn context_in(carrier: &str) -> Option<Context> {
     let context = TraceContextPropagator::new().extract(&carrier);
     let known = context.span().span_context().is_valid();
     known.then_some(context)
+}
+
+/// Puts a span into the trace that a request's headers name (`traceparent`, `tracestate`; W3C), if they do and anybody exports it.
+pub fn continue_from(span: &Span, headers: &HeaderMap) {
+    if span.is_disabled() {
+        return;
+    }
+    let context = TraceContextPropagator::new().extract(&In(headers));
+    if context.span().span_context().is_valid() {
+        // It fails only where nobody exports.
+        let _ = span.set_parent(context);
+    }
+}
+
+/// Writes into a request's headers that what it asks for is done within a span. Where nobody exports the span the headers stay as they are.
+pub fn hand_on(span: &Span, headers: &mut HeaderMap) {
+    if span.is_disabled() {
+        return;
+    }
+    let context = span.context();
+    if context.span().span_context().is_valid() {
+        for name in TRACE {
+            headers.remove(name);
+        }
+        TraceContextPropagator::new().inject_context(&context, &mut Out(headers));
+    }
+}
+
+/// Trace and span for logs, as carriers write them; `None` where nobody exports the span.
+pub fn ids(span: &Span) -> Option<(String, String)> {
+    if span.is_disabled() {
+        return None;
+    }
+    let of: SpanContext = span.context().span().span_context().clone();
+    let ids = || (of.trace_id().to_string(), of.span_id().to_string());
+    of.is_valid().then(ids)
+}
+
+const TRACE: [&str; 2] = ["traceparent", "tracestate"];
+
+/// A client's headers. Of two parents none counts, and neither does what is longer than a carrier.
+struct In<'a>(&'a HeaderMap);
+
+impl Extractor for In<'_> {
+    fn get(&self, key: &str) -> Option<&str> {
+        let mut all = self.0.get_all(key).iter();
+        let value = all.next().filter(|_| all.next().is_none())?;
+        let text = value.to_str().ok()?;
+        (text.len() <= LONGEST_CARRIER).then_some(text)
+    }
+
+    fn keys(&self) -> Vec<&str> {
+        self.0.keys().map(HeaderName::as_str).collect()
+    }
+}
+
+struct Out<'a>(&'a mut HeaderMap);
+
+impl Injector for Out<'_> {
+    fn set(&mut self, key: &str, value: String) {
+        let name = HeaderName::from_bytes(key.as_bytes());
+        // An empty state is none.
+        if let (Ok(name), Ok(value)) = (name, HeaderValue::from_str(&value))
+            && !value.is_empty()
+        {
+            self.0.insert(name, value);
+        }
+    }
 }
 
 #[cfg(test)]

@@ -17,6 +17,7 @@ use tokio::{
     sync::Notify,
     time::{Sleep, sleep_until},
 };
+use tracing::Span;
 
 use crate::{
     ahead::Ahead,
@@ -27,6 +28,8 @@ use crate::{
     places::Place,
     refusal::Refusal,
     shares::Share,
+    spans,
+    web::{Decoder, NotBase64, Web},
 };
 
 /// A body was cut off.
@@ -37,6 +40,8 @@ pub enum Error {
     #[error("the request took longer than is allowed")]
     TooLong,
     #[error(transparent)]
+    NotBase64(#[from] NotBase64),
+    #[error(transparent)]
     Hyper(#[from] hyper::Error),
 }
 
@@ -46,6 +51,7 @@ impl Error {
         match self {
             Self::TooLarge => "TooLarge",
             Self::TooLong => "TooLong",
+            Self::NotBase64(_) => "NotBase64",
             Self::Hyper(_) => "Connection",
         }
     }
@@ -53,7 +59,7 @@ impl Error {
     /// Whether the same request may do better.
     pub fn retry(&self) -> bool {
         match self {
-            Self::TooLarge => false,
+            Self::TooLarge | Self::NotBase64(_) => false,
             Self::TooLong | Self::Hyper(_) => true,
         }
     }
@@ -64,6 +70,7 @@ impl Error {
 pub struct Seen {
     bytes: AtomicU64,
     too_large: AtomicBool,
+    not_base64: AtomicBool,
     sent: Notify,
 }
 
@@ -87,6 +94,11 @@ impl Seen {
     pub fn too_large(&self) -> bool {
         self.too_large.load(Ordering::Relaxed)
     }
+
+    /// Whether the body was cut off because it has to be base64 and is not.
+    pub fn not_base64(&self) -> bool {
+        self.not_base64.load(Ordering::Relaxed)
+    }
 }
 
 /// A request's body.
@@ -98,16 +110,19 @@ pub struct RequestBody {
     /// 0: none.
     limit: u64,
     seen: Arc<Seen>,
+    /// It is base64, and goes on as bytes.
+    text: Option<Box<Decoder>>,
 }
 
 impl RequestBody {
-    /// Lets at most `limit` bytes through; 0 sets no limit.
-    pub fn new(ahead: Ahead, inner: Incoming, limit: u64) -> Self {
+    /// Lets at most `limit` bytes through; 0 sets no limit. `text`: what comes is base64, and goes on as bytes.
+    pub fn new(ahead: Ahead, inner: Incoming, limit: u64, text: bool) -> Self {
         let body = Self {
             ahead,
             inner,
             limit,
             seen: Arc::default(),
+            text: text.then(Box::default),
         };
         if body.is_end_stream() {
             body.seen.sent.notify_one();
@@ -149,16 +164,49 @@ impl Body for RequestBody {
                 return Poll::Ready(Some(Err(Error::TooLarge)));
             }
         }
-        Poll::Ready(frame.map(|frame| frame.map_err(Error::Hyper)))
+        let frame = frame.map(|frame| frame.map_err(Error::Hyper));
+        Poll::Ready(match &mut self.text {
+            None => frame,
+            Some(text) => {
+                let bytes = decoded(text, frame);
+                if matches!(bytes, Some(Err(Error::NotBase64(_)))) {
+                    self.seen.not_base64.store(true, Ordering::Relaxed);
+                }
+                bytes
+            }
+        })
     }
 
     fn is_end_stream(&self) -> bool {
-        self.ahead.is_end_stream(&self.inner)
+        let whole = self.text.as_ref().is_none_or(|text| text.is_whole());
+        whole && self.ahead.is_end_stream(&self.inner)
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.ahead.size_hint(&self.inner)
+        match self.text {
+            Some(_) => SizeHint::default(),
+            None => self.ahead.size_hint(&self.inner),
+        }
     }
+}
+
+type Next = Option<Result<Frame<Bytes>, Error>>;
+
+/// The next frame of base64 as bytes. One that ends in the middle of a letter's bytes is none.
+fn decoded(text: &mut Decoder, frame: Next) -> Next {
+    let frame = match frame {
+        None if text.is_whole() => return None,
+        None => return Some(Err(NotBase64.into())),
+        Some(Err(error)) => return Some(Err(error)),
+        Some(Ok(frame)) => frame,
+    };
+    Some(match frame.into_data() {
+        Ok(letters) => text
+            .decode(&letters)
+            .map(Frame::data)
+            .map_err(Error::NotBase64),
+        Err(other) => Ok(other),
+    })
 }
 
 /// One request and its answer; counted when it is dropped, which is when the last byte is gone or the client is.
@@ -172,6 +220,9 @@ pub struct Exchange {
     pub code: u16,
     /// A gRPC call: its errors are its trailers.
     pub grpc: bool,
+    /// The call's client speaks gRPC-Web.
+    pub web: Option<Web>,
+    pub span: Span,
     pub begin: Instant,
     pub deadline: Option<Instant>,
     /// How long the client waits for the head of the answer, if it says so.
@@ -211,6 +262,7 @@ impl Drop for Exchange {
             ..
         } = &*self;
         let took = self.begin.elapsed();
+        self.span.record("http.status_code", i64::from(*code));
         metrics.inflight.dec();
         if self.grpc {
             metrics.calls.dec();
@@ -253,6 +305,8 @@ impl Drop for Exchange {
         }
         if let Some(path) = &self.path {
             let (sandbox, milliseconds) = (&self.sandbox, took.as_millis());
+            let ids = torpor_daemon::spans::ids(&self.span);
+            let (trace_id, span_id) = ids.unzip();
             tracing::info!(
                 method,
                 path,
@@ -262,6 +316,8 @@ impl Drop for Exchange {
                 milliseconds,
                 sent = self.sent,
                 received,
+                trace_id,
+                span_id,
                 "request"
             );
         }
@@ -285,17 +341,25 @@ pub struct ResponseBody {
     exchange: Exchange,
     /// The trailers of a call are passed on, or made up.
     ended: bool,
+    /// What it comes as is gRPC and what it goes on as is gRPC-Web.
+    web: Option<Web>,
     _connection: Option<InUse>,
 }
 
 impl ResponseBody {
-    /// Passes on what comes until the exchange's deadline.
-    pub fn new(inner: Incoming, exchange: Exchange, connection: Option<InUse>) -> Self {
+    /// Passes on what comes until the exchange's deadline; as gRPC-Web, if `web` says so.
+    pub fn new(
+        inner: Incoming,
+        exchange: Exchange,
+        web: Option<Web>,
+        connection: Option<InUse>,
+    ) -> Self {
         Self {
             inner,
             late: None,
             exchange,
             ended: false,
+            web,
             _connection: connection,
         }
     }
@@ -315,12 +379,34 @@ impl ResponseBody {
         let received = self.exchange.received.as_ref();
         let refusal = match error {
             _ if !self.exchange.grpc => return Err(error),
+            // To a client of gRPC-Web no trailers can be sent behind what is no answer of gRPC.
+            _ if self.exchange.web != self.web => return Err(error),
             _ if received.is_some_and(|seen| seen.too_large()) => Refusal::BodyTooLarge,
+            _ if received.is_some_and(|seen| seen.not_base64()) => Refusal::NotBase64,
             Error::TooLong => Refusal::TooLate,
-            Error::TooLarge | Error::Hyper(_) => return Err(error),
+            Error::TooLarge | Error::NotBase64(_) | Error::Hyper(_) => return Err(error),
         };
         self.ended = true;
         Ok(Frame::trailers(grpc::trailers(&refusal)))
+    }
+
+    /// A frame as the client gets it.
+    fn passed_on(&mut self, frame: Frame<Bytes>) -> Frame<Bytes> {
+        if let Some(trailers) = frame.trailers_ref()
+            && self.exchange.grpc
+        {
+            spans::ended(&self.exchange.span, trailers);
+        }
+        let Some(web) = self.web else {
+            return frame;
+        };
+        match frame.into_data() {
+            Ok(data) => Frame::data(web.data(data)),
+            Err(frame) => {
+                self.ended = true;
+                Frame::data(web.trailers(&frame.into_trailers().unwrap_or_default()))
+            }
+        }
     }
 }
 
@@ -338,7 +424,7 @@ impl Body for ResponseBody {
         let error = match Pin::new(&mut self.inner).poll_frame(task) {
             Poll::Ready(Some(Ok(frame))) => {
                 self.exchange.sent += frame.data_ref().map_or(0, |data| data.len() as u64);
-                return Poll::Ready(Some(Ok(frame)));
+                return Poll::Ready(Some(Ok(self.passed_on(frame))));
             }
             Poll::Ready(None) => return Poll::Ready(None),
             Poll::Ready(Some(Err(error))) => Error::Hyper(error),
@@ -347,7 +433,8 @@ impl Body for ResponseBody {
                 Error::TooLong
             }
         };
-        Poll::Ready(Some(self.broken(error)))
+        let end = self.broken(error).map(|frame| self.passed_on(frame));
+        Poll::Ready(Some(end))
     }
 
     fn is_end_stream(&self) -> bool {
@@ -355,6 +442,9 @@ impl Body for ResponseBody {
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.inner.size_hint()
+        match self.web {
+            Some(_) => SizeHint::default(),
+            None => self.inner.size_hint(),
+        }
     }
 }

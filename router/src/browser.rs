@@ -106,7 +106,7 @@ impl Browsers {
             return Err(Error::NoneWithoutTls);
         }
         let mut origins = self.origins.iter();
-        match origins.find(|origin| origin_of(origin).as_ref() != Some(*origin)) {
+        match origins.find(|origin| !is_origin(origin)) {
             Some(origin) => Err(Error::Origin(origin.clone())),
             None => Ok(()),
         }
@@ -289,6 +289,11 @@ fn address(uri: &Uri) -> String {
         return format!("/.{address}");
     }
     address.to_owned()
+}
+
+/// Whether a text is an origin and nothing more, as browsers write it.
+pub(crate) fn is_origin(text: &str) -> bool {
+    origin_of(text).as_deref() == Some(text)
 }
 
 /// The origin of an address.

@@ -17,6 +17,7 @@ use crate::{
     proxy::Settings,
     tls::{Files, MutualTls},
     upstream::Dialling,
+    web::Origins,
 };
 
 /// How requests are authorized; upstream's names, and Torpor's `subjectaccessreview`.
@@ -151,6 +152,10 @@ pub struct Flags {
     /// Kubeconfig; empty: KUBECONFIG, or the Pod's own
     #[arg(long, default_value = "")]
     pub kubeconfig: String,
+    /// Export a span for each request by OTLP over gRPC; on by itself where the variable
+    /// OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT says where to
+    #[arg(long, default_value = "false", go_boolean())]
+    pub enable_tracing: bool,
     /// A line in the log for each request
     #[arg(long, default_value = "true", go_boolean())]
     pub access_log: bool,
@@ -163,6 +168,10 @@ pub struct Flags {
     /// Torpor's: hosts <port>-<sandbox>-<namespace>.<domain> name sandboxes
     #[arg(long, default_value = "")]
     pub domain: String,
+    /// Torpor's: origins (scheme://host[:port]; *: any) whose pages may make gRPC-Web calls of
+    /// sandboxes; cookies do not count for them
+    #[arg(long, value_delimiter = ',')]
+    pub grpc_web_allowed_origins: Vec<String>,
     /// Torpor's: how long a request waits for a sandbox that is being resumed
     #[arg(long, default_value = "60s", value_parser = positive)]
     pub resume_timeout: Duration,
@@ -205,13 +214,18 @@ pub struct Flags {
 }
 
 /// Upstream's other flags that change nothing about who reaches what. `bool` says whether they may stand bare.
-const WITHOUT_MEANING: [(&str, bool); 5] = [
+const WITHOUT_MEANING: [(&str, bool); 4] = [
     // Whether a page is the sandbox' own does not depend on where TLS ends.
     ("authz-trust-forwarded-proto", true),
     ("cluster-domain", false),
     ("cache-enabled", true),
-    ("enable-tracing", true),
     ("enable-otel-metrics", true),
+];
+
+/// Variables that say where spans go.
+const ENDPOINTS: [&str; 2] = [
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
 ];
 
 /// The flags do not fit together.
@@ -254,6 +268,8 @@ pub enum Error {
     NoCookie,
     #[error("--path-routing-prefix: {0:?} is no path that begins with / and does not end with it")]
     PathPrefix(String),
+    #[error("--grpc-web-allowed-origins: {0:?} is neither * nor scheme://host[:port]")]
+    WebOrigin(String),
     #[error(
         "--authz-cookie-name needs --domain or --path-routing-prefix: the cookie belongs to a sandbox' host or path"
     )]
@@ -290,6 +306,11 @@ pub fn parse(
     let mut flags = Flags::from_arg_matches(&matches)?;
     none_if_empty(&mut flags.authz_tokenreview_audiences);
     none_if_empty(&mut flags.authz_cookie_allowed_origins);
+    none_if_empty(&mut flags.grpc_web_allowed_origins);
+    if !given(&"enable_tracing") {
+        let set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+        flags.enable_tracing = ENDPOINTS.into_iter().any(set);
+    }
     // The flag wins over the Python router's variable.
     if !given(&"proxy_timeout")
         && let Ok(seconds) = std::env::var("PROXY_TIMEOUT_SECONDS")
@@ -360,6 +381,10 @@ impl Flags {
         }
         if !self.path_routing_prefix.is_empty() && !is_prefix(&self.path_routing_prefix) {
             return Err(Error::PathPrefix(self.path_routing_prefix.clone()));
+        }
+        let mut origins = self.grpc_web_allowed_origins.iter();
+        if let Some(wrong) = origins.find(|origin| *origin != "*" && !browser::is_origin(origin)) {
+            return Err(Error::WebOrigin(wrong.clone()));
         }
         self.check_cookie()
     }
@@ -473,6 +498,7 @@ impl Flags {
             path_prefix: Some(self.path_routing_prefix.clone()).filter(|text| !text.is_empty()),
             rewrite_responses: self.path_routing_rewrite_responses,
             browsers: self.browsers(),
+            web_origins: Origins::new(self.grpc_web_allowed_origins.clone()),
             proxy_timeout: self.proxy_timeout,
             grpc_proxy_timeout: self.grpc_proxy_timeout,
             response_header_timeout: self.response_header_timeout,

@@ -41,7 +41,7 @@ enum Code {
     Unauthenticated = 16,
 }
 
-/// Whether a request is a call: a POST over HTTP/2 of `application/grpc`, with a codec (`+proto`) or without. gRPC-Web is none.
+/// Whether a request is a call: a POST over HTTP/2 of `application/grpc`, with a codec (`+proto`) or without. gRPC-Web is [`crate::web`]'s.
 pub fn is_call(version: Version, method: &Method, headers: &HeaderMap) -> bool {
     version == Version::HTTP_2
         && method == Method::POST
@@ -110,6 +110,7 @@ fn code(refusal: &Refusal) -> Code {
         | Refusal::TimeoutFormat
         | Refusal::PathFormat
         | Refusal::PathEncoding
+        | Refusal::NotBase64
         | Refusal::HostFormat(_)
         | Refusal::HostAmbiguous(_) => Code::InvalidArgument,
         Refusal::Unauthenticated | Refusal::NoBearer | Refusal::WrongToken => Code::Unauthenticated,

@@ -8,7 +8,7 @@
 //!                         │  │      └─ resume one patch for many requests
 //!                         │  └──► rewrite     headers on the way in and out (pure)
 //!                         ├─────► upstream    one pool, keyed by Sandbox UID, Pod UID and address
-//!                         ├─────► calls       gRPC: one HTTP/2 connection for each port of a sandbox
+//!                         ├─────► calls       gRPC: one HTTP/2 connection for each port of a sandbox; gRPC-Web becomes it by web (pure)
 //!                         └─────► tunnel      what has changed its protocol
 //! watch ───► directory                        Sandboxes and their Pods, joined by UID
 //! ```
@@ -24,6 +24,7 @@ pub mod connection;
 pub mod crowd;
 pub mod directory;
 pub mod endpoints;
+mod failure;
 pub mod files;
 pub mod flags;
 pub mod gate;
@@ -40,6 +41,7 @@ pub mod scoped_token;
 pub mod server;
 pub mod shares;
 pub mod silence;
+pub mod spans;
 pub mod target;
 pub mod tls;
 pub mod token_review;
@@ -48,3 +50,4 @@ pub mod upstream;
 pub mod verdicts;
 pub mod watch;
 pub mod watched;
+pub mod web;

@@ -7,7 +7,7 @@ use kube::{Client, Config, config::KubeConfigOptions, config::Kubeconfig};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
-use torpor_daemon::serve;
+use torpor_daemon::{serve, spans::Exporter};
 use torpor_router::{
     address::AddressPolicy,
     authz::{Authorizer, SharedToken},
@@ -27,7 +27,7 @@ use torpor_router::{
     },
     server::Server,
     shares::Shares,
-    tls,
+    spans, tls,
     token_review::{ReviewOptions, Reviewer},
     tunnel::Tunnels,
     upstream, watch,
@@ -51,14 +51,7 @@ fn main() -> ExitCode {
         Ok(parsed) => parsed,
         Err(error) => error.exit(),
     };
-    torpor_daemon::log::start(&flags.log_format);
-    if !ignored.is_empty() {
-        tracing::info!(
-            flags = ignored.join(" "),
-            "these flags have no meaning here"
-        );
-    }
-    match work(&flags) {
+    match work(&flags, &ignored) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             tracing::error!(error = format!("{error:#}"), "cannot go on");
@@ -69,7 +62,35 @@ fn main() -> ExitCode {
 
 /// Watches, probes and the accepting of connections are on this thread; clients are served by [`lanes`].
 #[tokio::main(flavor = "current_thread")]
-async fn work(flags: &Flags) -> anyhow::Result<()> {
+async fn work(flags: &Flags, ignored: &[&str]) -> anyhow::Result<()> {
+    let exporter = flags
+        .enable_tracing
+        .then(|| Exporter::start(spans::SERVICE))
+        .transpose();
+    // A process that cannot begin says why in its log, too.
+    let exported = exporter.as_ref().ok().and_then(Option::as_ref);
+    torpor_daemon::log::start_with_spans(
+        &flags.log_format,
+        "info",
+        format!("{}=off", spans::TARGET).parse()?,
+        exported.map(|exporter| exporter.layer(spans::TARGET)),
+    );
+    if !ignored.is_empty() {
+        tracing::info!(
+            flags = ignored.join(" "),
+            "these flags have no meaning here"
+        );
+    }
+    let exporter = exporter?;
+    let ended = serve_all(flags).await;
+    if let Some(exporter) = exporter {
+        // It waits for its own thread.
+        tokio::task::spawn_blocking(move || exporter.end()).await?;
+    }
+    ended
+}
+
+async fn serve_all(flags: &Flags) -> anyhow::Result<()> {
     flags.check()?;
     let stopping = CancellationToken::new();
     stop_on_signal(stopping.clone())?;

@@ -12,15 +12,15 @@ use http::{
 };
 use http_body_util::{Either, Full};
 use hyper::{body::Incoming, upgrade};
-use hyper_util::client::legacy;
 
 use crate::{
     ahead::Ahead,
     authz::{self, Asked, Authorizer, BoundTo},
     body::{Exchange, RequestBody, ResponseBody, Seen},
     browser::{Browsers, Shown},
-    calls::{self, Calls, InUse},
+    calls::{Calls, InUse},
     connection::{Bound, Pulse},
+    failure::{Failure, chain, within},
     gate::{Destination, Gate},
     grpc,
     metrics::{self, CLIENT_GONE, DecisionLabels, Metrics, NO_NAMESPACE, ReasonLabels},
@@ -29,10 +29,11 @@ use crate::{
     refusal::{Refusal, json_response},
     rewrite,
     shares::Shares,
-    silence,
+    silence, spans,
     target::{self, Named, Target},
     tunnel::Tunnels,
     upstream::{self, Pool},
+    web::{self, Origins, Web},
 };
 
 /// What is set once for all requests.
@@ -46,6 +47,8 @@ pub struct Settings {
     pub rewrite_responses: bool,
     /// How browsers show their tokens to those hosts or paths, if they may.
     pub browsers: Option<Browsers>,
+    /// Whose pages may make gRPC-Web calls from another origin.
+    pub web_origins: Origins,
     /// For a whole request.
     pub proxy_timeout: Duration,
     /// For a whole gRPC call, beside the client's own; 0: any.
@@ -88,7 +91,23 @@ pub type Answer = Response<Either<Full<Bytes>, ResponseBody>>;
 impl Proxy {
     /// Carries out one request. Dropping the future, as happens when the client goes away, ends the waiting and the call to the sandbox.
     pub async fn handle(&self, peer: &Peer, request: Request<Incoming>) -> Answer {
-        let mut exchange = self.begin(peer, &request);
+        let exchange = self.begin(peer, &request);
+        let page = exchange
+            .web
+            .and_then(|_| self.settings.web_origins.allowed(request.headers()));
+        let mut answer = self.answer(peer, request, exchange).await;
+        if let Some(origin) = page {
+            web::readable_by(origin, answer.headers_mut());
+        }
+        answer
+    }
+
+    async fn answer(
+        &self,
+        peer: &Peer,
+        request: Request<Incoming>,
+        mut exchange: Exchange,
+    ) -> Answer {
         let refusal = match self.carry(peer, request, &mut exchange).await {
             Ok(Carried::Own(response)) => {
                 exchange.code = response.status().as_u16();
@@ -98,7 +117,11 @@ impl Proxy {
                 let (mut parts, body) = response.into_parts();
                 rewrite::response(&mut parts.headers, false);
                 exchange.code = parts.status.as_u16();
-                let body = ResponseBody::new(body, exchange, connection);
+                if exchange.grpc {
+                    spans::ended(&exchange.span, &parts.headers);
+                }
+                let web = exchange.web.filter(|web| web.response(&mut parts.headers));
+                let body = ResponseBody::new(body, exchange, web, connection);
                 return Response::from_parts(parts, Either::Right(body));
             }
             Ok(Carried::Switched(mut response, client)) => {
@@ -116,18 +139,26 @@ impl Proxy {
             reason: refusal.reason(),
         };
         self.metrics.refusals.get_or_create(&labels).inc();
-        let response = if exchange.grpc {
+        let mut response = if exchange.grpc {
             grpc::response(&refusal)
         } else {
             refusal.response()
         };
+        if exchange.grpc {
+            spans::ended(&exchange.span, response.headers());
+        }
+        if let Some(web) = exchange.web {
+            web.response(response.headers_mut());
+        }
         exchange.code = response.status().as_u16();
         response.map(Either::Left)
     }
 
     fn begin(&self, peer: &Peer, request: &Request<Incoming>) -> Exchange {
         self.metrics.inflight.inc();
-        let grpc = grpc::is_call(request.version(), request.method(), request.headers());
+        let (method, headers) = (request.method(), request.headers());
+        let web = Web::asked(method, headers);
+        let grpc = web.is_some() || grpc::is_call(request.version(), method, headers);
         if grpc {
             self.metrics.calls.inc();
         }
@@ -137,12 +168,14 @@ impl Proxy {
         let begin = Instant::now();
         Exchange {
             metrics: Arc::clone(&self.metrics),
-            method: metrics::method(request.method()),
+            method: metrics::method(method),
             namespace: NO_NAMESPACE.into(),
             sandbox: String::new(),
             path: self.settings.access_log.then(path),
             code: CLIENT_GONE,
             grpc,
+            web,
+            span: spans::request(method, request.uri().path(), headers),
             begin,
             patience: None,
             deadline: (!grpc).then(|| begin + self.settings.proxy_timeout),
@@ -164,15 +197,15 @@ impl Proxy {
         if request.method() == Method::CONNECT {
             return Err(Refusal::Method);
         }
+        let asked = self
+            .settings
+            .web_origins
+            .preflight(request.method(), request.headers());
+        if let Some(answer) = asked {
+            return Ok(Carried::Own(answer));
+        }
         if exchange.grpc {
-            let own = self.settings.grpc_proxy_timeout;
-            let limits = [
-                grpc::timeout(request.headers())?,
-                Some(own).filter(|own| !own.is_zero()),
-            ];
-            let limit = limits.into_iter().flatten().min();
-            // A time beyond the clock's end is none.
-            exchange.deadline = limit.and_then(|limit| exchange.begin.checked_add(limit));
+            exchange.deadline = self.end_of_call(request.headers(), exchange.begin)?;
         }
         let named = target::read(
             request.uri(),
@@ -203,6 +236,7 @@ impl Proxy {
             exchange.namespace = target.namespace.as_str().into();
         }
         exchange.sandbox.clone_from(&target.id);
+        spans::is_for(&exchange.span, &target);
         let browsers = self.settings.browsers.as_ref();
         let browsers = browsers.filter(|browsers| by_address && browsers.of_paths == (base > 0));
         let shown = browsers.and_then(|browsers| browsers.take(&mut request));
@@ -230,15 +264,8 @@ impl Proxy {
             .patience
             .and_then(|p| exchange.begin.checked_add(p));
         let limits = [exchange.deadline, given_up];
-        let admitted = self.admit(&target, limits.into_iter().flatten().min());
-        let mut ahead = Ahead::default();
-        let destination = if request.version() == Version::HTTP_2 {
-            admitted.await?
-        } else {
-            let admitted = ahead.while_waiting(request.body_mut(), admitted).await;
-            // Its client has gone, or sends what is no body.
-            admitted.map_err(|_| Refusal::Unreachable(target.id.clone()))??
-        };
+        let limit = limits.into_iter().flatten().min();
+        let (destination, ahead) = self.admit(&mut request, &target, limit).await?;
         let request = (request, ahead);
         let named = (&target, by_address, base);
         self.forward(peer, request, named, destination, exchange)
@@ -317,12 +344,38 @@ impl Proxy {
         result
     }
 
+    /// When a call is over that began then, if its client or the flags say so.
+    fn end_of_call(
+        &self,
+        headers: &http::HeaderMap,
+        begin: Instant,
+    ) -> Result<Option<Instant>, Refusal> {
+        let own = self.settings.grpc_proxy_timeout;
+        let limits = [
+            grpc::timeout(headers)?,
+            Some(own).filter(|own| !own.is_zero()),
+        ];
+        let limit = limits.into_iter().flatten().min();
+        // A time beyond the clock's end is none.
+        Ok(limit.and_then(|limit| begin.checked_add(limit)))
+    }
+
+    /// Waits for the sandbox, and returns what has come of the request's body meanwhile.
     async fn admit(
         &self,
+        request: &mut Request<Incoming>,
         target: &Target,
         deadline: Option<Instant>,
-    ) -> Result<Destination, Refusal> {
-        let admitted = self.gate.admit(target, deadline).await;
+    ) -> Result<(Destination, Ahead), Refusal> {
+        let mut ahead = Ahead::default();
+        let admitted = self.gate.admit(target, deadline);
+        let admitted = if request.version() == Version::HTTP_2 {
+            admitted.await
+        } else {
+            let admitted = ahead.while_waiting(request.body_mut(), admitted).await;
+            // Its client has gone, or sends what is no body.
+            admitted.unwrap_or_else(|_| Err(Refusal::Unreachable(target.id.clone())))
+        };
         if admitted.is_err() {
             tracing::debug!(
                 namespace = target.namespace,
@@ -330,7 +383,7 @@ impl Proxy {
                 "not admitted"
             );
         }
-        admitted
+        Ok((admitted?, ahead))
     }
 
     async fn forward(
@@ -341,8 +394,8 @@ impl Proxy {
         destination: Destination,
         exchange: &mut Exchange,
     ) -> Result<Carried, Refusal> {
-        let protocol =
-            rewrite::upgrade(request.headers()).filter(|_| request.version() == Version::HTTP_11);
+        let may_change = request.version() == Version::HTTP_11 && !exchange.grpc;
+        let protocol = rewrite::upgrade(request.headers()).filter(|_| may_change);
         if exchange.grpc || protocol.is_some() {
             let place = self.open_ended.take(&destination.sandbox_uid);
             exchange.place = Some(place.ok_or(Refusal::TooManyOpen)?);
@@ -361,7 +414,8 @@ impl Proxy {
         let to = (destination.address, destination.port).into();
         let place = (base > 0).then(|| Self::place_of(request.uri(), base, &arrival, to));
         let (mut parts, body) = request.into_parts();
-        let body = RequestBody::new(ahead, body, self.settings.max_request_body);
+        let text = exchange.web.is_some_and(|web| web.text);
+        let body = RequestBody::new(ahead, body, self.settings.max_request_body, text);
         let seen = body.seen();
         if !http_body::Body::is_end_stream(&body) {
             exchange.received = Some(Arc::clone(&seen));
@@ -370,6 +424,10 @@ impl Proxy {
             parts.uri = pathroute::strip(&parts.uri, base);
         }
         rewrite::request(&mut parts.headers, &arrival, protocol.clone(), to);
+        if let Some(web) = exchange.web {
+            web.request(&mut parts.headers);
+        }
+        torpor_daemon::spans::hand_on(&exchange.span, &mut parts.headers);
         let request = Request::from_parts(parts, body);
         let deadline = exchange.deadline;
         let answer = if exchange.grpc {
@@ -448,6 +506,9 @@ impl Proxy {
         if seen.too_large() {
             return Refusal::BodyTooLarge;
         }
+        if seen.not_base64() {
+            return Refusal::NotBase64;
+        }
         let reason = failure.reason();
         self.count_error(target, reason);
         let error = chain(failure);
@@ -482,45 +543,6 @@ enum Carried {
 /// The head of an answer, and the connection to keep for its body.
 type Head = (Response<Incoming>, Option<InUse>);
 
-/// A sandbox did not answer.
-#[derive(Debug, thiserror::Error)]
-enum Failure {
-    #[error("no URI for the sandbox")]
-    Uri(#[from] http::Error),
-    #[error("no answer")]
-    Http1(#[from] legacy::Error),
-    #[error("no answer")]
-    Http2(#[from] calls::Error),
-    /// It may still be at work.
-    #[error("no answer in time")]
-    Timeout,
-}
-
-impl Failure {
-    /// Upstream's word for it in metrics.
-    fn reason(&self) -> &'static str {
-        match self {
-            Self::Uri(_) => "other",
-            Self::Http1(error) => upstream::reason(error),
-            Self::Http2(error) => error.reason(),
-            Self::Timeout => "timeout",
-        }
-    }
-}
-
-async fn within<T>(
-    deadline: Option<Instant>,
-    future: impl Future<Output = T>,
-) -> Result<T, Failure> {
-    match deadline {
-        Some(deadline) => {
-            let limited = tokio::time::timeout_at(deadline.into(), future);
-            limited.await.map_err(|_| Failure::Timeout)
-        }
-        None => Ok(future.await),
-    }
-}
-
 fn path(uri: &Uri) -> PathAndQuery {
     let path = uri.path_and_query().cloned();
     path.unwrap_or_else(|| PathAndQuery::from_static("/"))
@@ -536,15 +558,4 @@ fn host(uri: &Uri, headers: &http::HeaderMap) -> Option<HeaderValue> {
         }
         None => headers.get(header::HOST).cloned(),
     }
-}
-
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(source) = next {
-        text.push_str(": ");
-        text.push_str(&source.to_string());
-        next = source.source();
-    }
-    text
 }

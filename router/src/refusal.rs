@@ -76,6 +76,9 @@ pub enum Refusal {
     TooLate,
     #[error("Request body too large.")]
     BodyTooLarge,
+    /// Of a gRPC-Web call alone.
+    #[error("The body of the call is not base64.")]
+    NotBase64,
     #[error("Method not allowed.")]
     Method,
 }
@@ -93,6 +96,7 @@ impl Refusal {
             | Self::TimeoutFormat
             | Self::PathFormat
             | Self::PathEncoding
+            | Self::NotBase64
             | Self::HostFormat(_)
             | Self::HostAmbiguous(_) => StatusCode::BAD_REQUEST,
             Self::Unauthenticated | Self::NoBearer | Self::WrongToken => StatusCode::UNAUTHORIZED,
@@ -141,6 +145,7 @@ impl Refusal {
             Self::TooManyReviews => "TooManyReviews",
             Self::TooLate => "TooLate",
             Self::BodyTooLarge => "BodyTooLarge",
+            Self::NotBase64 => "NotBase64",
             Self::Method => "Method",
         }
     }

@@ -67,6 +67,7 @@ fn upstreams_own_manifest_starts_it_with_one_more_flag() {
 #[case(&["--authz-mode=allow-all", "--authz-cookie-query-param=t"], Error::NoCookie)]
 #[case(&["--authz-mode=allow-all", "--authz-cookie-allowed-origins=https://a"], Error::NoCookie)]
 #[case(&["--authz-cookie-name=__Host-s", "--authz-mode=tokenreview"], Error::CookieWithoutHosts)]
+#[case(&["--authz-mode=allow-all", "--grpc-web-allowed-origins=*,app.dev"], Error::WebOrigin("app.dev".into()))]
 #[case(&["--authz-mode=allow-all", "--path-routing-prefix=router"], Error::PathPrefix("router".into()))]
 #[case(&["--authz-mode=allow-all", "--path-routing-prefix=/router/"], Error::PathPrefix("/router/".into()))]
 #[case(&["--authz-cookie-name=__Host-s", "--authz-mode=tokenreview", "--path-routing-prefix=/r"], Error::Cookie(browser::Error::HostOnlyOfPath("__Host-s".into())))]
@@ -184,4 +185,11 @@ fn paths_name_sandboxes_where_a_prefix_is_given_and_answers_are_rewritten_unless
     assert_eq!(settings.path_prefix.as_deref(), Some("/router"));
     assert!(!settings.rewrite_responses);
     assert!(settings.browsers.unwrap().of_paths);
+}
+
+#[test]
+fn spans_are_exported_where_that_is_said() {
+    let traced = |arguments: &[&str]| read(arguments).unwrap().0.enable_tracing;
+    assert!(traced(&["--enable-tracing"]));
+    assert!(!traced(&["--enable-tracing=false"]));
 }

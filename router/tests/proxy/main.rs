@@ -16,4 +16,6 @@ mod resume;
 mod scoped;
 mod streaming;
 mod tls;
+mod tracing;
+mod web;
 mod world;

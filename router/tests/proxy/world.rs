@@ -24,6 +24,7 @@ use torpor_router::{
     tunnel::Tunnels,
     upstream::{self, Dialling},
     watch,
+    web::Origins,
 };
 use torpor_test_apiserver::{Apiserver, merge_patch};
 
@@ -56,6 +57,7 @@ impl Default for Setup {
                 path_prefix: Some("/router".into()),
                 rewrite_responses: true,
                 browsers: None,
+                web_origins: Origins::default(),
                 proxy_timeout: LIMIT,
                 grpc_proxy_timeout: Duration::ZERO,
                 response_header_timeout: LIMIT,

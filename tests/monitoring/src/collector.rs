@@ -87,6 +87,15 @@ pub fn attribute<'a>(span: &'a Span, key: &str) -> Option<&'a str> {
     }
 }
 
+/// An attribute of a span, if it is there and a number.
+pub fn number(span: &Span, key: &str) -> Option<i64> {
+    let pair = span.attributes.iter().find(|pair| pair.key == key)?;
+    match pair.value.as_ref()?.value.as_ref()? {
+        Value::IntValue(number) => Some(*number),
+        _ => None,
+    }
+}
+
 /// An id of a trace or of a span as carriers write it.
 pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
