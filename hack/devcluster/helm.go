@@ -190,6 +190,16 @@ var chartCases = []struct {
 		helm:          []string{"--set", "image.tag=dev,router.authzMode=tokenreview"},
 	},
 	{
+		name:          "router.authzMode scoped-token",
+		kustomization: "resources: [REPO/deploy]\ncomponents: [REPO/deploy/router/scoped-token]",
+		helm: []string{
+			"--set", "image.tag=dev,router.authzMode=scoped-token",
+			"--set-json", `router.extraArgs=["--authz-scoped-token-verification-keys-file=/var/run/secrets/sandbox-router/scoped-token/verification-keys.json"]`,
+			"--set-json", `router.volumeMounts=[{"name":"scoped-token-verification-keys","mountPath":"/var/run/secrets/sandbox-router/scoped-token","readOnly":true}]`,
+			"--set-json", `router.volumes=[{"name":"scoped-token-verification-keys","configMap":{"name":"sandbox-router-scoped-token-keys-v1","items":[{"key":"verification-keys.json","path":"verification-keys.json"}]}}]`,
+		},
+	},
+	{
 		name: "router's secrets",
 		kustomization: `resources: [REPO/deploy]
 patches:

@@ -59,13 +59,19 @@ async fn ask_at(
     token: Option<&str>,
 ) -> anyhow::Result<(u16, String)> {
     let token = token.map(|token| format!("Authorization: Bearer {token}\r\n"));
+    let headers = format!(
+        "X-Sandbox-ID: s\r\nX-Sandbox-Namespace: {namespace}\r\nX-Sandbox-Port: 8888\r\n{}",
+        token.unwrap_or_default()
+    );
+    get(address, "/", &headers).await
+}
+
+/// Status and body of a request with these headers.
+async fn get(address: &str, path: &str, headers: &str) -> anyhow::Result<(u16, String)> {
     let answer = async {
         let mut stream = TcpStream::connect((address, 8080)).await?;
-        let request = format!(
-            "GET / HTTP/1.1\r\nHost: router\r\nX-Sandbox-ID: s\r\nX-Sandbox-Namespace: {namespace}\r\nX-Sandbox-Port: 8888\r\n\
-             {}Connection: close\r\n\r\n",
-            token.unwrap_or_default()
-        );
+        let request =
+            format!("GET {path} HTTP/1.1\r\nHost: router\r\n{headers}Connection: close\r\n\r\n");
         stream.write_all(request.as_bytes()).await?;
         let mut answer = String::new();
         stream.read_to_string(&mut answer).await?;
@@ -142,6 +148,24 @@ async fn a_router_that_is_closed_lets_in_only_whoever_may_connect_to_the_sandbox
             assert_eq!(ask("default", Some(&client)).await?, 403);
             let (status, body) = ask_at(router, own, Some(&client)).await?;
             assert_eq!((status, body.as_str()), (200, "1"), "nobody else came through");
+            Ok(())
+        })
+        .await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_request_reaches_a_sandbox_by_its_path() -> anyhow::Result<()> {
+    case("routerpath", async |case| {
+        case.create(server(json!({}))).await?;
+        case.sandbox_ready("s").await?;
+        let arguments = ["--authz-mode=allow-all", "--path-routing-prefix=/router"];
+        with_router(case, &arguments, async |router| {
+            let path = format!("/router/{}/s/8888/any/path", case.namespace);
+            assert_eq!(get(router, &path, "").await?, (200, "1".to_owned()));
+            let (status, body) = get(router, "/router/s/8888/", "").await?;
+            assert_eq!(status, 400, "{body}");
             Ok(())
         })
         .await
