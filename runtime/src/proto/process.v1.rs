@@ -38,7 +38,7 @@ pub struct InitEvent {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ExitEvent {
-    /// -1 for a command that a signal ended.
+    /// 128 + n for a command that signal n ended.
     #[prost(int32, tag = "1")]
     pub exit_code: i32,
 }

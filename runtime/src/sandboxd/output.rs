@@ -2,7 +2,10 @@
 //!
 //! Nothing is read before it is asked for. A client that does not read stops its command, as a full pipe does.
 
-use std::{io, pin::Pin, process::ExitStatus, sync::Arc, time::Duration};
+use std::{
+    io, os::unix::process::ExitStatusExt as _, pin::Pin, process::ExitStatus, sync::Arc,
+    time::Duration,
+};
 
 use bytes::Bytes;
 use futures::FutureExt as _;
@@ -154,9 +157,11 @@ async fn read(source: &mut Option<Source>, chunk: usize) -> io::Result<Option<By
     Ok((read > 0).then(|| Bytes::from(buffer)))
 }
 
-/// As Go has it: -1 for a command that a signal ended.
+/// The exit code of a command, as shells and upstream have it (#1897, 1.0.7): 128 and the signal's
+/// number where a signal ended it.
 fn exit_code(status: ExitStatus) -> i32 {
-    status.code().unwrap_or(-1)
+    let of_signal = || status.signal().map(|signal| 128 + signal);
+    status.code().or_else(of_signal).unwrap_or(-1)
 }
 
 impl std::fmt::Debug for Output {
@@ -180,9 +185,22 @@ impl std::fmt::Debug for Source {
 mod tests {
     use std::process::Stdio;
 
+    use rstest::rstest;
     use tokio::{process::Command, time::sleep};
 
     use super::*;
+
+    /// The raw status is what `wait` of POSIX gives: the code in the second byte, or the signal.
+    #[rstest]
+    #[case(0, 0)]
+    #[case(3 << 8, 3)]
+    #[case(255 << 8, 255)]
+    #[case(9, 137)]
+    #[case(15, 143)]
+    #[case(11 | 0x80, 139)]
+    fn a_signal_is_told_as_shells_do(#[case] raw: i32, #[case] code: i32) {
+        assert_eq!(exit_code(ExitStatus::from_raw(raw)), code);
+    }
 
     const GRACE: Duration = Duration::from_millis(5);
 

@@ -52,7 +52,8 @@ async fn signal(client: &mut Client, id: i32, signal: i32) -> Result<(), Code> {
 
 #[rstest]
 #[case("echo out; echo err >&2; exit 7", "out\n", "err\n", 7)]
-#[case("kill -9 $$", "", "", -1)]
+#[case("kill -9 $$", "", "", 137)]
+#[case("kill -15 $$", "", "", 143)]
 #[case("cat", "", "", 0)]
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_command_runs_to_its_end(
@@ -159,7 +160,7 @@ async fn input_after_the_end_is_refused_and_a_command_that_does_not_read_holds_n
         written.unwrap_err().code(),
         Code::Internal | Code::NotFound
     ));
-    assert_eq!((killed, rest), (Ok(()), done("", "", -1)));
+    assert_eq!((killed, rest), (Ok(()), done("", "", 137)));
     let (_events, id) = start(&mut client, shell("exec sleep 1000"), None).await;
     for _ in 0..2 {
         write(&mut client, id, Payload::Eof(())).await.unwrap();
@@ -182,7 +183,7 @@ async fn a_signal_reaches_the_whole_group() {
     assert_eq!(signal(&mut client, id, 1).await, Err(Code::InvalidArgument));
     assert_eq!(signal(&mut client, id + 1, 15).await, Err(Code::NotFound));
     assert_eq!(signal(&mut client, id, 15).await, Ok(()));
-    assert_eq!(drain(&mut events).await, done("", "", -1));
+    assert_eq!(drain(&mut events).await, done("", "", 143));
     pids.into_iter().for_each(until_gone);
 }
 
@@ -517,7 +518,7 @@ async fn the_end_is_told_and_commands_end_with_it() {
     let pids = runtime.pids("pids", 2);
     let process = Pid::from_child(&runtime.process);
     kill_process(process, Posix::TERM).unwrap();
-    assert_eq!(drain(&mut polite).await, done("", "", -1));
+    assert_eq!(drain(&mut polite).await, done("", "", 143));
     let mut stream = open(runtime.rest, "GET /v1/health HTTP/1.1");
     stream.write_all(b"\r\n").unwrap();
     let health = answer(&mut stream);
@@ -525,7 +526,7 @@ async fn the_end_is_told_and_commands_end_with_it() {
         (health.status, &health.json()["code"]),
         (503, &json!("UNAVAILABLE"))
     );
-    assert_eq!(drain(&mut stubborn).await, done("", "", -1));
+    assert_eq!(drain(&mut stubborn).await, done("", "", 137));
     drop((client, stubborn, polite));
     assert!(runtime.process.wait().unwrap().success());
     pids.into_iter().for_each(until_gone);

@@ -49,7 +49,7 @@ async fn a_terminal_is_typed_on_resized_and_hung_up() {
     assert_eq!(refused.code(), Code::InvalidArgument);
     write(&mut client, id, Payload::Eof(())).await.unwrap();
     // By SIGHUP.
-    assert_eq!(drain(&mut events).await.exit_code, Some(-1));
+    assert_eq!(drain(&mut events).await.exit_code, Some(129));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -59,7 +59,7 @@ async fn a_hang_up_is_heard_where_the_runtime_ignores_it() {
     let script = "while :; do read line; done";
     let (mut events, id) = start(&mut client, shell(script), Some(SIZE)).await;
     write(&mut client, id, Payload::Eof(())).await.unwrap();
-    assert_eq!(drain(&mut events).await.exit_code, Some(-1));
+    assert_eq!(drain(&mut events).await.exit_code, Some(129));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
