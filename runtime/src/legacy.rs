@@ -36,6 +36,7 @@ pub struct Legacy {
 
 impl Calls for Legacy {
     type Refusal = Refusal;
+    const HEALTH: &'static str = "/";
 
     async fn call(&self, request: Request<Incoming>) -> Result<Response<Body>, Refusal> {
         let route = route(request.method(), request.uri().path())?;

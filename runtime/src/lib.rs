@@ -1,6 +1,7 @@
 //! sandbox-runtime: the server inside a sandbox that upstream's SDKs talk to. It serves the APIs of upstream's two runtimes, same paths, bodies and status codes, from one static binary: the legacy HTTP API of the Python one, and the files over HTTP and commands over gRPC of sandboxd.
 //!
 //! ```text
+//! token: who may call
 //! server: connections ──► legacy ──► route       which call (pure)
 //!                     │          ├──► execute ──► command_line (pure), group ──► orphans
 //!                     │          ├──► upload, files ──► path (pure), root
@@ -28,4 +29,5 @@ pub mod root;
 pub mod route;
 pub mod sandboxd;
 pub mod server;
+pub mod token;
 pub mod upload;

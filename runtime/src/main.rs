@@ -2,6 +2,7 @@
 
 use std::{
     ffi::OsString,
+    os::unix::ffi::OsStringExt as _,
     path::Path,
     process::ExitCode,
     sync::{
@@ -34,6 +35,7 @@ use torpor_runtime::{
         watch::WatchService,
     },
     server::{Http1, Serve, Server, open_root},
+    token::{self, Gate},
     upload,
 };
 
@@ -121,6 +123,7 @@ struct Serving {
 impl Serving {
     async fn begin(flags: &Flags, children: &Arc<Children>) -> anyhow::Result<Self> {
         children.adopt().context("no way to wait for orphans")?;
+        let gate = gate(flags)?;
         let server = Server::new(flags.max_connections);
         let stopping = Arc::new(AtomicBool::new(false));
         let processes = Processes::new(flags.max_processes);
@@ -130,16 +133,16 @@ impl Serving {
             path => open(&path)?,
         };
         let legacy = legacy(flags, root, children);
-        let legacy = Http1::new(legacy, flags.read_header_timeout);
+        let legacy = Http1::new(legacy, Arc::clone(&gate), flags.read_header_timeout);
         listen(&server, "legacy", flags.legacy_bind_address, legacy).await?;
         let busy = Mark::new(flags.busy_dir.clone());
         let keeper = Arc::clone(&busy);
         // Until the process ends.
         tokio::spawn(async move { keeper.keep().await });
         let rest = rest(flags, &workspace, &stopping, &busy);
-        let rest = Http1::new(rest, flags.read_header_timeout);
+        let rest = Http1::new(rest, Arc::clone(&gate), flags.read_header_timeout);
         listen(&server, "rest", flags.rest_bind_address, rest).await?;
-        let grpc = grpc(flags, workspace, Arc::clone(children), &processes)?;
+        let grpc = grpc(flags, workspace, Arc::clone(children), &processes, gate)?;
         listen(&server, "grpc", flags.grpc_bind_address, grpc).await?;
         Ok(Self {
             server,
@@ -182,6 +185,12 @@ async fn listen(
     server.accept(listener, service);
     tracing::info!(api, %bound, "serving");
     Ok(())
+}
+
+/// A token that is configured and cannot be read ends the runtime before anything is served.
+fn gate(flags: &Flags) -> anyhow::Result<Arc<Gate>> {
+    let variable = std::env::var_os(token::VARIABLE).map(OsString::into_vec);
+    Gate::new(flags.auth_token_file.clone(), variable).context("--auth-token-file")
 }
 
 fn uploads(flags: &Flags) -> upload::Limits {
@@ -227,6 +236,7 @@ fn grpc(
     root: Arc<Root>,
     children: Arc<Children>,
     processes: &Arc<Processes>,
+    gate: Arc<Gate>,
 ) -> anyhow::Result<Arc<Grpc>> {
     let watcher = WatchService::new(Arc::clone(&root), flags.max_watches);
     let process = ProcessService {
@@ -243,5 +253,5 @@ fn grpc(
         keepalive: flags.grpc_keepalive,
         idle: flags.grpc_idle_timeout,
     };
-    Grpc::new(process, watcher, patience).context("the description of the gRPC services")
+    Grpc::new(process, watcher, gate, patience).context("the description of the gRPC services")
 }

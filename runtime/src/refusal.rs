@@ -5,6 +5,8 @@ use http::{HeaderValue, Method, Response, StatusCode, header};
 use http_body_util::{BodyExt as _, Full, combinators::UnsyncBoxBody};
 use serde_json::{Value, json};
 
+use crate::token::Closed;
+
 /// The body of an answer.
 pub type Body = UnsyncBoxBody<Bytes, std::io::Error>;
 
@@ -41,6 +43,8 @@ pub enum Refusal {
     TooLarge,
     #[error("The request body did not come in time.")]
     Slow,
+    #[error(transparent)]
+    Closed(#[from] Closed),
 }
 
 /// What a client is told in place of what it asked for.
@@ -70,7 +74,12 @@ impl Refusal {
                 let place: Vec<_> = ["body"].into_iter().chain(*field).collect();
                 json!({"detail": [{"type": kind, "loc": place, "msg": text, "input": null}]})
             }
-            Self::NoRoute | Self::Method(_) | Self::Malformed | Self::TooLarge | Self::Slow => {
+            Self::NoRoute
+            | Self::Method(_)
+            | Self::Malformed
+            | Self::TooLarge
+            | Self::Slow
+            | Self::Closed(_) => {
                 json!({"detail": text})
             }
             _ => json!({"message": text}),
@@ -91,6 +100,7 @@ impl Refused for Refusal {
             }
             Self::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
             Self::Slow => StatusCode::REQUEST_TIMEOUT,
+            Self::Closed(_) => StatusCode::UNAUTHORIZED,
         }
     }
 
@@ -101,8 +111,18 @@ impl Refused for Refusal {
         {
             response.headers_mut().insert(header::ALLOW, allowed);
         }
+        if matches!(self, Self::Closed(_)) {
+            ask_for_a_token(&mut response);
+        }
         response
     }
+}
+
+/// Says how to come in, which every answer 401 must (RFC 9110, 15.5.2).
+pub fn ask_for_a_token(response: &mut Response<Body>) {
+    let scheme = HeaderValue::from_static("Bearer");
+    let headers = response.headers_mut();
+    headers.insert(header::WWW_AUTHENTICATE, scheme);
 }
 
 /// A JSON answer.
@@ -146,6 +166,11 @@ mod tests {
     #[case(Refusal::List("x".into()), 500, r#"{"message":"List files failed: x"}"#)]
     #[case(Refusal::Download("x".into()), 500, r#"{"message":"File download failed: x"}"#)]
     #[case(Refusal::TooLarge, 413, r#"{"detail":"Request body too large."}"#)]
+    #[case(
+        Refusal::Closed(Closed::Missing),
+        401,
+        r#"{"detail":"missing bearer token"}"#
+    )]
     #[case(
         Refusal::Slow,
         408,

@@ -15,6 +15,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use crate::{
     refusal::{Body, Refused},
     root::Root,
+    token::{Closed, Gate},
 };
 
 /// Largest head of a request, in bytes.
@@ -128,7 +129,10 @@ async fn accept_all(
 /// The calls of an HTTP/1 API.
 pub trait Calls: Send + Sync + 'static {
     /// Why a request is not answered as asked.
-    type Refusal: Refused;
+    type Refusal: Refused + From<Closed>;
+
+    /// The path that answers without a token: what a probe asks, which has none to show.
+    const HEALTH: &'static str;
 
     /// Answers a request. Dropped when the client goes away, and with it what it does: a command is killed, an upload leaves nothing.
     fn call(
@@ -141,22 +145,31 @@ pub trait Calls: Send + Sync + 'static {
 #[derive(Debug)]
 pub struct Http1<C> {
     calls: C,
+    gate: Arc<Gate>,
     http: http1::Builder,
 }
 
 impl<C: Calls> Http1<C> {
-    /// Serves these calls. The head of a request must come in time, also of the next one.
-    pub fn new(calls: C, read_header_timeout: Duration) -> Arc<Self> {
+    /// Serves these calls to those whom the gate lets in. The head of a request must come in time,
+    /// also of the next one.
+    pub fn new(calls: C, gate: Arc<Gate>, read_header_timeout: Duration) -> Arc<Self> {
         let mut http = http1::Builder::new();
         http.timer(TokioTimer::new())
             .header_read_timeout(read_header_timeout)
             .max_buf_size(MAX_HEAD)
             .max_headers(MAX_HEADERS);
-        Arc::new(Self { calls, http })
+        Arc::new(Self { calls, gate, http })
+    }
+
+    async fn answer(&self, request: Request<Incoming>) -> Result<Response<Body>, C::Refusal> {
+        if request.uri().path() != C::HEALTH {
+            self.gate.check(request.headers()).await?;
+        }
+        self.calls.call(request).await
     }
 
     async fn respond(&self, request: Request<Incoming>) -> Response<Body> {
-        match self.calls.call(request).await {
+        match self.answer(request).await {
             Ok(response) => response,
             Err(refusal) => {
                 tracing::info!(status = refusal.status().as_u16(), %refusal, "refused");

@@ -30,6 +30,7 @@ use crate::{
     },
     sandboxd::{process::ProcessService, watch::WatchService},
     server::{Life, Serve},
+    token::Gate,
 };
 
 /// Largest message of a request, as Go and tonic have it.
@@ -65,14 +66,17 @@ type Service = BoxCloneSyncService<Request<Patient>, Response<Answer>, Infallibl
 #[derive(Debug)]
 pub struct Grpc {
     services: BTreeMap<&'static str, Service>,
+    gate: Arc<Gate>,
     patience: Patience,
 }
 
 impl Grpc {
-    /// Serves commands, changes of files, and the questions which services there are.
+    /// Serves commands, changes of files, and the questions which services there are, to those whom
+    /// the gate lets in.
     pub fn new(
         process: ProcessService,
         watcher: WatchService,
+        gate: Arc<Gate>,
         patience: Patience,
     ) -> Result<Arc<Self>, tonic_reflection::server::Error> {
         let describe = || {
@@ -87,11 +91,16 @@ impl Grpc {
         ];
         Ok(Arc::new(Self {
             services: services.into(),
+            gate,
             patience,
         }))
     }
 
     async fn respond(&self, request: Request<Incoming>) -> Response<Answer> {
+        if let Err(closed) = self.gate.check(request.headers()).await {
+            tracing::info!(%closed, "refused");
+            return Status::unauthenticated(closed.to_string()).into_http();
+        }
         // `/package.Service/Method`
         let name = request.uri().path().split('/').nth(1).unwrap_or_default();
         let Some(service) = self.services.get(name) else {

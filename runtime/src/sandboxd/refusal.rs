@@ -7,8 +7,9 @@ use serde_json::json;
 
 use crate::{
     busy,
-    refusal::{Body, Refused, answer},
+    refusal::{Body, Refused, answer, ask_for_a_token},
     root,
+    token::Closed,
 };
 
 /// A call was not carried out.
@@ -39,6 +40,9 @@ pub enum Refusal {
     TooLarge,
     #[error("the request's body did not come in time")]
     Slow,
+    /// Who calls has not shown the token.
+    #[error(transparent)]
+    Closed(#[from] Closed),
     /// The sandbox cannot be marked as busy.
     #[error(transparent)]
     NotMarked(#[from] busy::Error),
@@ -56,6 +60,7 @@ impl Refusal {
             Self::Internal(_) => "INTERNAL",
             Self::TooLarge => "RESOURCE_EXHAUSTED",
             Self::Slow => "DEADLINE_EXCEEDED",
+            Self::Closed(_) => "UNAUTHENTICATED",
             Self::NotMarked(_) => "FAILED_PRECONDITION",
             Self::NoRoute | Self::Method(_) => return None,
         })
@@ -74,6 +79,7 @@ impl Refused for Refusal {
             Self::Method(_) => StatusCode::METHOD_NOT_ALLOWED,
             Self::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
             Self::Slow => StatusCode::REQUEST_TIMEOUT,
+            Self::Closed(_) => StatusCode::UNAUTHORIZED,
             Self::NotMarked(_) => StatusCode::NOT_IMPLEMENTED,
         }
     }
@@ -88,7 +94,11 @@ impl Refused for Refusal {
             return response;
         };
         let message = self.to_string();
-        answer(self.status(), &json!({"code": code, "message": message}))
+        let mut response = answer(self.status(), &json!({"code": code, "message": message}));
+        if matches!(self, Self::Closed(_)) {
+            ask_for_a_token(&mut response);
+        }
+        response
     }
 }
 

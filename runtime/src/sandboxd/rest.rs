@@ -154,6 +154,7 @@ fn busy(left: Option<Duration>) -> Response<Body> {
 
 impl Calls for Rest {
     type Refusal = Refusal;
+    const HEALTH: &'static str = "/v1/health";
 
     async fn call(&self, request: Request<Incoming>) -> Result<Response<Body>, Refusal> {
         let (head, body) = request.into_parts();

@@ -6,6 +6,7 @@ mod processes;
 mod program;
 mod rest;
 mod terminals;
+mod token;
 mod transfers;
 mod watches;
 mod world;

@@ -15,7 +15,7 @@ use tempfile::TempDir;
 
 /// How long anything may take before a test fails.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
-const PROGRAM: &str = env!("CARGO_BIN_EXE_sandbox-runtime");
+pub(crate) const PROGRAM: &str = env!("CARGO_BIN_EXE_sandbox-runtime");
 const BOUNDARY: &str = "b0undary";
 
 pub(crate) struct Runtime {
@@ -37,6 +37,13 @@ impl Runtime {
     /// Starts it on a free port, with the root `app` in a directory of its own.
     pub(crate) fn start(flags: &[&str]) -> Self {
         Self::started(Command::new(PROGRAM), flags)
+    }
+
+    /// With this variable in its environment.
+    pub(crate) fn start_with(variable: &str, value: &str) -> Self {
+        let mut program = Command::new(PROGRAM);
+        program.env(variable, value);
+        Self::started(program, &[])
     }
 
     /// By a program that ignores SIGHUP, which the runtime inherits.
