@@ -13,7 +13,7 @@ use std::{
 };
 
 use rustix::{
-    fs::{AtFlags, Dir, FileType, Mode, OFlags, Stat},
+    fs::{AtFlags, Dir, FileType, Mode, OFlags, RenameFlags, Stat},
     io::Errno,
 };
 
@@ -48,6 +48,22 @@ pub enum Error {
     IsADirectory,
     #[error("directory not empty")]
     NotEmpty,
+    #[error("something is there already")]
+    Exists,
+    /// What is asked for cannot be done to the root itself.
+    #[error("it is the root")]
+    IsRoot,
+    #[error("a directory cannot be put into itself")]
+    IntoItself,
+    #[error("it is on another file system")]
+    OtherFileSystem,
+    #[error("neither a file, nor a directory, nor a link")]
+    Special,
+    #[error("more than {0} bytes")]
+    TooLarge(u64),
+    /// What was to be written ended too early.
+    #[error("its content broke off")]
+    BrokenOff,
     #[error("more than {MAX_ENTRIES} entries")]
     TooMany,
     #[error("more than {} directories deep", path::MAX_COMPONENTS)]
@@ -62,6 +78,8 @@ impl From<Errno> for Error {
             Errno::NOENT => Self::Missing,
             Errno::NOTDIR => Self::NotADirectory,
             Errno::NOTEMPTY => Self::NotEmpty,
+            Errno::EXIST => Self::Exists,
+            Errno::XDEV => Self::OtherFileSystem,
             other => Self::Io(other),
         }
     }
@@ -90,6 +108,21 @@ pub struct Entry {
     pub dangling: bool,
 }
 
+impl Entry {
+    fn new(name: String, stat: &Stat, dangling: bool) -> Self {
+        #[expect(clippy::cast_precision_loss, reason = "a time as upstream writes it")]
+        let mod_time = stat.st_mtime as f64 + stat.st_mtime_nsec as f64 / 1e9;
+        Self {
+            name,
+            size: u64::try_from(stat.st_size).unwrap_or(0),
+            is_directory: is_directory(stat.st_mode),
+            mod_time,
+            mode: stat.st_mode & 0o777,
+            dangling,
+        }
+    }
+}
+
 /// The directory that clients see.
 #[derive(Debug)]
 pub struct Root {
@@ -98,8 +131,15 @@ pub struct Root {
     uploads: AtomicU64,
 }
 
+/// What becomes of something that is where something else is to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Existing {
+    Replace,
+    Keep,
+}
+
 /// How the end of a path is looked for.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy)]
 enum Walk {
     /// What the path leads to.
     Follow,
@@ -107,6 +147,18 @@ enum Walk {
     Make,
     /// What has the path's last name, were it a link.
     NoFollow,
+    /// The same, and directories on the way that are missing are made.
+    MakeNoFollow,
+}
+
+impl Walk {
+    fn makes(self) -> bool {
+        matches!(self, Self::Make | Self::MakeNoFollow)
+    }
+
+    fn follows(self) -> bool {
+        matches!(self, Self::Follow | Self::Make)
+    }
 }
 
 /// A name in a directory that is below the root; `.` is the directory itself.
@@ -185,6 +237,18 @@ impl Root {
         Ok(entries)
     }
 
+    /// What a path leads to, under the path's last name.
+    pub fn stat(&self, path: &str) -> Result<Entry, Error> {
+        let place = self.resolve(path)?;
+        let stat = stat(place.directory.as_fd(), &place.name)?;
+        let clean = path::clean(path)?;
+        let name = match clean.rsplit('/').next() {
+            None | Some("") => "/",
+            Some(name) => name,
+        };
+        Ok(Entry::new(name.to_owned(), &stat, false))
+    }
+
     fn examine(&self, at: BorrowedFd<'_>, parent: &str, name: &CStr) -> Result<Entry, Error> {
         let own = stat(at, name)?;
         let is_link = FileType::from_raw_mode(own.st_mode) == FileType::Symlink;
@@ -198,16 +262,8 @@ impl Root {
         };
         let dangling = is_link && target.is_none();
         let stat = target.unwrap_or(own);
-        #[expect(clippy::cast_precision_loss, reason = "a time as upstream writes it")]
-        let mod_time = stat.st_mtime as f64 + stat.st_mtime_nsec as f64 / 1e9;
-        Ok(Entry {
-            name: name.to_string_lossy().into_owned(),
-            size: u64::try_from(stat.st_size).unwrap_or(0),
-            is_directory: FileType::from_raw_mode(stat.st_mode) == FileType::Directory,
-            mod_time,
-            mode: stat.st_mode & 0o777,
-            dangling,
-        })
+        let name = name.to_string_lossy().into_owned();
+        Ok(Entry::new(name, &stat, dangling))
     }
 
     /// Opens a directory to be named by its descriptor, as a place to work in or to watch.
@@ -253,19 +309,26 @@ impl Root {
         Ok(upload)
     }
 
-    /// A new file. Another process of this number may have left one behind, as the first of a container that was started again.
     fn temporary(&self, at: BorrowedFd<'_>) -> Result<(CString, OwnedFd), Error> {
         let flags =
             OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let wanted = Mode::from_raw_mode(0o666);
+        self.unfinished(|name| rustix::fs::openat(at, name, flags, wanted))
+    }
+
+    /// Makes something new under a name of its own. Another process of this number may have left one behind, as the first of a container that was started again.
+    fn unfinished<T>(
+        &self,
+        make: impl Fn(&CStr) -> Result<T, Errno>,
+    ) -> Result<(CString, T), Error> {
         let mut result = Err(Error::Io(Errno::EXIST));
         for _ in 0..MAX_LEFT_BEHIND {
             let number = self.uploads.fetch_add(1, Ordering::Relaxed);
             let name = format!(".torpor-upload-{}-{number}", std::process::id());
             let name = CString::new(name).map_err(|_| Error::Denied)?;
-            result = match rustix::fs::openat(at, &name, flags, wanted) {
+            result = match make(&name) {
                 Err(Errno::EXIST) => continue,
-                Ok(file) => Ok((name, file)),
+                Ok(made) => Ok((name, made)),
                 Err(errno) => Err(errno.into()),
             };
             break;
@@ -291,7 +354,7 @@ impl Root {
                 .last()
                 .map_or_else(|| self.directory.as_fd(), AsFd::as_fd);
             match rustix::fs::readlinkat(here, &name, Vec::new()) {
-                Ok(_) if ahead.is_empty() && walk == Walk::NoFollow => {
+                Ok(_) if ahead.is_empty() && !walk.follows() => {
                     let directory = here.try_clone_to_owned().map_err(|_| Errno::MFILE)?;
                     return Ok(Place { directory, name });
                 }
@@ -307,7 +370,7 @@ impl Root {
                     let directory = here.try_clone_to_owned().map_err(|_| Errno::MFILE)?;
                     return Ok(Place { directory, name });
                 }
-                Err(Errno::NOENT) if walk == Walk::Make => {
+                Err(Errno::NOENT) if walk.makes() => {
                     match rustix::fs::mkdirat(here, &name, NEW_DIRECTORY) {
                         Ok(()) | Err(Errno::EXIST) => {}
                         Err(errno) => return Err(errno.into()),
@@ -370,10 +433,15 @@ impl Upload {
     }
 
     /// Puts the file in its place, in one step.
-    pub fn finish(mut self) -> Result<(), Error> {
+    pub fn finish(self) -> Result<(), Error> {
+        self.finish_as(Existing::Replace)
+    }
+
+    /// The same, or refuses if something is there by now.
+    pub fn finish_as(mut self, existing: Existing) -> Result<(), Error> {
         if let Some(temporary) = &self.temporary {
-            let directory = &self.place.directory;
-            rustix::fs::renameat(directory, temporary, directory, &self.place.name)?;
+            let directory = self.place.directory.as_fd();
+            rename(directory, temporary, &self.place, existing)?;
         }
         self.temporary = None;
         Ok(())
@@ -397,6 +465,37 @@ impl std::fmt::Debug for Place {
     }
 }
 
+/// Gives something its place, in one step.
+fn rename(at: BorrowedFd<'_>, name: &CStr, to: &Place, existing: Existing) -> Result<(), Error> {
+    let replace = || rustix::fs::renameat(at, name, &to.directory, &to.name);
+    let renamed = match existing {
+        Existing::Replace => replace(),
+        Existing::Keep => {
+            let flags = RenameFlags::NOREPLACE;
+            match rustix::fs::renameat_with(at, name, &to.directory, &to.name, flags) {
+                // Some file systems cannot refuse in the same step. Or it is to go into itself.
+                Err(Errno::INVAL | Errno::NOSYS) => match stat(to.directory.as_fd(), &to.name) {
+                    Ok(_) => return Err(Error::Exists),
+                    Err(Error::Missing) => replace(),
+                    Err(error) => return Err(error),
+                },
+                other => other,
+            }
+        }
+    };
+    renamed.map_err(|errno| match errno {
+        Errno::INVAL => Error::IntoItself,
+        Errno::ISDIR => Error::IsADirectory,
+        // What some file systems answer where it is to replace a directory.
+        Errno::EXIST if existing == Existing::Replace => Error::NotEmpty,
+        other => other.into(),
+    })
+}
+
+fn is_directory(mode: u32) -> bool {
+    FileType::from_raw_mode(mode) == FileType::Directory
+}
+
 fn stat(at: BorrowedFd<'_>, name: &CStr) -> Result<Stat, Error> {
     Ok(rustix::fs::statat(at, name, AtFlags::SYMLINK_NOFOLLOW)?)
 }
@@ -408,6 +507,10 @@ fn regular(stat: &Stat) -> Result<(), Error> {
     }
 }
 
+pub mod budget;
+mod copy;
 mod edit;
 #[cfg(test)]
 mod tests;
+mod tree;
+pub mod unpack;

@@ -220,7 +220,7 @@ mod tests {
         let pipe = directory.path().join("pipe");
         let (kind, mode) = (rustix::fs::FileType::Fifo, 0o600.into());
         rustix::fs::mknodat(rustix::fs::CWD, &pipe, kind, mode, 0).unwrap();
-        assert!(Gate::new(Some(pipe), None).is_err());
+        Gate::new(Some(pipe), None).unwrap_err();
     }
 
     #[tokio::test]

@@ -1,4 +1,4 @@
-//! Changes below the root that upstream's sandboxd makes: files with the directories they need, and removal.
+//! Changes below the root that upstream's sandboxd makes: files and directories with those they need, moves and removal.
 
 use std::{
     ffi::CStr,
@@ -6,11 +6,13 @@ use std::{
 };
 
 use rustix::{
-    fs::{AtFlags, Dir, FileType, Mode, OFlags},
+    fs::{AtFlags, Dir, Mode, OFlags},
     io::Errno,
 };
 
-use super::{Error, Root, Upload, Walk, stat};
+use super::{
+    Error, Existing, Root, Upload, Walk, copy::of_source, is_directory, rename, stat, tree::READ,
+};
 use crate::path;
 
 /// How often a directory is read anew because something came into it while it was emptied.
@@ -18,14 +20,53 @@ const PASSES: usize = 8;
 
 impl Root {
     /// Begins a file with these permissions, and makes the directories that it needs. It takes the place of anything but a directory.
-    pub fn put(&self, path: &str, mode: u32) -> Result<Upload, Error> {
+    pub fn put(&self, path: &str, mode: u32, existing: Existing) -> Result<Upload, Error> {
         let place = self.walk(path, Walk::Make)?;
         match stat(place.directory.as_fd(), &place.name) {
             Ok(stat) if is_directory(stat.st_mode) => return Err(Error::IsADirectory),
+            Ok(_) if existing == Existing::Keep => return Err(Error::Exists),
             Ok(_) | Err(Error::Missing) => {}
             Err(error) => return Err(error),
         }
         self.begin_at(place, Some(Mode::from_raw_mode(mode & 0o777)))
+    }
+
+    /// Makes a directory with these permissions, and those on the way. One that is there stays as it is.
+    pub fn make_directory(&self, path: &str, mode: u32) -> Result<(), Error> {
+        let place = self.walk(path, Walk::Make)?;
+        let at = place.directory.as_fd();
+        match rustix::fs::mkdirat(at, &place.name, Mode::RWXU) {
+            Ok(()) => {}
+            Err(Errno::EXIST) => {
+                return match is_directory(stat(at, &place.name)?.st_mode) {
+                    true => Ok(()),
+                    false => Err(Error::Exists),
+                };
+            }
+            Err(errno) => return Err(errno.into()),
+        }
+        let directory = rustix::fs::openat(at, &place.name, READ, Mode::empty())?;
+        let mode = Mode::from_raw_mode(mode & 0o777);
+        Ok(rustix::fs::fchmod(directory, mode)?)
+    }
+
+    /// Moves what has this name, were it a link, and makes the directories that its new place needs. Of directories an empty one alone is replaced, and by a directory alone.
+    pub fn rename(&self, from: &str, to: &str, existing: Existing) -> Result<(), Error> {
+        let (from, to) = (path::clean(from)?, path::clean(to)?);
+        if from.is_empty() {
+            return Err(Error::IsRoot);
+        }
+        // Before directories are made in it.
+        if to
+            .strip_prefix(&from)
+            .is_some_and(|rest| rest.starts_with('/'))
+        {
+            return Err(Error::IntoItself);
+        }
+        let source = self.walk(&from, Walk::NoFollow).map_err(of_source)?;
+        stat(source.directory.as_fd(), &source.name)?;
+        let target = self.free(&to, existing)?;
+        rename(source.directory.as_fd(), &source.name, &target, existing)
     }
 
     /// Removes a file, a link, or a directory: an empty one, or with all that is in it. Of the root only the content is removed.
@@ -42,10 +83,6 @@ impl Root {
     }
 }
 
-fn is_directory(mode: u32) -> bool {
-    FileType::from_raw_mode(mode) == FileType::Directory
-}
-
 fn remove_one(at: BorrowedFd<'_>, name: &CStr) -> Result<(), Error> {
     let flags = match is_directory(stat(at, name)?.st_mode) {
         true => AtFlags::REMOVEDIR,
@@ -58,7 +95,7 @@ fn remove_one(at: BorrowedFd<'_>, name: &CStr) -> Result<(), Error> {
     }
 }
 
-fn remove_all(at: BorrowedFd<'_>, name: &CStr, depth: usize) -> Result<(), Error> {
+pub(super) fn remove_all(at: BorrowedFd<'_>, name: &CStr, depth: usize) -> Result<(), Error> {
     if is_directory(stat(at, name)?.st_mode) {
         // Every directory on the way is held open, as in a walk.
         if depth == path::MAX_COMPONENTS {

@@ -27,6 +27,23 @@ pub enum Refusal {
     NotEmpty,
     #[error("cannot delete the sandbox root; pass recursive=true to clear its contents")]
     IsRoot,
+    #[error("path exists already; pass overwrite=true to replace it")]
+    Exists,
+    /// The same, where the request has HTTP's own condition for it.
+    #[error("path exists already, and If-None-Match excludes that")]
+    Condition,
+    /// What is there is not replaced by what comes.
+    #[error("target path: {0}")]
+    Occupied(String),
+    /// An archive's entry was refused.
+    #[error("entry {entry:?}: {cause}; {done} entries before it were extracted")]
+    Entry {
+        entry: String,
+        cause: Box<Refusal>,
+        done: usize,
+    },
+    #[error("{0}")]
+    TooMuch(String),
     #[error("sandboxd is shutting down")]
     Stopping,
     #[error("{0}")]
@@ -55,13 +72,14 @@ impl Refusal {
             Self::Escape | Self::Permission => "PERMISSION_DENIED",
             Self::Missing => "NOT_FOUND",
             Self::Invalid(_) => "INVALID_ARGUMENT",
-            Self::NotEmpty | Self::IsRoot => "CONFLICT",
+            Self::NotEmpty | Self::IsRoot | Self::Exists | Self::Occupied(_) => "CONFLICT",
             Self::Stopping => "UNAVAILABLE",
             Self::Internal(_) => "INTERNAL",
-            Self::TooLarge => "RESOURCE_EXHAUSTED",
+            Self::TooLarge | Self::TooMuch(_) => "RESOURCE_EXHAUSTED",
+            Self::Entry { cause, .. } => return cause.code(),
             Self::Slow => "DEADLINE_EXCEEDED",
             Self::Closed(_) => "UNAUTHENTICATED",
-            Self::NotMarked(_) => "FAILED_PRECONDITION",
+            Self::NotMarked(_) | Self::Condition => "FAILED_PRECONDITION",
             Self::NoRoute | Self::Method(_) => return None,
         })
     }
@@ -73,13 +91,17 @@ impl Refused for Refusal {
             Self::Escape | Self::Permission => StatusCode::FORBIDDEN,
             Self::Missing | Self::NoRoute => StatusCode::NOT_FOUND,
             Self::Invalid(_) => StatusCode::BAD_REQUEST,
-            Self::NotEmpty | Self::IsRoot => StatusCode::CONFLICT,
+            Self::NotEmpty | Self::IsRoot | Self::Exists | Self::Occupied(_) => {
+                StatusCode::CONFLICT
+            }
+            Self::Entry { cause, .. } => cause.status(),
             Self::Stopping => StatusCode::SERVICE_UNAVAILABLE,
             Self::Internal(_) => StatusCode::INTERNAL_SERVER_ERROR,
             Self::Method(_) => StatusCode::METHOD_NOT_ALLOWED,
-            Self::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::TooLarge | Self::TooMuch(_) => StatusCode::PAYLOAD_TOO_LARGE,
             Self::Slow => StatusCode::REQUEST_TIMEOUT,
             Self::Closed(_) => StatusCode::UNAUTHORIZED,
+            Self::Condition => StatusCode::PRECONDITION_FAILED,
             Self::NotMarked(_) => StatusCode::NOT_IMPLEMENTED,
         }
     }
@@ -119,12 +141,20 @@ impl From<root::Error> for Refusal {
             root::Error::Missing => Self::Missing,
             root::Error::NotEmpty => Self::NotEmpty,
             root::Error::IsADirectory => Self::Invalid("target path is a directory".to_owned()),
-            root::Error::NotADirectory | root::Error::NotAFile => Self::Invalid(error.to_string()),
+            root::Error::Exists => Self::Exists,
+            root::Error::NotADirectory
+            | root::Error::NotAFile
+            | root::Error::IsRoot
+            | root::Error::IntoItself
+            | root::Error::OtherFileSystem
+            | root::Error::Special
+            | root::Error::BrokenOff => Self::Invalid(error.to_string()),
             root::Error::Io(Errno::ACCESS | Errno::PERM | Errno::ROFS) => Self::Permission,
             root::Error::Io(Errno::NAMETOOLONG | Errno::LOOP) => Self::Invalid(error.to_string()),
-            root::Error::TooMany | root::Error::TooDeep | root::Error::Io(_) => {
-                Self::Internal(error.to_string())
+            root::Error::TooMany | root::Error::TooDeep | root::Error::TooLarge(_) => {
+                Self::TooMuch(error.to_string())
             }
+            root::Error::Io(_) => Self::Internal(error.to_string()),
         }
     }
 }
@@ -142,6 +172,10 @@ mod tests {
     #[case(root::Error::IsADirectory, 400, Some("INVALID_ARGUMENT"))]
     #[case(root::Error::NotAFile, 400, Some("INVALID_ARGUMENT"))]
     #[case(root::Error::NotEmpty, 409, Some("CONFLICT"))]
+    #[case(root::Error::Exists, 409, Some("CONFLICT"))]
+    #[case(root::Error::IntoItself, 400, Some("INVALID_ARGUMENT"))]
+    #[case(root::Error::TooMany, 413, Some("RESOURCE_EXHAUSTED"))]
+    #[case(root::Error::TooLarge(1), 413, Some("RESOURCE_EXHAUSTED"))]
     #[case(root::Error::Io(Errno::NOSPC), 500, Some("INTERNAL"))]
     fn errors_are_upstreams(
         #[case] error: root::Error,

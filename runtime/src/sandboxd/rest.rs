@@ -1,7 +1,6 @@
 //! Files over HTTP/1: the calls of upstream's `filesystem.yaml`. And `/v1/busy`, which is Torpor's.
 
 use std::{
-    borrow::Cow,
     collections::BTreeMap,
     sync::{
         Arc,
@@ -12,25 +11,25 @@ use std::{
 
 use bytes::Bytes;
 use futures::{Stream, StreamExt as _};
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, header};
+use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode, header};
 use http_body_util::{BodyExt as _, Empty};
 use hyper::body::Incoming;
 use jiff::Timestamp;
 use multer::{Constraints, Multipart, SizeLimit};
 use serde_json::{Value, json};
-use tokio::{fs::File, io::AsyncWriteExt as _};
-
-use torpor_daemon::go_flags::duration;
+use tokio::{fs::File, io::AsyncWriteExt as _, runtime::Handle};
 
 use crate::{
-    busy::{self, Mark},
+    busy::Mark,
     files::{self, Segment, blocking},
     path,
     refusal::{Body, answer},
-    root::{self, Entry, Root},
+    root::{self, Entry, Existing, Root, budget::Budget},
     sandboxd::{
+        archive,
         content::{self, Content, Span},
         refusal::{Refusal, text},
+        route::{Route, Transfer, route},
     },
     server::Calls,
     upload::{self, BodyError, Limits},
@@ -52,98 +51,6 @@ pub struct Rest {
     pub busy: Arc<Mark>,
 }
 
-/// A call.
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Route {
-    Get(String),
-    Put(String),
-    Delete(String),
-    Health,
-    Metadata,
-    /// For how long the sandbox is busy.
-    Busy,
-    /// It is.
-    SetBusy,
-    /// It is not.
-    ClearBusy,
-}
-
-/// Finds the call. A path is decoded once, with the slashes in it.
-fn route(method: &Method, path: &str) -> Result<Route, Refusal> {
-    let reads = matches!(*method, Method::GET | Method::HEAD);
-    if let Some(path) = path.strip_prefix("/v1/files/") {
-        let path = path::decode(path);
-        return match *method {
-            Method::PUT => Ok(Route::Put(path)),
-            Method::DELETE => Ok(Route::Delete(path)),
-            _ if reads => Ok(Route::Get(path)),
-            _ => Err(Refusal::Method("DELETE, GET, HEAD, PUT")),
-        };
-    }
-    if path == "/v1/busy" {
-        return match *method {
-            Method::PUT => Ok(Route::SetBusy),
-            Method::DELETE => Ok(Route::ClearBusy),
-            _ if reads => Ok(Route::Busy),
-            _ => Err(Refusal::Method("DELETE, GET, HEAD, PUT")),
-        };
-    }
-    let route = match path {
-        "/v1/health" => Route::Health,
-        "/v1/metadata" => Route::Metadata,
-        _ => return Err(Refusal::NoRoute),
-    };
-    match reads {
-        true => Ok(route),
-        false => Err(Refusal::Method("GET, HEAD")),
-    }
-}
-
-/// The first value of a name in a query; empty counts as none.
-fn parameter<'a>(query: Option<&'a str>, name: &str) -> Option<Cow<'a, str>> {
-    let pairs = query?
-        .split('&')
-        .map(|pair| pair.split_once('=').unwrap_or((pair, "")));
-    let value = pairs.into_iter().find(|(key, _)| *key == name)?.1;
-    let value = percent_encoding::percent_decode_str(value).decode_utf8_lossy();
-    (!value.is_empty()).then_some(value)
-}
-
-/// `0644` and the like; three octal digits after a zero.
-fn mode(text: Option<&str>) -> Result<u32, Refusal> {
-    let Some(text) = text else { return Ok(0o644) };
-    let octal =
-        |digits: &str| digits.len() == 3 && digits.bytes().all(|b| matches!(b, b'0'..=b'7'));
-    let digits = text.strip_prefix('0').filter(|digits| octal(digits));
-    let mode = digits.and_then(|digits| u32::from_str_radix(digits, 8).ok());
-    mode.ok_or_else(|| Refusal::Invalid(format!("mode {text:?} must match ^0[0-7]{{3}}$")))
-}
-
-/// A truth value as Go reads it.
-fn truth(text: Option<&str>) -> Result<bool, Refusal> {
-    match text {
-        None | Some("0" | "f" | "F" | "false" | "FALSE" | "False") => Ok(false),
-        Some("1" | "t" | "T" | "true" | "TRUE" | "True") => Ok(true),
-        Some(text) => Err(Refusal::Invalid(format!(
-            "recursive {text:?} must be a boolean"
-        ))),
-    }
-}
-
-/// For how long: `for=90s`, as Go writes durations.
-fn busy_for(text: Option<&str>) -> Result<Duration, Refusal> {
-    let Some(text) = text else {
-        return Ok(busy::DEFAULT);
-    };
-    let allowed = Duration::from_secs(1)..=busy::LONGEST;
-    let time = duration(text).ok().filter(|time| allowed.contains(time));
-    time.ok_or_else(|| {
-        Refusal::Invalid(format!(
-            "for {text:?} must be a duration from 1s to 24h, such as 90s"
-        ))
-    })
-}
-
 fn busy(left: Option<Duration>) -> Response<Body> {
     let told = json!({
         "busy": left.is_some(),
@@ -158,17 +65,45 @@ impl Calls for Rest {
 
     async fn call(&self, request: Request<Incoming>) -> Result<Response<Body>, Refusal> {
         let (head, body) = request.into_parts();
-        let query = |name| parameter(head.uri.query(), name);
-        match route(&head.method, head.uri.path())? {
+        let (path, query) = (head.uri.path(), head.uri.query());
+        match route(&head.method, path, query, &head.headers)? {
             Route::Get(path) => self.get(path, &head.headers).await,
-            Route::Put(path) => {
-                let mode = mode(query("mode").as_deref())?;
-                self.put(path, mode, &head.headers, body).await
+            Route::Stat(path) => {
+                let found = blocking(&self.root, move |root| root.stat(&path)).await;
+                let entry = found.map_err(of_source)?;
+                Ok(answer(StatusCode::OK, &described(&entry)))
             }
-            Route::Delete(path) => {
-                let recursive = truth(query("recursive").as_deref());
-                self.delete(path, recursive).await
+            Route::Tree(path) => self.tree(path).await,
+            Route::Put {
+                path,
+                mode,
+                existing,
+            } => {
+                let put = self.put(path, mode, existing, &head.headers, body).await;
+                let conditional = head.headers.contains_key(header::IF_NONE_MATCH);
+                put.map_err(|refusal| match refusal {
+                    Refusal::Exists if conditional => Refusal::Condition,
+                    other => other,
+                })
             }
+            Route::MakeDirectory { path, mode } => {
+                let made = move |root: &Root| root.make_directory(&path, mode);
+                blocking(&self.root, made).await?;
+                Ok(empty(StatusCode::NO_CONTENT))
+            }
+            Route::Move(Transfer { from, to, existing }) => {
+                let moved = move |root: &Root| root.rename(&from, &to, existing);
+                blocking(&self.root, moved).await.map_err(of_transfer)?;
+                Ok(empty(StatusCode::NO_CONTENT))
+            }
+            Route::Copy(Transfer { from, to, existing }) => {
+                let (mut budget, _waiting) = Budget::new(self.upload.bytes);
+                let copied = move |root: &Root| root.copy(&from, &to, existing, &mut budget);
+                blocking(&self.root, copied).await.map_err(of_transfer)?;
+                Ok(empty(StatusCode::NO_CONTENT))
+            }
+            Route::Extract(path) => self.extract(path, &head.headers, body).await,
+            Route::Delete { path, recursive } => self.delete(path, recursive).await,
             Route::Health if self.stopping.load(Ordering::Relaxed) => Err(Refusal::Stopping),
             Route::Health => {
                 let uptime = self.started.elapsed().as_secs();
@@ -176,8 +111,7 @@ impl Calls for Rest {
                 Ok(answer(StatusCode::OK, &health))
             }
             Route::Busy => Ok(busy(self.busy.left())),
-            Route::SetBusy => {
-                let time = busy_for(query("for").as_deref())?;
+            Route::SetBusy(time) => {
                 let mark = Arc::clone(&self.busy);
                 let left = blocking(&self.root, move |_| Ok(mark.set(time))).await??;
                 Ok(busy(Some(left)))
@@ -201,10 +135,7 @@ impl Rest {
         let asked = path.clone();
         let found = blocking(&self.root, move |root| find(root, &asked)).await;
         // Nothing is below a file, which is no error of who asks.
-        let found = found.map_err(|error| match error {
-            root::Error::NotADirectory => Refusal::Missing,
-            other => other.into(),
-        })?;
+        let found = found.map_err(of_source)?;
         match found {
             Found::Directory(entries) => Ok(answer(StatusCode::OK, &listing(&path, &entries))),
             Found::File(file, modified, size) => Ok(content(
@@ -216,18 +147,54 @@ impl Rest {
         }
     }
 
-    /// The file appears when the whole body has come.
-    async fn put(
+    /// Entries are named by their paths from the directory.
+    async fn tree(&self, path: String) -> Result<Response<Body>, Refusal> {
+        let asked = path.clone();
+        let (mut budget, _waiting) = Budget::new(0);
+        let found = blocking(&self.root, move |root| root.tree(&asked, &mut budget)).await;
+        let entries = found.map_err(|error| match error {
+            root::Error::NotADirectory => Refusal::Invalid("not a directory".to_owned()),
+            other => other.into(),
+        })?;
+        Ok(answer(StatusCode::OK, &listing(&path, &entries)))
+    }
+
+    /// Unpacks the archive as it comes; what has come stays when a later entry is refused.
+    async fn extract(
         &self,
         path: String,
-        mode: u32,
         headers: &HeaderMap,
         body: Incoming,
     ) -> Result<Response<Body>, Refusal> {
         if self.upload.refuse(headers) {
             return Err(Refusal::TooLarge);
         }
-        let upload = blocking(&self.root, move |root| root.put(&path, mode)).await?;
+        let limit = self.upload.bytes;
+        let pieces = upload::pieces(body, self.upload.patience);
+        let pieces = pieces.map(|piece| piece.map_err(|error| of_body(&error)));
+        let archive = archive::Incoming::new(Box::pin(pieces), Handle::current(), limit);
+        let (budget, _waiting) = Budget::new(limit);
+        let unpacked = blocking(&self.root, move |root| {
+            let mut into = root.unpack(&path, budget)?;
+            Ok(archive::extract(archive, &mut into))
+        });
+        let entries = unpacked.await??;
+        Ok(answer(StatusCode::OK, &json!({"entries": entries})))
+    }
+
+    /// The file appears when the whole body has come.
+    async fn put(
+        &self,
+        path: String,
+        mode: u32,
+        existing: Existing,
+        headers: &HeaderMap,
+        body: Incoming,
+    ) -> Result<Response<Body>, Refusal> {
+        if self.upload.refuse(headers) {
+            return Err(Refusal::TooLarge);
+        }
+        let upload = blocking(&self.root, move |root| root.put(&path, mode, existing)).await?;
         let file = File::from_std(upload.file().map_err(of_disk)?);
         let pieces = upload::pieces(body, self.upload.patience);
         match multer::parse_boundary(kind_of(headers)) {
@@ -243,7 +210,7 @@ impl Rest {
             }
             Err(error) => return Err(Refusal::Invalid(format!("invalid multipart body: {error}"))),
         }
-        blocking(&self.root, move |_| upload.finish()).await?;
+        blocking(&self.root, move |_| upload.finish_as(existing)).await?;
         Ok(empty(StatusCode::NO_CONTENT))
     }
 
@@ -291,27 +258,31 @@ fn find(root: &Root, path: &str) -> Result<Found, root::Error> {
 
 /// Links that lead nowhere or outside are left out, as with upstream.
 fn listing(path: &str, entries: &[Entry]) -> Value {
-    let entries = entries.iter().filter(|entry| !entry.dangling).map(|entry| {
-        let kind = if entry.is_directory {
-            "directory"
-        } else {
-            "file"
-        };
-        #[expect(
-            clippy::cast_possible_truncation,
-            reason = "whole seconds, and no year so large"
-        )]
-        let modified = Timestamp::from_second(entry.mod_time as i64).unwrap_or_default();
-        json!({
-            "name": entry.name,
-            "size": entry.size,
-            "type": kind,
-            "modified_at": modified.to_string(),
-            "mode": format!("{:04o}", entry.mode),
-        })
-    });
+    let entries = entries.iter().filter(|entry| !entry.dangling);
+    let entries = entries.map(described);
     let path = format!("/{}", path.strip_prefix('/').unwrap_or(path));
     json!({"path": path, "entries": entries.collect::<Value>()})
+}
+
+/// A file or directory as upstream's `FileEntry` has it.
+fn described(entry: &Entry) -> Value {
+    let kind = if entry.is_directory {
+        "directory"
+    } else {
+        "file"
+    };
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "whole seconds, and no year so large"
+    )]
+    let modified = Timestamp::from_second(entry.mod_time as i64).unwrap_or_default();
+    json!({
+        "name": entry.name,
+        "size": entry.size,
+        "type": kind,
+        "modified_at": modified.to_string(),
+        "mode": format!("{:04o}", entry.mode),
+    })
 }
 
 fn content(
@@ -457,6 +428,24 @@ async fn pour(
     file.sync_all().await.map_err(of_disk)
 }
 
+/// Nothing is below a file, which is no error of who asks.
+fn of_source(error: root::Error) -> Refusal {
+    match error {
+        root::Error::NotADirectory => Refusal::Missing,
+        other => other.into(),
+    }
+}
+
+/// What is there already stands in the way of what comes.
+fn of_transfer(error: root::Error) -> Refusal {
+    match error {
+        root::Error::NotEmpty | root::Error::IsADirectory | root::Error::NotADirectory => {
+            Refusal::Occupied(error.to_string())
+        }
+        other => other.into(),
+    }
+}
+
 fn of_disk(error: std::io::Error) -> Refusal {
     Refusal::Internal(format!("failed to write file contents: {error}"))
 }
@@ -477,94 +466,5 @@ fn of_form(error: multer::Error) -> Refusal {
             error.downcast_ref().map_or(Refusal::Slow, of_body)
         }
         error => Refusal::Invalid(format!("invalid multipart body: {error}")),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use rstest::rstest;
-
-    use super::*;
-
-    #[rstest]
-    #[case("GET", "/v1/files/a%2Fb", Ok(Route::Get("a/b".into())))]
-    #[case("HEAD", "/v1/files/", Ok(Route::Get("".into())))]
-    #[case("PUT", "/v1/files/%2E%2E/a%00", Ok(Route::Put("../a\0".into())))]
-    #[case("DELETE", "/v1/files/%252e", Ok(Route::Delete("%2e".into())))]
-    #[case("GET", "/v1/health", Ok(Route::Health))]
-    #[case("HEAD", "/v1/metadata", Ok(Route::Metadata))]
-    #[case("POST", "/v1/files/a", Err(Refusal::Method("DELETE, GET, HEAD, PUT")))]
-    #[case("PUT", "/v1/health", Err(Refusal::Method("GET, HEAD")))]
-    #[case("GET", "/v1/files", Err(Refusal::NoRoute))]
-    #[case("GET", "/", Err(Refusal::NoRoute))]
-    fn a_request_is_one_call_or_none(
-        #[case] method: Method,
-        #[case] path: &str,
-        #[case] expected: Result<Route, Refusal>,
-    ) {
-        assert_eq!(route(&method, path), expected);
-    }
-
-    #[rstest]
-    #[case("PUT", Ok(Route::SetBusy))]
-    #[case("DELETE", Ok(Route::ClearBusy))]
-    #[case("HEAD", Ok(Route::Busy))]
-    #[case("POST", Err(Refusal::Method("DELETE, GET, HEAD, PUT")))]
-    fn to_be_busy_is_set_asked_and_cleared(
-        #[case] method: Method,
-        #[case] expected: Result<Route, Refusal>,
-    ) {
-        assert_eq!(route(&method, "/v1/busy"), expected);
-    }
-
-    #[rstest]
-    #[case(None, Some(60))]
-    #[case(Some("90s"), Some(90))]
-    #[case(Some("24h"), Some(86_400))]
-    #[case(Some("24h1s"), None)]
-    #[case(Some("0"), None)]
-    #[case(Some("500ms"), None)]
-    #[case(Some("-5s"), None)]
-    #[case(Some("60"), None)]
-    #[case(Some("for ever"), None)]
-    fn nobody_is_busy_for_ever(#[case] text: Option<&str>, #[case] seconds: Option<u64>) {
-        assert_eq!(busy_for(text).ok().map(|time| time.as_secs()), seconds);
-    }
-
-    #[rstest]
-    #[case(None, None)]
-    #[case(Some("mode=0755"), Some("0755"))]
-    #[case(Some("a=b&mode=%30644&mode=0000"), Some("0644"))]
-    #[case(Some("mode"), None)]
-    #[case(Some("mode="), None)]
-    #[case(Some("xmode=1"), None)]
-    fn a_parameter_is_the_first_of_its_name(
-        #[case] query: Option<&str>,
-        #[case] expected: Option<&str>,
-    ) {
-        assert_eq!(parameter(query, "mode").as_deref(), expected);
-    }
-
-    #[rstest]
-    #[case(None, Some(0o644))]
-    #[case(Some("0755"), Some(0o755))]
-    #[case(Some("0000"), Some(0))]
-    #[case(Some("0999"), None)]
-    #[case(Some("777"), None)]
-    #[case(Some("abcd"), None)]
-    #[case(Some("01777"), None)]
-    #[case(Some("0+77"), None)]
-    fn a_mode_is_three_octal_digits(#[case] text: Option<&str>, #[case] expected: Option<u32>) {
-        assert_eq!(mode(text).ok(), expected);
-    }
-
-    #[rstest]
-    #[case(Some("true"), Some(true))]
-    #[case(Some("0"), Some(false))]
-    #[case(None, Some(false))]
-    #[case(Some("banana"), None)]
-    #[case(Some("tRUE"), None)]
-    fn a_truth_value_is_gos(#[case] text: Option<&str>, #[case] expected: Option<bool>) {
-        assert_eq!(truth(text).ok(), expected);
     }
 }

@@ -1,5 +1,7 @@
 //! The runtime as clients see it: the process itself, on its sockets.
 
+mod archives;
+mod changes;
 mod client;
 mod commands;
 mod processes;

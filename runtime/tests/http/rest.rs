@@ -15,7 +15,7 @@ use crate::world::{
 };
 
 /// Sends a request and reads the answer.
-fn call(runtime: &Runtime, line: &str, headers: &str, body: &[u8]) -> Answer {
+pub(crate) fn call(runtime: &Runtime, line: &str, headers: &str, body: &[u8]) -> Answer {
     let length = body.len();
     let head = format!("{line} HTTP/1.1\r\nContent-Length: {length}{headers}");
     let mut stream = open(runtime.rest, &head);
@@ -25,12 +25,12 @@ fn call(runtime: &Runtime, line: &str, headers: &str, body: &[u8]) -> Answer {
     answer(&mut stream)
 }
 
-fn plain(runtime: &Runtime, line: &str) -> Answer {
+pub(crate) fn plain(runtime: &Runtime, line: &str) -> Answer {
     call(runtime, line, "", b"")
 }
 
 /// Status and code of a refusal.
-fn refused(runtime: &Runtime, line: &str, body: &[u8]) -> (u16, String) {
+pub(crate) fn refused(runtime: &Runtime, line: &str, body: &[u8]) -> (u16, String) {
     let answer = call(runtime, line, "", body);
     let told = answer.json();
     assert!(!told["message"].as_str().unwrap().is_empty());
@@ -212,7 +212,7 @@ fn an_absolute_path_is_one_below_the_root() {
 #[rstest]
 #[case("GET /", 404, "404 page not found\n")]
 #[case("GET /v1/nothing", 404, "404 page not found\n")]
-#[case("POST /v1/files/a", 405, "Method Not Allowed\n")]
+#[case("PATCH /v1/files/a", 405, "Method Not Allowed\n")]
 #[case("DELETE /v1/health", 405, "Method Not Allowed\n")]
 fn a_call_that_is_none_is_refused(#[case] line: &str, #[case] status: u16, #[case] body: &str) {
     let runtime = Runtime::start(&[]);

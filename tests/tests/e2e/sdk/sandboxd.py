@@ -8,6 +8,7 @@ import http.client
 import io
 import json
 import sys
+import tarfile
 import time
 
 import grpc
@@ -49,6 +50,14 @@ WAYS_OUT = [
     (8080, "PUT /v1/files/%2E%2E/dev/shm/new", ESCAPE),
     (8080, "DELETE /v1/files/top/dev/shm/secret", ESCAPE),
     (8080, "DELETE /v1/files/%2E%2E/dev/shm/secret?recursive=true", ESCAPE),
+    (8080, "GET /v1/files/out?stat=true", ESCAPE),
+    (8080, "GET /v1/files/top?recursive=true", ESCAPE),
+    (8080, "POST /v1/files/top/dev/shm/new?op=mkdir", ESCAPE),
+    (8080, "POST /v1/files/word?op=move&to=top%2Fdev%2Fshm%2Fnew", ESCAPE),
+    (8080, "POST /v1/files/top/dev/shm/secret?op=move&to=taken", ESCAPE),
+    (8080, "POST /v1/files/out?op=copy&to=taken", ESCAPE),
+    (8080, "POST /v1/files/word?op=copy&to=..%2Fdev%2Fshm%2Fnew", ESCAPE),
+    (8080, "POST /v1/files/top/dev/shm?op=extract", ESCAPE),
 ]
 # An absolute path is one below the root, where nothing of that name is.
 ABSOLUTE = [
@@ -106,6 +115,7 @@ def runs_commands(sandbox):
     sandbox.files.write("sub/word", b"word")
     done = run('echo "$ASKED"; pwd; cat word', env={"ASKED": "a=b  c"}, cwd="sub")
     assert done.stdout == "a=b  c\n/data/sub\nword", done
+    assert run("kill -9 $$").exit_code == 137
     late = run("sleep 1000", command_timeout=1)
     assert (late.timed_out, late.exit_code) == (True, 124), late
     error = fails(RuntimeError, lambda: run("true", cwd="missing"))
@@ -166,16 +176,66 @@ def talks_with_commands(calls, metadata=None):
     until("a command ends with its call", lambda: calls.Execute(asked, **options).exit_code != 0)
 
 
-def ask(address, port, request):
+def ask(address, port, request, body=None):
     """Sends a path as it is written; clients of more care would tidy it up."""
     method, path = request.split(" ")
     connection = http.client.HTTPConnection(address, port, timeout=LIMIT)
     try:
-        connection.request(method, path, body=b"new" if method == "PUT" else None)
+        connection.request(method, path, body=b"new" if method == "PUT" else body)
         answer = connection.getresponse()
         return answer.status, answer.read()
     finally:
         connection.close()
+
+
+def packed(*members):
+    """An archive of files (name, content) and links (name, target) as Python writes it."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            if isinstance(content, bytes):
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+            else:
+                member.type, member.linkname = tarfile.SYMTYPE, content
+                tar.addfile(member)
+    return archive.getvalue()
+
+
+def changes_files(sandbox):
+    """The calls that this SDK does not have."""
+    address, run = sandbox.get_pod_ip(), sandbox.commands.run
+
+    def call(status, request, body=None):
+        answer = ask(address, 8080, request.replace(" ", " /v1/files/", 1), body)
+        assert answer[0] == status, (request, answer)
+        return answer[1]
+
+    call(204, "POST moves/from?op=mkdir")
+    long = "long/" * 30 + "name"
+    archive = packed(("a/b", b"one"), ("link", "a/b"), (long, b"x"))
+    told = call(200, "POST moves/from?op=extract", archive)
+    assert json.loads(told) == {"entries": 3}, told
+    call(204, "POST moves/from?op=copy&to=moves%2Fcopy")
+    call(204, "POST moves/from/a/b?op=move&to=moves%2Fmoved")
+    call(409, "POST moves/moved?op=move&to=moves%2Fcopy%2Fa%2Fb")
+    call(409, "PUT moves/moved?overwrite=false")
+    seen = run("cd moves && cat moved copy/link && readlink copy/link && ls from/a").stdout
+    assert seen == "oneonea/b\n", seen
+    listed = json.loads(call(200, "GET moves/copy?recursive=true"))["entries"]
+    names = {entry["name"] for entry in listed}
+    assert {"a", "a/b", "link", long} <= names, names
+    told = json.loads(call(200, "GET moves/moved?stat=true"))
+    assert (told["name"], told["type"], told["size"]) == ("moved", "file", 3), told
+    # What leads out ends an archive, and what came before it stays.
+    refused = call(403, "POST moves?op=extract", packed(("before", b""), ("../after", b"")))
+    assert b"1 entries before it were extracted" in refused, refused
+    call(400, "POST moves?op=extract", packed(("leads", "from"), ("leads/new", b"")))
+    seen = run("ls moves; test -e after")
+    left = ["before", "copy", "from", "leads", "moved"]
+    assert (seen.stdout.split(), seen.exit_code) == (left, 1), seen
+    call(204, "DELETE moves?recursive=true")
 
 
 def nobody_gets_out(sandbox):
@@ -222,6 +282,7 @@ def main():
         runs_commands(sandbox)
         talks_with_commands(service.ProcessServiceStub(sandbox.connector.grpc_channel()))
         if way == "directly":
+            changes_files(sandbox)
             nobody_gets_out(sandbox)
         sandbox.close_connection()
         print(f"{time.monotonic() - begin:.1f} s: {way}", flush=True)

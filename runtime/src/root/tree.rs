@@ -1,0 +1,96 @@
+//! A directory with all that is below it.
+
+use std::os::fd::{AsFd as _, BorrowedFd};
+
+use rustix::{
+    ffi::CString,
+    fs::{Dir, Mode, OFlags},
+};
+
+use super::{Entry, Error, Root, budget::Budget};
+
+/// Bytes of all names of a listing: a name from the top may be as long as a path.
+const MAX_NAMES: u64 = 32 << 20;
+
+impl Root {
+    /// All entries below a directory, by their names from there (`sub/file`). A link is described by what it leads to, and not followed.
+    pub fn tree(&self, path: &str, budget: &mut Budget) -> Result<Vec<Entry>, Error> {
+        let place = self.resolve(path)?;
+        let mut tree = Tree {
+            root: self,
+            budget,
+            names: MAX_NAMES,
+            entries: Vec::new(),
+        };
+        let (at, name) = (place.directory.as_fd(), place.name.as_c_str());
+        let directory = rustix::fs::openat(at, name, READ, Mode::empty())?;
+        tree.descend(directory.as_fd(), path, "", 0)?;
+        let mut entries = tree.entries;
+        entries.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(entries)
+    }
+}
+
+/// To read a directory's entries; not through a link.
+pub(super) const READ: OFlags = OFlags::RDONLY
+    .union(OFlags::DIRECTORY)
+    .union(OFlags::NOFOLLOW)
+    .union(OFlags::CLOEXEC);
+
+/// The names in a directory. Its own descriptor is not kept, as those of all above are held.
+pub(super) fn names(at: BorrowedFd<'_>, budget: &mut Budget) -> Result<Vec<CString>, Error> {
+    let mut names = Vec::new();
+    for entry in Dir::read_from(at)? {
+        let entry = entry?;
+        if !matches!(entry.file_name().to_bytes(), b"." | b"..") {
+            budget.entry()?;
+            names.push(entry.file_name().to_owned());
+        }
+    }
+    Ok(names)
+}
+
+struct Tree<'a> {
+    root: &'a Root,
+    budget: &'a mut Budget,
+    names: u64,
+    entries: Vec<Entry>,
+}
+
+impl Tree<'_> {
+    /// `path` is from the root, for links; `from` from the top.
+    fn descend(
+        &mut self,
+        at: BorrowedFd<'_>,
+        path: &str,
+        from: &str,
+        depth: usize,
+    ) -> Result<(), Error> {
+        Budget::depth(depth)?;
+        for name in names(at, self.budget)? {
+            let mut entry = match self.root.examine(at, path, &name) {
+                // It went away meanwhile.
+                Err(Error::Missing) => continue,
+                examined => examined?,
+            };
+            let path = format!("{path}/{}", entry.name);
+            if !from.is_empty() {
+                entry.name = format!("{from}/{}", entry.name);
+            }
+            let left = self.names.checked_sub(entry.name.len() as u64);
+            self.names = left.ok_or(Error::TooMany)?;
+            let (from, is_directory) = (entry.name.clone(), entry.is_directory);
+            self.entries.push(entry);
+            if is_directory {
+                match rustix::fs::openat(at, &name, READ, Mode::empty()).map_err(Error::from) {
+                    Ok(directory) => self.descend(directory.as_fd(), &path, &from, depth + 1)?,
+                    // A link to a directory, or something else by now.
+                    Err(Error::NotADirectory | Error::Missing) => {}
+                    Err(Error::Io(rustix::io::Errno::LOOP)) => {}
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        Ok(())
+    }
+}

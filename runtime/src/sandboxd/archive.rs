@@ -1,0 +1,346 @@
+//! Tar archives: which entries they have, and what becomes of each.
+//!
+//! The crate `tar` reads headers; extension records (long names of GNU and pax) are read here, because
+//! it would hold one of any size in memory. Nothing is written by it: see [`Unpacking`].
+
+use std::{
+    ffi::CString,
+    io::{self, Read},
+};
+
+use bytes::{Buf as _, Bytes};
+use futures::{Stream, StreamExt as _};
+use tar::{Archive, Entry, EntryType, PaxExtensions};
+use tokio::runtime::Handle;
+
+use crate::{
+    path::{self, Component},
+    root::{self, unpack::Unpacking},
+    sandboxd::refusal::Refusal,
+};
+
+/// Largest extension record, in bytes: two paths of the longest kind, and what else pax tells.
+const MAX_RECORD: u64 = 64 * 1024;
+
+/// A body, for a reader that waits for it in a thread of its own.
+pub struct Incoming<S> {
+    pieces: S,
+    handle: Handle,
+    ahead: Bytes,
+    left: u64,
+    /// It is not to be asked again after its end.
+    ended: bool,
+    failure: Option<Refusal>,
+}
+
+impl<S: Stream<Item = Result<Bytes, Refusal>> + Unpin> Incoming<S> {
+    /// Reads at most so many bytes of it.
+    pub fn new(pieces: S, handle: Handle, limit: u64) -> Self {
+        Self {
+            pieces,
+            handle,
+            ahead: Bytes::new(),
+            left: limit,
+            ended: false,
+            failure: None,
+        }
+    }
+
+    fn fail(&mut self, failure: Refusal) -> io::Error {
+        let error = io::Error::other(failure.to_string());
+        self.failure = Some(failure);
+        error
+    }
+}
+
+impl<S: Stream<Item = Result<Bytes, Refusal>> + Unpin> Read for Incoming<S> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        while self.ahead.is_empty() && !self.ended {
+            match self.handle.block_on(self.pieces.next()) {
+                None => self.ended = true,
+                Some(Err(refusal)) => return Err(self.fail(refusal)),
+                Some(Ok(piece)) => match self.left.checked_sub(piece.len() as u64) {
+                    Some(left) => (self.left, self.ahead) = (left, piece),
+                    None => return Err(self.fail(Refusal::TooLarge)),
+                },
+            }
+        }
+        let length = buffer.len().min(self.ahead.len());
+        self.ahead.copy_to_slice(&mut buffer[..length]);
+        Ok(length)
+    }
+}
+
+impl<S> std::fmt::Debug for Incoming<S> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Incoming")
+            .field("left", &self.left)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Unpacks an archive, and answers how many entries it had. The first that is refused ends it; those
+/// before it stay. To be called where waiting is allowed.
+pub fn extract<S: Stream<Item = Result<Bytes, Refusal>> + Unpin>(
+    archive: Incoming<S>,
+    into: &mut Unpacking<'_>,
+) -> Result<usize, Refusal> {
+    let mut archive = Archive::new(archive);
+    let mut done = 0;
+    let result = unpack(&mut archive, into, &mut done);
+    let mut incoming = archive.into_inner();
+    // Fill bytes at its end, which else would end the connection.
+    let rest = match result {
+        Ok(()) => io::copy(&mut incoming, &mut io::sink()).map(drop),
+        Err(_) => Ok(()),
+    };
+    // What befell the body is the cause of what the archive's reader says.
+    match (incoming.failure, result, rest) {
+        (None, Ok(()), Ok(())) => Ok(done),
+        (Some(failure), Ok(()), _) => Err(failure),
+        (_, Ok(()), Err(error)) => Err(Refusal::Internal(error.to_string())),
+        (failure, Err((entry, cause)), _) => {
+            let cause = Box::new(failure.unwrap_or(cause));
+            Err(Refusal::Entry { entry, cause, done })
+        }
+    }
+}
+
+type Refused = (String, Refusal);
+
+fn unpack(
+    archive: &mut Archive<impl Read>,
+    into: &mut Unpacking<'_>,
+    done: &mut usize,
+) -> Result<(), Refused> {
+    let unreadable = |error: io::Error| (String::new(), malformed(&error.to_string()));
+    let mut records = Records::default();
+    for entry in archive.entries().map_err(unreadable)?.raw(true) {
+        let mut entry = entry.map_err(unreadable)?;
+        let header = entry.header().entry_type();
+        let of_entry = |entry: &Entry<'_, _>, cause| (shown(&entry.path_bytes()), cause);
+        let counted = into.budget.entry().map_err(Refusal::from);
+        counted.map_err(|cause| of_entry(&entry, cause))?;
+        if records
+            .take(header, &mut entry)
+            .map_err(|cause| of_entry(&entry, cause))?
+        {
+            continue;
+        }
+        let item = std::mem::take(&mut records).finish(&entry);
+        let name = shown(&item.path);
+        put(&item, &mut entry, into).map_err(|cause| (name, cause))?;
+        *done += 1;
+    }
+    Ok(())
+}
+
+/// What extension records say of the entry after them.
+#[derive(Debug, Default)]
+struct Records {
+    path: Option<Vec<u8>>,
+    link: Option<Vec<u8>>,
+    size: Option<Vec<u8>>,
+    /// Without its content being there: GNU's sparse files in pax.
+    sparse: bool,
+}
+
+/// An entry with what its records say.
+#[derive(Debug)]
+struct Item {
+    path: Vec<u8>,
+    link: Vec<u8>,
+    kind: EntryType,
+    mode: u32,
+    size: u64,
+    /// Its size is another one by its records, or it is no plain file: readers of archives differ in
+    /// what they take for its end, and so could be told different archives.
+    ambiguous: bool,
+}
+
+impl Records {
+    /// Reads an entry that is a record; `false` for one that is not.
+    fn take(&mut self, kind: EntryType, entry: &mut impl Read) -> Result<bool, Refusal> {
+        match kind {
+            EntryType::XGlobalHeader => {}
+            EntryType::GNULongName => self.path = Some(without_nul(record(entry)?)),
+            EntryType::GNULongLink => self.link = Some(without_nul(record(entry)?)),
+            EntryType::XHeader => {
+                let record = record(entry)?;
+                for extension in PaxExtensions::new(&record) {
+                    let extension = extension.map_err(|error| malformed(&error.to_string()))?;
+                    let value = Some(extension.value_bytes().to_vec());
+                    match extension.key_bytes() {
+                        b"path" => self.path = value,
+                        b"linkpath" => self.link = value,
+                        b"size" => self.size = value,
+                        key if key.starts_with(b"GNU.sparse.") => self.sparse = true,
+                        _ => {}
+                    }
+                }
+            }
+            _ => return Ok(false),
+        }
+        Ok(true)
+    }
+
+    fn finish(self, entry: &Entry<'_, impl Read>) -> Item {
+        let header = entry.header();
+        let size = entry.size();
+        let other = self
+            .size
+            .is_some_and(|told| told != size.to_string().as_bytes());
+        let link = || header.link_name_bytes().map(|link| link.into_owned());
+        Item {
+            path: self
+                .path
+                .unwrap_or_else(|| header.path_bytes().into_owned()),
+            link: self.link.or_else(link).unwrap_or_default(),
+            kind: header.entry_type(),
+            // None, if it is no number.
+            mode: header.mode().unwrap_or(0),
+            size,
+            ambiguous: other || self.sparse,
+        }
+    }
+}
+
+fn put(item: &Item, content: &mut dyn Read, into: &mut Unpacking<'_>) -> Result<(), Refusal> {
+    if item.ambiguous {
+        return Err(malformed(
+            "its records contradict its header, or it is sparse",
+        ));
+    }
+    let names = names(&item.path)?;
+    match item.kind {
+        // As archives before POSIX have directories.
+        EntryType::Regular | EntryType::Continuous if !item.path.ends_with(b"/") => {
+            into.file(&names, item.mode, item.size, content)?;
+        }
+        EntryType::Directory | EntryType::Regular => into.directory(&names, item.mode)?,
+        EntryType::Symlink => into.link(&names, &target(&names, &item.link)?)?,
+        EntryType::Link => into.hard_link(&names, &self::names(&item.link)?)?,
+        EntryType::Char | EntryType::Block | EntryType::Fifo => {
+            return Err(root::Error::Special.into());
+        }
+        other => {
+            let kind = char::from(other.as_byte());
+            return Err(malformed(&format!(
+                "entries of the type {kind:?} are not known"
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// The names of a path below the directory; none for the directory itself.
+fn names(path: &[u8]) -> Result<Vec<CString>, Refusal> {
+    if path.starts_with(b"/") {
+        return Err(Refusal::Escape);
+    }
+    let steps = path::split(path).map_err(root::Error::from)?;
+    let names = steps.into_iter().map(|step| match step {
+        Component::Name(name) => Ok(name),
+        Component::Up => Err(Refusal::Escape),
+    });
+    names.collect()
+}
+
+/// Where a link leads, which by its words must be below the directory.
+fn target(names: &[CString], link: &[u8]) -> Result<CString, Refusal> {
+    if link.starts_with(b"/") || link.is_empty() {
+        return Err(Refusal::Escape);
+    }
+    let mut depth = names.len().saturating_sub(1);
+    for step in path::split(link).map_err(root::Error::from)? {
+        depth = match step {
+            Component::Name(_) => depth + 1,
+            Component::Up => depth.checked_sub(1).ok_or(Refusal::Escape)?,
+        };
+    }
+    CString::new(link).map_err(|_| Refusal::Escape)
+}
+
+/// The content of an extension record.
+fn record(entry: &mut impl Read) -> Result<Vec<u8>, Refusal> {
+    let mut content = Vec::new();
+    let read = entry.take(MAX_RECORD + 1).read_to_end(&mut content);
+    read.map_err(|error| malformed(&error.to_string()))?;
+    match content.len() as u64 > MAX_RECORD {
+        true => Err(malformed(&format!(
+            "a record of more than {MAX_RECORD} bytes"
+        ))),
+        false => Ok(content),
+    }
+}
+
+fn without_nul(mut name: Vec<u8>) -> Vec<u8> {
+    while name.last() == Some(&0) {
+        name.pop();
+    }
+    name
+}
+
+fn malformed(what: &str) -> Refusal {
+    Refusal::Invalid(format!("invalid tar archive: {what}"))
+}
+
+fn shown(path: &[u8]) -> String {
+    String::from_utf8_lossy(path).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case("a/b", Some(&["a", "b"][..]))]
+    #[case("./a//b/", Some(&["a", "b"][..]))]
+    #[case("./", Some(&[][..]))]
+    #[case("...", Some(&["..."][..]))]
+    #[case("/etc/passwd", None)]
+    #[case("../a", None)]
+    #[case("a/../b", None)]
+    #[case("a\0b", None)]
+    #[case(&"a/".repeat(257), None)]
+    #[case(&"a".repeat(4097), None)]
+    fn a_name_is_below_the_directory_by_its_words(
+        #[case] path: &str,
+        #[case] expected: Option<&[&str]>,
+    ) {
+        let words = names(path.as_bytes()).ok().map(|names| {
+            let words = names.iter().map(|name| name.to_str().unwrap().to_owned());
+            words.collect::<Vec<_>>()
+        });
+        let expected = expected.map(|words| words.iter().map(|word| (*word).to_owned()).collect());
+        assert_eq!(words, expected);
+    }
+
+    #[rstest]
+    #[case("link", "file", true)]
+    #[case("a/b/link", "../../file", true)]
+    #[case("a/link", "../b/../file", true)]
+    #[case("link", "/etc/passwd", false)]
+    #[case("link", "..", false)]
+    #[case("link", "", false)]
+    #[case("a/link", "../../outside", false)]
+    #[case("a/link", "b/../../../outside", false)]
+    fn a_link_leads_below_the_directory_by_its_words(
+        #[case] path: &str,
+        #[case] link: &str,
+        #[case] allowed: bool,
+    ) {
+        let names = names(path.as_bytes()).unwrap();
+        assert_eq!(target(&names, link.as_bytes()).is_ok(), allowed);
+    }
+
+    #[test]
+    fn a_record_is_not_held_however_long_it_is() {
+        let long = record(&mut io::repeat(b'a'));
+        assert!(matches!(long, Err(Refusal::Invalid(_))), "{long:?}");
+        let most = record(&mut io::repeat(b'a').take(MAX_RECORD));
+        assert_eq!(most.unwrap().len() as u64, MAX_RECORD);
+    }
+}
