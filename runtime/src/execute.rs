@@ -32,7 +32,20 @@ pub struct Outcome {
     pub stdout: String,
     pub stderr: String,
     pub exit_code: i32,
+    /// It was killed because its time was over.
+    pub timed_out: bool,
 }
+
+/// A request to run a command.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Request {
+    pub command: String,
+    /// Its own limit, by which the server's is made no longer.
+    pub time: Option<Duration>,
+}
+
+/// The exit code of a command whose time is over, as `timeout` of coreutils has it.
+const TIMED_OUT: i32 = 124;
 
 /// A command did not run to its end.
 #[derive(Debug, thiserror::Error)]
@@ -43,8 +56,6 @@ pub enum Error {
     Start { program: String, source: io::Error },
     #[error("its output could not be read: {0}")]
     Output(io::Error),
-    #[error("Command '['{}']' timed out after {:?} seconds", .words.join("', '"), .limit.as_secs_f64())]
-    Timeout { words: Vec<String>, limit: Duration },
 }
 
 /// One output of a command.
@@ -54,8 +65,8 @@ struct Captured {
     dropped: u64,
 }
 
-/// The command of a request's body.
-pub fn command_of(body: &[u8]) -> Result<String, Refusal> {
+/// The request of a body.
+pub fn request_of(body: &[u8]) -> Result<Request, Refusal> {
     if body.is_empty() {
         return Err(Refusal::missing(None));
     }
@@ -67,7 +78,12 @@ pub fn command_of(body: &[u8]) -> Result<String, Refusal> {
     match serde_json::from_slice(body) {
         Err(_) => Err(wrong("json_invalid", None, "JSON decode error")),
         Ok(Value::Object(mut fields)) => match fields.remove("command") {
-            Some(Value::String(command)) => Ok(command),
+            Some(Value::String(command)) => {
+                let time = fields.get("timeout_seconds").unwrap_or(&Value::Null);
+                let time = time_of(time)
+                    .map_err(|(kind, message)| wrong(kind, Some("timeout_seconds"), message))?;
+                Ok(Request { command, time })
+            }
             Some(_) => {
                 let message = "Input should be a valid string";
                 Err(wrong("string_type", Some("command"), message))
@@ -78,6 +94,19 @@ pub fn command_of(body: &[u8]) -> Result<String, Refusal> {
             let message = "Input should be a valid dictionary or object to extract fields from";
             Err(wrong("model_attributes_type", None, message))
         }
+    }
+}
+
+/// A number of seconds above zero, or none; what is so long that no clock has it is as none.
+fn time_of(value: &Value) -> Result<Option<Duration>, (&'static str, &'static str)> {
+    if value.is_null() {
+        return Ok(None);
+    }
+    let number = value.as_f64();
+    let seconds = number.ok_or(("float_type", "Input should be a valid number"))?;
+    match seconds > 0.0 {
+        true => Ok(Duration::try_from_secs_f64(seconds).ok()),
+        false => Err(("greater_than", "Input should be greater than 0")),
     }
 }
 
@@ -94,6 +123,7 @@ pub async fn execute(
             stdout: String::new(),
             stderr: format!("Failed to execute command: {error}"),
             exit_code: 1,
+            timed_out: false,
         },
     }
 }
@@ -115,36 +145,35 @@ async fn run(
     let Some((stdout, stderr)) = group.pipes() else {
         return Err(Error::Output(io::ErrorKind::BrokenPipe.into()));
     };
+    let (mut out, mut err) = (Captured::default(), Captured::default());
     let end = async {
         // The outputs end when nobody holds them: what the command left in the background and that still writes belongs to it.
-        let output = async {
-            tokio::try_join!(
-                capture(stdout, limits.output),
-                capture(stderr, limits.output)
-            )
-        };
-        let (stdout, stderr) = output.await?;
-        let status = group.wait().await?;
-        Ok(outcome(&stdout, &stderr, status))
+        tokio::try_join!(
+            capture(stdout, limits.output, &mut out),
+            capture(stderr, limits.output, &mut err)
+        )?;
+        group.wait().await
     };
     match timeout(limits.time, end).await {
-        Ok(ended) => ended.map_err(Error::Output),
+        Ok(ended) => Ok(outcome(&out, &err, ended.map_err(Error::Output)?)),
         Err(_) => {
             group.kill().await.map_err(Error::Output)?;
-            let limit = limits.time;
-            Err(Error::Timeout { words, limit })
+            Ok(late(&out, &err, limits.time))
         }
     }
 }
 
 /// Reads to the end and keeps the beginning: a command whose output is not read would stop.
-async fn capture(mut pipe: impl AsyncRead + Unpin, limit: usize) -> io::Result<Captured> {
-    let mut captured = Captured::default();
+async fn capture(
+    mut pipe: impl AsyncRead + Unpin,
+    limit: usize,
+    captured: &mut Captured,
+) -> io::Result<()> {
     let mut buffer = vec![0; 16 * 1024];
     loop {
         let read = pipe.read(&mut buffer).await?;
         if read == 0 {
-            return Ok(captured);
+            return Ok(());
         }
         let kept = read.min(limit - captured.kept.len());
         captured.kept.extend_from_slice(&buffer[..kept]);
@@ -153,6 +182,33 @@ async fn capture(mut pipe: impl AsyncRead + Unpin, limit: usize) -> io::Result<C
 }
 
 fn outcome(stdout: &Captured, stderr: &Captured, status: ExitStatus) -> Outcome {
+    let (stdout, stderr) = texts(stdout, stderr);
+    Outcome {
+        stdout,
+        stderr,
+        exit_code: exit_code(status),
+        timed_out: false,
+    }
+}
+
+/// What a command left whose time was over, in upstream's words.
+fn late(stdout: &Captured, stderr: &Captured, limit: Duration) -> Outcome {
+    let (stdout, mut stderr) = texts(stdout, stderr);
+    if !stderr.is_empty() && !stderr.ends_with('\n') {
+        stderr.push('\n');
+    }
+    let seconds = limit.as_secs_f64();
+    stderr += &format!("Command timed out after {seconds} seconds");
+    Outcome {
+        stdout,
+        stderr,
+        exit_code: TIMED_OUT,
+        timed_out: true,
+    }
+}
+
+/// Both outputs, and in the second one what was cut.
+fn texts(stdout: &Captured, stderr: &Captured) -> (String, String) {
     let mut text = text(&stderr.kept);
     for (name, captured) in [("stdout", stdout), ("stderr", stderr)] {
         if captured.dropped > 0 {
@@ -160,11 +216,7 @@ fn outcome(stdout: &Captured, stderr: &Captured, status: ExitStatus) -> Outcome 
             text += &format!("\n[{name} cut after {kept} bytes; {dropped} more were dropped]\n");
         }
     }
-    Outcome {
-        stdout: self::text(&stdout.kept),
-        stderr: text,
-        exit_code: exit_code(status),
-    }
+    (self::text(&stdout.kept), text)
 }
 
 /// As Python has it: a signal's number is negative.
@@ -196,7 +248,12 @@ fn in_upstreams_words(error: &io::Error) -> String {
 impl Outcome {
     /// As the client gets it.
     pub fn body(&self) -> Value {
-        json!({"stdout": self.stdout, "stderr": self.stderr, "exit_code": self.exit_code})
+        json!({
+            "stdout": self.stdout,
+            "stderr": self.stderr,
+            "exit_code": self.exit_code,
+            "timed_out": self.timed_out,
+        })
     }
 }
 
@@ -214,15 +271,30 @@ mod tests {
     #[case("[]", Err(("model_attributes_type", None)))]
     #[case("{}", Err(("missing", Some("command"))))]
     #[case(r#"{"command":1}"#, Err(("string_type", Some("command"))))]
+    #[case(r#"{"command":"ls","timeout_seconds":"1"}"#, Err(("float_type", Some("timeout_seconds"))))]
+    #[case(r#"{"command":"ls","timeout_seconds":0}"#, Err(("greater_than", Some("timeout_seconds"))))]
+    #[case(r#"{"command":"ls","timeout_seconds":-1.5}"#, Err(("greater_than", Some("timeout_seconds"))))]
     fn a_body_names_a_command(
         #[case] body: &str,
         #[case] expected: Result<&str, (&'static str, Option<&'static str>)>,
     ) {
-        let command = command_of(body.as_bytes()).map_err(|refusal| match refusal {
+        let request = request_of(body.as_bytes()).map_err(|refusal| match refusal {
             Refusal::Field { kind, field, .. } => (kind, field),
             other => panic!("{other}"),
         });
+        let command = request.map(|request| request.command);
         assert_eq!(command, expected.map(str::to_owned));
+    }
+
+    #[rstest]
+    #[case("null", None)]
+    #[case("1", Some(1000))]
+    #[case("0.25", Some(250))]
+    #[case("1e300", None)]
+    fn a_request_may_have_a_limit_of_its_own(#[case] text: &str, #[case] millis: Option<u128>) {
+        let body = format!(r#"{{"command":"ls","timeout_seconds":{text}}}"#);
+        let time = request_of(body.as_bytes()).unwrap().time;
+        assert_eq!(time.map(|time| time.as_millis()), millis);
     }
 
     #[rstest]
@@ -234,7 +306,8 @@ mod tests {
 
     #[tokio::test]
     async fn what_is_beyond_the_limit_is_read_and_dropped() {
-        let captured = capture(&b"0123456789"[..], 4).await.unwrap();
+        let mut captured = Captured::default();
+        capture(&b"0123456789"[..], 4, &mut captured).await.unwrap();
         assert_eq!((&captured.kept[..], captured.dropped), (&b"0123"[..], 6));
     }
 }

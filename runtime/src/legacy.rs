@@ -70,8 +70,9 @@ impl Calls for Legacy {
 
 impl Legacy {
     async fn execute(&self, body: &[u8]) -> Result<Response<Body>, Refusal> {
-        let command = execute::command_of(body)?;
-        let (directory, limits) = (self.root.path(), self.settings.execute);
+        let execute::Request { command, time } = execute::request_of(body)?;
+        let (directory, mut limits) = (self.root.path(), self.settings.execute);
+        limits.time = time.map_or(limits.time, |time| time.min(limits.time));
         let outcome = execute::execute(&command, directory, limits, &self.children).await;
         Ok(answer(StatusCode::OK, &outcome.body()))
     }
