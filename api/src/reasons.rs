@@ -10,6 +10,8 @@ pub mod sandbox {
     pub const POD_FAILED: &str = "PodFailed";
     pub const MULTIPLE_PODS: &str = "MultiplePods";
     pub const RECONCILER_ERROR: &str = "ReconcilerError";
+    /// The apiserver calls a part of the Sandbox invalid, so that a retry cannot help (#1630).
+    pub const INVALID_CONFIGURATION: &str = "InvalidConfiguration";
     pub const POD_TERMINATED: &str = "PodTerminated";
     pub const NOT_SUSPENDED: &str = "NotSuspended";
     pub const POD_TERMINATING: &str = "PodTerminating";
@@ -19,7 +21,7 @@ pub mod sandbox {
     pub const POD_SCHEDULING_UNKNOWN: &str = "PodSchedulingUnknown";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 15] = [
+    pub const ALL: [&str; 16] = [
         DEPENDENCIES_READY,
         DEPENDENCIES_NOT_READY,
         SANDBOX_SUSPENDED,
@@ -28,6 +30,7 @@ pub mod sandbox {
         POD_FAILED,
         MULTIPLE_PODS,
         RECONCILER_ERROR,
+        INVALID_CONFIGURATION,
         POD_TERMINATED,
         NOT_SUSPENDED,
         POD_TERMINATING,
@@ -265,6 +268,14 @@ pub mod plan {
 
 /// Reasons of Events. Those on a Pod are written by the agent, the others by the controller where nothing else is said.
 pub mod event {
+    /// The first seven tell the life of a Sandbox, as upstream's do since 1.0.4 (#1532).
+    pub const SANDBOX_POD_CREATED: &str = "SandboxPodCreated";
+    pub const SANDBOX_POD_CREATE_FAILED: &str = "SandboxPodCreateFailed";
+    pub const SANDBOX_READY: &str = "SandboxReady";
+    pub const SANDBOX_SUSPENDED: &str = "SandboxSuspended";
+    pub const SANDBOX_EXPIRED: &str = "SandboxExpired";
+    pub const POD_SUCCEEDED: &str = "PodSucceeded";
+    pub const POD_FAILED: &str = "PodFailed";
     pub const MULTIPLE_PODS: &str = "MultiplePods";
     pub const INVALID_ANNOTATION: &str = "InvalidAnnotation";
     pub const SNAPSHOT_COMMITTED: &str = "SnapshotCommitted";
@@ -293,7 +304,14 @@ pub mod event {
     pub const MEMORY_GIVEN_UP: &str = "MemoryGivenUp";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 20] = [
+    pub const ALL: [&str; 27] = [
+        SANDBOX_POD_CREATED,
+        SANDBOX_POD_CREATE_FAILED,
+        SANDBOX_READY,
+        SANDBOX_SUSPENDED,
+        SANDBOX_EXPIRED,
+        POD_SUCCEEDED,
+        POD_FAILED,
         SNAPSHOT_EXPIRED,
         MULTIPLE_PODS,
         INVALID_ANNOTATION,

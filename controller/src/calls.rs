@@ -56,6 +56,15 @@ pub enum Answer {
 }
 
 impl Error {
+    /// Whether the apiserver calls fields of the object invalid: the same call never succeeds.
+    pub fn is_invalid(&self) -> bool {
+        let Self::Kube(error) = self else {
+            return false;
+        };
+        let refused = self.answer() == Answer::Refused;
+        matches!(error.as_ref(), kube::Error::Api(status) if refused && names_invalid_fields(status))
+    }
+
     /// What the error means for the caller.
     pub fn answer(&self) -> Answer {
         match self {
@@ -72,6 +81,15 @@ impl Error {
             },
         }
     }
+}
+
+/// Whether fields of the object are invalid. Only then is each cause a field: an admission policy that refuses has the same code and reason, and may be changed at any time.
+fn names_invalid_fields(status: &Status) -> bool {
+    let details = status.details.as_ref();
+    let causes = details.map_or(&[][..], |details| &details.causes);
+    status.reason == "Invalid"
+        && !causes.is_empty()
+        && causes.iter().all(|cause| !cause.field.is_empty())
 }
 
 /// Whether an admission webhook could not be asked, which is an internal error to the apiserver. Admission comes before the write, so that it is certain that nothing took effect; and it may
@@ -329,8 +347,31 @@ impl Apiserver {
 #[cfg(test)]
 mod tests {
     use rstest::rstest;
+    use serde_json::json;
 
     use super::*;
+
+    #[rstest]
+    #[case::a_field("Invalid", 422, json!([{"field": "spec.x", "message": "unknown"}]), true)]
+    #[case::an_admission_policy("Invalid", 422, json!([{"message": "pods \"a\" is forbidden"}]), false)]
+    #[case::no_causes("Invalid", 422, json!([]), false)]
+    #[case::a_limit_range("Forbidden", 403, json!([{"field": "spec.x"}]), false)]
+    #[case::another_of_that_name("Invalid", 422, json!([{"field": "metadata.uid"}]), false)]
+    fn only_invalid_fields_are_beyond_help(
+        #[case] reason: &str,
+        #[case] code: u16,
+        #[case] causes: Value,
+        #[case] expected: bool,
+    ) {
+        let field = causes[0]["field"].as_str().unwrap_or_default();
+        let status = json!({
+            "status": "Failure", "reason": reason, "code": code, "details": {"causes": causes},
+            "message": format!("Pod \"s\" is invalid: {field}: Invalid value"),
+        });
+        let status: Status = serde_json::from_value(status).unwrap();
+        let error = Error::from(kube::Error::Api(status.boxed()));
+        assert_eq!(error.is_invalid(), expected);
+    }
 
     #[rstest]
     #[case::a_quota(403, "pods \"a\" is forbidden: exceeded quota: q", Answer::Refused)]

@@ -8,12 +8,13 @@ use k8s_openapi::{
     apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta},
 };
 use kube::{Resource, ResourceExt};
+use torpor_api::reasons::event as reasons;
 
 use crate::calls::Apiserver;
 
 /// Who reports, as upstream names itself.
 const REPORTER: &str = "sandbox-controller";
-/// What the reporter was doing, as upstream names it.
+/// What the reporter was doing, as upstream names it where it says nothing more exact.
 const DOING: &str = "Reconciling";
 /// The API's limit for the text of an Event.
 const LONGEST_NOTE: usize = 1024;
@@ -66,7 +67,7 @@ fn event<K: Resource<DynamicType = ()>>(about: &K, note: Note, now: Timestamp) -
             namespace: Some(about.namespace().unwrap_or_else(|| "default".to_owned())),
             ..ObjectMeta::default()
         },
-        action: Some(DOING.to_owned()),
+        action: Some(doing(note.reason).to_owned()),
         event_time: Some(MicroTime(now)),
         note: Some(shortened(note.message)),
         reason: Some(note.reason.to_owned()),
@@ -89,6 +90,16 @@ fn event<K: Resource<DynamicType = ()>>(about: &K, note: Note, now: Timestamp) -
             .to_owned(),
         ),
         ..Event::default()
+    }
+}
+
+/// What the reporter was doing, in upstream's words (#782, #1532).
+fn doing(reason: &str) -> &'static str {
+    match reason {
+        reasons::SANDBOX_POD_CREATED | reasons::SANDBOX_POD_CREATE_FAILED => "PodCreation",
+        reasons::SANDBOX_READY => "Ready",
+        reasons::SANDBOX_EXPIRED => "Expiry",
+        _ => DOING,
     }
 }
 

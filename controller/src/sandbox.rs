@@ -21,6 +21,7 @@ use crate::{
 
 pub mod apply;
 pub mod dereference;
+pub mod lifecycle;
 pub mod metadata;
 pub mod notes;
 pub mod plan;
@@ -100,25 +101,45 @@ async fn pass(sandbox: Arc<Sandbox>, context: &Context) -> Result<Option<Duratio
         return Ok(requeue.into_iter().chain([wait]).min());
     }
     let written = write_status(&sandbox, &before, &after, &api, context).await?;
-    if context.settings.sandbox_events {
-        for note in notes::between(&before, &after, &plan) {
-            events::publish(&api, &*sandbox, note).await;
-        }
-    }
+    let told = lifecycle::between(&sandbox, &before, &after, &applied.failures);
+    let notes = told
+        .into_iter()
+        .chain(notes::between(&before, &after, &plan));
+    tell(&sandbox, notes, &api, context).await;
     context
         .metrics
         .observe_sandbox(&sandbox, &before, &after, now);
     record_pod(written.as_ref().unwrap_or(&sandbox), &plan, &api, context).await?;
+    let fails_for_good = applied.fails_for_good();
     let refusals: Vec<String> = plan
         .refusals
         .iter()
         .map(|(_, why)| why.clone())
         .chain(applied.failures.into_iter().map(|failure| failure.message))
         .collect();
-    if !refusals.is_empty() {
-        return Err(Error::Refused(refusals));
+    if refusals.is_empty() {
+        return Ok(requeue);
     }
-    Ok(requeue)
+    if plan.refusals.is_empty() && fails_for_good {
+        // In the status already. What may help is a change of the Sandbox, which brings a pass.
+        return Ok(requeue);
+    }
+    Err(Error::Refused(refusals))
+}
+
+/// Publishes Events about a Sandbox, unless they are switched off.
+async fn tell(
+    sandbox: &Sandbox,
+    notes: impl IntoIterator<Item = events::Note>,
+    api: &Apiserver,
+    context: &Context,
+) {
+    if !context.settings.sandbox_events {
+        return;
+    }
+    for note in notes {
+        events::publish(api, sandbox, note).await;
+    }
 }
 
 /// The Sandbox itself, where the cache has only its outline; `None` if it is gone.
@@ -179,6 +200,8 @@ async fn settle(
         let mut plan = plan::plan(&observed, Timestamp::now());
         isolate(&mut plan, &observed.sandbox, context).await?;
         let applied = apply::apply(&plan, &mut observed, api).await;
+        let made = applied.made_pod.as_deref().map(lifecycle::pod_created);
+        tell(&observed.sandbox, made, api, context).await;
         if let Some(pod) = &applied.pod {
             watches::pod_written(context, (**pod).clone());
         }

@@ -303,7 +303,8 @@ fn refused(member: &Sandbox) -> Option<&str> {
     let scheduled = condition(member, conditions::POD_SCHEDULED);
     let has_pod = scheduled.is_some_and(|scheduled| scheduled.status != "Unknown");
     let why = ready.message.as_str();
-    let holds = ready.reason == reasons::RECONCILER_ERROR && !has_pod && !is_name_taken(why);
+    let is_refusal = [reasons::RECONCILER_ERROR, reasons::INVALID_CONFIGURATION];
+    let holds = is_refusal.contains(&&*ready.reason) && !has_pod && !is_name_taken(why);
     holds.then_some(why)
 }
 

@@ -39,6 +39,10 @@ pub struct Failure {
     pub message: String,
     /// The Pod is there, although the step failed.
     pub pod_stays: bool,
+    /// It was to make the Pod.
+    pub makes_pod: bool,
+    /// The object is invalid: the step cannot succeed before the Sandbox is changed.
+    pub lasts: bool,
 }
 
 /// What came of a plan.
@@ -47,6 +51,8 @@ pub struct Applied {
     pub failures: Vec<Failure>,
     /// The Pod as created or changed in this pass.
     pub pod: Option<Arc<Pod>>,
+    /// Name of the Pod that was made.
+    pub made_pod: Option<String>,
     /// The Service as created or changed in this pass.
     pub service: Option<Arc<Service>>,
     /// The Sandbox itself was deleted.
@@ -89,7 +95,15 @@ pub async fn apply(plan: &Plan, observed: &mut Observed, api: &Apiserver) -> App
 }
 
 impl Applied {
+    /// Whether all that failed stays so until the Sandbox is changed.
+    pub fn fails_for_good(&self) -> bool {
+        !self.failures.is_empty() && self.failures.iter().all(|failure| failure.lasts)
+    }
+
     fn note(&mut self, action: &Action, fact: Option<&Fact>) {
+        if let (Action::CreatePod { .. }, Some(Fact::Pod(pod))) = (action, fact) {
+            self.made_pod = Some(pod.name_any());
+        }
         match (action, fact) {
             (_, Some(Fact::Pod(pod))) => self.pod = Some(Arc::clone(pod)),
             (_, Some(Fact::Service(service))) => self.service = Some(Arc::clone(service)),
@@ -111,6 +125,8 @@ async fn execute(area: Area, action: &Action, sandbox: &Sandbox, api: &Apiserver
             format!("{doing}: {error}")
         },
         pod_stays: matches!(action, Action::DeletePod { .. }),
+        makes_pod: matches!(action, Action::CreatePod { .. }),
+        lasts: is_of_spec(action) && error.is_invalid(),
     };
     match action {
         Action::CreateClaim(claim) => {
@@ -220,6 +236,19 @@ async fn execute(area: Area, action: &Action, sandbox: &Sandbox, api: &Apiserver
             }
         }
     }
+}
+
+/// Whether what is written comes from the Sandbox' spec, and from nothing that changes by itself.
+fn is_of_spec(action: &Action) -> bool {
+    matches!(
+        action,
+        Action::CreateClaim(_)
+            | Action::PatchClaim { .. }
+            | Action::CreatePod { .. }
+            | Action::PatchPod { .. }
+            | Action::CreateService(_)
+            | Action::PatchService { .. }
+    )
 }
 
 fn refused(error: calls::Error, failure: impl FnOnce(&calls::Error) -> Failure) -> Outcome {

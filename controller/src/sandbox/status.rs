@@ -31,6 +31,8 @@ struct Seen<'a> {
     service_is_gone: bool,
     several_pods: Option<usize>,
     errors: Vec<String>,
+    /// All the errors stay until the Sandbox is changed.
+    errors_last: bool,
     /// The status said already that the Sandbox has finished.
     finished: bool,
     /// The Pod has ended, and its memory is being kept for the next.
@@ -202,6 +204,7 @@ fn seen<'a>(sandbox: &'a Sandbox, plan: &Plan, applied: &Applied) -> Seen<'a> {
         service_is_gone: plan.service == ServiceOutlook::None && !service_failed,
         several_pods: plan.several_pods,
         errors,
+        errors_last: plan.refusals.is_empty() && applied.fails_for_good(),
         finished: sandbox
             .status
             .as_ref()
@@ -317,7 +320,11 @@ fn ready(seen: &Seen<'_>, suspended: &Draft) -> Draft {
     }
     if !seen.errors.is_empty() {
         let message = format!("Error seen: {}", seen.errors.join("\n"));
-        return not_ready(reasons::RECONCILER_ERROR, message);
+        let reason = match seen.errors_last {
+            true => reasons::INVALID_CONFIGURATION,
+            false => reasons::RECONCILER_ERROR,
+        };
+        return not_ready(reason, message);
     }
     if seen.suspended() {
         let settled = seen.pod.is_none() || suspended.status == Status::True.as_str();

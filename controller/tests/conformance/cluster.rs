@@ -12,7 +12,7 @@ use torpor_controller::{
 use crate::{
     apiserver::{Apiserver, Write},
     objects::NS,
-    sync,
+    sync, world,
 };
 
 /// Reasons of Ready on which clients (upstream's SDKs) do not wait any longer.
@@ -382,14 +382,12 @@ impl Cluster {
         }
     }
 
-    /// Reasons and notes of the Events so far.
+    /// Reasons and notes of the Events so far, but those that every Sandbox has.
     pub(crate) fn events(&self) -> Vec<(String, String)> {
-        let mut events = self.api.list("events");
-        events.sort_by_key(|event| event["eventTime"].as_str().unwrap().to_owned());
-        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let events = world::events(&self.api).into_iter();
         events
-            .iter()
-            .map(|event| (text(&event["reason"]), text(&event["note"])))
+            .map(|(_, reason, note)| (reason, note))
+            .filter(|(reason, _)| !world::is_of_life(reason))
             .collect()
     }
 }

@@ -26,6 +26,7 @@ mod snapshots;
 mod suspensions;
 mod sync;
 mod takeover;
+mod told;
 mod tracing;
 mod turns;
 mod unclaimed;

@@ -20,6 +20,39 @@ pub(crate) struct World {
 /// One condition in short.
 pub(crate) type Said = (String, String, String);
 
+/// Reasons of the Events that every Sandbox has.
+const LIFECYCLE: [&str; 7] = [
+    "SandboxPodCreated",
+    "SandboxPodCreateFailed",
+    "SandboxReady",
+    "SandboxSuspended",
+    "SandboxExpired",
+    "PodSucceeded",
+    "PodFailed",
+];
+
+/// Whether an Event tells only what happens to every Sandbox.
+pub(crate) fn is_of_life(reason: &str) -> bool {
+    LIFECYCLE.contains(&reason)
+}
+
+/// Types, reasons and notes of all Events, in order.
+pub(crate) fn events(api: &Apiserver) -> Vec<Said> {
+    let mut events = api.list("events");
+    events.sort_by_key(|event| event["eventTime"].as_str().unwrap().to_owned());
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    events
+        .iter()
+        .map(|event| {
+            (
+                text(&event["type"]),
+                text(&event["reason"]),
+                text(&event["note"]),
+            )
+        })
+        .collect()
+}
+
 /// A time that no pass takes for now.
 const LONG_AGO: &str = "2020-01-01T00:00:00Z";
 
@@ -44,6 +77,17 @@ impl World {
     /// A world in which an answer that does not come is noticed quickly.
     pub(crate) fn impatient() -> Self {
         Self::with_timeout(Duration::from_millis(200))
+    }
+
+    /// A world whose controller works with these settings.
+    pub(crate) fn with_settings(settings: Settings) -> Self {
+        let world = Self::new();
+        let calls = calls::Apiserver::new(world.api.client(), Duration::from_secs(20));
+        let context = Context::new(calls, "cluster.local".to_owned(), settings);
+        Self {
+            context: Arc::new(context),
+            ..world
+        }
     }
 
     /// The same cluster with a controller that has seen nothing of it yet.
@@ -295,13 +339,12 @@ impl World {
             .collect()
     }
 
-    /// Reasons of the Events so far.
+    /// Reasons of the Events so far, those of [`LIFECYCLE`] left out.
     pub(crate) fn events(&self) -> Vec<String> {
-        let mut events = self.api.list("events");
-        events.sort_by_key(|event| event["eventTime"].as_str().unwrap().to_owned());
+        let events = events(&self.api).into_iter();
         events
-            .iter()
-            .map(|event| event["reason"].as_str().unwrap().to_owned())
+            .map(|(_, reason, _)| reason)
+            .filter(|reason| !is_of_life(reason))
             .collect()
     }
 }

@@ -48,6 +48,8 @@ pub struct Fault {
 pub enum FaultAnswer {
     /// Refused with this code; nothing happens.
     Refuse(u16),
+    /// Refused because this field is invalid (422); nothing happens.
+    Invalid(&'static str),
     /// Refused because there is too much to do, with the seconds after which it may be tried again.
     Busy(u32),
     /// Refused because the name is taken, whether there is such an object or not.
@@ -357,6 +359,10 @@ impl Apiserver {
                     format!("{verb} {} {name}: made to fail", call.kind),
                 ))
             }
+            Some(FaultAnswer::Invalid(field)) => {
+                let message = format!("{} \"{name}\" is invalid: {field}: made to fail", call.kind);
+                Err((StatusCode::UNPROCESSABLE_ENTITY, "Invalid", message))
+            }
             Some(FaultAnswer::Busy(_)) => Err((
                 StatusCode::TOO_MANY_REQUESTS,
                 "TooManyRequests",
@@ -386,6 +392,7 @@ impl Apiserver {
                 "no answer in time: made to fail".to_owned(),
             ))),
             Some(FaultAnswer::Busy(seconds)) => busy(answer, seconds),
+            Some(FaultAnswer::Invalid(field)) => invalid(answer, field),
             _ => respond(answer),
         }
     }
@@ -588,6 +595,13 @@ fn busy(answer: Answer, seconds: u32) -> Response<Body> {
     let headers = response.headers_mut();
     headers.insert(http::header::RETRY_AFTER, seconds.into());
     response
+}
+
+/// A refusal that names the invalid field where clients look for it.
+fn invalid(answer: Answer, field: &str) -> Response<Body> {
+    let (code, mut value) = told(answer);
+    value["details"] = json!({"causes": [{"field": field, "message": "made to fail"}]});
+    response(code, &value)
 }
 
 fn told(answer: Answer) -> (StatusCode, Value) {

@@ -1,0 +1,197 @@
+//! Upstream's Events about the life of a Sandbox (since 1.0.4), and configurations that are invalid for good.
+
+use serde_json::json;
+use torpor_controller::settings::Settings;
+
+use crate::{
+    apiserver::{Fault, FaultAnswer},
+    objects::{NS, mode, sandbox},
+    world::{self, World},
+};
+
+const PAST: &str = "2020-01-01T00:00:00Z";
+
+/// Types, reasons and notes of the Events so far.
+fn told(world: &World) -> Vec<String> {
+    let all = world::events(&world.api).into_iter();
+    all.map(|(type_, reason, note)| format!("{type_} {reason}: {note}"))
+        .collect()
+}
+
+/// Passes that see nothing new.
+async fn some_passes(world: &World) {
+    for _ in 0..3 {
+        let _ = world.pass().await;
+    }
+}
+
+fn fail(world: &World, verb: &'static str, kind: &'static str, answer: FaultAnswer) {
+    world.api.fail(Fault { verb, kind, answer });
+}
+
+#[tokio::test]
+async fn the_life_of_a_sandbox_is_told_step_by_step_and_each_step_once() {
+    let world = World::new();
+    world.ready(sandbox(json!({}))).await;
+    some_passes(&world).await;
+    let begin = [
+        "Normal SandboxPodCreated: Created Pod \"s\"",
+        "Normal SandboxReady: Pod is Ready",
+    ];
+    assert_eq!(told(&world), begin);
+    world.edit_sandbox(&mode("Suspended"));
+    world.settle().await;
+    world.pod_ends();
+    world.settle().await;
+    some_passes(&world).await;
+    assert_eq!(
+        told(&world)[2..],
+        ["Normal SandboxSuspended: Sandbox is suspending"]
+    );
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    world.pod_becomes_ready();
+    world.settle().await;
+    assert_eq!(told(&world)[3..], begin);
+    world.edit_pod(&json!({"status": {"phase": "Failed"}}));
+    world.settle().await;
+    some_passes(&world).await;
+    assert_eq!(told(&world)[5..], ["Warning PodFailed: Pod failed"]);
+    world.edit_sandbox(&json!({"spec": {"shutdownTime": PAST}}));
+    world.settle().await;
+    world.pod_ends();
+    world.settle().await;
+    some_passes(&world).await;
+    assert_eq!(
+        told(&world)[6..],
+        ["Normal SandboxExpired: Sandbox has expired"]
+    );
+    let actions = world.api.list("events").into_iter();
+    let actions: Vec<_> = actions
+        .filter(|event| event["reason"] == "SandboxPodCreated")
+        .map(|event| event["action"].clone())
+        .collect();
+    assert_eq!(actions, ["PodCreation", "PodCreation"]);
+}
+
+#[tokio::test]
+async fn a_pod_that_is_done_is_told_of() {
+    let world = World::new();
+    world.ready(sandbox(json!({}))).await;
+    world.edit_pod(&json!({"status": {"phase": "Succeeded"}}));
+    world.settle().await;
+    let expected = ["Normal PodSucceeded: Pod completed successfully"];
+    assert_eq!(told(&world)[2..], expected);
+}
+
+#[tokio::test]
+async fn a_sandbox_that_goes_when_it_expires_is_not_said_to_have_expired() {
+    let world = World::new();
+    world.ready(sandbox(json!({}))).await;
+    let over = json!({"spec": {"shutdownTime": PAST, "shutdownPolicy": "Delete"}});
+    world.edit_sandbox(&over);
+    world.settle().await;
+    assert!(world.api.get("sandboxes", NS, "s").is_none());
+    assert!(
+        !told(&world)
+            .iter()
+            .any(|event| event.contains("SandboxExpired"))
+    );
+}
+
+#[tokio::test]
+async fn a_pod_that_is_refused_is_told_of_once_though_it_is_tried_again() {
+    let world = World::new();
+    world.api.create("sandboxes", sandbox(json!({})));
+    for _ in 0..3 {
+        fail(&world, "create", "pods", FaultAnswer::Refuse(403));
+        world.pass().await.unwrap_err();
+    }
+    let refused = "Warning SandboxPodCreateFailed: create pods s: made to fail";
+    assert_eq!(told(&world), [refused]);
+    world.settle().await;
+    let made = "Normal SandboxPodCreated: Created Pod \"s\"";
+    assert_eq!(told(&world), [refused, made]);
+}
+
+#[tokio::test]
+async fn a_pod_that_was_made_is_told_of_though_the_service_or_the_status_was_not_written() {
+    for (verb, kind) in [("create", "services"), ("patch status", "sandboxes")] {
+        let world = World::new();
+        fail(&world, verb, kind, FaultAnswer::Refuse(403));
+        let spec = json!({"spec": {"service": true}});
+        world.api.create("sandboxes", sandbox(spec));
+        world.pass().await.unwrap_err();
+        world.settle().await;
+        let made = "Normal SandboxPodCreated: Created Pod \"s\"";
+        assert_eq!(told(&world), [made], "{verb} {kind}");
+    }
+}
+
+#[tokio::test]
+async fn no_event_is_published_where_they_are_switched_off() {
+    let settings = Settings {
+        sandbox_events: false,
+        ..Settings::default()
+    };
+    let world = World::with_settings(settings);
+    world.ready(sandbox(json!({}))).await;
+    world.edit_sandbox(&mode("Suspended"));
+    world.settle().await;
+    assert_eq!(told(&world), [""; 0]);
+}
+
+// --- what is invalid for good -----------------------------------------------------------------------------------------------------------
+
+#[tokio::test]
+async fn an_invalid_pod_is_not_tried_again_before_the_sandbox_changes() {
+    let world = World::new();
+    world.api.create("sandboxes", sandbox(json!({})));
+    let invalid = FaultAnswer::Invalid("spec.evictionResponders");
+    fail(&world, "create", "pods", invalid);
+    assert_eq!(world.pass().await.unwrap(), None);
+    let why = "Error seen: pods \"s\" is invalid: spec.evictionResponders: made to fail";
+    world.assert_says("Ready", "False", "InvalidConfiguration", why);
+    assert_eq!(told(&world).len(), 1);
+    assert!(told(&world)[0].starts_with("Warning SandboxPodCreateFailed: "));
+    world.edit_sandbox(&json!({"spec": {"podTemplate": {"spec": {"hostname": "h"}}}}));
+    world.settle().await;
+    assert!(world.pod().is_some());
+    world.assert_says(
+        "Ready",
+        "False",
+        "DependenciesNotReady",
+        "Pod exists with phase: Pending",
+    );
+}
+
+#[tokio::test]
+async fn an_invalid_service_leaves_the_pod_and_is_not_tried_again() {
+    let world = World::new();
+    let spec = json!({"spec": {"service": true}});
+    world.api.create("sandboxes", sandbox(spec));
+    fail(
+        &world,
+        "create",
+        "services",
+        FaultAnswer::Invalid("metadata.name"),
+    );
+    assert_eq!(world.pass().await.unwrap(), None);
+    assert!(world.pod().is_some());
+    let why = "Error seen: services \"s\" is invalid: metadata.name: made to fail";
+    world.assert_says("Ready", "False", "InvalidConfiguration", why);
+}
+
+#[tokio::test]
+async fn beside_an_error_that_may_pass_an_invalid_field_is_tried_again() {
+    let world = World::new();
+    let spec = json!({"spec": {"service": true}});
+    world.api.create("sandboxes", sandbox(spec));
+    fail(&world, "create", "pods", FaultAnswer::Invalid("spec.x"));
+    fail(&world, "create", "services", FaultAnswer::Refuse(403));
+    let error = world.pass().await.unwrap_err();
+    assert_eq!(error.reason(), "Refused");
+    assert_eq!(world.condition("Ready").unwrap().1, "ReconcilerError");
+    world.settle().await;
+    assert!(world.pod().is_some());
+}
