@@ -23,6 +23,10 @@ pub const FINISHED: &str = "Finished";
 pub const HIBERNATED: &str = "Hibernated";
 /// Sandbox: the running Pod continued from an image. Torpor's.
 pub const RESTORED: &str = "Restored";
+/// SandboxWarmPool: as many members are Ready as are asked for.
+pub const AVAILABLE: &str = "Available";
+/// SandboxWarmPool: nothing keeps it from making its members, and them from becoming Ready.
+pub const PROGRESSING: &str = "Progressing";
 /// SandboxSnapshot: the image is complete and durable.
 pub const COMMITTED: &str = "Committed";
 /// SandboxSnapshot: the image is older than the sandbox, since that went on without it.
@@ -37,7 +41,7 @@ pub const POD_RESTORE_SETTLED: &str = "torpor.dev/RestoreSettled";
 pub const POD_DISRUPTION_TARGET: &str = "DisruptionTarget";
 
 /// Every condition type of this module.
-pub const ALL: [&str; 14] = [
+pub const ALL: [&str; 16] = [
     READY,
     PRESSURE,
     RUNSC_REVOKED,
@@ -46,6 +50,8 @@ pub const ALL: [&str; 14] = [
     FINISHED,
     HIBERNATED,
     RESTORED,
+    AVAILABLE,
+    PROGRESSING,
     COMMITTED,
     CONSUMED,
     POD_HIBERNATED,

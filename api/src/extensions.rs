@@ -284,9 +284,13 @@ pub enum WarmPoolUpdateStrategyType {
 }
 
 /// Observed state of a SandboxWarmPool.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct SandboxWarmPoolStatus {
+    /// Current conditions: Available and Progressing.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(schema_with = "conditions::list_schema")]
+    pub conditions: Vec<Condition>,
     /// Generation that this status describes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0))]

@@ -77,6 +77,24 @@ pub mod claim {
     ];
 }
 
+/// Reasons of the conditions of a SandboxWarmPool (upstream's #1326; test/e2e/extensions/warmpool_status_condition_test.go).
+pub mod pool {
+    pub const MINIMUM_REPLICAS_AVAILABLE: &str = "MinimumReplicasAvailable";
+    pub const MINIMUM_REPLICAS_UNAVAILABLE: &str = "MinimumReplicasUnavailable";
+    pub const WARM_POOL_PROGRESSING: &str = "WarmPoolProgressing";
+    pub const WARM_POOL_NOT_PROGRESSING: &str = "WarmPoolNotProgressing";
+    pub const SANDBOX_TEMPLATE_ERROR: &str = "SandboxTemplateError";
+
+    /// Every reason of this module.
+    pub const ALL: [&str; 5] = [
+        MINIMUM_REPLICAS_AVAILABLE,
+        MINIMUM_REPLICAS_UNAVAILABLE,
+        WARM_POOL_PROGRESSING,
+        WARM_POOL_NOT_PROGRESSING,
+        SANDBOX_TEMPLATE_ERROR,
+    ];
+}
+
 /// Reasons that only Torpor writes on a Sandbox's `Suspended` condition (strategy Freeze).
 pub mod freeze {
     pub const POD_FROZEN: &str = "PodFrozen";
@@ -341,9 +359,10 @@ mod tests {
 
     #[test]
     fn every_reason_is_camel_case_and_unique_in_its_family() {
-        let families: [&[&str]; 8] = [
+        let families: [&[&str]; 9] = [
             &sandbox::ALL,
             &claim::ALL,
+            &pool::ALL,
             &freeze::ALL,
             &hibernated::ALL,
             &restored::ALL,
@@ -369,7 +388,7 @@ mod tests {
 
     #[test]
     fn upstream_reasons_are_spelled_as_upstream_spells_them() {
-        insta::assert_snapshot!(sandbox::ALL.join(" "), @"DependenciesReady DependenciesNotReady SandboxSuspended SandboxExpired PodSucceeded PodFailed MultiplePods ReconcilerError PodTerminated NotSuspended PodTerminating PodNotOwned PodStateUnknown PodScheduled PodSchedulingUnknown");
+        insta::assert_snapshot!(sandbox::ALL.join(" "), @"DependenciesReady DependenciesNotReady SandboxSuspended SandboxExpired PodSucceeded PodFailed MultiplePods ReconcilerError InvalidConfiguration PodTerminated NotSuspended PodTerminating PodNotOwned PodStateUnknown PodScheduled PodSchedulingUnknown");
         insta::assert_snapshot!(claim::ALL.join(" "), @"WarmPoolNotFound TemplateNotFound InvalidMetadata EnvVarsInjectionRejected VolumeClaimTemplatesError AdoptionConflict SandboxCreatePending ClaimExpired SandboxExpired SandboxMissing SandboxNotReady ReconcilerError");
     }
 }

@@ -28,8 +28,12 @@ mod apply;
 pub mod member;
 pub mod memory;
 pub mod plan;
+pub mod status;
 
-use self::{memory::Remembered, plan::Observed};
+use self::{
+    memory::Remembered,
+    plan::{Observed, Plan},
+};
 
 /// A pass did not come through; it is tried again with a growing delay.
 #[derive(Debug, thiserror::Error)]
@@ -85,7 +89,7 @@ pub async fn reconcile(
         publish(&pool, note, &context).await;
     }
     // What was done shows in the status, whether all of it came through or not.
-    let status_due = write_status(&pool, &context).await?;
+    let status_due = write_status(&pool, &plan, &context).await?;
     let pressed = done?;
     // Read once more: most of what is expected was asked for in this very pass.
     let remembered = remembered(&pool, &context);
@@ -152,17 +156,18 @@ async fn publish(pool: &SandboxWarmPool, note: Note, context: &Context) {
 /// Writes the status if it says something new. In a storm of changes not each of them is written: says when the next one may be.
 async fn write_status(
     pool: &Arc<SandboxWarmPool>,
+    plan: &Plan,
     context: &Context,
 ) -> Result<Option<Duration>, Error> {
     let observed = gather(pool, context);
-    let after = plan::status(&observed);
+    let after = status::next(&observed, plan.stalled.as_deref(), Timestamp::now());
     let before = pool.status.clone().unwrap_or_default();
     let Some(patch) = status_patch(pool, &before, &after) else {
         return Ok(None);
     };
     let uid = pool.uid().unwrap_or_default();
-    let settled =
-        plan::is_settled(&observed) || before.observed_generation != after.observed_generation;
+    let settled = status::is_settled(&after, &observed)
+        || before.observed_generation != after.observed_generation;
     let interval = context.settings.pools.status_interval;
     if let Some(wait) = context.pools.status_wait(&uid, interval, settled) {
         return Ok(Some(wait));

@@ -9,9 +9,7 @@ use k8s_openapi::{
 use kube::ResourceExt;
 use serde_json::{Value, json};
 use torpor_api::{
-    Sandbox, SandboxTemplate, SandboxWarmPool, conditions,
-    extensions::{SandboxWarmPoolStatus, WarmPoolUpdateStrategyType},
-    labels, name_hash,
+    Sandbox, SandboxTemplate, SandboxWarmPool, conditions, extensions::WarmPoolUpdateStrategyType,
     reasons::sandbox as reasons,
 };
 
@@ -102,6 +100,8 @@ enum Health<'a> {
     Waiting,
     /// No node has room for it, as the scheduler says. Another in its place would find none either.
     Unschedulable(&'a str),
+    /// Somebody holds its Pod by scheduling gates, as the apiserver says. Another in its place would wait anew, at the end of the line.
+    Gated(&'a str),
     /// Its Pod is refused, in these words. That of another in its place would be, too.
     Refused(&'a str),
     /// It had its time.
@@ -143,9 +143,11 @@ pub fn plan(observed: &Observed, now: Timestamp) -> Plan {
     }
     let wanted = replicas(pool);
     let excess = (keep.len() + adopted + unseen.len()).saturating_sub(wanted);
-    for member in worst(keep.clone(), excess) {
-        plan.steps.push(delete(member));
-    }
+    let going = worst(keep.clone(), excess);
+    plan.steps.extend(going.iter().map(|member| delete(member)));
+    // What goes is no longer waited for.
+    let going: BTreeSet<Option<String>> = going.iter().map(|member| member.uid()).collect();
+    keep.retain(|member| !going.contains(&member.uid()));
     plan.steps.truncate(observed.settings.max_batch);
     // What is being deleted still counts: a pool has never more than it is asked for, not even for a moment.
     let there = observed.members.len() + adopted + unseen.len();
@@ -162,7 +164,7 @@ pub fn replicas(pool: &SandboxWarmPool) -> usize {
 }
 
 /// Members that are not on their way out.
-fn active(observed: &Observed) -> impl Iterator<Item = &Arc<Sandbox>> {
+pub(super) fn active(observed: &Observed) -> impl Iterator<Item = &Arc<Sandbox>> {
     observed.members.iter().filter(|member| {
         let deleted = &observed.remembered.deleting;
         member.metadata.deletion_timestamp.is_none()
@@ -171,7 +173,7 @@ fn active(observed: &Observed) -> impl Iterator<Item = &Arc<Sandbox>> {
 }
 
 /// Members that were asked for and that the watch has not shown yet.
-fn unseen(observed: &Observed) -> BTreeSet<String> {
+pub(super) fn unseen(observed: &Observed) -> BTreeSet<String> {
     let mut names = observed.remembered.creating.clone();
     for member in &observed.members {
         names.remove(&member.name_any());
@@ -226,7 +228,7 @@ fn recreates(pool: &SandboxWarmPool) -> bool {
     strategy.is_some_and(|strategy| strategy.type_ == WarmPoolUpdateStrategyType::Recreate)
 }
 
-fn is_ready(member: &Sandbox) -> bool {
+pub(super) fn is_ready(member: &Sandbox) -> bool {
     is_true(member, conditions::READY)
 }
 
@@ -248,8 +250,9 @@ fn health<'a>(member: &'a Sandbox, observed: &Observed, now: Timestamp) -> Healt
     if age_unready(member, now) <= grace {
         return Health::Waiting;
     }
-    let held = unschedulable(member)
+    let held = unscheduled(member, "Unschedulable")
         .map(Health::Unschedulable)
+        .or_else(|| unscheduled(member, "SchedulingGated").map(Health::Gated))
         .or_else(|| refused(member).map(Health::Refused));
     held.unwrap_or_else(|| {
         if time_had(member, observed, now) <= grace {
@@ -289,10 +292,10 @@ fn condition<'a>(member: &'a Sandbox, type_: &str) -> Option<&'a Condition> {
     conditions::find(&member.status.as_ref()?.conditions, type_)
 }
 
-/// Why no node has room for a member.
-fn unschedulable(member: &Sandbox) -> Option<&str> {
+/// Why a member has no node, if it has none for this reason.
+fn unscheduled<'a>(member: &'a Sandbox, reason: &str) -> Option<&'a str> {
     condition(member, conditions::POD_SCHEDULED)
-        .filter(|scheduled| scheduled.status == "False" && scheduled.reason == "Unschedulable")
+        .filter(|scheduled| scheduled.status == "False" && scheduled.reason == reason)
         .map(|scheduled| scheduled.message.as_str())
 }
 
@@ -326,7 +329,7 @@ fn worst(mut members: Vec<&Arc<Sandbox>>, count: usize) -> Vec<&Arc<Sandbox>> {
 
 fn plan_creates(plan: &mut Plan, observed: &Observed, remembered: &Remembered) {
     let Some(template) = observed.template.as_deref() else {
-        plan.requeue = (plan.missing > 0).then_some(TEMPLATE_RETRY);
+        miss_template(plan, &observed.pool);
         return;
     };
     if plan.missing > 0 || !remembered.uncertain.is_empty() {
@@ -359,6 +362,18 @@ fn plan_creates(plan: &mut Plan, observed: &Observed, remembered: &Remembered) {
     plan.create.extend(names);
 }
 
+/// Without its template a pool keeps what it has and makes nothing, which its user is told at once (upstream's #1572). A pool of none needs no template.
+fn miss_template(plan: &mut Plan, pool: &SandboxWarmPool) {
+    if replicas(pool) == 0 {
+        return;
+    }
+    plan.requeue = Some(TEMPLATE_RETRY);
+    let template = &pool.spec.sandbox_template_ref.name;
+    plan.stalled = Some(format!(
+        "SandboxTemplate {template:?} not found: no member is made. Make one of that name in this namespace, or name another in spec.sandboxTemplateRef"
+    ));
+}
+
 /// Nothing is made without the template's rules. The controller makes or changes the policy in a moment: the user is told only when that lasts.
 fn wait_for_policy(plan: &mut Plan, why: &Unisolated, remembered: &Remembered) {
     plan.unisolated = true;
@@ -371,7 +386,7 @@ fn wait_for_policy(plan: &mut Plan, why: &Unisolated, remembered: &Remembered) {
 /// When a member's time is over, or one that is held may come on.
 fn plan_next_look(plan: &mut Plan, keep: &[&Arc<Sandbox>], observed: &Observed, now: Timestamp) {
     let settings = &observed.settings;
-    let (mut unscheduled, mut refused) = (Vec::new(), Vec::new());
+    let mut waiting = Waiting::default();
     let mut looks = Vec::new();
     for member in keep {
         match health(member, observed, now) {
@@ -381,13 +396,14 @@ fn plan_next_look(plan: &mut Plan, keep: &[&Arc<Sandbox>], observed: &Observed, 
                 looks.push(jittered(left + SLACK, observed.remembered.salt));
                 continue;
             }
-            Health::Unschedulable(why) => unscheduled.push(why),
-            Health::Refused(why) => refused.push(why),
+            Health::Unschedulable(why) => waiting.unscheduled.push(why),
+            Health::Gated(why) => waiting.gated.push(why),
+            Health::Refused(why) => waiting.refused.push(why),
             Health::Ready | Health::Stuck => continue,
         }
         plan.held.extend(member.uid());
     }
-    if let Some(held) = stalled(&unscheduled, &refused, observed) {
+    if let Some(held) = stalled(&waiting, observed) {
         looks.push(settings.unschedulable_recheck);
         plan.stalled = Some(match plan.stalled.take() {
             Some(first) => format!("{first}\n{held}"),
@@ -397,8 +413,21 @@ fn plan_next_look(plan: &mut Plan, keep: &[&Arc<Sandbox>], observed: &Observed, 
     plan.requeue = plan.requeue.into_iter().chain(looks).min();
 }
 
+/// Members that are kept though they had their time, by what they wait for: the words of each.
+#[derive(Debug, Default)]
+struct Waiting<'a> {
+    unscheduled: Vec<&'a str>,
+    gated: Vec<&'a str>,
+    refused: Vec<&'a str>,
+}
+
 /// Why the pool does not come on. The remedy comes before the words of others: those may be longer than an Event.
-fn stalled(unscheduled: &[&str], refused: &[&str], observed: &Observed) -> Option<String> {
+fn stalled(waiting: &Waiting<'_>, observed: &Observed) -> Option<String> {
+    let Waiting {
+        unscheduled,
+        gated,
+        refused,
+    } = waiting;
     let (wanted, grace) = (replicas(&observed.pool), observed.settings.readiness_grace);
     let no_pod = refused.first().map(|why| {
         let held = refused.len();
@@ -412,8 +441,14 @@ fn stalled(unscheduled: &[&str], refused: &[&str], observed: &Observed) -> Optio
             "{held} of {wanted} members are not scheduled after {grace:?} and are kept waiting. Add nodes that have room for them, or lower spec.replicas. The scheduler says: {why}"
         )
     });
-    let both = [no_pod, no_node].into_iter().flatten();
-    both.reduce(|one, other| format!("{one}\n{other}"))
+    let not_let = gated.first().map(|why| {
+        let held = gated.len();
+        format!(
+            "{held} of {wanted} members are held by scheduling gates after {grace:?} and are kept waiting. Whoever set the gates lets them go, as a queue does once its quota has room; or lower spec.replicas. Their condition says: {why}"
+        )
+    });
+    let all = [no_pod, no_node, not_let].into_iter().flatten();
+    all.reduce(|one, other| format!("{one}\n{other}"))
 }
 
 /// Up to half as long again, so that many pools do not all look at once.
@@ -422,30 +457,6 @@ fn jittered(wait: Duration, salt: u64) -> Duration {
         .unwrap_or(u64::MAX)
         .max(1);
     wait + Duration::from_millis(salt % half)
-}
-
-/// The pool's status.
-pub fn status(observed: &Observed) -> SandboxWarmPoolStatus {
-    let pool = &observed.pool;
-    let active: Vec<&Arc<Sandbox>> = active(observed).collect();
-    let count = |count: usize| i32::try_from(count).unwrap_or(i32::MAX);
-    SandboxWarmPoolStatus {
-        observed_generation: pool.metadata.generation,
-        replicas: Some(count(active.len() + unseen(observed).len())),
-        ready_replicas: Some(count(active.iter().filter(|m| is_ready(m)).count())),
-        selector: format!(
-            "{}={}",
-            labels::WARM_POOL_SANDBOX,
-            name_hash(&pool.name_any())
-        ),
-    }
-}
-
-/// Whether the pool has what it is asked for.
-pub fn is_settled(observed: &Observed) -> bool {
-    let status = status(observed);
-    let wanted = i32::try_from(replicas(&observed.pool)).ok();
-    status.replicas == wanted && status.ready_replicas == wanted
 }
 
 #[cfg(test)]

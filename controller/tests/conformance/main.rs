@@ -16,6 +16,7 @@ mod objects;
 mod origin;
 mod outlines;
 mod pod_snapshots;
+mod pool_conditions;
 mod pools;
 mod property;
 mod restore;

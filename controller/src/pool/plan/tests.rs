@@ -1,7 +1,9 @@
 use rstest::rstest;
 
+use torpor_api::name_hash;
+
 use super::*;
-use crate::merge_patch;
+use crate::{merge_patch, pool::status};
 
 fn now() -> Timestamp {
     "2026-01-01T01:00:00Z".parse().unwrap()
@@ -149,7 +151,7 @@ fn what_is_going_counts_until_it_is_gone() {
     assert_eq!(plan(&view, now()).create.len(), 1);
     view.remembered.deleting.insert("u-b".to_owned());
     assert_eq!(plan(&view, now()).create.len(), 1);
-    assert_eq!(status(&view).replicas, Some(0));
+    assert_eq!(status::next(&view, None, now()).replicas, Some(0));
 }
 
 #[test]
@@ -258,6 +260,42 @@ fn without_its_template_a_pool_keeps_what_it_has() {
     assert!(plan(&view, now()).steps.is_empty());
 }
 
+#[rstest]
+#[case::some_are_missing(&["a"], 3)]
+#[case::none_is_missing(&["a", "b", "c"], 3)]
+fn a_pool_says_at_once_that_its_template_is_missing(#[case] there: &[&str], #[case] replicas: u32) {
+    let mut view = observed(&ready(there));
+    view.pool = pool(json!({"spec": {"replicas": replicas}}));
+    view.template = None;
+    let told = plan(&view, now());
+    assert!(told.steps.is_empty() && told.create.is_empty());
+    assert_eq!(told.requeue, Some(TEMPLATE_RETRY));
+    let why = told.stalled.unwrap();
+    assert!(why.starts_with("SandboxTemplate \"t\" not found"), "{why}");
+    assert!(conditions_of(&view).contains(&"Progressing=False SandboxTemplateError".to_owned()));
+}
+
+#[test]
+fn a_pool_of_none_misses_no_template() {
+    let mut view = observed(&[]);
+    view.pool = pool(json!({"spec": {"replicas": 0}}));
+    view.template = None;
+    let told = plan(&view, now());
+    assert_eq!((told.stalled, told.requeue), (None, None));
+}
+
+#[test]
+fn why_nothing_is_made_is_told_before_why_a_member_waits() {
+    let mut view = observed(&[member("a", old(unschedulable()))]);
+    view.template = None;
+    let why = plan(&view, now()).stalled.unwrap();
+    let (first, second) = why.split_once('\n').unwrap();
+    assert!(
+        first.contains("not found") && second.contains("not scheduled"),
+        "{why}"
+    );
+}
+
 // --- orphans ------------------------------------------------------------------------------------------------------------------------------
 
 #[test]
@@ -356,6 +394,35 @@ fn a_member_that_no_node_has_room_for_is_kept_and_told_of() {
     assert_eq!(plan(&young, now()).stalled, None);
 }
 
+/// Somebody's scheduling gates are on its Pod.
+fn gated() -> Value {
+    let scheduled = condition("PodScheduled", "False", "SchedulingGated");
+    let ready = condition("Ready", "False", "DependenciesNotReady");
+    json!({"status": {"conditions": [ready, scheduled]}})
+}
+
+#[test]
+fn a_member_that_is_held_by_scheduling_gates_is_kept_and_told_of() {
+    let held = observed(&[member("a", old(gated()))]);
+    let told = plan(&held, now());
+    assert!(
+        told.steps.is_empty(),
+        "another would wait at the end of the line"
+    );
+    assert_eq!(told.held, ["u-a".to_owned()].into());
+    assert_eq!(told.requeue, Some(Duration::from_secs(60)));
+    let why = told.stalled.unwrap();
+    for words in [
+        "1 of 3 members are held by scheduling gates",
+        "spec.replicas",
+        "0/3 nodes",
+    ] {
+        assert!(why.contains(words), "{why}");
+    }
+    let young = observed(&[member("a", gated())]);
+    assert_eq!(plan(&young, now()).stalled, None);
+}
+
 /// The Sandbox controller cannot make the Pod.
 fn refused(why: &str) -> Value {
     let mut ready = condition("Ready", "False", "ReconcilerError");
@@ -435,6 +502,7 @@ fn that_a_member_waits_for_another_reason_is_no_new_beginning() {
 #[case::one_is_just_starting(Some(on_a_node()), true)]
 #[case::one_finds_no_node_so_far(Some(unschedulable()), false)]
 #[case::the_pod_of_one_is_refused_so_far(Some(refused(QUOTA)), false)]
+#[case::one_is_held_by_gates_so_far(Some(gated()), false)]
 #[case::nothing_is_known_of_one(Some(json!({"status": null})), false)]
 #[case::one_is_going(Some(going()), false)]
 #[case::one_is_missing(None, false)]
@@ -502,16 +570,65 @@ fn the_status_counts_what_stays() {
         member("c", going()),
     ]);
     view.remembered = asked_for(&["d"]);
-    let status = status(&view);
+    let next = |view: &Observed| status::next(view, None, now());
+    let mut said = json!(next(&view));
+    said.as_object_mut().unwrap().remove("conditions");
     assert_eq!(
-        json!(status),
+        said,
         json!({
             "observedGeneration": 4, "replicas": 3, "readyReplicas": 1,
             "selector": format!("agents.x-k8s.io/warm-pool-sandbox={}", name_hash("p")),
         })
     );
-    assert!(!is_settled(&view));
-    assert!(is_settled(&observed(&ready(&["a", "b", "c"]))));
+    assert!(!status::is_settled(&next(&view), &view));
+    let all = observed(&ready(&["a", "b", "c"]));
+    assert!(status::is_settled(&next(&all), &all));
+}
+
+/// Type, status and reason of each condition of the pool.
+fn conditions_of(view: &Observed) -> Vec<String> {
+    let plan = plan(view, now());
+    let status = status::next(view, plan.stalled.as_deref(), now());
+    let said = |c: &Condition| format!("{}={} {}", c.type_, c.status, c.reason);
+    status.conditions.iter().map(said).collect()
+}
+
+#[rstest]
+#[case::all_are_ready(&["a", "b", "c"], json!({}), "True MinimumReplicasAvailable", "True WarmPoolProgressing")]
+#[case::one_is_made(&["a", "b"], json!({}), "False MinimumReplicasUnavailable", "True WarmPoolProgressing")]
+#[case::one_starts(&["a", "b"], on_a_node(), "False MinimumReplicasUnavailable", "True WarmPoolProgressing")]
+#[case::one_finds_no_node(&["a", "b"], old(unschedulable()), "False MinimumReplicasUnavailable", "False WarmPoolNotProgressing")]
+#[case::one_is_too_many_and_finds_no_node(&["a", "b", "c"], old(unschedulable()), "True MinimumReplicasAvailable", "True WarmPoolProgressing")]
+fn the_conditions_say_whether_all_are_ready_and_whether_the_pool_comes_on(
+    #[case] names: &[&str],
+    #[case] last: Value,
+    #[case] available: &str,
+    #[case] progressing: &str,
+) {
+    let mut members = ready(names);
+    if last != json!({}) {
+        members.push(member("z", last));
+    }
+    let said = [
+        format!("Available={available}"),
+        format!("Progressing={progressing}"),
+    ];
+    assert_eq!(conditions_of(&observed(&members)), said);
+}
+
+#[test]
+fn the_conditions_of_a_pool_keep_their_time_while_they_say_the_same() {
+    let mut view = observed(&ready(&["a", "b", "c"]));
+    let first = status::next(&view, None, now());
+    let mut same = (*view.pool).clone();
+    same.status = Some(first.clone());
+    view.pool = Arc::new(same);
+    let later = now() + jiff::SignedDuration::from_secs(60);
+    assert_eq!(status::next(&view, None, later), first);
+    let other = status::next(&view, Some("full"), later);
+    let times =
+        |c: &[Condition]| -> Vec<_> { c.iter().map(|c| c.last_transition_time.0).collect() };
+    assert_eq!(times(&other.conditions), [now(), later]);
 }
 
 #[test]
