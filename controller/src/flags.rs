@@ -1,7 +1,7 @@
 //! Command line: every flag of upstream's controller, in the ways that Go programs take flags (`--flag=value`, `--flag value`, `-flag=value`, a bare boolean). Flags that
 //! mean nothing here are taken and named once in the log; unknown ones are an error.
 
-use std::{ffi::OsString, path::PathBuf, time::Duration};
+use std::{collections::BTreeMap, ffi::OsString, path::PathBuf, time::Duration};
 
 pub use torpor_daemon::go_flags::{BindAddress, duration};
 use torpor_daemon::go_flags::{GoBoolean, boolean, with_two_dashes};
@@ -14,6 +14,8 @@ use crate::{
     network::Cidr,
     settings::{self, ClaimSettings, NetworkSettings, PoolSettings, Settings},
 };
+
+pub mod config;
 
 /// Flags that mean something here.
 #[derive(Clone, Debug, Parser)]
@@ -65,6 +67,9 @@ pub struct Flags {
     /// How long a member of a pool may take to become ready before it is replaced.
     #[arg(long, default_value = "5m", value_parser = duration)]
     pub sandbox_warm_pool_readiness_grace_period: Duration,
+    /// How long after its creation a claim waits for a member of its pool that has no address yet, before it starts cold.
+    #[arg(long, default_value = "2s", value_parser = duration)]
+    pub sandbox_claim_warm_candidate_grace_period: Duration,
     /// How often a member that no node has room for is looked at again.
     #[arg(long, default_value = "1m", value_parser = duration)]
     pub sandbox_warm_pool_unschedulable_recheck_interval: Duration,
@@ -157,6 +162,7 @@ impl Flags {
             claims: ClaimSettings {
                 events: !self.disable_claim_events,
                 observability: !self.disable_claim_observability_annotations,
+                candidate_grace: self.sandbox_claim_warm_candidate_grace_period,
                 label_domains: domains
                     .and_then(settings::label_domains)
                     .unwrap_or(defaults.label_domains),
@@ -238,11 +244,59 @@ pub struct Ignored {
     pub unguarded: bool,
 }
 
-/// Reads the command line. Returns the flags, and those that were given and mean nothing here.
+/// The flags cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Of the command line, or a question to it such as `--help`.
+    #[error("the command line: {0}")]
+    CommandLine(clap::Error),
+    #[error("ConfigMap agent-sandbox-config, key {key}: {source}")]
+    Configured {
+        key: &'static str,
+        source: clap::Error,
+    },
+}
+
+/// Reads the command line, and from the ConfigMap what that leaves out. Returns the flags, and those that were given and mean nothing here.
 pub fn parse(
     arguments: impl IntoIterator<Item = OsString>,
-) -> Result<(Flags, Vec<Ignored>), clap::Error> {
-    let command = Flags::command().args(WITHOUT_MEANING.iter().map(|flag| {
+    configured: &BTreeMap<&'static str, String>,
+) -> Result<(Flags, Vec<Ignored>), Error> {
+    let mut arguments: Vec<OsString> = arguments.into_iter().map(with_two_dashes).collect();
+    let given_there = command()
+        .try_get_matches_from(&arguments)
+        .map_err(Error::CommandLine)?;
+    for (key, value) in configured {
+        if is_given(key, &given_there) {
+            continue;
+        }
+        let argument = OsString::from(format!("--{key}={value}"));
+        // By itself first, so that an error is that of the key.
+        command()
+            .try_get_matches_from([OsString::from("controller"), argument.clone()])
+            .map_err(|source| Error::Configured { key, source })?;
+        arguments.push(argument);
+    }
+    let matches = command()
+        .try_get_matches_from(arguments)
+        .map_err(Error::CommandLine)?;
+    let flags = Flags::from_arg_matches(&matches).map_err(Error::CommandLine)?;
+    Ok((flags, given(&matches)))
+}
+
+/// Whether the command line sets a flag.
+fn is_given(flag: &str, matches: &ArgMatches) -> bool {
+    let command = command();
+    let mut known = command.get_arguments();
+    known
+        .find(|argument| argument.get_long() == Some(flag))
+        .map(|argument| argument.get_id().as_str())
+        .is_some_and(|id| matches.value_source(id) == Some(ValueSource::CommandLine))
+}
+
+/// Upstream's flags, those without a meaning among them.
+fn command() -> clap::Command {
+    Flags::command().args(WITHOUT_MEANING.iter().map(|flag| {
         let argument = Arg::new(flag.name)
             .long(flag.name)
             .hide(true)
@@ -252,10 +306,7 @@ pub fn parse(
         } else {
             argument.allow_hyphen_values(true)
         }
-    }));
-    let matches = command.try_get_matches_from(arguments.into_iter().map(with_two_dashes))?;
-    let ignored = given(&matches);
-    Ok((Flags::from_arg_matches(&matches)?, ignored))
+    }))
 }
 
 fn given(matches: &ArgMatches) -> Vec<Ignored> {

@@ -13,7 +13,10 @@ use tokio_util::sync::CancellationToken;
 use torpor_controller::{
     calls::Apiserver,
     context::Context,
-    flags::{self, Flags, Ignored},
+    flags::{
+        self, Flags, Ignored,
+        config::{self, Configured},
+    },
     lease::{Candidate, Ended, Timing},
     run, serve, trace,
     transport::{Rate, Requests, TransportLayer},
@@ -32,11 +35,22 @@ fn main() -> ExitCode {
         eprintln!("torpor-controller: a TLS provider is installed already");
         return ExitCode::FAILURE;
     }
-    let (flags, ignored) = match flags::parse(std::env::args_os()) {
-        Ok(parsed) => parsed,
-        Err(error) => error.exit(),
+    let configured = match config::read(Path::new(config::DIRECTORY)) {
+        Ok(configured) => configured,
+        Err(error) => {
+            eprintln!("torpor-controller: {:#}", anyhow::Error::from(error));
+            return ExitCode::FAILURE;
+        }
     };
-    match work(&flags, &ignored) {
+    let (flags, ignored) = match flags::parse(std::env::args_os(), &configured.flags) {
+        Ok(parsed) => parsed,
+        Err(flags::Error::CommandLine(error)) => error.exit(),
+        Err(error) => {
+            eprintln!("torpor-controller: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    match work(&flags, &ignored, &configured) {
         Ok(Ended::Stopped) => ExitCode::SUCCESS,
         Ok(Ended::Lost) => {
             tracing::error!("lost the lease");
@@ -50,7 +64,11 @@ fn main() -> ExitCode {
 }
 
 #[tokio::main]
-async fn work(flags: &Flags, ignored: &[Ignored]) -> anyhow::Result<Ended> {
+async fn work(
+    flags: &Flags,
+    ignored: &[Ignored],
+    configured: &Configured,
+) -> anyhow::Result<Ended> {
     let exporter = flags
         .enable_tracing
         .then(|| Exporter::start(trace::SERVICE))
@@ -75,6 +93,19 @@ async fn work(flags: &Flags, ignored: &[Ignored]) -> anyhow::Result<Ended> {
             tracing::info!(flag = name, why, "taken, and means nothing here");
         }
     }
+    for (key, value) in &configured.flags {
+        tracing::info!(
+            key,
+            value,
+            "named by the ConfigMap; the command line goes before it"
+        );
+    }
+    for key in &configured.unknown {
+        tracing::warn!(
+            key,
+            "the ConfigMap agent-sandbox-config has a key that means nothing here"
+        );
+    }
     let exporter = exporter?;
     let ended = serve_and_lead(flags).await;
     if let Some(exporter) = exporter {
@@ -97,7 +128,7 @@ async fn serve_and_lead(flags: &Flags) -> anyhow::Result<Ended> {
     } = flags.clone();
     let shutdown = CancellationToken::new();
     stop_on_signal(shutdown.clone())?;
-    let config = config(flags.kubeconfig.as_deref()).await?;
+    let config = way_to_apiserver(flags.kubeconfig.as_deref()).await?;
     let requests = Requests::default();
     let rate = Rate::of(flags.kube_api_qps, flags.kube_api_burst);
     let api = Apiserver::new(client(config.clone(), rate, &requests)?, api_timeout);
@@ -132,7 +163,7 @@ async fn serve_and_lead(flags: &Flags) -> anyhow::Result<Ended> {
 }
 
 /// The way to the apiserver: the file named, else what kubectl would take, else the Pod's account.
-async fn config(kubeconfig: Option<&Path>) -> anyhow::Result<Config> {
+async fn way_to_apiserver(kubeconfig: Option<&Path>) -> anyhow::Result<Config> {
     let mut config = match kubeconfig {
         Some(path) => {
             let file = Kubeconfig::read_from(path).context("--kubeconfig")?;

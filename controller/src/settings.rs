@@ -69,6 +69,8 @@ pub struct ClaimSettings {
     pub events: bool,
     /// Write when a claim was first seen, and its trace.
     pub observability: bool,
+    /// How long after its creation a claim waits for a member that has no address yet.
+    pub candidate_grace: Duration,
     /// Domains whose labels a claim may put on its Pod.
     pub label_domains: Vec<String>,
 }
@@ -125,6 +127,7 @@ impl Default for ClaimSettings {
         Self {
             events: true,
             observability: true,
+            candidate_grace: Duration::from_secs(2),
             label_domains: vec!["sandbox.users.io".to_owned()],
         }
     }

@@ -72,6 +72,7 @@ pub fn dereference(claim: Arc<SandboxClaim>, context: &Context) -> Session {
         offer: Offered::Unasked,
         lost: 0,
         label_domains: context.settings.claims.label_domains.clone(),
+        candidate_grace: context.settings.claims.candidate_grace,
         claim,
     };
     Session {

@@ -52,6 +52,8 @@ pub struct Observed {
     /// Members that were offered in this pass and could not be had.
     pub lost: usize,
     pub label_domains: Vec<String>,
+    /// How long after its creation the claim waits for a member that has no address yet.
+    pub candidate_grace: Duration,
 }
 
 /// What the pool offers.
@@ -197,7 +199,6 @@ pub struct Plan {
 /// Upstream's times.
 const MISSING_RETRY: Duration = Duration::from_secs(60);
 const MEMBER_RETRY: Duration = Duration::from_millis(500);
-const MEMBER_GRACE: Duration = Duration::from_secs(2);
 const CACHE_LAG_RETRY: Duration = Duration::from_millis(200);
 const AT_ONCE: Duration = Duration::from_millis(1);
 /// How many members are tried in one pass.
@@ -422,7 +423,7 @@ fn plan_unbound(
                 ..Plan::default()
             })
         }
-        Offered::Pending if is_young(claim, now) => Ok(Plan {
+        Offered::Pending if is_young(claim, observed.candidate_grace, now) => Ok(Plan {
             requeue: Some(MEMBER_RETRY),
             ..Plan::default()
         }),
@@ -430,11 +431,11 @@ fn plan_unbound(
     }
 }
 
-fn is_young(claim: &SandboxClaim, now: Timestamp) -> bool {
+fn is_young(claim: &SandboxClaim, grace: Duration, now: Timestamp) -> bool {
     let created = claim.metadata.creation_timestamp.as_ref();
     created
         .and_then(|created| Duration::try_from(now.duration_since(created.0)).ok())
-        .is_some_and(|age| age < MEMBER_GRACE)
+        .is_some_and(|age| age < grace)
 }
 
 /// Whether a member may be handed out: under Recreate only what is as the template says. Under OnReplenish older ones are, as upstream.

@@ -2,8 +2,61 @@ use rstest::rstest;
 
 use super::*;
 
-fn read(arguments: &[&str]) -> Result<(Flags, Vec<Ignored>), clap::Error> {
-    parse(["controller"].iter().chain(arguments).map(OsString::from))
+fn read(arguments: &[&str]) -> Result<(Flags, Vec<Ignored>), Error> {
+    read_with(arguments, &[])
+}
+
+/// As [`read`], with what the ConfigMap says.
+fn read_with(
+    arguments: &[&str],
+    configured: &[(&'static str, &str)],
+) -> Result<(Flags, Vec<Ignored>), Error> {
+    let configured = configured
+        .iter()
+        .map(|(key, value)| (*key, (*value).to_owned()));
+    let arguments = ["controller"].iter().chain(arguments).map(OsString::from);
+    parse(arguments, &configured.collect())
+}
+
+const GRACE: &str = "sandbox-warm-pool-readiness-grace-period";
+
+#[rstest]
+#[case::only_there(&[], 600)]
+#[case::the_command_line_goes_before_it(&["--sandbox-warm-pool-readiness-grace-period=7m"], 420)]
+fn the_config_map_sets_what_the_command_line_leaves_out(
+    #[case] arguments: &[&str],
+    #[case] seconds: u64,
+) {
+    let configured = [
+        (GRACE, "10m"),
+        ("kube-api-qps", "-1"),
+        ("api-connections", "4"),
+    ];
+    let (flags, ignored) = read_with(arguments, &configured).unwrap();
+    let settings = flags.settings(None);
+    assert_eq!(settings.pools.readiness_grace.as_secs(), seconds);
+    assert_eq!(ignored[0].name, "api-connections");
+}
+
+#[test]
+fn a_wrong_value_in_the_config_map_names_its_key() {
+    let error = read_with(&[], &[(GRACE, "soon")]).unwrap_err().to_string();
+    assert!(
+        error.contains(&format!("agent-sandbox-config, key {GRACE}")),
+        "{error}"
+    );
+}
+
+#[test]
+fn every_key_of_the_config_map_is_a_flag() {
+    for key in config::FLAGS {
+        assert!(
+            command()
+                .get_arguments()
+                .any(|known| known.get_long() == Some(key)),
+            "{key}"
+        );
+    }
 }
 
 #[test]

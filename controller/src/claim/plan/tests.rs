@@ -60,6 +60,7 @@ fn observed(claim: Arc<SandboxClaim>) -> Observed {
         template: Some(Arc::new(template)),
         template_policy: Some(Arc::new(serde_json::from_value(policy).unwrap())),
         label_domains: vec!["sandbox.users.io".to_owned()],
+        candidate_grace: Duration::from_secs(2),
         ..Observed::default()
     }
 }
