@@ -93,7 +93,7 @@ async fn a_member_that_is_held_by_scheduling_gates_keeps_its_place_and_the_pool_
         let again = cluster.pool_pass("p").await.unwrap();
         assert_eq!(again.unwrap().as_secs(), 60);
     }
-    assert_eq!(cluster.members(), [member.clone()]);
+    assert_eq!(cluster.members(), std::slice::from_ref(&member));
     assert_eq!(reasons(&cluster), IT_STALLS);
     assert!(cluster.events()[0].1.contains("held by scheduling gates"));
     assert_eq!(
