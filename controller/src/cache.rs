@@ -4,13 +4,15 @@
 //! What this process has written itself can be put in before the watch shows it ([`Cache::assume`]), so that the next pass needs no read to know it.
 
 use std::{
-    collections::{BTreeSet, HashMap},
+    collections::{BTreeSet, HashMap, HashSet},
     fmt,
     sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
 };
 
 use kube::{Resource, runtime::watcher::Event};
 use tokio::sync::watch;
+
+use crate::scope::{Scope, Seen};
 
 /// Namespace (empty for cluster-scoped kinds) and name.
 pub type Key = (String, String);
@@ -29,8 +31,10 @@ struct Content<K> {
     index: HashMap<Key, BTreeSet<String>>,
     /// resourceVersion of what was put in before the watch showed it.
     assumed: HashMap<Key, u64>,
-    /// The list that is being read; it replaces the content once it is complete.
-    listing: Option<HashMap<Key, Arc<K>>>,
+    /// The lists that are being read, by namespace; each replaces its part of the content once it is complete.
+    listing: HashMap<Option<Arc<str>>, HashMap<Key, Arc<K>>>,
+    /// The parts that have been listed once.
+    listed: HashSet<Option<Arc<str>>>,
 }
 
 impl<K> Clone for Cache<K> {
@@ -57,7 +61,8 @@ impl<K> Cache<K> {
             objects: HashMap::new(),
             index: HashMap::new(),
             assumed: HashMap::new(),
-            listing: None,
+            listing: HashMap::new(),
+            listed: HashSet::new(),
         };
         Self {
             content: Arc::new(RwLock::new(content)),
@@ -133,28 +138,40 @@ pub struct Change<K> {
 }
 
 impl<K: Resource> Cache<K> {
-    /// Takes a watch event in, and says what it changed: also what vanished while the watch was down.
+    /// Takes an event of a watch of the whole kind in, and says what it changed: also what vanished while the watch was down.
     pub fn apply(&self, event: Event<K>) -> Vec<Change<K>> {
+        let scope = Scope::default();
+        self.apply_seen(Seen { scope, event })
+    }
+
+    /// As [`Self::apply`], of a watch that may show only a part of the kind.
+    pub fn apply_seen(&self, seen: Seen<K>) -> Vec<Change<K>> {
+        let Seen { scope, event } = seen;
         let event = self.trimmed(event);
         let mut content = self.write();
         match event {
             Event::Init => {
-                content.listing = Some(HashMap::new());
+                content.listing.insert(scope.namespace, HashMap::new());
                 Vec::new()
             }
             Event::InitApply(object) => {
                 let key = key_of(&object);
                 content
                     .listing
-                    .get_or_insert_default()
+                    .entry(scope.namespace)
+                    .or_default()
                     .insert(key, Arc::new(object));
                 Vec::new()
             }
             Event::InitDone => {
-                let listed = content.listing.take().unwrap_or_default();
-                let changes = content.replace(listed, self.index_of);
+                let listed = content.listing.remove(&scope.namespace);
+                let changes = content.replace(&scope, listed.unwrap_or_default(), self.index_of);
+                content.listed.insert(scope.namespace);
+                let is_whole = content.listed.len() >= scope.parts;
                 drop(content);
-                self.ready.send_replace(true);
+                if is_whole {
+                    self.ready.send_replace(true);
+                }
                 changes
             }
             Event::Apply(object) => content.take_in(object, self.index_of).into_iter().collect(),
@@ -238,15 +255,17 @@ impl<K: Resource> Content<K> {
         Change { before, after }
     }
 
+    /// A list takes the place of the part of the content that it is of.
     fn replace(
         &mut self,
+        scope: &Scope,
         listed: HashMap<Key, Arc<K>>,
         index_of: fn(&K) -> Option<String>,
     ) -> Vec<Change<K>> {
         let gone: Vec<Key> = self
             .objects
             .keys()
-            .filter(|key| !listed.contains_key(*key))
+            .filter(|key| scope.has(&key.0) && !listed.contains_key(*key))
             .cloned()
             .collect();
         let mut changes: Vec<Change<K>> = gone
@@ -254,7 +273,10 @@ impl<K: Resource> Content<K> {
             .map(|key| self.put(key, None, index_of))
             .collect();
         // The list may be older than the last write of this process.
-        let assumed = std::mem::take(&mut self.assumed);
+        let (assumed, others) = std::mem::take(&mut self.assumed)
+            .into_iter()
+            .partition::<HashMap<Key, u64>, _>(|(key, _)| scope.has(&key.0));
+        self.assumed = others;
         for (key, object) in listed {
             match assumed.get(&key) {
                 Some(version) if version_of(&*object).is_some_and(|listed| listed < *version) => {
@@ -356,6 +378,36 @@ mod tests {
         assert!(cache.assume(versioned("a", "y", "7")).is_some());
         cache.apply(Event::Delete(versioned("a", "y", "8")));
         assert!(cache.get("ns", "a").is_none());
+    }
+
+    #[test]
+    fn a_list_of_one_namespace_leaves_the_others_and_the_first_of_each_is_waited_for() {
+        let cache = cache();
+        let namespaces: crate::scope::Namespaces = "a,b".parse().unwrap();
+        let in_namespace = |namespace: &str| {
+            let mut map = map("m", "x");
+            map.metadata.namespace = Some(namespace.into());
+            map
+        };
+        let list = |part: usize, objects: &[ConfigMap]| {
+            let scope = &namespaces.scopes()[part];
+            let objects = objects.iter().cloned().map(Event::InitApply);
+            let events = [Event::Init].into_iter().chain(objects);
+            let mut changes = Vec::new();
+            for event in events.chain([Event::InitDone]) {
+                let scope = scope.clone();
+                changes.extend(cache.apply_seen(Seen { scope, event }));
+            }
+            changes.len()
+        };
+        assert_eq!(list(0, &[in_namespace("a")]), 1);
+        assert!(!cache.is_ready(), "b may have any");
+        assert_eq!(list(0, &[in_namespace("a")]), 1);
+        assert!(!cache.is_ready(), "a again is not b");
+        assert_eq!(list(1, &[in_namespace("b")]), 1);
+        assert!(cache.is_ready() && cache.get("a", "m").is_some());
+        assert_eq!(list(1, &[]), 1, "b's went");
+        assert!(cache.get("b", "m").is_none() && cache.get("a", "m").is_some());
     }
 
     #[test]

@@ -12,6 +12,7 @@ use clap::{
 
 use crate::{
     network::Cidr,
+    scope::Namespaces,
     settings::{self, ClaimSettings, NetworkSettings, PoolSettings, Settings},
 };
 
@@ -85,6 +86,9 @@ pub struct Flags {
     /// Do not write on a SandboxClaim when it was first seen, nor its trace.
     #[arg(long, default_value = "false", go_boolean())]
     pub disable_claim_observability_annotations: bool,
+    /// Namespaces, separated by commas, that the controller is confined to; all when empty. Name of upstream's #1476.
+    #[arg(long, default_value = "")]
+    pub watch_namespaces: Namespaces,
     /// Watch only Services that carry the label of a Sandbox, as Pods and PersistentVolumeClaims are watched in any case.
     #[arg(long, default_value = "false", go_boolean())]
     pub cache_label_selectors: bool,
@@ -142,6 +146,7 @@ impl Flags {
         Settings {
             extensions: self.extensions,
             sandbox_events: !self.disable_sandbox_events,
+            namespaces: self.watch_namespaces.clone(),
             cache_label_selectors: self.cache_label_selectors,
             sandbox_workers: self.sandbox_concurrent_workers,
             claim_workers: self.sandbox_claim_concurrent_workers,

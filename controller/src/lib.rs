@@ -32,6 +32,7 @@ pub mod retention;
 pub mod run;
 pub mod sandbox;
 pub mod saved_pod;
+pub mod scope;
 pub mod serve;
 pub mod settings;
 pub mod snapshot;

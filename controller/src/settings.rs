@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use torpor_api::SandboxWarmPool;
 
-use crate::network::Cidr;
+use crate::{network::Cidr, scope::Namespaces};
 
 /// How kinds are reconciled. The defaults are upstream's.
 #[derive(Clone, Debug)]
@@ -13,6 +13,8 @@ pub struct Settings {
     pub extensions: bool,
     /// Publish Events about Sandboxes.
     pub sandbox_events: bool,
+    /// Where the controller works.
+    pub namespaces: Namespaces,
     /// Watch only Services that carry the label of a Sandbox.
     pub cache_label_selectors: bool,
     pub sandbox_workers: u16,
@@ -80,6 +82,7 @@ impl Default for Settings {
         Self {
             extensions: false,
             sandbox_events: true,
+            namespaces: Namespaces::default(),
             cache_label_selectors: false,
             sandbox_workers: 100,
             claim_workers: 8,

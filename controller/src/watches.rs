@@ -1,8 +1,7 @@
 //! The watches: one per kind, each into a cache, each event waking the Sandboxes that it concerns.
 
-use std::{fmt::Debug, pin::pin, sync::Arc};
+use std::sync::Arc;
 
-use futures::StreamExt;
 use k8s_openapi::{
     api::{
         core::v1::{
@@ -14,15 +13,7 @@ use k8s_openapi::{
     },
     apimachinery::pkg::apis::meta::v1::OwnerReference,
 };
-use kube::{
-    Api, Client, Resource, ResourceExt,
-    core::{DeserializeGuard, error_boundary::InvalidObject},
-    runtime::{
-        WatchStreamExt,
-        watcher::{self, Event, watcher},
-    },
-};
-use serde::de::DeserializeOwned;
+use kube::{Resource, ResourceExt};
 use tokio::task::JoinSet;
 use torpor_api::{
     PodSnapshot, PodSnapshotManualTrigger, Sandbox, SandboxClaim, SandboxNode, SandboxSnapshot,
@@ -32,6 +23,9 @@ use torpor_api::{
     reasons::restored,
 };
 
+use self::follow::{
+    Place, follow, follow_guarded, follow_of_cluster, in_pages, in_small_pages, unguarded,
+};
 use crate::{
     cache::{Cache, Change, Key, key_of},
     claim::adopt,
@@ -43,12 +37,8 @@ use crate::{
 };
 
 pub mod extensions;
+mod follow;
 mod pod_snapshots;
-
-/// How many objects are read at once. Tenants make most of them, and each may have more than a megabyte, of which reading makes many.
-const PAGE: u32 = 50;
-/// The same, of kinds whose objects are read whole and may be large.
-const PAGE_OF_LARGE: u32 = 10;
 
 /// Where kubectl keeps what it applied last.
 const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
@@ -142,29 +132,24 @@ pub struct Queues {
 
 /// Starts all watches. They end when `tasks` is dropped or aborted.
 pub fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
-    let client = context.api.client();
+    let place = Place::of(context);
     start_sandboxes(context, tasks);
     start_dependents(context, tasks);
     let known = Arc::clone(context);
-    tasks.spawn(follow_guarded(
-        client.clone(),
-        in_pages(),
-        trim_node,
-        move |event| {
-            for change in known.caches.nodes.apply(event) {
-                waiting_for_node(&change, &known.caches)
-                    .into_iter()
-                    .for_each(|key| known.queues.sandboxes.add(key));
-            }
-        },
-    ));
-    let known = Arc::clone(context);
-    tasks.spawn(follow(client.clone(), in_pages(), trim, move |event| {
-        known.caches.runtime_classes.apply(event);
+    tasks.spawn(follow_of_cluster(place.clone(), trim_node, move |event| {
+        for change in known.caches.nodes.apply_seen(event) {
+            waiting_for_node(&change, &known.caches)
+                .into_iter()
+                .for_each(|key| known.queues.sandboxes.add(key));
+        }
     }));
     let known = Arc::clone(context);
-    tasks.spawn(follow_guarded(client, in_pages(), trim, move |event| {
-        for change in known.caches.snapshot_classes.apply(event) {
+    tasks.spawn(follow_of_cluster(place.clone(), trim, move |event| {
+        known.caches.runtime_classes.apply_seen(event);
+    }));
+    let known = Arc::clone(context);
+    tasks.spawn(follow_of_cluster(place, trim, move |event| {
+        for change in known.caches.snapshot_classes.apply_seen(event) {
             for key in naming_class(&change, &known.caches.sandboxes) {
                 known.queues.retention.add(key.clone());
                 known.queues.sandboxes.add(key);
@@ -183,22 +168,22 @@ pub fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
 fn start_sandboxes(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
     let known = Arc::clone(context);
     tasks.spawn(follow_guarded(
-        context.api.client(),
+        Place::of(context),
         in_small_pages(),
         trim_sandbox,
         move |event| {
-            for change in known.caches.sandboxes.apply(event) {
+            for change in known.caches.sandboxes.apply_seen(event) {
                 sandbox_changed(&known, &change);
             }
         },
     ));
     let known = Arc::clone(context);
     tasks.spawn(follow_guarded(
-        context.api.client(),
+        Place::of(context),
         in_pages(),
         trim,
         move |event| {
-            for change in known.caches.snapshots.apply(event) {
+            for change in known.caches.snapshots.apply_seen(event) {
                 let Some(snapshot) = change.after.as_ref().or(change.before.as_ref()) else {
                     continue;
                 };
@@ -291,15 +276,15 @@ fn wake_sandbox(context: &Context, key: Key) {
 
 /// What belongs to a Sandbox.
 fn start_dependents(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
-    let client = context.api.client();
+    let place = Place::of(context);
     let hashed = in_pages().labels(labels::SANDBOX_NAME_HASH);
     let known = Arc::clone(context);
     tasks.spawn(follow(
-        client.clone(),
+        place.clone(),
         hashed.clone(),
         trim_pod,
         move |event| {
-            for change in known.caches.pods.apply(event) {
+            for change in known.caches.pods.apply_seen(event) {
                 let owners = owners(&change);
                 owners.into_iter().for_each(|key| wake_sandbox(&known, key));
             }
@@ -313,14 +298,14 @@ fn start_dependents(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
         in_pages()
     };
     tasks.spawn(follow(
-        client.clone(),
+        place.clone(),
         services,
         trim_service,
         move |event| {
             known
                 .caches
                 .services
-                .apply(event)
+                .apply_seen(event)
                 .iter()
                 .flat_map(owners)
                 .for_each(|key| known.queues.sandboxes.add(key));
@@ -328,79 +313,9 @@ fn start_dependents(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
     ));
     // Claims wake nobody, as upstream: they are made before the Pod and not looked at again.
     let known = Arc::clone(context);
-    tasks.spawn(follow(client, hashed, trim_claim, move |event| {
-        known.caches.volume_claims.apply(event);
+    tasks.spawn(follow(place, hashed, trim_claim, move |event| {
+        known.caches.volume_claims.apply_seen(event);
     }));
-}
-
-/// A list is read page by page: see [`PAGE`].
-fn in_pages() -> watcher::Config {
-    watcher::Config::default().page_size(PAGE)
-}
-
-/// As [`in_pages`]: see [`PAGE_OF_LARGE`].
-fn in_small_pages() -> watcher::Config {
-    watcher::Config::default().page_size(PAGE_OF_LARGE)
-}
-
-/// Reads a watch for ever and hands each event on. Faults of the watch are retried with a growing delay.
-async fn follow<K>(
-    client: Client,
-    config: watcher::Config,
-    trim: fn(&mut K),
-    mut take: impl FnMut(Event<K>) + Send + 'static,
-) where
-    K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + 'static,
-{
-    let mut events = pin!(watcher(Api::<K>::all(client), config).default_backoff());
-    while let Some(event) = events.next().await {
-        match event {
-            Ok(event) => take(event.modify(trim)),
-            Err(error) => tracing::warn!(kind = %K::kind(&()), %error, "watch interrupted"),
-        }
-    }
-}
-
-/// As [`follow`], for kinds that are checked only by a schema: an object that the schema lets through and our type does not is left out, and stops nothing else.
-/// (A time with 13 decimals is one.)
-async fn follow_guarded<K>(
-    client: Client,
-    config: watcher::Config,
-    trim: fn(&mut K),
-    mut take: impl FnMut(Event<K>) + Send + 'static,
-) where
-    K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + 'static,
-{
-    follow::<DeserializeGuard<K>>(
-        client,
-        config,
-        |_| {},
-        move |event| {
-            if let Some(event) = unguarded(event) {
-                take(event.modify(trim));
-            }
-        },
-    )
-    .await;
-}
-
-/// The event, unless its object cannot be read.
-fn unguarded<K: Resource<DynamicType = ()>>(event: Event<DeserializeGuard<K>>) -> Option<Event<K>> {
-    let readable = |object: DeserializeGuard<K>| match object.0 {
-        Ok(object) => Some(object),
-        Err(InvalidObject { error, metadata }) => {
-            let (namespace, name) = (metadata.namespace, metadata.name);
-            tracing::warn!(kind = %K::kind(&()), namespace, name, error, "left out: cannot be read");
-            None
-        }
-    };
-    Some(match event {
-        Event::Init => Event::Init,
-        Event::InitDone => Event::InitDone,
-        Event::InitApply(object) => Event::InitApply(readable(object)?),
-        Event::Apply(object) => Event::Apply(readable(object)?),
-        Event::Delete(object) => Event::Delete(readable(object)?),
-    })
 }
 
 /// The Sandbox that controls an object, in whatever version.

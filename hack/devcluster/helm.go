@@ -218,6 +218,21 @@ patches:
 		},
 	},
 	{
+		name:          "controller.watchNamespaces",
+		kustomization: "resources: [REPO/deploy]\ncomponents: [REPO/deploy/namespaced]",
+		helm:          []string{"--set", "image.tag=dev,controller.watchNamespaces={sandboxes}"},
+	},
+	{
+		name: "controller.watchNamespaces without any ClusterRole",
+		kustomization: `resources: [REPO/deploy]
+components: [REPO/deploy/namespaced]
+patches:
+- target: {kind: ClusterRole|ClusterRoleBinding, name: agent-sandbox-controller}
+  patch: '{$patch: delete, apiVersion: rbac.authorization.k8s.io/v1, kind: any, metadata: {name: any}}'
+`,
+		helm: []string{"--set", "image.tag=dev,controller.watchNamespaces={sandboxes},rbac.clusterReader=false"},
+	},
+	{
 		name: "admissionPolicies off",
 		kustomization: `resources: [REPO/deploy]
 patches:
@@ -357,6 +372,7 @@ var chartRefusals = []struct{ values, words string }{
 	{"image.tag=v1,controller.sandboxConcurrentWorkers=many", "sandboxConcurrentWorkers"},
 	{"image.tag=v1,controller.sandboxConcurrentWorkers=0", "sandboxConcurrentWorkers"},
 	{"image.tag=v1,controller.sandboxWarmPoolReadinessGracePeriod=5 minutes", "sandboxWarmPoolReadinessGracePeriod"},
+	{"image.tag=v1,controller.watchNamespaces={Not_A_Name}", "watchNamespaces"},
 	{"image.tag=v1,image.pullPolicy=Sometimes", "pullPolicy"},
 	{"image.tag=v1,namespace.name=Not_A_Name", "namespace"},
 	{"image.tag=v1,agent.installArgs={containerd-config}", "installArgs"},

@@ -106,6 +106,16 @@ fn flags_of_pools_and_claims_have_their_effect() {
 }
 
 #[test]
+fn the_controller_is_confined_to_the_namespaces_that_are_named() {
+    let namespaces = |arguments: &[&str]| read(arguments).unwrap().0.settings(None).namespaces;
+    assert!(namespaces(&[]).is_cluster());
+    assert!(namespaces(&["--watch-namespaces="]).is_cluster());
+    let two = namespaces(&["--watch-namespaces=b, a"]);
+    assert_eq!(two, "a,b".parse().unwrap());
+    read(&["--watch-namespaces=a/b"]).unwrap_err();
+}
+
+#[test]
 fn flags_of_network_policies_have_their_effect() {
     let (flags, _) = read(&[]).unwrap();
     assert_eq!(flags.settings(None).network, NetworkSettings::default());

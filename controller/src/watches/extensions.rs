@@ -15,7 +15,7 @@ use torpor_api::{
     labels,
 };
 
-use super::{copied_from, follow, follow_guarded, in_pages, in_small_pages, trim};
+use super::{Place, copied_from, follow, follow_guarded, in_pages, in_small_pages, trim};
 use crate::{
     cache::{Change, key_of},
     candidates::pool_of,
@@ -30,36 +30,36 @@ const POOL_LOOK: Duration = Duration::from_millis(100);
 
 /// Starts the watches.
 pub(super) fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
-    let client = context.api.client();
+    let place = Place::of(context);
     let known = Arc::clone(context);
     tasks.spawn(follow_guarded(
-        client.clone(),
+        place.clone(),
         in_small_pages(),
         trim,
         move |event| {
-            for change in known.caches.claims.apply(event) {
+            for change in known.caches.claims.apply_seen(event) {
                 claim_changed(&known, &change);
             }
         },
     ));
     let known = Arc::clone(context);
     tasks.spawn(follow_guarded(
-        client.clone(),
+        place.clone(),
         in_pages(),
         trim,
         move |event| {
-            for change in known.caches.pools.apply(event) {
+            for change in known.caches.pools.apply_seen(event) {
                 pool_changed(&known, &change);
             }
         },
     ));
     let known = Arc::clone(context);
     tasks.spawn(follow_guarded(
-        client,
+        place,
         in_small_pages(),
         trim,
         move |event| {
-            for change in known.caches.templates.apply(event) {
+            for change in known.caches.templates.apply_seen(event) {
                 template_changed(&known, &change);
             }
         },
@@ -68,9 +68,9 @@ pub(super) fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
 
 /// Starts the watch of NetworkPolicies.
 pub(super) fn start_policies(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
-    let (client, known) = (context.api.client(), Arc::clone(context));
-    tasks.spawn(follow(client, in_small_pages(), trim, move |event| {
-        for change in known.caches.policies.apply(event) {
+    let (place, known) = (Place::of(context), Arc::clone(context));
+    tasks.spawn(follow(place, in_small_pages(), trim, move |event| {
+        for change in known.caches.policies.apply_seen(event) {
             policy_changed(&known, &change);
         }
     }));

@@ -2,11 +2,11 @@
 
 use std::{fmt::Debug, pin::pin, sync::Arc, time::Duration};
 
-use futures::StreamExt;
+use futures::{StreamExt, future::join_all};
 use kube::{
-    Api, Client, Resource,
+    Api, Resource,
     api::ListParams,
-    core::DeserializeGuard,
+    core::{DeserializeGuard, NamespaceResourceScope},
     runtime::{
         WatchStreamExt,
         watcher::{self, Event, watcher},
@@ -16,10 +16,11 @@ use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 use torpor_api::{PodSnapshot, PodSnapshotManualTrigger, SandboxSnapshot};
 
-use super::{in_pages, trim, unguarded};
+use super::{Place, in_pages, trim, unguarded};
 use crate::{
     cache::{Change, Key, key_of},
     context::Context,
+    scope::{Scope, Seen},
 };
 
 /// How soon it is noticed that the kinds are served from now on. Each look is one small request.
@@ -30,21 +31,21 @@ const PATIENCE: u32 = 6;
 
 /// Starts the watches.
 pub(super) fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
-    let client = context.api.client();
+    let place = Place::of(context);
     let known = Arc::clone(context);
-    tasks.spawn(follow_if_served(
-        client.clone(),
-        move |event: Event<PodSnapshotManualTrigger>| {
-            for change in known.caches.triggers.apply(event) {
+    tasks.spawn(follow_parts_if_served(
+        place.clone(),
+        move |event: Seen<PodSnapshotManualTrigger>| {
+            for change in known.caches.triggers.apply_seen(event) {
                 known.queues.triggers.add(key_of_change(&change));
             }
         },
     ));
     let known = Arc::clone(context);
-    tasks.spawn(follow_if_served(
-        client,
-        move |event: Event<PodSnapshot>| {
-            for change in known.caches.pod_snapshots.apply(event) {
+    tasks.spawn(follow_parts_if_served(
+        place,
+        move |event: Seen<PodSnapshot>| {
+            for change in known.caches.pod_snapshots.apply_seen(event) {
                 let key = key_of_change(&change);
                 known.queues.triggers.add(key.clone());
                 known.queues.pod_snapshots.add(key);
@@ -70,12 +71,33 @@ fn key_of_change<K: Resource>(change: &Change<K>) -> Key {
     object.map(|object| key_of(&**object)).unwrap_or_default()
 }
 
-/// As [`super::follow_guarded`], of a kind that need not be there, or not be ours: that is looked at again, and is no fault.
-async fn follow_if_served<K>(client: Client, mut take: impl FnMut(Event<K>) + Send + 'static)
+/// As [`super::follow_guarded`], of a kind that need not be there, or not be ours.
+async fn follow_parts_if_served<K>(place: Place, take: impl FnMut(Seen<K>) + Clone + Send + 'static)
 where
+    K: Resource<DynamicType = (), Scope = NamespaceResourceScope>
+        + Clone
+        + DeserializeOwned
+        + Debug
+        + Send
+        + 'static,
+{
+    let parts = place.parts().into_iter();
+    join_all(parts.map(|(scope, api)| follow_if_served(api, scope, trim, take.clone()))).await;
+}
+
+/// One watch of a kind that need not be there, or not be ours: that is looked at again, and is no fault.
+pub(super) async fn follow_if_served<K>(
+    all: Api<DeserializeGuard<K>>,
+    scope: Scope,
+    trim: fn(&mut K),
+    mut seen: impl FnMut(Seen<K>) + Send + 'static,
+) where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + 'static,
 {
-    let all = Api::<DeserializeGuard<K>>::all(client);
+    let mut take = move |event: Event<K>| {
+        let (scope, event) = (scope.clone(), event.modify(trim));
+        seen(Seen { scope, event });
+    };
     let one = ListParams::default().limit(1);
     let mut refused = 0;
     loop {
@@ -112,7 +134,7 @@ async fn follow_while_served<K>(
         match event {
             Ok(event) => {
                 if let Some(event) = unguarded(event) {
-                    take(event.modify(trim));
+                    take(event);
                 }
             }
             Err(

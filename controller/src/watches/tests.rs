@@ -1,3 +1,4 @@
+use kube::runtime::watcher::Event;
 use serde_json::{Value, json};
 use torpor_api::PodRecord;
 

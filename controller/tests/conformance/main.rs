@@ -22,6 +22,7 @@ mod property;
 mod restore;
 mod retention;
 mod schedules;
+mod scoped;
 mod sleep_of_template;
 mod snapshots;
 mod suspensions;

@@ -17,20 +17,20 @@ use crate::{
 };
 
 /// A controller at work.
-struct Running {
-    world: World,
+pub(crate) struct Running {
+    pub(crate) world: World,
     stop: CancellationToken,
     work: JoinHandle<()>,
 }
 
 impl Running {
-    fn start(world: World) -> Self {
+    pub(crate) fn start(world: World) -> Self {
         let stop = CancellationToken::new();
         let work = tokio::spawn(run::run(Arc::clone(&world.context), stop.clone()));
         Self { world, stop, work }
     }
 
-    async fn says(&self, type_: &str, reason: &str) {
+    pub(crate) async fn says(&self, type_: &str, reason: &str) {
         let what = format!("{type_} says {reason}");
         self.world
             .api
@@ -50,7 +50,7 @@ impl Running {
     }
 
     /// Somebody makes the Sandbox "s", and its Pod becomes ready.
-    async fn comes_up(&self, sandbox: Value) {
+    pub(crate) async fn comes_up(&self, sandbox: Value) {
         self.world.api.create("sandboxes", sandbox);
         self.pod_exists().await;
         self.world.pod_becomes_ready();
@@ -70,7 +70,7 @@ impl Running {
         world.pod_ends();
     }
 
-    async fn end(self) -> World {
+    pub(crate) async fn end(self) -> World {
         self.stop.cancel();
         tokio::time::timeout(Duration::from_secs(20), self.work)
             .await

@@ -121,3 +121,37 @@ A flag that is there already gets the value; the others follow in alphabetical o
 {{- end -}}
 {{- toJson $args -}}
 {{- end -}}
+
+{{/* torpor.rules: those of `rules` that are about kinds of the cluster, or the others, as a JSON list. */}}
+{{- define "torpor.rules" -}}
+{{- $ofCluster := list "nodes" "runtimeclasses" "sandboxnodes" "snapshotclasses" -}}
+{{- $rules := list -}}
+{{- range $rule := .rules -}}
+  {{- $count := 0 -}}
+  {{- range $resource := $rule.resources -}}
+    {{- if has $resource $ofCluster -}}
+      {{- $count = add1 $count -}}
+    {{- end -}}
+  {{- end -}}
+  {{- if and $count (ne (int $count) (len $rule.resources)) -}}
+    {{- fail (printf "a rule of the controller mixes kinds of the cluster with others: %v" $rule.resources) -}}
+  {{- end -}}
+  {{- if eq (gt (int $count) 0) $.cluster -}}
+    {{- $rules = append $rules $rule -}}
+  {{- end -}}
+{{- end -}}
+{{- toJson $rules -}}
+{{- end -}}
+
+{{/* torpor.inNamespace: what a ClusterRole or ClusterRoleBinding of the controller becomes in a namespace. The name is not that of the Role for the lease. */}}
+{{- define "torpor.inNamespace" -}}
+{{- $name := printf "%s-sandboxes" .object.metadata.name -}}
+{{- $object := dict "apiVersion" .object.apiVersion "kind" (trimPrefix "Cluster" .object.kind) "metadata" (dict "name" $name "namespace" .namespace) -}}
+{{- if eq .object.kind "ClusterRole" -}}
+  {{- $_ := set $object "rules" (include "torpor.rules" (dict "rules" .object.rules "cluster" false) | fromJsonArray) -}}
+{{- else -}}
+  {{- $_ := set $object "roleRef" (dict "apiGroup" .object.roleRef.apiGroup "kind" "Role" "name" $name) -}}
+  {{- $_ := set $object "subjects" .object.subjects -}}
+{{- end -}}
+{{- toYaml $object -}}
+{{- end -}}

@@ -17,6 +17,7 @@ use tokio::sync::{Semaphore, watch};
 
 pub mod merge_patch;
 
+mod confined;
 mod page;
 mod state;
 
@@ -318,6 +319,10 @@ impl Apiserver {
         let format = request.headers().get(CONTENT_TYPE);
         call.strategic =
             format.is_some_and(|value| value == "application/strategic-merge-patch+json");
+        if self.forbids(&call) {
+            let message = format!("{} is forbidden: made to fail", call.kind);
+            return respond(Err((StatusCode::FORBIDDEN, "Forbidden", message)));
+        }
         let bytes = request.into_body().collect().await.unwrap().to_bytes();
         let body: Value = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
         if method == Method::GET {

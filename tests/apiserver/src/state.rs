@@ -1,6 +1,6 @@
 //! What the apiserver stores, and the rules by which objects come, change and go.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use http::StatusCode;
 use serde_json::{Value, json};
@@ -23,6 +23,10 @@ pub(super) struct State {
     pub(super) lists: Vec<(String, usize)>,
     /// Those of clients that are authenticated.
     pub(super) tokens: Vec<String>,
+    /// The namespaces of which clients may ask; `None`: of the whole cluster.
+    pub(super) confined: Option<Vec<String>>,
+    /// What clients asked for beyond that.
+    pub(super) forbidden: BTreeSet<String>,
     /// Users and what each may do, as attributes of a SubjectAccessReview.
     pub(super) rights: Vec<(String, Value)>,
     pub(super) faults: Vec<Fault>,

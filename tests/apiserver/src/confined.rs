@@ -1,0 +1,33 @@
+//! An apiserver whose clients have rights in some namespaces only.
+
+use std::collections::BTreeSet;
+
+use super::{Apiserver, Call};
+
+impl Apiserver {
+    /// From here on clients may ask for nothing but what is in these namespaces.
+    pub fn confine(&self, namespaces: &[&str]) {
+        let namespaces = namespaces.iter().map(ToString::to_string).collect();
+        self.state.lock().unwrap().confined = Some(namespaces);
+    }
+
+    /// What clients were forbidden so far: `kinds` of the cluster or all of a kind, or `kinds in namespace`.
+    pub fn forbidden(&self) -> BTreeSet<String> {
+        self.state.lock().unwrap().forbidden.clone()
+    }
+
+    /// Whether a client may not ask this.
+    pub(super) fn forbids(&self, call: &Call) -> bool {
+        let mut state = self.state.lock().unwrap();
+        let confined = state.confined.as_ref();
+        let forbids = confined.is_some_and(|known| !known.contains(&call.namespace));
+        if forbids {
+            let place = match &*call.namespace {
+                "" => String::new(),
+                namespace => format!(" in {namespace}"),
+            };
+            state.forbidden.insert(format!("{}{place}", call.kind));
+        }
+        forbids
+    }
+}
