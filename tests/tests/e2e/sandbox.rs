@@ -73,6 +73,25 @@ async fn fields_of_a_newer_kubernetes_are_kept_by_the_apiserver() -> anyhow::Res
     .await
 }
 
+/// Upstream's rule, where it applies: in the apiserver.
+#[tokio::test]
+async fn a_name_that_no_service_can_have_is_refused_where_one_is_asked_for() -> anyhow::Result<()> {
+    case("longname", async |case| {
+        let name = "n".repeat(64);
+        let with_service = |wanted: bool| {
+            let made = sandbox(&name, json!({ "containers": [shell("a", COUNT)] }));
+            // Nothing has to run for it.
+            let spec = json!({ "service": wanted, "operatingMode": "Suspended" });
+            with(made, json!({ "spec": spec }))
+        };
+        let refused = case.create(with_service(true)).await;
+        let words = refused.map_or_else(|error| format!("{error:#}"), |()| "made".to_owned());
+        anyhow::ensure!(words.contains("at most 63 characters"), "{words}");
+        case.create(with_service(false)).await
+    })
+    .await
+}
+
 /// The apiserver refuses the change of the Sandbox' spec, in upstream's words.
 async fn is_refused_as_immutable(case: &Case, name: &str, spec: Value) -> anyhow::Result<()> {
     let changed = case.patch(name, json!({ "spec": spec })).await;

@@ -249,6 +249,16 @@ fn a_spec_that_no_kubelet_made_is_refused_by_name() {
 }
 
 #[test]
+fn an_image_with_raw_sockets_is_no_image_of_a_container_without() {
+    let mut adds = container();
+    adds.0["annotations"][NET_RAW_CONTAINERS] = json!("main");
+    let mut other = container();
+    other.0["annotations"][NET_RAW_CONTAINERS] = json!("other");
+    assert_ne!(digest(&adds), digest(&container()));
+    assert_eq!(digest(&other), digest(&container()));
+}
+
+#[test]
 fn raw_sockets_are_left_to_the_containers_whose_pod_adds_them() {
     let rewritten = |container: Spec, containers: Option<&str>| {
         let mut spec = container;
