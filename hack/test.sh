@@ -5,6 +5,7 @@
 #   KEEP=1 hack/test.sh     leave the cluster as it is at the end
 #   KUBECONFIG=… hack/test.sh   the end-to-end tests use that cluster, where Torpor must be installed
 #   SKIP_E2E=1 hack/test.sh     only what needs no cluster
+#   VM=1 hack/test.sh       also a short set in a virtual machine with a stock kernel and cgroup v2 (hack/vm)
 #   E2E_THREADS=N hack/test.sh  so many end-to-end tests at once, where they leave the agent alone
 #
 # A development cluster that is there already is used and left as it is (in CI it is replaced).
@@ -345,3 +346,4 @@ all_end_to_end
 step "reboot of the node" reboot
 step "install Torpor again" install_again
 [ -n "${KEEP:-}" ] || step "take Torpor off" uninstall
+[ -z "${VM:-}" ] || step "a machine with a stock kernel and cgroup v2" hack/vm short
