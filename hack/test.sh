@@ -303,6 +303,7 @@ beside scripts hack/check-scripts
 [ -n "${SKIP_E2E:-}$foreign_cluster" ] || beside chart "$cluster" check-chart
 step "layers" hack/check-layers
 step "guarantees" hack/check-guarantees
+step "prose" hack/check-prose
 step "licences, bans and sources of crates" "$cluster" deny
 step "development cluster: format, vet, tests" go_checks
 step "clippy" cargo clippy --locked --workspace --all-targets -- -D warnings
