@@ -12,6 +12,8 @@ use crate::refusal::Refusal;
 
 /// How long the client waits.
 const TIMEOUT: HeaderName = HeaderName::from_static("grpc-timeout");
+/// Media type of calls.
+pub(crate) const MEDIA_TYPE: &str = "application/grpc";
 const STATUS: HeaderName = HeaderName::from_static("grpc-status");
 const MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 /// What `grpc-message` may not hold as it is: everything but the printable characters of ASCII, and `%`.
@@ -41,24 +43,25 @@ enum Code {
     Unauthenticated = 16,
 }
 
-/// Whether a request is a call: a POST over HTTP/2 of `application/grpc`, with a codec (`+proto`) or without. gRPC-Web is [`crate::web`]'s.
+/// Whether a request is a call: a POST over HTTP/2 of `application/grpc`, with a codec (`+proto`)
+/// or without. gRPC-Web is [`crate::web`]'s.
 pub fn is_call(version: Version, method: &Method, headers: &HeaderMap) -> bool {
     version == Version::HTTP_2
         && method == Method::POST
         && headers
             .get(CONTENT_TYPE)
             .and_then(|value| value.to_str().ok())
-            .is_some_and(is_media_type)
+            .is_some_and(|kind| codec(kind, MEDIA_TYPE).is_some())
 }
 
-fn is_media_type(text: &str) -> bool {
-    let essence = text.split(';').next().unwrap_or_default().trim();
-    let essence = essence.to_ascii_lowercase();
-    match essence.strip_prefix("application/grpc") {
-        Some("") => true,
-        Some(codec) => codec.strip_prefix('+').is_some_and(|name| !name.is_empty()),
-        None => false,
-    }
+/// The codec of a media type with the `+`, empty without one; `None` where it is not of this kind.
+pub(crate) fn codec(media_type: &str, kind: &str) -> Option<String> {
+    let essence = media_type.split(';').next()?.trim();
+    // Most requests are no calls, and pay for no copy.
+    let begin = essence.get(..kind.len())?;
+    let codec = essence.get(kind.len()..)?;
+    let fine = codec.is_empty() || codec.len() > 1 && codec.starts_with('+');
+    (begin.eq_ignore_ascii_case(kind) && fine).then(|| codec.to_ascii_lowercase())
 }
 
 /// How long the client waits, if it says so.
@@ -110,6 +113,7 @@ fn code(refusal: &Refusal) -> Code {
         | Refusal::TimeoutFormat
         | Refusal::PathFormat
         | Refusal::PathEncoding
+        | Refusal::PathContradicted
         | Refusal::NotBase64
         | Refusal::HostFormat(_)
         | Refusal::HostAmbiguous(_) => Code::InvalidArgument,

@@ -7,9 +7,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use http::{
-    HeaderValue, Method, Request, Response, StatusCode, Uri, Version, header, uri::PathAndQuery,
-};
+use http::{Method, Request, Response, StatusCode, Uri, Version, header, uri::PathAndQuery};
 use http_body_util::{Either, Full};
 use hyper::{body::Incoming, upgrade};
 
@@ -89,7 +87,8 @@ pub struct Proxy {
 pub type Answer = Response<Either<Full<Bytes>, ResponseBody>>;
 
 impl Proxy {
-    /// Carries out one request. Dropping the future, as happens when the client goes away, ends the waiting and the call to the sandbox.
+    /// Carries out one request. Dropping the future, as happens when the client goes away, ends the
+    /// waiting and the call to the sandbox.
     pub async fn handle(&self, peer: &Peer, request: Request<Incoming>) -> Answer {
         let exchange = self.begin(peer, &request);
         let page = exchange
@@ -207,26 +206,58 @@ impl Proxy {
         if exchange.grpc {
             exchange.deadline = self.end_of_call(request.headers(), exchange.begin)?;
         }
-        let named = target::read(
-            request.uri(),
-            request.headers(),
-            self.settings.domain.as_deref(),
-            self.settings.path_prefix.as_deref(),
-            self.gate.directory().policy(),
-        );
+        let named = self.named(&request, exchange);
         if named == Err(Refusal::NoSandbox) && request.uri().path() == "/healthz" {
             // As the Python router: load balancers ask here.
             let body = serde_json::json!({"status": "ok"});
             return Ok(Carried::Own(json_response(StatusCode::OK, &body, None)));
         }
-        let by_address = !matches!(named, Ok(Named::ByHeaders(_)));
+        let meant = match self.let_in(named?, &mut request, exchange).await? {
+            Entry::Meant(meant) => meant,
+            Entry::Welcome(answer) => return Ok(Carried::Own(answer)),
+        };
+        let limit = self.settings.max_request_body;
+        if limit > 0 && http_body::Body::size_hint(request.body()).lower() > limit {
+            return Err(Refusal::BodyTooLarge);
+        }
+        let given_up = exchange
+            .patience
+            .and_then(|p| exchange.begin.checked_add(p));
+        let limits = [exchange.deadline, given_up];
+        let limit = limits.into_iter().flatten().min();
+        let (destination, ahead) = self.admit(&mut request, &meant.target, limit).await?;
+        let request = (request, ahead);
+        self.forward(peer, request, meant, destination, exchange)
+            .await
+    }
+
+    /// What a request names.
+    fn named(&self, request: &Request<Incoming>, exchange: &Exchange) -> Result<Named, Refusal> {
+        let is_native_call = exchange.grpc && exchange.web.is_none();
+        let prefix = self.settings.path_prefix.as_deref();
+        target::read(
+            request.uri(),
+            request.headers(),
+            self.settings.domain.as_deref(),
+            target::prefix_for(prefix, request.headers(), is_native_call),
+            self.gate.directory().policy(),
+        )
+    }
+
+    /// The sandbox that a request is for, if its client may reach it.
+    async fn let_in(
+        &self,
+        named: Named,
+        request: &mut Request<Incoming>,
+        exchange: &mut Exchange,
+    ) -> Result<Entry, Refusal> {
+        let by_address = !matches!(named, Named::ByHeaders(_));
         if exchange.grpc && !by_address && !request.headers().contains_key(target::PORT) {
             return Err(Refusal::NoPort);
         }
         if !exchange.grpc && !by_address {
             exchange.patience = silence::allowed(request.headers());
         }
-        let named = named?;
         let base = match &named {
             Named::ByPath(route) => route.base,
             Named::ByHeaders(_) | Named::ByHost(_) | Named::Joined { .. } => 0,
@@ -239,11 +270,11 @@ impl Proxy {
         spans::is_for(&exchange.span, &target);
         let browsers = self.settings.browsers.as_ref();
         let browsers = browsers.filter(|browsers| by_address && browsers.of_paths == (base > 0));
-        let shown = browsers.and_then(|browsers| browsers.take(&mut request));
-        let token = self.token(&request, shown.as_ref());
-        // First: who may not know hears nothing of what exists.
+        let shown = browsers.and_then(|browsers| browsers.take(request));
+        let token = self.token(request, shown.as_ref());
+        // First: an unauthorized client hears nothing of what exists.
         let bound = self
-            .authorize(token, &request, (&target, base), exchange)
+            .authorize(token, request, (&target, base), exchange)
             .await?;
         if let Some(uid) = bound {
             target.uid = Some(uid.as_ref().to_owned());
@@ -252,24 +283,15 @@ impl Proxy {
             return Err(refusal);
         }
         if let (Some(browsers), Some(shown)) = (browsers, &shown)
-            && let Some(answer) = browsers.welcome(shown, &request, base)
+            && let Some(answer) = browsers.welcome(shown, request, base)
         {
-            return Ok(Carried::Own(answer));
+            return Ok(Entry::Welcome(answer));
         }
-        let limit = self.settings.max_request_body;
-        if limit > 0 && http_body::Body::size_hint(request.body()).lower() > limit {
-            return Err(Refusal::BodyTooLarge);
-        }
-        let given_up = exchange
-            .patience
-            .and_then(|p| exchange.begin.checked_add(p));
-        let limits = [exchange.deadline, given_up];
-        let limit = limits.into_iter().flatten().min();
-        let (destination, ahead) = self.admit(&mut request, &target, limit).await?;
-        let request = (request, ahead);
-        let named = (&target, by_address, base);
-        self.forward(peer, request, named, destination, exchange)
-            .await
+        Ok(Entry::Meant(Meant {
+            target,
+            by_address,
+            base,
+        }))
     }
 
     /// The target; or one that cannot exist, to be authorized like any other, and why there is none.
@@ -306,7 +328,7 @@ impl Proxy {
     ) -> Result<Option<&'a str>, Refusal> {
         let (headers, browsers) = (request.headers(), self.settings.browsers.as_ref());
         if let (Some(browsers), Some(Shown::InCookie(_))) = (browsers, shown) {
-            let host = host(request.uri(), headers);
+            let host = rewrite::host(request.uri(), headers);
             if !browsers.may_use_cookie(request.method(), headers, host.as_ref()) {
                 return Err(Refusal::ForeignOrigin);
             }
@@ -390,7 +412,7 @@ impl Proxy {
         &self,
         peer: &Peer,
         (mut request, ahead): (Request<Incoming>, Ahead),
-        (target, by_address, base): (&Target, bool, usize),
+        meant: Meant,
         destination: Destination,
         exchange: &mut Exchange,
     ) -> Result<Carried, Refusal> {
@@ -401,16 +423,17 @@ impl Proxy {
             exchange.place = Some(place.ok_or(Refusal::TooManyOpen)?);
         } else {
             let share = self.shares.take(&destination.sandbox_uid);
-            let refusal = || Refusal::TooManyRequests(target.id.clone());
+            let refusal = || Refusal::TooManyRequests(meant.target.id.clone());
             exchange.share = Some(share.ok_or_else(refusal)?);
         }
         let client = protocol.as_ref().map(|_| upgrade::on(&mut request));
         let arrival = rewrite::Arrival {
             client: peer.address,
             tls: peer.tls,
-            host: host(request.uri(), request.headers()),
-            by_address,
+            host: rewrite::host(request.uri(), request.headers()),
+            by_address: meant.by_address,
         };
+        let (target, base) = (&meant.target, meant.base);
         let to = (destination.address, destination.port).into();
         let place = (base > 0).then(|| Self::place_of(request.uri(), base, &arrival, to));
         let (mut parts, body) = request.into_parts();
@@ -531,6 +554,23 @@ impl Proxy {
     }
 }
 
+/// What becomes of a request whose client is let in.
+enum Entry {
+    /// It goes on to a sandbox.
+    Meant(Meant),
+    /// A browser has shown its token, and gets a cookie.
+    Welcome(Response<Full<Bytes>>),
+}
+
+/// The sandbox that a request is for.
+struct Meant {
+    target: Target,
+    /// Named by a host or a path.
+    by_address: bool,
+    /// Length of the path that names it, 0 where none does.
+    base: usize,
+}
+
 enum Carried {
     /// The router's own answer.
     Own(Response<Full<Bytes>>),
@@ -546,16 +586,4 @@ type Head = (Response<Incoming>, Option<InUse>);
 fn path(uri: &Uri) -> PathAndQuery {
     let path = uri.path_and_query().cloned();
     path.unwrap_or_else(|| PathAndQuery::from_static("/"))
-}
-
-/// The host that the client asked for.
-fn host(uri: &Uri, headers: &http::HeaderMap) -> Option<HeaderValue> {
-    match uri.authority() {
-        Some(authority) => {
-            // Without user and password, which HTTP has no use for.
-            let host = authority.as_str().rsplit('@').next()?;
-            HeaderValue::from_str(host).ok()
-        }
-        None => headers.get(header::HOST).cloned(),
-    }
 }

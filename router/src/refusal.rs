@@ -28,6 +28,9 @@ pub enum Refusal {
     PathFormat,
     #[error("Invalid percent-encoding in path.")]
     PathEncoding,
+    /// Torpor's: upstream takes the path.
+    #[error("X-Sandbox-* headers contradict the path.")]
+    PathContradicted,
     /// Torpor's: the host is below `--domain` and names no sandbox.
     #[error(
         "Invalid host format; expected <port>-<sandbox>-<namespace>.{0} or <port>-<sandbox>.<namespace>.{0}."
@@ -96,6 +99,7 @@ impl Refusal {
             | Self::TimeoutFormat
             | Self::PathFormat
             | Self::PathEncoding
+            | Self::PathContradicted
             | Self::NotBase64
             | Self::HostFormat(_)
             | Self::HostAmbiguous(_) => StatusCode::BAD_REQUEST,
@@ -127,6 +131,7 @@ impl Refusal {
             Self::TimeoutFormat => "TimeoutFormat",
             Self::PathFormat => "PathFormat",
             Self::PathEncoding => "PathEncoding",
+            Self::PathContradicted => "PathContradicted",
             Self::HostFormat(_) => "HostFormat",
             Self::HostAmbiguous(_) => "HostAmbiguous",
             Self::Unauthenticated => "Unauthenticated",

@@ -3,7 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 
 use http::{
-    HeaderMap, HeaderName, HeaderValue,
+    HeaderMap, HeaderName, HeaderValue, Uri,
     header::{
         AUTHORIZATION, CONNECTION, COOKIE, EXPECT, FORWARDED, HOST, ORIGIN, PROXY_AUTHENTICATE,
         PROXY_AUTHORIZATION, TE, TRANSFER_ENCODING, UPGRADE,
@@ -63,6 +63,18 @@ pub struct Arrival {
     pub host: Option<HeaderValue>,
     /// The sandbox was named by the address: its other names are the client's own invention.
     pub by_address: bool,
+}
+
+/// The host that the client asked for.
+pub fn host(uri: &Uri, headers: &HeaderMap) -> Option<HeaderValue> {
+    match uri.authority() {
+        Some(authority) => {
+            // Without user and password, which HTTP has no use for.
+            let host = authority.as_str().rsplit('@').next()?;
+            HeaderValue::from_str(host).ok()
+        }
+        None => headers.get(HOST).cloned(),
+    }
 }
 
 /// Turns a client's headers into those that the sandbox gets.

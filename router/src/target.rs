@@ -1,4 +1,5 @@
-//! Which sandbox a request is for: upstream's `X-Sandbox-*` headers, a path below `--path-routing-prefix`, or a host below `--domain`. Pure.
+//! Which sandbox a request is for: upstream's `X-Sandbox-*` headers, a path below
+//! `--path-routing-prefix`, or a host below `--domain`. Pure.
 
 use std::net::IpAddr;
 
@@ -47,11 +48,23 @@ pub enum Named {
     ByHost(Target),
     /// By a host whose `<sandbox>-<namespace>` has several dashes: [`choose`] says which is meant.
     Joined { port: u16, text: String },
-    /// By its path. Its `X-Sandbox-*` headers count for nothing here either.
+    /// By its path, which its `X-Sandbox-*` headers do not contradict.
     ByPath(Route),
 }
 
-/// Reads what a request names. `domain` is in lower case. A host goes before a path: every path of a sandbox' host is the sandbox' own.
+/// The prefix of paths that name sandboxes, where it counts. A native call's path is its method,
+/// which may lie below the prefix: such a call goes by its headers if it has them, as with upstream
+/// (`TestGRPCPreservesMethodUnderBrowserPrefix`).
+pub fn prefix_for<'a>(
+    prefix: Option<&'a str>,
+    headers: &HeaderMap,
+    is_native_call: bool,
+) -> Option<&'a str> {
+    prefix.filter(|_| !is_native_call || !headers.contains_key(ID))
+}
+
+/// Reads what a request names. `domain` is in lower case. A host goes before a path: every path of a
+/// sandbox' host is the sandbox' own.
 pub fn read(
     uri: &Uri,
     headers: &HeaderMap,
@@ -65,9 +78,31 @@ pub fn read(
         return by_host(&prefix, domain);
     }
     if let Some(route) = prefix.and_then(|prefix| pathroute::read(prefix, uri.path())) {
-        return route.map(Named::ByPath);
+        let route = route?;
+        agree(&route.target, headers)?;
+        return Ok(Named::ByPath(route));
     }
     by_headers(headers, policy).map(Named::ByHeaders)
+}
+
+/// Refuses headers that name another target than the path does: whoever checked the request before
+/// us may have looked at them.
+fn agree(target: &Target, headers: &HeaderMap) -> Result<(), Refusal> {
+    let port = target.port.to_string();
+    let ours = [
+        (ID, &target.id),
+        (NAMESPACE, &target.namespace),
+        (PORT, &port),
+    ];
+    let agrees = |(name, ours): &(HeaderName, &String)| match single(headers, name) {
+        Ok(None | Some("")) => true,
+        Ok(Some(theirs)) => theirs == *ours,
+        Err(()) => false,
+    };
+    match ours.iter().all(agrees) {
+        true => Ok(()),
+        false => Err(Refusal::PathContradicted),
+    }
 }
 
 fn by_headers(headers: &HeaderMap, policy: AddressPolicy) -> Result<Target, Refusal> {
@@ -105,7 +140,8 @@ fn by_headers(headers: &HeaderMap, policy: AddressPolicy) -> Result<Target, Refu
     })
 }
 
-/// The value of a header. Two different ones are an error: whoever checked the request before us may have looked at the other.
+/// The value of a header. Two different ones are an error: whoever checked the request before us may
+/// have looked at the other.
 pub(crate) fn single<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Result<Option<&'a str>, ()> {
     let mut all = headers.get_all(name).iter();
     let Some(first) = all.next() else {

@@ -243,10 +243,12 @@ proptest! {
 }
 
 #[test]
-fn a_path_goes_before_headers_and_a_host_before_a_path() {
+fn a_path_agrees_with_the_headers_and_a_host_goes_before_both() {
     let map = headers(&[
         ("host", "router"),
-        ("x-sandbox-id", "other"),
+        ("x-sandbox-id", "a"),
+        ("x-sandbox-namespace", ""),
+        ("x-sandbox-port", "80"),
         ("x-sandbox-uid", "u"),
     ]);
     let uri = Uri::from_static("/router/team/a/80/x");
@@ -258,7 +260,34 @@ fn a_path_goes_before_headers_and_a_host_before_a_path() {
         base: "/router/team/a/80".len(),
     };
     assert_eq!(read(&map, Some(DOMAIN)), Named::ByPath(route));
-    let map = headers(&[("host", &format!("8080-s.team.{DOMAIN}"))]);
+    let host = format!("8080-s.team.{DOMAIN}");
+    let map = headers(&[("host", &host), ("x-sandbox-id", "other")]);
     let by_host = Named::ByHost(target("s", "team", 8080));
     assert_eq!(read(&map, Some(DOMAIN)), by_host);
+}
+
+#[rstest]
+#[case(&[("x-sandbox-id", "other")])]
+#[case(&[("x-sandbox-id", "a"), ("x-sandbox-id", "other")])]
+#[case(&[("x-sandbox-namespace", "default")])]
+#[case(&[("x-sandbox-id", "a"), ("x-sandbox-port", "8888")])]
+#[case(&[("x-sandbox-port", "http")])]
+fn headers_that_contradict_a_path_are_refused(#[case] pairs: &[(&str, &str)]) {
+    let named = read(
+        &Uri::from_static("/router/team/a/80/x"),
+        &headers(pairs),
+        None,
+        Some("/router"),
+        AddressPolicy::default(),
+    );
+    assert_eq!(named, Err(Refusal::PathContradicted));
+}
+
+#[test]
+fn a_native_call_with_headers_has_a_method_and_no_path() {
+    let prefix = Some("/router");
+    let named = headers(&[("x-sandbox-id", "a")]);
+    assert_eq!(prefix_for(prefix, &named, true), None);
+    assert_eq!(prefix_for(prefix, &named, false), prefix);
+    assert_eq!(prefix_for(prefix, &headers(&[]), true), prefix);
 }

@@ -139,6 +139,19 @@ async fn a_call_reaches_the_sandbox_and_its_trailers_come_back() {
 }
 
 #[tokio::test]
+async fn a_call_whose_method_looks_like_a_path_goes_by_its_headers() {
+    let world = World::new().await;
+    let backend =
+        Backend::start(|request: Request<Incoming>| async move { done(request.uri().path()) })
+            .await;
+    world.running("s", "127.0.0.1").await;
+    let method = "/router/other/sandbox/80/Start";
+    let request = call("s", backend.port).uri(format!("http://router{method}"));
+    let outcome = send(&mut http2(&world).await, request.body(full("")).unwrap()).await;
+    assert_eq!((&*outcome.status, &*outcome.body), ("0", method));
+}
+
+#[tokio::test]
 async fn messages_go_both_ways_while_the_call_is_open() {
     let world = World::new().await;
     let backend = Backend::start(|request: Request<Incoming>| async move {

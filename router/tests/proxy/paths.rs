@@ -33,7 +33,7 @@ async fn a_path_names_a_sandbox_which_gets_the_rest_and_no_names() {
     let (world, backend) = (World::new().await, Backend::echo().await);
     world.running("s", "127.0.0.1").await;
     let path = format!("{}/a%2Fb/c?d=/e", base(backend.port));
-    let names = [("x-sandbox-id", "other"), ("x-sandbox-timeout", "1")];
+    let names = [("x-sandbox-id", "s"), ("x-sandbox-timeout", "1")];
     let answer = ask(&world, &path, &names).await;
     assert_eq!(answer.status, 200);
     assert!(
@@ -75,11 +75,16 @@ async fn a_path_that_names_no_sandbox_is_refused_in_upstreams_words() {
         ),
         (
             "/router/ns/none/80/",
-            r#"502 {"detail":"Could not connect to the backend sandbox: none"}"#,
+            r#"400 {"detail":"X-Sandbox-* headers contradict the path."}"#,
         ),
     ] {
         assert_eq!(ask(&world, path, &header).await.line(), line, "{path}");
     }
+    let answer = ask(&world, "/router/ns/none/80/", &[]).await;
+    assert_eq!(
+        answer.line(),
+        r#"502 {"detail":"Could not connect to the backend sandbox: none"}"#
+    );
     let answer = ask(&world, "/routers/ns/s/80/", &[]).await;
     assert_eq!(
         answer.line(),
