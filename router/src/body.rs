@@ -29,7 +29,7 @@ use crate::{
     refusal::Refusal,
     shares::Share,
     spans,
-    web::{Decoder, NotBase64, Web},
+    web::{Decoder, Messages, NotBase64, Web},
 };
 
 /// A body was cut off.
@@ -41,6 +41,8 @@ pub enum Error {
     TooLong,
     #[error(transparent)]
     NotBase64(#[from] NotBase64),
+    #[error("the answer ended within a message")]
+    MidMessage,
     #[error(transparent)]
     Hyper(#[from] hyper::Error),
 }
@@ -52,6 +54,7 @@ impl Error {
             Self::TooLarge => "TooLarge",
             Self::TooLong => "TooLong",
             Self::NotBase64(_) => "NotBase64",
+            Self::MidMessage => "MidMessage",
             Self::Hyper(_) => "Connection",
         }
     }
@@ -60,7 +63,7 @@ impl Error {
     pub fn retry(&self) -> bool {
         match self {
             Self::TooLarge | Self::NotBase64(_) => false,
-            Self::TooLong | Self::Hyper(_) => true,
+            Self::TooLong | Self::MidMessage | Self::Hyper(_) => true,
         }
     }
 }
@@ -115,7 +118,8 @@ pub struct RequestBody {
 }
 
 impl RequestBody {
-    /// Lets at most `limit` bytes through; 0 sets no limit. `text`: what comes is base64, and goes on as bytes.
+    /// Lets at most `limit` bytes through; 0 sets no limit. `text`: what comes is base64, and goes on
+    /// as bytes.
     pub fn new(ahead: Ahead, inner: Incoming, limit: u64, text: bool) -> Self {
         let body = Self {
             ahead,
@@ -128,6 +132,24 @@ impl RequestBody {
             body.seen.sent.notify_one();
         }
         body
+    }
+
+    /// The next frame as it comes, counted.
+    fn poll_next(&mut self, task: &mut Context<'_>) -> Poll<Next> {
+        let frame = match self.ahead.take_frame() {
+            Some(frame) => Some(Ok(frame)),
+            None if self.ahead.ended() => None,
+            None => ready!(Pin::new(&mut self.inner).poll_frame(task)),
+        };
+        if let Some(Ok(frame)) = &frame {
+            let size = frame.data_ref().map_or(0, |data| data.len() as u64);
+            let total = self.seen.bytes.fetch_add(size, Ordering::Relaxed) + size;
+            if self.limit > 0 && total > self.limit {
+                self.seen.too_large.store(true, Ordering::Relaxed);
+                return Poll::Ready(Some(Err(Error::TooLarge)));
+            }
+        }
+        Poll::Ready(frame.map(|frame| frame.map_err(Error::Hyper)))
     }
 
     /// What is seen of it, also once it is on its way.
@@ -151,30 +173,21 @@ impl Body for RequestBody {
         mut self: Pin<&mut Self>,
         task: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
-        let frame = match self.ahead.take_frame() {
-            Some(frame) => Some(Ok(frame)),
-            None if self.ahead.ended() => None,
-            None => ready!(Pin::new(&mut self.inner).poll_frame(task)),
-        };
-        if let Some(Ok(frame)) = &frame {
-            let size = frame.data_ref().map_or(0, |data| data.len() as u64);
-            let total = self.seen.bytes.fetch_add(size, Ordering::Relaxed) + size;
-            if self.limit > 0 && total > self.limit {
-                self.seen.too_large.store(true, Ordering::Relaxed);
-                return Poll::Ready(Some(Err(Error::TooLarge)));
+        loop {
+            let next = ready!(self.poll_next(task));
+            let Some(text) = &mut self.text else {
+                return Poll::Ready(next);
+            };
+            let bytes = decoded(text, next);
+            if matches!(bytes, Some(Err(Error::NotBase64(_)))) {
+                self.seen.not_base64.store(true, Ordering::Relaxed);
+            }
+            // Fewer than four letters are no bytes yet.
+            let empty = |frame: &Frame<Bytes>| frame.data_ref().is_some_and(Bytes::is_empty);
+            if !matches!(&bytes, Some(Ok(frame)) if empty(frame)) {
+                return Poll::Ready(bytes);
             }
         }
-        let frame = frame.map(|frame| frame.map_err(Error::Hyper));
-        Poll::Ready(match &mut self.text {
-            None => frame,
-            Some(text) => {
-                let bytes = decoded(text, frame);
-                if matches!(bytes, Some(Err(Error::NotBase64(_)))) {
-                    self.seen.not_base64.store(true, Ordering::Relaxed);
-                }
-                bytes
-            }
-        })
     }
 
     fn is_end_stream(&self) -> bool {
@@ -343,6 +356,8 @@ pub struct ResponseBody {
     ended: bool,
     /// What it comes as is gRPC and what it goes on as is gRPC-Web.
     web: Option<Web>,
+    /// How far that has come.
+    messages: Messages,
     _connection: Option<InUse>,
 }
 
@@ -360,6 +375,7 @@ impl ResponseBody {
             exchange,
             ended: false,
             web,
+            messages: Messages::default(),
             _connection: connection,
         }
     }
@@ -379,32 +395,42 @@ impl ResponseBody {
         let received = self.exchange.received.as_ref();
         let refusal = match error {
             _ if !self.exchange.grpc => return Err(error),
-            // To a client of gRPC-Web no trailers can be sent behind what is no answer of gRPC.
-            _ if self.exchange.web != self.web => return Err(error),
+            // To a client of gRPC-Web no trailers can be sent behind what is no answer of gRPC,
+            // nor within a message, of which they would be a part.
+            _ if self.exchange.web != self.web || !self.messages.at_boundary() => {
+                return Err(error);
+            }
             _ if received.is_some_and(|seen| seen.too_large()) => Refusal::BodyTooLarge,
             _ if received.is_some_and(|seen| seen.not_base64()) => Refusal::NotBase64,
             Error::TooLong => Refusal::TooLate,
-            Error::TooLarge | Error::NotBase64(_) | Error::Hyper(_) => return Err(error),
+            Error::TooLarge | Error::NotBase64(_) | Error::MidMessage | Error::Hyper(_) => {
+                return Err(error);
+            }
         };
         self.ended = true;
         Ok(Frame::trailers(grpc::trailers(&refusal)))
     }
 
     /// A frame as the client gets it.
-    fn passed_on(&mut self, frame: Frame<Bytes>) -> Frame<Bytes> {
+    fn passed_on(&mut self, frame: Frame<Bytes>) -> Result<Frame<Bytes>, Error> {
         if let Some(trailers) = frame.trailers_ref()
             && self.exchange.grpc
         {
             spans::ended(&self.exchange.span, trailers);
         }
         let Some(web) = self.web else {
-            return frame;
+            return Ok(frame);
         };
         match frame.into_data() {
-            Ok(data) => Frame::data(web.data(data)),
+            Ok(data) => {
+                self.messages.take(&data);
+                Ok(Frame::data(web.data(data)))
+            }
+            Err(_) if !self.messages.at_boundary() => Err(Error::MidMessage),
             Err(frame) => {
                 self.ended = true;
-                Frame::data(web.trailers(&frame.into_trailers().unwrap_or_default()))
+                let trailers = frame.into_trailers().unwrap_or_default();
+                Ok(Frame::data(web.trailers(&trailers)))
             }
         }
     }
@@ -424,7 +450,7 @@ impl Body for ResponseBody {
         let error = match Pin::new(&mut self.inner).poll_frame(task) {
             Poll::Ready(Some(Ok(frame))) => {
                 self.exchange.sent += frame.data_ref().map_or(0, |data| data.len() as u64);
-                return Poll::Ready(Some(Ok(self.passed_on(frame))));
+                return Poll::Ready(Some(self.passed_on(frame)));
             }
             Poll::Ready(None) => return Poll::Ready(None),
             Poll::Ready(Some(Err(error))) => Error::Hyper(error),
@@ -433,7 +459,7 @@ impl Body for ResponseBody {
                 Error::TooLong
             }
         };
-        let end = self.broken(error).map(|frame| self.passed_on(frame));
+        let end = self.broken(error).and_then(|frame| self.passed_on(frame));
         Poll::Ready(Some(end))
     }
 

@@ -1,6 +1,7 @@
-//! gRPC-Web on its way to a sandbox that speaks gRPC: which requests are such calls, and how head and messages change. Pure. The wire format is that of gRPC-Web
-//! (github.com/grpc/grpc, doc/PROTOCOL-WEB.md): the messages are gRPC's, the trailers come as a last message of the body, and as text everything is in base64. Upstream's router
-//! does it since 1.0.10.
+//! gRPC-Web on its way to a sandbox that speaks gRPC: which requests are such calls, and how head and
+//! messages change. Pure. The wire format is that of gRPC-Web (github.com/grpc/grpc,
+//! doc/PROTOCOL-WEB.md): the messages are gRPC's, the trailers come as a last message of the body, and
+//! as text everything is in base64. Upstream's router does it since 1.0.10.
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
@@ -15,16 +16,23 @@ use http::{
 };
 use http_body_util::Full;
 
+use crate::grpc;
+
 /// Clients of gRPC-Web send it, and a browser asks for it before a call from another origin.
 const X_GRPC_WEB: HeaderName = HeaderName::from_static("x-grpc-web");
 /// Media type of its calls.
 const GRPC_WEB: &str = "application/grpc-web";
+/// The same in base64.
+const GRPC_WEB_TEXT: &str = "application/grpc-web-text";
 /// Begins the message that the trailers come as.
 const TRAILERS: u8 = 0x80;
 /// How long a browser may remember that calls from an origin are let through, in seconds.
 const REMEMBERED: &str = "7200";
 /// Four letters of base64 are three bytes.
 const LETTERS: usize = 4;
+
+/// Bytes before each message: a flag, and its length.
+const PREFIX: usize = 5;
 
 /// How a client of gRPC-Web speaks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,7 +44,8 @@ pub struct Web {
 }
 
 impl Web {
-    /// How a request speaks gRPC-Web, if it does: a POST of `application/grpc-web` or `-text`, with a codec (`+proto`) or without.
+    /// How a request speaks gRPC-Web, if it does: a POST of `application/grpc-web` or `-text`, with
+    /// a codec (`+proto`) or without.
     pub fn asked(method: &Method, headers: &HeaderMap) -> Option<Self> {
         if method != Method::POST {
             return None;
@@ -64,16 +73,13 @@ impl Web {
         }
     }
 
-    /// Turns the head of gRPC's answer into one of gRPC-Web. `false`: it is no answer of gRPC, and goes on as it is.
+    /// Turns the head of gRPC's answer into one of gRPC-Web. `false`: it is no answer of gRPC, and
+    /// goes on as it is.
     pub fn response(self, headers: &mut HeaderMap) -> bool {
         let codec = headers
             .get(CONTENT_TYPE)
             .and_then(|value| value.to_str().ok());
-        let codec = codec.and_then(|kind| {
-            let kind = kind.split(';').next()?.trim().to_ascii_lowercase();
-            let codec = kind.strip_prefix("application/grpc")?.to_owned();
-            (codec.is_empty() || codec.starts_with('+')).then_some(codec)
-        });
+        let codec = codec.and_then(|kind| grpc::codec(kind, grpc::MEDIA_TYPE));
         let Some(codec) = codec else {
             return false;
         };
@@ -114,21 +120,51 @@ impl Web {
     }
 }
 
+/// How far an answer has come in its current message.
+#[derive(Debug, Default)]
+pub struct Messages {
+    /// What has come of the prefix.
+    prefix: [u8; PREFIX],
+    filled: usize,
+    /// Bytes of the message that are still to come.
+    left: usize,
+}
+
+impl Messages {
+    /// Takes the next bytes of an answer.
+    pub fn take(&mut self, mut bytes: &[u8]) {
+        while !bytes.is_empty() {
+            if self.left > 0 {
+                let taken = self.left.min(bytes.len());
+                self.left -= taken;
+                bytes = &bytes[taken..];
+                continue;
+            }
+            let taken = (PREFIX - self.filled).min(bytes.len());
+            let (of_prefix, rest) = bytes.split_at(taken);
+            self.prefix[self.filled..self.filled + taken].copy_from_slice(of_prefix);
+            self.filled += taken;
+            bytes = rest;
+            if self.filled == PREFIX {
+                let [_, a, b, c, d] = self.prefix;
+                self.filled = 0;
+                self.left = usize::try_from(u32::from_be_bytes([a, b, c, d])).unwrap_or(usize::MAX);
+            }
+        }
+    }
+
+    /// Whether the next byte begins a message, as that of the trailers has to.
+    pub fn at_boundary(&self) -> bool {
+        self.filled == 0 && self.left == 0
+    }
+}
+
 /// Whether a media type is gRPC-Web's as text, and its codec with the `+`.
 fn kind(media_type: &str) -> Option<(bool, String)> {
-    // Most requests are no such calls, and pay for no copy.
-    let begin = media_type.trim_start().get(..GRPC_WEB.len())?;
-    if !begin.eq_ignore_ascii_case(GRPC_WEB) {
-        return None;
-    }
-    let kind = media_type.split(';').next()?.trim().to_ascii_lowercase();
-    let rest = kind.strip_prefix(GRPC_WEB)?;
-    let (text, codec) = match rest.strip_prefix("-text") {
-        Some(codec) => (true, codec),
-        None => (false, rest),
-    };
-    let fine = codec.is_empty() || codec.len() > 1 && codec.starts_with('+');
-    fine.then(|| (text, codec.to_owned()))
+    let text = || grpc::codec(media_type, GRPC_WEB_TEXT).map(|codec| (true, codec));
+    grpc::codec(media_type, GRPC_WEB)
+        .map(|codec| (false, codec))
+        .or_else(text)
 }
 
 /// A body is not base64.
@@ -144,7 +180,8 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// The bytes of all letters so far that have not been returned. What is returned is smaller than `letters` and what was left.
+    /// The bytes of all letters so far that have not been returned. What is returned is smaller
+    /// than `letters` and what was left.
     pub fn decode(&mut self, letters: &[u8]) -> Result<Bytes, NotBase64> {
         self.left.extend_from_slice(letters);
         let whole = self.left.len() - self.left.len() % LETTERS;
@@ -171,7 +208,8 @@ impl Decoder {
     }
 }
 
-/// Which pages of other origins may make gRPC-Web calls. They show their token as any client does: cookies do not count.
+/// Which pages of other origins may make gRPC-Web calls. They show their token as any client does:
+/// cookies do not count.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Origins(Vec<String>);
 
@@ -192,7 +230,8 @@ impl Origins {
         self.0.iter().any(known).then(|| origin.clone())
     }
 
-    /// The answer to a browser that asks whether a page may make a call. `None`: it asks something else, or for another page; a sandbox may answer that.
+    /// The answer to a browser that asks whether a page may make a call. `None`: it asks something
+    /// else, or for another page; a sandbox may answer that.
     pub fn preflight(&self, method: &Method, headers: &HeaderMap) -> Option<Response<Full<Bytes>>> {
         if method != Method::OPTIONS {
             return None;

@@ -92,6 +92,24 @@ fn trailers_come_as_a_last_message() {
 }
 
 #[rstest]
+#[case(b"", true)]
+#[case(b"\0\0\0\0", false)]
+#[case(b"\0\0\0\0\0", true)]
+#[case(b"\0\0\0\0\x02h", false)]
+#[case(b"\0\0\0\0\x02hi", true)]
+#[case(b"\0\0\0\0\x02hi\0", false)]
+#[case(b"\0\0\0\0\x02hi\x01\0\0\x01\0", false)]
+fn the_end_of_a_message_is_known_however_it_is_cut(#[case] bytes: &[u8], #[case] end: bool) {
+    for size in 1..9 {
+        let mut messages = Messages::default();
+        for piece in bytes.chunks(size) {
+            messages.take(piece);
+        }
+        assert_eq!(messages.at_boundary(), end, "{size}");
+    }
+}
+
+#[rstest]
 #[case(&["AAAA"], b"\0\0\0")]
 #[case(&["AAAAAAI=", "aGk="], b"\0\0\0\0\x02hi")]
 #[case(&["AA", "AA", "A", "AI=a", "Gk="], b"\0\0\0\0\x02hi")]

@@ -150,12 +150,10 @@ async fn a_call_goes_on_as_grpc_and_its_trailers_come_as_a_last_message(
     assert_eq!(world.proxy.open_ended.taken(), 0);
 }
 
-#[tokio::test]
-async fn a_stream_comes_message_by_message() {
-    let world = World::new().await;
-    let (sender, answer) = mpsc::unbounded_channel();
+/// Answers one call as the test sends it.
+async fn streaming(answer: mpsc::UnboundedReceiver<Frame<Bytes>>) -> Backend {
     let answer = std::sync::Arc::new(std::sync::Mutex::new(Some(answer)));
-    let backend = Backend::start(move |_| {
+    Backend::start(move |_| {
         let answer = answer.lock().unwrap().take().unwrap();
         async move {
             let mut response = Response::new(frames(answer));
@@ -164,13 +162,20 @@ async fn a_stream_comes_message_by_message() {
             response
         }
     })
-    .await;
+    .await
+}
+
+#[tokio::test]
+async fn a_stream_comes_message_by_message() {
+    let world = World::new().await;
+    let (sender, answer) = mpsc::unbounded_channel();
+    let backend = streaming(answer).await;
     world.running("s", "127.0.0.1").await;
     let request = call("s", backend.port, TEXT).body(full("")).unwrap();
     let mut answer = soon("the head", start(world.address, request))
         .await
         .into_body();
-    for text in ["one", "two"] {
+    for text in ["\0\0\0\0\u{3}one", "\0\0\0\0\u{3}two"] {
         sender.send(data(text)).unwrap();
         let piece = soon("a piece", answer.frame()).await.unwrap().unwrap();
         assert_eq!(decoded(&piece.into_data().unwrap()), text.as_bytes());
@@ -180,6 +185,64 @@ async fn a_stream_comes_message_by_message() {
     let last = decoded(&piece.into_data().unwrap());
     assert_eq!(messages(&last), [(0x80, "grpc-status: 5\r\n".into())]);
     assert!(soon("the end", answer.frame()).await.is_none());
+}
+
+#[rstest]
+#[case::trailers_too_early(Some("0"))]
+#[case::out_of_time(None)]
+#[tokio::test]
+async fn an_answer_that_ends_within_a_message_breaks_off(#[case] status: Option<&'static str>) {
+    let world = World::new().await;
+    let (sender, answer) = mpsc::unbounded_channel();
+    let backend = streaming(answer).await;
+    world.running("s", "127.0.0.1").await;
+    let request = call("s", backend.port, BYTES).header("grpc-timeout", "1S");
+    let request = request.body(full("")).unwrap();
+    let mut answer = soon("the head", start(world.address, request)).await;
+    sender.send(data("\0\0\0\0\u{9}part")).unwrap();
+    let piece = soon("a piece", answer.frame()).await.unwrap().unwrap();
+    assert_eq!(piece.into_data().unwrap(), "\0\0\0\0\u{9}part");
+    if let Some(status) = status {
+        sender.send(trailers(&[("grpc-status", status)])).unwrap();
+    }
+    let end = soon("the end", answer.frame()).await;
+    assert!(matches!(end, Some(Err(_))), "{end:?}");
+}
+
+#[tokio::test]
+async fn letters_that_are_no_bytes_yet_make_no_frames() {
+    let world = World::new().await;
+    let (seen, mut sizes) = mpsc::unbounded_channel();
+    let backend = Backend::start(move |request: Request<Incoming>| {
+        let seen = seen.clone();
+        async move {
+            let mut body = request.into_body();
+            while let Some(Ok(frame)) = body.frame().await {
+                seen.send(frame.data_ref().map(Bytes::len)).unwrap();
+            }
+            Response::new(full(""))
+        }
+    })
+    .await;
+    world.running("s", "127.0.0.1").await;
+    let (sender, letters) = mpsc::unbounded_channel();
+    let request = call("s", backend.port, TEXT).body(frames(letters)).unwrap();
+    let answer = tokio::spawn(start(world.address, request));
+    for four in STANDARD.encode(MESSAGE).as_bytes().chunks(4) {
+        // What waits is put together, until the call is on its way.
+        for letter in four {
+            sender
+                .send(Frame::data(Bytes::copy_from_slice(&[*letter])))
+                .unwrap();
+        }
+        let size = soon("a frame", sizes.recv()).await.unwrap().unwrap();
+        assert!((1..=3).contains(&size), "{size}");
+    }
+    drop(sender);
+    soon("the head", answer).await.unwrap();
+    // The end itself is a frame without bytes.
+    assert!(matches!(sizes.try_recv(), Err(_) | Ok(Some(0))));
+    sizes.try_recv().unwrap_err();
 }
 
 #[rstest]
