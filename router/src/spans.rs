@@ -1,13 +1,15 @@
-//! A span for each request, under upstream's name and with its attributes (sandbox-router/observability/tracing.go). It is in the trace that the client's `traceparent` names, and
-//! the sandbox gets its own name as `traceparent`.
+//! A span for each request, under upstream's name and with its attributes
+//! (sandbox-router/observability/tracing.go). It is in the trace that the client's `traceparent`
+//! names, and the sandbox gets its own name as `traceparent`.
 //!
-//! Without `--enable-tracing` nobody listens to [`TARGET`]: its spans are never made, and what the client says of its trace goes on as it is.
+//! Without `--enable-tracing` nobody listens to [`TARGET`]: its spans are never made, and what the
+//! client says of its trace goes on as it is.
 
 use http::{HeaderMap, Method};
 use torpor_daemon::spans;
 use tracing::{Span, field::Empty};
 
-use crate::target::Target;
+use crate::{metrics, target::Target};
 
 /// Target of the spans that are exported; the log leaves it out.
 pub const TARGET: &str = "torpor_router::spans";
@@ -16,6 +18,10 @@ pub const SERVICE: &str = "sandbox-router";
 
 /// Number of a gRPC status in the headers or trailers of an answer.
 const GRPC_STATUS: &str = "grpc-status";
+
+/// Most bytes of a path that a span has: a client writes paths of up to a head's length, and spans
+/// wait in memory for the collector.
+const LONGEST_PATH: usize = 1024;
 
 /// The span of a request, from its head to the end of its answer.
 pub fn request(method: &Method, path: &str, headers: &HeaderMap) -> Span {
@@ -32,9 +38,13 @@ pub fn request(method: &Method, path: &str, headers: &HeaderMap) -> Span {
         grpc.status_code = Empty,
     );
     if !span.is_disabled() {
+        let method = metrics::method(method);
         span.record("otel.name", format!("HTTP {method}"));
-        span.record("http.method", method.as_str());
-        span.record("http.target", path);
+        span.record("http.method", method);
+        span.record(
+            "http.target",
+            &path[..path.floor_char_boundary(LONGEST_PATH)],
+        );
         spans::continue_from(&span, headers);
     }
     span
@@ -50,9 +60,10 @@ pub fn is_for(span: &Span, target: &Target) {
 pub fn ended(span: &Span, trailers: &HeaderMap) {
     let status = trailers
         .get(GRPC_STATUS)
-        .and_then(|value| value.to_str().ok());
+        .and_then(|value| value.to_str().ok()?.parse::<u16>().ok());
     if let Some(status) = status {
-        span.record("grpc.status_code", status);
+        // A text, as upstream's.
+        span.record("grpc.status_code", status.to_string());
     }
 }
 

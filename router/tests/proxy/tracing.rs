@@ -1,4 +1,5 @@
-//! Spans of requests reach a collector over OTLP, in the client's trace, which goes on to the sandbox.
+//! Spans of requests reach a collector over OTLP, in the client's trace, which goes on to the
+//! sandbox.
 
 use std::{future::Future, time::Duration};
 
@@ -95,6 +96,26 @@ async fn a_refusal_is_a_span_too_and_a_trace_that_is_none_begins_anew() {
     assert_eq!(number(&spans[0], "http.status_code"), Some(502));
     assert_eq!(attribute(&spans[0], "sandbox.id"), Some("ghost"));
     assert!(spans[0].parent_span_id.is_empty());
+}
+
+#[tokio::test(flavor = "current_thread")]
+async fn what_a_span_says_of_a_stranger_is_bounded() {
+    let world = World::new().await;
+    let path = format!("/a{}", "%C3%A4".repeat(1000));
+    let method = "M".repeat(1000);
+    let asked = async {
+        let request = request("ghost", 1).method(&*method).uri(&path);
+        let answer = send(&world, request.body(nothing()).unwrap()).await;
+        let ended = || world.metric("sandbox_router_inflight_requests") == 0;
+        until("the request ends", ended).await;
+        answer
+    };
+    let (answer, collector) = traced(asked).await;
+    assert_eq!(answer.status, 502);
+    let spans = collector.named("HTTP other");
+    assert_eq!(spans.len(), 1, "{spans:#?}");
+    assert_eq!(attribute(&spans[0], "http.method"), Some("other"));
+    assert_eq!(attribute(&spans[0], "http.target"), Some(&path[..1024]));
 }
 
 #[tokio::test(flavor = "current_thread")]
