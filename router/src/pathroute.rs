@@ -1,5 +1,7 @@
-//! Requests whose path names their sandbox, for browsers without a wildcard record in DNS: `<prefix>/<namespace>/<sandbox>/<port>/…`, as upstream's router takes them since
-//! 1.0.0 (sandbox-router/proxy/pathroute.go); and what of an answer belongs below that path, since 1.0.11 (PR #2203). Pure.
+//! Requests whose path names their sandbox, for browsers without a wildcard record in DNS:
+//! `<prefix>/<namespace>/<sandbox>/<port>/…`, as upstream's router takes them since 1.0.0
+//! (sandbox-router/proxy/pathroute.go); and what of an answer belongs below that path, since 1.0.11
+//! (PR #2203). Pure.
 
 use std::borrow::Cow;
 
@@ -15,10 +17,19 @@ use crate::{
     target::{Target, is_dns_label},
 };
 
-/// A sandbox could empty what a browser keeps for all sandboxes of the router's host.
-const CLEAR_SITE_DATA: HeaderName = HeaderName::from_static("clear-site-data");
-/// A sandbox' service worker could answer for all of them.
-const SERVICE_WORKER_ALLOWED: HeaderName = HeaderName::from_static("service-worker-allowed");
+/// What a browser takes for the whole origin or host, and so for all sandboxes of the router's host:
+/// what it deletes, which scripts answer for which paths, where it reports, and how it connects.
+const OF_ALL_PATHS: [HeaderName; 9] = [
+    HeaderName::from_static("accept-ch"),
+    HeaderName::from_static("alt-svc"),
+    HeaderName::from_static("clear-site-data"),
+    HeaderName::from_static("nel"),
+    HeaderName::from_static("report-to"),
+    HeaderName::from_static("reporting-endpoints"),
+    HeaderName::from_static("service-worker-allowed"),
+    HeaderName::from_static("strict-transport-security"),
+    HeaderName::from_static("use-as-dictionary"),
+];
 
 /// A sandbox that a path names.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,14 +39,16 @@ pub struct Route {
     pub base: usize,
 }
 
-/// Whether `--path-routing-prefix` can be one: upstream's rules, and nothing that ends a path or the attribute of a cookie.
+/// Whether `--path-routing-prefix` can be one: upstream's rules, and nothing that ends a path or the
+/// attribute of a cookie.
 pub fn is_prefix(text: &str) -> bool {
     let begins_and_ends = text.starts_with('/') && !text.ends_with('/');
     let inner = |byte: u8| byte.is_ascii_graphic() && !b"?#;,%\"<>\\^`{|}".contains(&byte);
     begins_and_ends && text.bytes().all(inner)
 }
 
-/// Reads a path; `None`: it is not below the prefix. Whatever is below it names a sandbox or is refused.
+/// Reads a path; `None`: it is not below the prefix. Whatever is below it names a sandbox or is
+/// refused.
 pub fn read(prefix: &str, path: &str) -> Option<Result<Route, Refusal>> {
     let rest = path.strip_prefix(prefix)?.strip_prefix('/')?;
     Some(read_rest(path.len() - rest.len(), rest))
@@ -82,7 +95,8 @@ pub fn rest(path: &str, base: usize) -> &str {
     if rest.is_empty() { "/" } else { rest }
 }
 
-/// Takes the first `base` bytes off the path of an address, and whatever comes before the path. The rest stays as it was written.
+/// Takes the first `base` bytes off the path of an address, and whatever comes before the path. The
+/// rest stays as it was written.
 pub fn strip(uri: &Uri, base: usize) -> Uri {
     let whole = uri.path_and_query().map_or("/", PathAndQuery::as_str);
     let rest = whole.get(base..).unwrap_or_default();
@@ -95,7 +109,7 @@ pub fn strip(uri: &Uri, base: usize) -> Uri {
     rest.unwrap_or_default()
 }
 
-/// Where a sandbox is for the client, to whom its answer says where else to go.
+/// Where a sandbox is for the client: what an answer's redirects and cookies are put below.
 #[derive(Clone, Debug)]
 pub struct Place {
     /// The beginning of the request's path that names the sandbox, without a slash at its end.
@@ -134,7 +148,8 @@ impl Place {
         }
     }
 
-    /// Where a redirect goes that goes to the sandbox itself by its host or by a path from the root; others stay.
+    /// Where a redirect goes that goes to the sandbox itself by its host or by a path from the root;
+    /// others stay.
     fn location(&self, there: &str) -> Option<HeaderValue> {
         let path = match there.split_once("://") {
             Some((scheme, rest)) if is_http(scheme) => self.own_path(scheme, rest)?,
@@ -170,7 +185,8 @@ impl Place {
         rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(['/', '?', '#']))
     }
 
-    /// A cookie for the sandbox' paths alone. The host is shared, so that no cookie is for more than it.
+    /// A cookie for the sandbox' paths alone. The host is shared, so that no cookie is for more
+    /// than it.
     fn cookie(&self, cookie: &[u8]) -> Option<HeaderValue> {
         let mut attributes = cookie.split(|byte| *byte == b';');
         let mut written = attributes.next()?.to_vec();
@@ -181,9 +197,14 @@ impl Place {
                 continue;
             }
             written.push(b';');
+            let is_path = name.eq_ignore_ascii_case(b"path");
             // Any other is no path, and browsers take that of the request.
-            if name.eq_ignore_ascii_case(b"path") && value.starts_with(b"/") {
-                has_path = true;
+            let is_absolute = value.starts_with(b"/");
+            if is_path {
+                // Of several the last counts (RFC 6265, 5.3).
+                has_path = is_absolute;
+            }
+            if is_path && is_absolute {
                 written.extend_from_slice(b" Path=");
                 let below = str::from_utf8(value).is_ok_and(|path| self.is_below(path));
                 written.extend_from_slice(if below { b"" } else { self.base.as_bytes() });
@@ -202,8 +223,9 @@ impl Place {
 
 /// Takes out of an answer what would be for all sandboxes of the host.
 pub fn keep_to_itself(headers: &mut HeaderMap) {
-    headers.remove(CLEAR_SITE_DATA);
-    headers.remove(SERVICE_WORKER_ALLOWED);
+    for name in OF_ALL_PATHS {
+        headers.remove(name);
+    }
 }
 
 fn is_http(scheme: &str) -> bool {
