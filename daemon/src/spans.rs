@@ -26,7 +26,8 @@ pub const LONGEST_CARRIER: usize = 2048;
 #[error("--enable-tracing: no exporter of spans; look at the variables OTEL_EXPORTER_OTLP_*")]
 pub struct StartError(#[from] ExporterBuildError);
 
-/// Exports spans in the background: who ends a span waits for nobody, and spans that nobody takes are dropped.
+/// Exports spans in the background. The end of a span waits for nothing, and spans that no collector
+/// takes are dropped.
 #[derive(Debug)]
 pub struct Exporter {
     provider: SdkTracerProvider,
@@ -98,7 +99,8 @@ pub fn context_in(carrier: &str) -> Option<Context> {
     known.then_some(context)
 }
 
-/// Puts a span into the trace that a request's headers name (`traceparent`, `tracestate`; W3C), if they do and anybody exports it.
+/// Puts a span into the trace that a request's headers name (`traceparent`, `tracestate`; W3C), if
+/// they do and anybody exports it.
 pub fn continue_from(span: &Span, headers: &HeaderMap) {
     if span.is_disabled() {
         return;
@@ -110,7 +112,8 @@ pub fn continue_from(span: &Span, headers: &HeaderMap) {
     }
 }
 
-/// Writes into a request's headers that what it asks for is done within a span. Where nobody exports the span the headers stay as they are.
+/// Writes into a request's headers that what it asks for is done within a span. Where nobody
+/// exports the span the headers stay as they are.
 pub fn hand_on(span: &Span, headers: &mut HeaderMap) {
     if span.is_disabled() {
         return;

@@ -1,6 +1,9 @@
-//! Browsers cannot send `Authorization` when they open a page or a WebSocket. They show their token once in the query, to the host or the path of a sandbox, and from then on in
-//! a cookie of that host or path. The flags, the order and the limits are upstream's, whose cookie belongs to a path; what a page of another sandbox' host may have a browser send
-//! is less. Pages of one host are of one origin, whatever their paths: a cookie of a path is kept from no page of another sandbox. Pure.
+//! Browsers cannot send `Authorization` when they open a page or a WebSocket. They show their token
+//! once in the query, to the host or the path of a sandbox, and from then on in a cookie of that
+//! host or path. The flags, the order and the limits are upstream's, whose cookie belongs to a
+//! path; what a page of another sandbox' host may have a browser send is less. Pages of one host
+//! are of one origin, whatever their paths: a cookie of a path is kept from no page of another
+//! sandbox. Pure.
 
 use bytes::Bytes;
 use clap::ValueEnum;

@@ -216,7 +216,8 @@ fn authorizer(flags: &Flags, client: &Client) -> anyhow::Result<Authorizer> {
     })
 }
 
-/// Reads what verifies scoped tokens; what is changed later counts after a restart, as with upstream.
+/// Reads what verifies scoped tokens; what is changed later counts after a restart, as with
+/// upstream.
 fn tokens(flags: &Flags) -> anyhow::Result<Tokens> {
     let mut tokens = Tokens {
         secret_until: flags

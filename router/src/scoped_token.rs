@@ -1,5 +1,6 @@
-//! Tokens that open one sandbox, as upstream's router takes them (sandbox-router/authz/scopedtoken.go). The word before the first dot is the version: `v1` is [`Secret`]'s,
-//! `v2` is [`keys`]'. Pure.
+//! Tokens that open one sandbox, as upstream's router takes them
+//! (sandbox-router/authz/scopedtoken.go). The word before the first dot is the version: `v1` is
+//! [`Secret`]'s, `v2` is [`keys`]'. Pure.
 
 pub mod keys;
 
@@ -71,8 +72,9 @@ pub struct Claims {
 #[error("the secret of scoped tokens has {0} bytes; it needs at least {SHORTEST_SECRET}")]
 pub struct ShortSecret(pub usize);
 
-/// The shared secret of version 1: `v1.<payload>.<HMAC-SHA256 of the context and the payload's text>`. Payload and signature are in unpadded URL-safe base64; the payload is
-/// JSON with namespace, name and expiry.
+/// The shared secret of version 1: `v1.<payload>.<HMAC-SHA256 of the context and the payload's
+/// text>`. Payload and signature are in unpadded URL-safe base64; the payload is JSON with
+/// namespace, name and expiry.
 #[derive(Debug)]
 pub struct Secret(Box<hmac::Key>);
 

@@ -1,6 +1,8 @@
-//! Scoped tokens of version 2, as upstream's router takes them since 1.0.2 (sandbox-router/authz/scopedtoken_v2.go, PR #1497): `v2.<key ID>.<payload>.<signature>`. The
-//! signature is Ed25519 over [`CONTEXT`], the key ID, a dot and the payload's text; payload and signature are in unpadded URL-safe base64. The router has public keys alone,
-//! and so makes no token. Pure.
+//! Scoped tokens of version 2, as upstream's router takes them since 1.0.2
+//! (sandbox-router/authz/scopedtoken_v2.go, PR #1497): `v2.<key ID>.<payload>.<signature>`. The
+//! signature is Ed25519 over [`CONTEXT`], the key ID, a dot and the payload's text; payload and
+//! signature are in unpadded URL-safe base64. The router has public keys alone, and so makes no
+//! token. Pure.
 
 use std::collections::HashMap;
 
@@ -40,7 +42,8 @@ pub struct Claims {
 }
 
 impl Claims {
-    /// Whether it is good for all ports, methods and paths of its sandbox, as upstream makes them since 1.0.12 (PR #2258).
+    /// Whether it is good for all ports, methods and paths of its sandbox, as upstream makes them
+    /// since 1.0.12 (PR #2258).
     fn whole_sandbox(&self) -> bool {
         self.port == 0 && self.method.is_empty() && self.path.is_empty()
     }
@@ -84,7 +87,8 @@ const ESCAPED: &AsciiSet = &NON_ALPHANUMERIC
     .remove(b']')
     .remove(b'%');
 
-/// A path in the one form that tokens have it in: escapes in capitals. `None` where an escape is none.
+/// A path in the one form that tokens have it in: escapes in capitals. `None` where an escape is
+/// none.
 fn canonical(path: &str) -> Option<String> {
     let mut pieces = path.split('%');
     let mut written = pieces.next()?.to_owned();
@@ -135,7 +139,8 @@ struct FileKey {
     public_key: String,
 }
 
-/// The public keys of whoever makes tokens, by their IDs. Two may be good at once, while issuers go from one to the other.
+/// The public keys of whoever makes tokens, by their IDs. Two may be good at once, while issuers go
+/// from one to the other.
 #[derive(Debug)]
 pub struct Keys(HashMap<String, ParsedPublicKey>);
 
@@ -164,7 +169,8 @@ impl Keys {
         Ok(Self(keys))
     }
 
-    /// What `<key ID>.<payload>.<signature>` says, if it was made with that key and is not void at `now` (seconds since 1970).
+    /// What `<key ID>.<payload>.<signature>` says, if it was made with that key and is not void at
+    /// `now` (seconds since 1970).
     pub(super) fn verify(&self, token: &str, now: i64) -> Option<Claims> {
         let (signed, signature) = token.rsplit_once('.')?;
         let (id, payload) = signed.split_once('.')?;
