@@ -31,10 +31,13 @@ struct Content<K> {
     index: HashMap<Key, BTreeSet<String>>,
     /// resourceVersion of what was put in before the watch showed it.
     assumed: HashMap<Key, u64>,
-    /// The lists that are being read, by namespace; each replaces its part of the content once it is complete.
+    /// The lists that are being read, by namespace; each replaces its part of the content once it
+    /// is complete.
     listing: HashMap<Option<Arc<str>>, HashMap<Key, Arc<K>>>,
-    /// The parts that have been listed once.
-    listed: HashSet<Option<Arc<str>>>,
+    /// The namespaces that have been listed once.
+    listed: HashSet<Arc<str>>,
+    /// All of the kind has been listed at once.
+    is_whole: bool,
 }
 
 impl<K> Clone for Cache<K> {
@@ -63,6 +66,7 @@ impl<K> Cache<K> {
             assumed: HashMap::new(),
             listing: HashMap::new(),
             listed: HashSet::new(),
+            is_whole: false,
         };
         Self {
             content: Arc::new(RwLock::new(content)),
@@ -120,6 +124,12 @@ impl<K> Cache<K> {
         *self.ready.borrow()
     }
 
+    /// Whether the first list of a namespace is complete.
+    pub fn is_listed(&self, namespace: &str) -> bool {
+        let content = self.read();
+        content.is_whole || content.listed.contains(namespace)
+    }
+
     // A poisoned lock only says that a reader panicked; writers never leave the content half changed.
     fn read(&self) -> RwLockReadGuard<'_, Content<K>> {
         self.content.read().unwrap_or_else(PoisonError::into_inner)
@@ -138,7 +148,8 @@ pub struct Change<K> {
 }
 
 impl<K: Resource> Cache<K> {
-    /// Takes an event of a watch of the whole kind in, and says what it changed: also what vanished while the watch was down.
+    /// Takes an event of a watch of the whole kind in, and says what it changed: also what vanished
+    /// while the watch was down.
     pub fn apply(&self, event: Event<K>) -> Vec<Change<K>> {
         let scope = Scope::default();
         self.apply_seen(Seen { scope, event })
@@ -166,8 +177,13 @@ impl<K: Resource> Cache<K> {
             Event::InitDone => {
                 let listed = content.listing.remove(&scope.namespace);
                 let changes = content.replace(&scope, listed.unwrap_or_default(), self.index_of);
-                content.listed.insert(scope.namespace);
-                let is_whole = content.listed.len() >= scope.parts;
+                match scope.namespace {
+                    Some(namespace) => {
+                        content.listed.insert(namespace);
+                    }
+                    None => content.is_whole = true,
+                }
+                let is_whole = content.is_whole || content.listed.len() >= scope.parts;
                 drop(content);
                 if is_whole {
                     self.ready.send_replace(true);
@@ -404,8 +420,10 @@ mod tests {
         assert!(!cache.is_ready(), "b may have any");
         assert_eq!(list(0, &[in_namespace("a")]), 1);
         assert!(!cache.is_ready(), "a again is not b");
+        assert!(cache.is_listed("a") && !cache.is_listed("b"));
         assert_eq!(list(1, &[in_namespace("b")]), 1);
         assert!(cache.is_ready() && cache.get("a", "m").is_some());
+        assert!(cache.is_listed("b") && !cache.is_listed("c"));
         assert_eq!(list(1, &[]), 1, "b's went");
         assert!(cache.get("b", "m").is_none() && cache.get("a", "m").is_some());
     }
@@ -423,7 +441,7 @@ mod tests {
         );
         assert!(!cache.is_ready());
         let changes = cache.apply(Event::InitDone);
-        assert!(cache.is_ready());
+        assert!(cache.is_ready() && cache.is_listed("ns"));
         assert_eq!(names(&cache, "x"), ["new"]);
         let gone: Vec<String> = changes
             .iter()

@@ -56,7 +56,8 @@ pub enum Answer {
 }
 
 impl Error {
-    /// Whether the apiserver calls fields of the object invalid: the same call never succeeds.
+    /// Whether the apiserver calls fields of the object invalid: the same call fails again, unless
+    /// something in the cluster had changed the object on its way.
     pub fn is_invalid(&self) -> bool {
         let Self::Kube(error) = self else {
             return false;
@@ -83,11 +84,13 @@ impl Error {
     }
 }
 
-fn is_forbidden(error: &kube::Error) -> bool {
+/// Whether the controller has no right to ask.
+pub(crate) fn is_forbidden(error: &kube::Error) -> bool {
     matches!(error, kube::Error::Api(status) if status.is_forbidden())
 }
 
-/// Whether fields of the object are invalid. Only then is each cause a field: an admission policy that refuses has the same code and reason, and may be changed at any time.
+/// Whether fields of the object are invalid. Only then is each cause a field: an admission policy
+/// that refuses has the same code and reason.
 fn names_invalid_fields(status: &Status) -> bool {
     let details = status.details.as_ref();
     let causes = details.map_or(&[][..], |details| &details.causes);
@@ -243,7 +246,8 @@ impl Apiserver {
             .collect())
     }
 
-    /// Whether a cluster-scoped object exists. One that nobody lets us ask for is taken to be there: nothing is given up for its sake.
+    /// Whether a cluster-scoped object exists. Without the right to read it the answer is yes, so
+    /// that a missing right costs no image.
     pub async fn exists<K>(&self, name: &str) -> Result<bool, Error>
     where
         K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,

@@ -84,6 +84,10 @@ impl Context {
         ] {
             self.metrics.set_depth(controller, queue.depth());
         }
+        for namespace in self.settings.namespaces.names() {
+            let listed = self.caches.knows(namespace, &self.settings);
+            self.metrics.set_listed(namespace, listed);
+        }
         self.metrics.text()
     }
 }

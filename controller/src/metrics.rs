@@ -103,6 +103,11 @@ struct QueueLabels {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct NamespaceLabels {
+    namespace: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct PassLabels {
     controller: &'static str,
 }
@@ -168,6 +173,7 @@ pub struct Metrics {
     failures: Family<FailureLabels, Counter>,
     depths: Family<QueueLabels, Gauge>,
     leader: Gauge,
+    listed: Family<NamespaceLabels, Gauge>,
 }
 
 impl fmt::Debug for Metrics {
@@ -198,6 +204,7 @@ impl Default for Metrics {
             failures: Family::default(),
             depths: Family::default(),
             leader: Gauge::default(),
+            listed: Family::default(),
         };
         metrics.register();
         metrics
@@ -313,6 +320,11 @@ impl Metrics {
             "1 while this process leads",
             self.leader.clone(),
         );
+        registry.register(
+            "torpor_controller_namespace_listed",
+            "1 once everything in a namespace of --watch-namespaces has been listed, 0 before",
+            self.listed.clone(),
+        );
     }
 
     /// The objects to count at each scrape; the first call holds.
@@ -339,6 +351,14 @@ impl Metrics {
     /// Says whether this process leads.
     pub fn set_leading(&self, leads: bool) {
         self.leader.set(i64::from(leads));
+    }
+
+    /// Says whether everything in a namespace has been listed.
+    pub fn set_listed(&self, namespace: &str, listed: bool) {
+        let labels = NamespaceLabels {
+            namespace: namespace.to_owned(),
+        };
+        self.listed.get_or_create(&labels).set(i64::from(listed));
     }
 
     /// Counts a pass. `failure` is the reason of one that failed.

@@ -30,6 +30,11 @@ const RETENTION_WORKERS: u16 = 2;
 /// When an object is looked at again whose pass left what was too much.
 const TOO_MUCH_RETRY: Duration = Duration::from_secs(10);
 
+/// When an object is looked at again in whose namespace not everything has been listed yet.
+const UNLISTED_RETRY: Duration = Duration::from_secs(5);
+/// How often namespaces are told of that cannot be listed.
+const UNLISTED_TOLD: Duration = Duration::from_secs(60);
+
 /// A reconciler's error, as far as this file needs to know it.
 trait Failure: std::error::Error {
     fn reason(&self) -> &'static str;
@@ -113,6 +118,7 @@ async fn serve_claim(
 pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
     let mut watching = JoinSet::new();
     watches::start(&context, &mut watching);
+    watching.spawn(tell_unlisted(Arc::clone(&context)));
     let mut working = JoinSet::new();
     let (afterwards, left) = Afterwards::start();
     let mut start = Workers {
@@ -214,6 +220,30 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
     }
 }
 
+/// Warns of namespaces that cannot be listed, until there is none.
+async fn tell_unlisted(context: Arc<Context>) {
+    let Context {
+        caches, settings, ..
+    } = &*context;
+    let mut wait = UNLISTED_RETRY;
+    let is_unlisted = |namespace: &&str| !caches.knows(namespace, settings);
+    loop {
+        tokio::time::sleep(wait).await;
+        wait = UNLISTED_TOLD;
+        let unlisted: Vec<&str> = settings.namespaces.names().filter(is_unlisted).collect();
+        if unlisted.is_empty() {
+            return;
+        }
+        for namespace in unlisted {
+            tracing::warn!(
+                namespace,
+                kinds = caches.unlisted(namespace, settings).join(","),
+                "nothing is done in a namespace before these kinds have been listed there: is its Role there?"
+            );
+        }
+    }
+}
+
 /// One kind's reconciler and what it works from.
 struct Kind<K, Pass> {
     name: &'static str,
@@ -254,13 +284,19 @@ impl Workers<'_> {
             let (context, shutdown) = (Arc::clone(self.context), self.shutdown.clone());
             let afterwards = self.afterwards.clone();
             self.tasks.spawn(async move {
-                // Until everything has been listed once, an absence means nothing.
+                // Until everything has been listed once, an absence means nothing. Of a controller
+                // of some namespaces that holds for each of them.
                 let ready = context.caches.wait_ready(&context.settings);
                 if shutdown.run_until_cancelled(ready).await.is_none() {
                     return;
                 }
                 let queue = (kind.queue)(&context);
                 while let Some(key) = shutdown.run_until_cancelled(queue.next()).await {
+                    if !context.caches.knows(&key.0, &context.settings) {
+                        queue.add_after(key.clone(), UNLISTED_RETRY);
+                        queue.done(&key);
+                        continue;
+                    }
                     let ended = one(&kind, &key, &context).await;
                     if let Some(delay) = ended.requeue {
                         queue.add_after(key.clone(), delay);

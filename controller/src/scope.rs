@@ -1,4 +1,5 @@
-//! Where the controller works: in the whole cluster, or in some namespaces, of each of which it has a watch of its own.
+//! Where the controller works: in the whole cluster, or in some namespaces, of each of which it has
+//! a watch of its own.
 
 use std::{str::FromStr, sync::Arc};
 
@@ -39,6 +40,11 @@ impl Namespaces {
     /// Whether the controller works in the whole cluster.
     pub fn is_cluster(&self) -> bool {
         self.0.is_empty()
+    }
+
+    /// The namespaces; none in the whole cluster.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().map(AsRef::as_ref)
     }
 
     /// The watches that a kind needs, by what each of them shows.
@@ -106,7 +112,7 @@ mod tests {
     #[case(" b, a ,,b", &["a", "b"])]
     fn a_list_of_namespaces_is_read(#[case] text: &str, #[case] expected: &[&str]) {
         let read: Namespaces = text.parse().unwrap();
-        let names: Vec<&str> = read.0.iter().map(AsRef::as_ref).collect();
+        let names: Vec<&str> = read.names().collect();
         assert_eq!(names, expected);
         assert_eq!(read.is_cluster(), expected.is_empty());
         let scopes = read.scopes();

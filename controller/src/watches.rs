@@ -1,6 +1,6 @@
 //! The watches: one per kind, each into a cache, each event waking the Sandboxes that it concerns.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use k8s_openapi::{
     api::{
@@ -42,6 +42,9 @@ mod pod_snapshots;
 
 /// Where kubectl keeps what it applied last.
 const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
+
+/// How long a controller of some namespaces waits at its start for those that cannot be listed.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Everything that is watched. Of what is large only an outline is kept ([`outline`]).
 #[derive(Clone, Debug)]
@@ -90,17 +93,31 @@ impl Default for Caches {
 }
 
 impl Caches {
-    /// Waits until each kind has been listed once; only then is an absence worth anything. The kinds of the extensions are watched only when they are reconciled.
+    /// Waits until each kind has been listed once; only then is an absence worth anything. A
+    /// namespace that cannot be listed keeps no other waiting: see [`Caches::knows`].
     pub async fn wait_ready(&self, settings: &Settings) {
+        tokio::join!(
+            self.nodes.wait_ready(),
+            self.runtime_classes.wait_ready(),
+            self.snapshot_classes.wait_ready(),
+        );
+        let all = self.wait_whole(settings);
+        if settings.namespaces.is_cluster() {
+            all.await;
+        } else {
+            drop(tokio::time::timeout(PATIENCE, all).await);
+        }
+    }
+
+    /// Waits for the kinds that live in namespaces. Those of the extensions are watched only when
+    /// they are reconciled.
+    async fn wait_whole(&self, settings: &Settings) {
         tokio::join!(
             self.sandboxes.wait_ready(),
             self.pods.wait_ready(),
             self.volume_claims.wait_ready(),
             self.services.wait_ready(),
             self.snapshots.wait_ready(),
-            self.nodes.wait_ready(),
-            self.runtime_classes.wait_ready(),
-            self.snapshot_classes.wait_ready(),
             self.pod_snapshots.wait_ready(),
         );
         if settings.extensions {
@@ -113,6 +130,60 @@ impl Caches {
         if settings.watches_policies() {
             self.policies.wait_ready().await;
         }
+    }
+
+    /// Whether each kind of a namespace has been listed once.
+    pub fn knows(&self, namespace: &str, settings: &Settings) -> bool {
+        settings.namespaces.is_cluster() || self.unlisted(namespace, settings).is_empty()
+    }
+
+    /// The kinds of a namespace that have not been listed yet.
+    pub fn unlisted(&self, namespace: &str, settings: &Settings) -> Vec<&'static str> {
+        let (extensions, policies) = (settings.extensions, settings.watches_policies());
+        let kinds = [
+            ("sandboxes", true, self.sandboxes.is_listed(namespace)),
+            ("pods", true, self.pods.is_listed(namespace)),
+            (
+                "persistentvolumeclaims",
+                true,
+                self.volume_claims.is_listed(namespace),
+            ),
+            ("services", true, self.services.is_listed(namespace)),
+            (
+                "sandboxsnapshots",
+                true,
+                self.snapshots.is_listed(namespace),
+            ),
+            (
+                "podsnapshots",
+                true,
+                self.pod_snapshots.is_listed(namespace),
+            ),
+            (
+                "sandboxclaims",
+                extensions,
+                self.claims.is_listed(namespace),
+            ),
+            (
+                "sandboxwarmpools",
+                extensions,
+                self.pools.is_listed(namespace),
+            ),
+            (
+                "sandboxtemplates",
+                extensions,
+                self.templates.is_listed(namespace),
+            ),
+            (
+                "networkpolicies",
+                policies,
+                self.policies.is_listed(namespace),
+            ),
+        ];
+        let unlisted = kinds
+            .into_iter()
+            .filter(|(_, watched, listed)| *watched && !listed);
+        unlisted.map(|(kind, ..)| kind).collect()
     }
 }
 

@@ -1,10 +1,11 @@
 //! Watches of one kind: a watch for each part of it, read page by page, each event handed on.
 
-use std::{fmt::Debug, pin::pin};
+use std::{fmt::Debug, pin::pin, time::Duration};
 
 use futures::{StreamExt, future::join_all};
 use kube::{
     Api, Client, Resource,
+    api::ListParams,
     core::{DeserializeGuard, NamespaceResourceScope, error_boundary::InvalidObject},
     runtime::{
         WatchStreamExt,
@@ -13,16 +14,21 @@ use kube::{
 };
 use serde::de::DeserializeOwned;
 
-use super::pod_snapshots;
 use crate::{
+    calls::is_forbidden,
     context::Context,
     scope::{Namespaces, Scope, Seen},
 };
 
-/// How many objects are read at once. Tenants make most of them, and each may have more than a megabyte, of which reading makes many.
+/// How many objects are read at once. Tenants make most of them, and each may have more than a
+/// megabyte, of which reading makes many.
 const PAGE: u32 = 50;
 /// The same, of kinds whose objects are read whole and may be large.
 const PAGE_OF_LARGE: u32 = 10;
+
+/// How soon it is noticed that a kind of the cluster may be read from now on. Each look is one
+/// small request.
+const LOOK: Duration = Duration::from_secs(5);
 
 /// A list is read page by page: see [`PAGE`].
 pub(super) fn in_pages() -> watcher::Config {
@@ -66,7 +72,8 @@ impl Place {
     }
 }
 
-/// Reads the watches of a kind for ever and hands each event on. Faults of a watch are retried with a growing delay.
+/// Reads the watches of a kind for ever and hands each event on. Faults of a watch are retried with
+/// a growing delay.
 pub(super) async fn follow<K>(
     place: Place,
     config: watcher::Config,
@@ -107,8 +114,9 @@ async fn follow_part<K>(
     }
 }
 
-/// As [`follow`], for kinds that are checked only by a schema: an object that the schema lets through and our type does not is left out, and stops nothing else.
-/// (A time with 13 decimals is one.)
+/// As [`follow`], for kinds that are checked only by a schema: an object that the schema lets
+/// through and our type does not is left out, and stops nothing else. (A time with 13 decimals is
+/// one.)
 pub(super) async fn follow_guarded<K>(
     place: Place,
     config: watcher::Config,
@@ -125,7 +133,11 @@ pub(super) async fn follow_guarded<K>(
     follow::<DeserializeGuard<K>>(place, config, |_| {}, guarded(trim, take)).await;
 }
 
-/// As [`follow_guarded`], for kinds of the cluster. A controller that is confined to namespaces may have no right to read them: there is none of them then.
+/// As [`follow_guarded`], for kinds of the cluster. A controller that is confined to namespaces may
+/// have no right to read them: it works without any until it has.
+///
+/// What was listed stays known, whatever the apiserver answers later: a node that cannot be seen is
+/// there as before, and the memory of its Sandboxes is kept.
 pub(super) async fn follow_of_cluster<K>(
     place: Place,
     trim: fn(&mut K),
@@ -134,11 +146,33 @@ pub(super) async fn follow_of_cluster<K>(
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + 'static,
 {
     let api = Api::all(place.client);
-    if place.namespaces.is_cluster() {
-        let take = guarded(trim, take);
-        follow_part(api, Scope::default(), in_pages(), |_| {}, take).await;
-    } else {
-        pod_snapshots::follow_if_served(api, Scope::default(), trim, take).await;
+    let mut take = guarded(trim, take);
+    if !place.namespaces.is_cluster() {
+        wait_for_right(&api, &mut take).await;
+    }
+    follow_part(api, Scope::default(), in_pages(), |_| {}, take).await;
+}
+
+/// Waits until a kind of the cluster may be listed. Where that is forbidden there is none of it.
+async fn wait_for_right<K>(
+    api: &Api<DeserializeGuard<K>>,
+    take: &mut (impl FnMut(Seen<DeserializeGuard<K>>) + Send),
+) where
+    K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + 'static,
+{
+    let one = ListParams::default().limit(1);
+    while let Err(error) = api.list(&one).await {
+        if is_forbidden(&error) {
+            tracing::debug!(kind = %K::kind(&()), %error, "not ours to read");
+            for event in [Event::Init, Event::InitDone] {
+                let scope = Scope::default();
+                take(Seen { scope, event });
+            }
+        } else {
+            // It says nothing about what there is.
+            tracing::warn!(kind = %K::kind(&()), %error, "cannot be listed");
+        }
+        tokio::time::sleep(LOOK).await;
     }
 }
 

@@ -23,7 +23,9 @@ use crate::{
     scope::{Scope, Seen},
 };
 
-/// How soon it is noticed that the kinds are served from now on. Each look is one small request.
+/// How soon it is noticed that the kinds are served from now on, for each namespace that is
+/// watched. Each look is one small request, and those of a kind are never more than one in this
+/// time.
 const LOOK: Duration = Duration::from_secs(5);
 
 /// How often in all an apiserver may refuse a list before it is taken for one without the kinds: half a minute.
@@ -82,44 +84,60 @@ where
         + 'static,
 {
     let parts = place.parts().into_iter();
-    join_all(parts.map(|(scope, api)| follow_if_served(api, scope, trim, take.clone()))).await;
+    join_all(parts.map(|(scope, api)| follow_if_served(api, scope, take.clone()))).await;
 }
 
-/// One watch of a kind that need not be there, or not be ours: that is looked at again, and is no fault.
-pub(super) async fn follow_if_served<K>(
+/// One watch of a kind that need not be there, or not be ours: that is looked at again, and is no
+/// fault.
+async fn follow_if_served<K>(
     all: Api<DeserializeGuard<K>>,
     scope: Scope,
-    trim: fn(&mut K),
     mut seen: impl FnMut(Seen<K>) + Send + 'static,
 ) where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + 'static,
 {
+    let parts = scope.parts;
     let mut take = move |event: Event<K>| {
         let (scope, event) = (scope.clone(), event.modify(trim));
         seen(Seen { scope, event });
     };
     let one = ListParams::default().limit(1);
-    let mut refused = 0;
+    let (mut refused, mut is_known) = (0, false);
     loop {
         // A watcher warns of each refusal by itself.
         match all.list(&one).await {
-            Ok(_) => follow_while_served(&all, &mut take).await,
+            Ok(_) => {
+                follow_while_served(&all, &mut take).await;
+                is_known = true;
+            }
             Err(error) if is_not_served(&error) => {
                 tracing::debug!(kind = %K::kind(&()), %error, "not served here");
                 there_is_none(&mut take);
+                is_known = true;
             }
             Err(error) => {
                 tracing::warn!(kind = %K::kind(&()), %error, "cannot be listed");
-                // All else that is served need not wait for ever for a kind that may be somebody else's and does not work.
+                // All else that is served need not wait for ever for a kind that may be somebody
+                // else's and does not work.
                 if matches!(error, kube::Error::Api(_)) {
                     refused += 1;
                 }
                 if refused == PATIENCE {
                     there_is_none(&mut take);
+                    is_known = true;
                 }
             }
         }
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(next_look(parts, is_known)).await;
+    }
+}
+
+/// When a part of a kind is looked at again that has `parts` in all. What is not known yet may be
+/// waited for.
+fn next_look(parts: usize, is_known: bool) -> Duration {
+    match u32::try_from(parts) {
+        Ok(parts) if is_known => LOOK.saturating_mul(parts),
+        _ => LOOK,
     }
 }
 
@@ -165,6 +183,18 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
+
+    #[rstest]
+    #[case::of_the_cluster(1, true, 1)]
+    #[case::of_namespaces(100, true, 100)]
+    #[case::not_known_yet(100, false, 1)]
+    fn looks_at_a_kind_that_is_not_served_are_as_frequent_however_many_namespaces_there_are(
+        #[case] parts: usize,
+        #[case] is_known: bool,
+        #[case] looks: u32,
+    ) {
+        assert_eq!(next_look(parts, is_known), LOOK * looks);
+    }
 
     #[rstest]
     #[case::not_defined(404, "NotFound", true)]

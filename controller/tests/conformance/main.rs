@@ -7,6 +7,7 @@ mod conditions;
 mod dependents;
 mod evicted;
 mod expiry;
+mod front;
 mod injection;
 mod lifecycle;
 mod memory;

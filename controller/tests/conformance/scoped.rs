@@ -1,11 +1,14 @@
 //! A controller that is confined to namespaces: at work with rights there and nowhere else.
 
+use std::{sync::Arc, time::Duration};
+
 use serde_json::{Value, json};
-use torpor_controller::settings::Settings;
+use torpor_controller::{calls, context::Context, settings::Settings};
 
 use crate::{
     apiserver::Apiserver,
     cluster::is_going,
+    front::Front,
     objects::{NS, mode, sandbox, torpor_sandbox},
     wiring::Running,
     world::World,
@@ -14,17 +17,29 @@ use crate::{
 const OTHER: &str = "other";
 const FOREIGN: &str = "foreign";
 
-/// A world whose controller works in two namespaces, and is forbidden all else.
-fn confined() -> World {
-    let settings = Settings {
+fn settings() -> Settings {
+    Settings {
         namespaces: format!("{NS},{OTHER}").parse().unwrap(),
         extensions: true,
         sandbox_workers: 4,
         ..Settings::default()
-    };
-    let world = World::with_settings(settings);
+    }
+}
+
+/// A world whose controller works in two namespaces, and is forbidden all else.
+fn confined() -> World {
+    let world = World::with_settings(settings());
     world.api.confine(&[NS, OTHER]);
     world
+}
+
+/// The same, in which a part of the apiserver can be forbidden.
+fn behind(world: World, part: &'static str) -> (World, Front) {
+    let front = Front::before(&world.api, part);
+    let calls = calls::Apiserver::new(front.client(), Duration::from_secs(20));
+    let context = Context::new(calls, "cluster.local".to_owned(), settings());
+    let context = Arc::new(context);
+    (World { context, ..world }, front)
 }
 
 fn in_namespace(namespace: &str) -> Value {
@@ -70,4 +85,46 @@ async fn without_rights_of_the_cluster_a_sandbox_is_stopped_as_upstream_does_and
     running.says("Suspended", "PodTerminated").await;
     let world = running.end().await;
     assert!(world.snapshots().is_empty());
+}
+
+#[tokio::test]
+async fn a_right_of_the_cluster_that_is_taken_away_costs_no_sandbox_its_memory() {
+    let (world, front) = behind(confined(), "/sandboxnodes");
+    world.api.confine(&[NS, OTHER, ""]);
+    let running = Running::start(world);
+    running.comes_up(torpor_sandbox(json!({}))).await;
+    front.forbid();
+    front.has_refused(2).await;
+    let world = &running.world;
+    world.edit_sandbox(&mode("Suspended"));
+    let asked = |_: &Apiserver| world.image_of_suspension().is_some();
+    world.api.until("an image is asked for", asked).await;
+    assert!(!world.pod_is_going(), "before there is an image");
+    running.end().await;
+}
+
+#[tokio::test]
+async fn a_namespace_without_its_role_keeps_no_other_waiting_and_comes_on_when_it_has_it() {
+    let (world, front) = behind(confined(), "/namespaces/other/services");
+    front.forbid();
+    world.api.create("sandboxes", in_namespace(OTHER));
+    let running = Running::start(world);
+    running.comes_up(sandbox(json!({}))).await;
+    let api = running.world.api.clone();
+    let made = |api: &Apiserver| api.get("pods", OTHER, "s").is_some();
+    assert!(!made(&api), "a Service may have its name");
+    let listed = |expected: [u8; 2]| {
+        let text = running.world.context.metrics_text().unwrap();
+        for (namespace, value) in [NS, OTHER].into_iter().zip(expected) {
+            let line = format!(
+                "torpor_controller_namespace_listed{{namespace=\"{namespace}\"}} {value}\n"
+            );
+            assert!(text.contains(&line), "{text}");
+        }
+    };
+    listed([1, 0]);
+    front.allow();
+    api.until("it has its Pod", made).await;
+    listed([1, 1]);
+    running.end().await;
 }
