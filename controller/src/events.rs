@@ -28,6 +28,12 @@ pub enum Severity {
     Warning,
 }
 
+/// Words without the numbers in them, by which two refusals of the same kind differ: of a quota,
+/// for example, how much of it is used.
+pub fn without_numbers(words: &str) -> String {
+    words.chars().filter(|c| !c.is_ascii_digit()).collect()
+}
+
 /// Something worth an Event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Note {

@@ -37,6 +37,11 @@ use self::{
 /// How often the plan is made anew within one pass, before the rest is left to the next one.
 const ROUNDS: usize = 5;
 
+/// When a Sandbox is tried again of which the apiserver called a field invalid. Mostly a change of
+/// the Sandbox helps, which brings a pass; but a LimitRange or a webhook may have written the
+/// field.
+const INVALID_RETRY: Duration = Duration::from_secs(600);
+
 /// A pass did not come through; it is tried again with a growing delay.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -110,7 +115,7 @@ async fn pass(sandbox: Arc<Sandbox>, context: &Context) -> Result<Option<Duratio
         .metrics
         .observe_sandbox(&sandbox, &before, &after, now);
     record_pod(written.as_ref().unwrap_or(&sandbox), &plan, &api, context).await?;
-    let fails_for_good = applied.fails_for_good();
+    let is_invalid = applied.is_invalid();
     let refusals: Vec<String> = plan
         .refusals
         .iter()
@@ -120,9 +125,10 @@ async fn pass(sandbox: Arc<Sandbox>, context: &Context) -> Result<Option<Duratio
     if refusals.is_empty() {
         return Ok(requeue);
     }
-    if plan.refusals.is_empty() && fails_for_good {
-        // In the status already. What may help is a change of the Sandbox, which brings a pass.
-        return Ok(requeue);
+    if plan.refusals.is_empty() && is_invalid {
+        // In the status already, and no error of a pass, which would be tried again soon.
+        context.metrics.count_failed_change(&sandbox);
+        return Ok(requeue.into_iter().chain([INVALID_RETRY]).min());
     }
     Err(Error::Refused(refusals))
 }

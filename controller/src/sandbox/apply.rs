@@ -41,7 +41,7 @@ pub struct Failure {
     pub pod_stays: bool,
     /// It was to make the Pod.
     pub makes_pod: bool,
-    /// The object is invalid: the step cannot succeed before the Sandbox is changed.
+    /// The object is invalid: trying again soon does not help.
     pub lasts: bool,
 }
 
@@ -95,8 +95,8 @@ pub async fn apply(plan: &Plan, observed: &mut Observed, api: &Apiserver) -> App
 }
 
 impl Applied {
-    /// Whether all that failed stays so until the Sandbox is changed.
-    pub fn fails_for_good(&self) -> bool {
+    /// Whether all that failed is invalid.
+    pub fn is_invalid(&self) -> bool {
         !self.failures.is_empty() && self.failures.iter().all(|failure| failure.lasts)
     }
 

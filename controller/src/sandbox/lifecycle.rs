@@ -1,4 +1,5 @@
-//! No client required. Upstream's Events about the life of a Sandbox (since 1.0.4, #1532): reason, type and moment are upstream's. Each tells a transition, once its status is written.
+//! No client required. Upstream's Events about the life of a Sandbox (since 1.0.4, #1532): reason,
+//! type and moment are upstream's. Each tells a transition, once its status is written.
 
 use torpor_api::{
     Sandbox, SandboxStatus, ShutdownPolicy,
@@ -7,7 +8,7 @@ use torpor_api::{
 };
 
 use super::apply::Failure;
-use crate::events::{Note, Severity};
+use crate::events::{Note, Severity, without_numbers};
 
 /// A Pod was made for the Sandbox.
 pub fn pod_created(name: &str) -> Note {
@@ -18,7 +19,8 @@ pub fn pod_created(name: &str) -> Note {
     }
 }
 
-/// What changed for the Sandbox' user between two statuses: its condition Ready, and whether its Pod can be made. `failures` are those of the pass that led to `after`.
+/// What changed for the Sandbox' user between two statuses: its condition Ready, and whether its
+/// Pod can be made. `failures` are those of the pass that led to `after`.
 pub fn between(
     sandbox: &Sandbox,
     before: &SandboxStatus,
@@ -33,11 +35,12 @@ pub fn between(
         .collect()
 }
 
-/// Told once as long as the Sandbox says that it fails in the same words.
+/// Told once as long as the Sandbox says that it fails in the same words, but for the numbers.
 fn pod_not_created(before: &SandboxStatus, failure: &Failure) -> Option<Note> {
     let told = find(&before.conditions, conditions::READY).is_some_and(|ready| {
         let errors = [reasons::RECONCILER_ERROR, reasons::INVALID_CONFIGURATION];
-        errors.contains(&&*ready.reason) && ready.message.contains(&failure.message)
+        let (said, why) = (&ready.message, &failure.message);
+        errors.contains(&&*ready.reason) && without_numbers(said).contains(&without_numbers(why))
     });
     (!told).then(|| Note {
         severity: Severity::Warning,
@@ -140,6 +143,7 @@ mod tests {
     #[case::told("ReconcilerError", false)]
     #[case::told_of_a_lasting_one("InvalidConfiguration", false)]
     #[case::other_words(json!(["ReconcilerError", "Error seen: another"]), true)]
+    #[case::other_numbers(json!(["ReconcilerError", "Error seen: full, used: 12"]), false)]
     #[case::it_went_on_meanwhile("DependenciesReady", true)]
     fn that_a_pod_cannot_be_made_is_told_once_in_the_same_words(
         #[case] before: impl Into<Value>,
@@ -155,21 +159,21 @@ mod tests {
             reason => says(
                 "False",
                 reason.as_str().unwrap(),
-                "Error seen: full\nothers",
+                "Error seen: full, used: 3\nothers",
             ),
         };
         let failure = |makes_pod| Failure {
             area: Area::Pod,
-            message: "full".to_owned(),
+            message: "full, used: 3".to_owned(),
             pod_stays: false,
             makes_pod,
             lasts: false,
         };
-        let after = says("False", "ReconcilerError", "Error seen: full");
+        let after = says("False", "ReconcilerError", "Error seen: full, used: 3");
         let sandbox = sandbox(None);
         let notes = between(&sandbox, &before, &after, &[failure(true)]);
         let told = notes.iter().map(|n| (n.severity, n.reason, &*n.message));
-        let note = (Severity::Warning, "SandboxPodCreateFailed", "full");
+        let note = (Severity::Warning, "SandboxPodCreateFailed", "full, used: 3");
         assert_eq!(
             told.collect::<Vec<_>>(),
             Vec::from_iter(expected.then_some(note))

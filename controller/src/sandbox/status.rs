@@ -204,7 +204,7 @@ fn seen<'a>(sandbox: &'a Sandbox, plan: &Plan, applied: &Applied) -> Seen<'a> {
         service_is_gone: plan.service == ServiceOutlook::None && !service_failed,
         several_pods: plan.several_pods,
         errors,
-        errors_last: plan.refusals.is_empty() && applied.fails_for_good(),
+        errors_last: plan.refusals.is_empty() && applied.is_invalid(),
         finished: sandbox
             .status
             .as_ref()

@@ -1,4 +1,7 @@
-//! Upstream's Events about the life of a Sandbox (since 1.0.4), and configurations that are invalid for good.
+//! Upstream's Events about the life of a Sandbox (since 1.0.4), and configurations that are
+//! invalid.
+
+use std::time::Duration;
 
 use serde_json::json;
 use torpor_controller::settings::Settings;
@@ -141,15 +144,17 @@ async fn no_event_is_published_where_they_are_switched_off() {
     assert_eq!(told(&world), [""; 0]);
 }
 
-// --- what is invalid for good -----------------------------------------------------------------------------------------------------------
+// --- what is invalid ---------------------------------------------------------------------------
+
+const TEN_MINUTES: Option<Duration> = Some(Duration::from_secs(600));
 
 #[tokio::test]
-async fn an_invalid_pod_is_not_tried_again_before_the_sandbox_changes() {
+async fn an_invalid_pod_is_tried_again_when_the_sandbox_changes() {
     let world = World::new();
     world.api.create("sandboxes", sandbox(json!({})));
     let invalid = FaultAnswer::Invalid("spec.evictionResponders");
     fail(&world, "create", "pods", invalid);
-    assert_eq!(world.pass().await.unwrap(), None);
+    assert_eq!(world.pass().await.unwrap(), TEN_MINUTES);
     let why = "Error seen: pods \"s\" is invalid: spec.evictionResponders: made to fail";
     world.assert_says("Ready", "False", "InvalidConfiguration", why);
     assert_eq!(told(&world).len(), 1);
@@ -166,7 +171,43 @@ async fn an_invalid_pod_is_not_tried_again_before_the_sandbox_changes() {
 }
 
 #[tokio::test]
-async fn an_invalid_service_leaves_the_pod_and_is_not_tried_again() {
+async fn what_else_than_the_sandbox_made_a_pod_invalid_may_go_and_the_pod_is_made_by_itself() {
+    let world = World::new();
+    world.api.create("sandboxes", sandbox(json!({})));
+    let invalid = FaultAnswer::Invalid("spec.containers[0].resources.requests");
+    let mut written = 0;
+    for _ in 0..3 {
+        fail(&world, "create", "pods", invalid);
+        assert_eq!(world.pass().await.unwrap(), TEN_MINUTES);
+        let writes = world.api.take_writes().into_iter();
+        written += writes.filter(|write| write.verb == "patch status").count();
+    }
+    assert_eq!((written, told(&world).len()), (1, 1), "in the same words");
+    world.settle().await;
+    assert!(world.pod().is_some());
+}
+
+#[tokio::test]
+async fn a_resume_whose_pod_is_invalid_counts_as_failed() {
+    let world = World::new();
+    world.ready(sandbox(json!({}))).await;
+    world.edit_sandbox(&mode("Suspended"));
+    world.settle().await;
+    world.pod_ends();
+    world.settle().await;
+    world.edit_sandbox(&mode("Running"));
+    fail(&world, "create", "pods", FaultAnswer::Invalid("spec.x"));
+    assert_eq!(world.pass().await.unwrap(), TEN_MINUTES);
+    let text = world.context.metrics.text().unwrap();
+    let mut lines = text.lines();
+    let failed = |line: &str| {
+        line.starts_with("agent_sandbox_resume_total{") && line.contains("result=\"error\"} 1")
+    };
+    assert!(lines.any(failed), "{text}");
+}
+
+#[tokio::test]
+async fn an_invalid_service_leaves_the_pod() {
     let world = World::new();
     let spec = json!({"spec": {"service": true}});
     world.api.create("sandboxes", sandbox(spec));
@@ -176,14 +217,14 @@ async fn an_invalid_service_leaves_the_pod_and_is_not_tried_again() {
         "services",
         FaultAnswer::Invalid("metadata.name"),
     );
-    assert_eq!(world.pass().await.unwrap(), None);
+    assert_eq!(world.pass().await.unwrap(), TEN_MINUTES);
     assert!(world.pod().is_some());
     let why = "Error seen: services \"s\" is invalid: metadata.name: made to fail";
     world.assert_says("Ready", "False", "InvalidConfiguration", why);
 }
 
 #[tokio::test]
-async fn beside_an_error_that_may_pass_an_invalid_field_is_tried_again() {
+async fn beside_an_error_that_may_pass_an_invalid_field_is_tried_again_soon() {
     let world = World::new();
     let spec = json!({"spec": {"service": true}});
     world.api.create("sandboxes", sandbox(spec));
