@@ -160,7 +160,7 @@ async fn write_status(
     context: &Context,
 ) -> Result<Option<Duration>, Error> {
     let observed = gather(pool, context);
-    let after = status::next(&observed, plan.stalled.as_deref(), Timestamp::now());
+    let after = status::next(&observed, plan, Timestamp::now());
     let before = pool.status.clone().unwrap_or_default();
     let Some(patch) = status_patch(pool, &before, &after) else {
         return Ok(None);

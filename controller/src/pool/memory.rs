@@ -13,6 +13,7 @@ use torpor_api::{Sandbox, SandboxWarmPool};
 use super::{
     advice::{self, Told},
     plan::Plan,
+    status,
 };
 use crate::{events::Note, settings::PoolSettings};
 
@@ -39,6 +40,8 @@ struct Pool {
     stall_told: Option<Instant>,
     /// No member was held at the last look.
     eased: bool,
+    /// What another process said last was taken from the status.
+    inherited: bool,
     /// The pool's user was told what there is to know.
     advised: bool,
     /// Makes names differ from pass to pass.
@@ -216,6 +219,10 @@ impl Memory {
         let uid = pool.uid().unwrap_or_default();
         let mut all = self.lock();
         let known = all.entry(uid).or_default();
+        if !known.inherited {
+            known.inherited = true;
+            known.stall_told = status::is_stalled(pool).then_some(now);
+        }
         let told = known.stall_told.map(|told| match known.eased {
             true => Told::Eased,
             false => Told::Stalls(now.saturating_duration_since(told)),
@@ -283,7 +290,10 @@ fn salt(number: u64) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
+    use crate::pool::plan::Observed;
 
     fn sandbox(name: &str, uid: &str) -> Sandbox {
         let mut sandbox = Sandbox::default();
@@ -460,6 +470,31 @@ mod tests {
         assert_eq!([told(&held), told(&held)], [stalls, None]);
         assert_eq!([told(&Plan::default()), told(&placed)], [None, goes_on]);
         assert_eq!([told(&Plan::default()), told(&placed)], [None; 2]);
+    }
+
+    #[test]
+    fn what_the_status_says_already_another_process_does_not_tell_anew() {
+        let mut pool = SandboxWarmPool::default();
+        let held = Plan {
+            stalled: Some("full".to_owned()),
+            ..Plan::default()
+        };
+        let placed = Plan {
+            placed: true,
+            ..Plan::default()
+        };
+        let view = Observed {
+            template: Some(Arc::default()),
+            ..Observed::default()
+        };
+        pool.status = Some(status::next(&view, &held, jiff::Timestamp::UNIX_EPOCH));
+        let memory = Memory::default();
+        let now = Instant::now();
+        let told = |plan: &Plan| memory.note(&pool, plan, now).map(|note| note.reason);
+        assert_eq!([told(&held), told(&held)], [None; 2]);
+        let goes_on = Some("WarmPoolProgressing");
+        assert_eq!([told(&placed), told(&placed)], [goes_on, None]);
+        assert_eq!(told(&held), Some("WarmPoolNotProgressing"));
     }
 
     #[test]

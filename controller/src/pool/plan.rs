@@ -100,7 +100,8 @@ enum Health<'a> {
     Waiting,
     /// No node has room for it, as the scheduler says. Another in its place would find none either.
     Unschedulable(&'a str),
-    /// Somebody holds its Pod by scheduling gates, as the apiserver says. Another in its place would wait anew, at the end of the line.
+    /// Its Pod has scheduling gates, as the apiserver says. A queue that sets them would put the
+    /// Pod of a new member behind all others.
     Gated(&'a str),
     /// Its Pod is refused, in these words. That of another in its place would be, too.
     Refused(&'a str),
@@ -362,7 +363,8 @@ fn plan_creates(plan: &mut Plan, observed: &Observed, remembered: &Remembered) {
     plan.create.extend(names);
 }
 
-/// Without its template a pool keeps what it has and makes nothing, which its user is told at once (upstream's #1572). A pool of none needs no template.
+/// Without its template a pool keeps what it has and makes nothing, which its user is told at once
+/// (upstream's #1572). A pool of none needs no template.
 fn miss_template(plan: &mut Plan, pool: &SandboxWarmPool) {
     if replicas(pool) == 0 {
         return;
@@ -421,30 +423,28 @@ struct Waiting<'a> {
     refused: Vec<&'a str>,
 }
 
-/// Why the pool does not come on. The remedy comes before the words of others: those may be longer than an Event.
+/// Why the pool does not come on. The remedy comes before the words of others: those may be longer
+/// than an Event. Without counts, so that one more member changes no words.
 fn stalled(waiting: &Waiting<'_>, observed: &Observed) -> Option<String> {
     let Waiting {
         unscheduled,
         gated,
         refused,
     } = waiting;
-    let (wanted, grace) = (replicas(&observed.pool), observed.settings.readiness_grace);
+    let grace = observed.settings.readiness_grace;
     let no_pod = refused.first().map(|why| {
-        let held = refused.len();
         format!(
-            "{held} of {wanted} members have no Pod after {grace:?} and are kept waiting: it is refused. Change what refuses it (a quota, a limit, a policy) or the template, or lower spec.replicas. {why}"
+            "Members have no Pod after {grace:?} and are kept waiting: it is refused. Change what refuses it (a quota, a limit, a policy) or the template, or lower spec.replicas. {why}"
         )
     });
     let no_node = unscheduled.first().map(|why| {
-        let held = unscheduled.len();
         format!(
-            "{held} of {wanted} members are not scheduled after {grace:?} and are kept waiting. Add nodes that have room for them, or lower spec.replicas. The scheduler says: {why}"
+            "Members are not scheduled after {grace:?} and are kept waiting. Add nodes that have room for them, or lower spec.replicas. The scheduler says: {why}"
         )
     });
     let not_let = gated.first().map(|why| {
-        let held = gated.len();
         format!(
-            "{held} of {wanted} members are held by scheduling gates after {grace:?} and are kept waiting. Whoever set the gates lets them go, as a queue does once its quota has room; or lower spec.replicas. Their condition says: {why}"
+            "Members are held by scheduling gates after {grace:?} and are kept waiting. Whoever set the gates lets them go, as a queue does once its quota has room; or lower spec.replicas. Their condition says: {why}"
         )
     });
     let all = [no_pod, no_node, not_let].into_iter().flatten();

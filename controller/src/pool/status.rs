@@ -1,23 +1,27 @@
-//! What the status of a pool says: counts as upstream, and the conditions that upstream has in work. Pure.
+//! What the status of a pool says: counts as upstream, and the conditions that upstream has in
+//! work. Pure.
 
 use std::sync::Arc;
 
 use jiff::Timestamp;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::ResourceExt;
 use torpor_api::{
-    Sandbox,
+    Sandbox, SandboxWarmPool,
     conditions::{self, Draft, Status},
     extensions::SandboxWarmPoolStatus,
     labels, name_hash,
     reasons::pool as reasons,
 };
 
-use super::plan::{Observed, active, is_ready, replicas, unseen};
+use super::plan::{Observed, Plan, active, is_ready, replicas, unseen};
+use crate::events::without_numbers;
 
-/// The pool's status. `stalled` says why the pool does not come on.
+/// The pool's status.
 ///
-/// The conditions are those of upstream's #1326 and of its branch with test/e2e/extensions/warmpool_status_condition_test.go (37e1c8d). Neither is in a release.
-pub fn next(observed: &Observed, stalled: Option<&str>, now: Timestamp) -> SandboxWarmPoolStatus {
+/// The conditions are those of upstream's #1326 and of its branch with
+/// test/e2e/extensions/warmpool_status_condition_test.go (37e1c8d). Neither is in a release.
+pub fn next(observed: &Observed, plan: &Plan, now: Timestamp) -> SandboxWarmPoolStatus {
     let pool = &observed.pool;
     let active: Vec<&Arc<Sandbox>> = active(observed).collect();
     let ready = active.iter().filter(|member| is_ready(member)).count();
@@ -33,7 +37,8 @@ pub fn next(observed: &Observed, stalled: Option<&str>, now: Timestamp) -> Sandb
             name_hash(&pool.name_any())
         ),
     };
-    let progressing = progressing(stalled, observed.template.is_some());
+    let before = conditions::find(&status.conditions, conditions::PROGRESSING);
+    let progressing = progressing(plan, observed.template.is_some(), before);
     for draft in [available(ready >= replicas(pool)), progressing] {
         let generation = pool.metadata.generation;
         conditions::set(&mut status.conditions, draft, generation, now);
@@ -57,17 +62,34 @@ fn available(has_all: bool) -> Draft {
     Draft::new(conditions::AVAILABLE, status, reason, message)
 }
 
-fn progressing(stalled: Option<&str>, has_template: bool) -> Draft {
-    let (status, reason, message) = match stalled {
-        None => (
+/// What is said before stays as long as it may still be so: that a pool does not come on, until no
+/// member waits (as its Event, [`super::advice::progress`]), and the same words with other numbers.
+fn progressing(plan: &Plan, has_template: bool, before: Option<&Condition>) -> Draft {
+    let before = before.filter(|before| before.status == Status::False.as_str());
+    let stalls = reasons::WARM_POOL_NOT_PROGRESSING;
+    let (status, reason, why) = match (plan.stalled.as_deref(), before) {
+        (Some(why), _) if has_template => (Status::False, stalls, why),
+        (Some(why), _) => (Status::False, reasons::SANDBOX_TEMPLATE_ERROR, why),
+        (None, Some(before)) if !plan.placed && before.reason == stalls => {
+            (Status::False, stalls, &*before.message)
+        }
+        (None, _) => (
             Status::True,
             reasons::WARM_POOL_PROGRESSING,
             "Nothing keeps the pool from its members",
         ),
-        Some(why) if has_template => (Status::False, reasons::WARM_POOL_NOT_PROGRESSING, why),
-        Some(why) => (Status::False, reasons::SANDBOX_TEMPLATE_ERROR, why),
     };
-    Draft::new(conditions::PROGRESSING, status, reason, message.to_owned())
+    let said = before.map(|before| &*before.message);
+    let same = said.filter(|said| without_numbers(said) == without_numbers(why));
+    let message = same.unwrap_or(why).to_owned();
+    Draft::new(conditions::PROGRESSING, status, reason, message)
+}
+
+/// Whether the pool's status says that it does not come on.
+pub fn is_stalled(pool: &SandboxWarmPool) -> bool {
+    let status = pool.status.as_ref();
+    let said = status.and_then(|s| conditions::find(&s.conditions, conditions::PROGRESSING));
+    said.is_some_and(|said| said.status == Status::False.as_str())
 }
 
 /// Whether the pool has what it is asked for.

@@ -1,4 +1,5 @@
-//! What the conditions of a pool say, what its Events say beside them, and members that wait for somebody else.
+//! What the conditions of a pool say, what its Events say beside them, and members that wait for
+//! somebody else.
 
 use serde_json::{Value, json};
 

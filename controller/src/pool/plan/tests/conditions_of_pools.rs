@@ -5,7 +5,7 @@ use super::*;
 /// Type, status and reason of each condition of the pool.
 fn conditions_of(view: &Observed) -> Vec<String> {
     let plan = plan(view, now());
-    let status = status::next(view, plan.stalled.as_deref(), now());
+    let status = status::next(view, &plan, now());
     let said = |c: &Condition| format!("{}={} {}", c.type_, c.status, c.reason);
     status.conditions.iter().map(said).collect()
 }
@@ -33,16 +33,63 @@ fn the_conditions_say_whether_all_are_ready_and_whether_the_pool_comes_on(
     assert_eq!(conditions_of(&observed(&members)), said);
 }
 
+fn stalled(why: &str) -> Plan {
+    Plan {
+        stalled: Some(why.to_owned()),
+        ..Plan::default()
+    }
+}
+
+/// What the pool says of its progress after each of the plans.
+fn progress_after(template: bool, plans: &[Plan]) -> Vec<String> {
+    let mut view = observed(&[]);
+    view.template = view.template.filter(|_| template);
+    let says = |plan: &Plan| {
+        let status = status::next(&view, plan, now());
+        let said = status.conditions[1].clone();
+        let mut pool = (*view.pool).clone();
+        pool.status = Some(status);
+        view.pool = Arc::new(pool);
+        format!("{}: {}", said.reason, said.message)
+    };
+    plans.iter().map(says).collect()
+}
+
+#[test]
+fn that_a_pool_does_not_come_on_stays_in_its_conditions_until_no_member_waits() {
+    let placed = Plan {
+        placed: true,
+        ..Plan::default()
+    };
+    let plans = [stalled("full"), Plan::default(), placed, Plan::default()];
+    let stalls = "WarmPoolNotProgressing: full";
+    let goes_on = "WarmPoolProgressing: Nothing keeps the pool from its members";
+    assert_eq!(
+        progress_after(true, &plans),
+        [stalls, stalls, goes_on, goes_on]
+    );
+    let missing = "SandboxTemplateError: full";
+    assert_eq!(progress_after(false, &plans[..2]), [missing, goes_on]);
+}
+
+#[test]
+fn other_numbers_change_no_words_of_the_conditions() {
+    let plans = ["0/3 nodes", "0/4 nodes", "no nodes"].map(stalled);
+    let words =
+        ["0/3 nodes", "0/3 nodes", "no nodes"].map(|w| format!("WarmPoolNotProgressing: {w}"));
+    assert_eq!(progress_after(true, &plans), words);
+}
+
 #[test]
 fn the_conditions_of_a_pool_keep_their_time_while_they_say_the_same() {
     let mut view = observed(&ready(&["a", "b", "c"]));
-    let first = status::next(&view, None, now());
+    let first = status::next(&view, &Plan::default(), now());
     let mut same = (*view.pool).clone();
     same.status = Some(first.clone());
     view.pool = Arc::new(same);
     let later = now() + jiff::SignedDuration::from_secs(60);
-    assert_eq!(status::next(&view, None, later), first);
-    let other = status::next(&view, Some("full"), later);
+    assert_eq!(status::next(&view, &Plan::default(), later), first);
+    let other = status::next(&view, &stalled("full"), later);
     let times =
         |c: &[Condition]| -> Vec<_> { c.iter().map(|c| c.last_transition_time.0).collect() };
     assert_eq!(times(&other.conditions), [now(), later]);
