@@ -68,7 +68,8 @@ pub struct Flags {
     /// How long a member of a pool may take to become ready before it is replaced.
     #[arg(long, default_value = "5m", value_parser = duration)]
     pub sandbox_warm_pool_readiness_grace_period: Duration,
-    /// How long after its creation a claim waits for a member of its pool that has no address yet, before it starts cold.
+    /// How long after its creation a claim waits for a member of its pool that has no address yet,
+    /// before it starts cold.
     #[arg(long, default_value = "2s", value_parser = duration)]
     pub sandbox_claim_warm_candidate_grace_period: Duration,
     /// How often a member that no node has room for is looked at again.
@@ -86,7 +87,8 @@ pub struct Flags {
     /// Do not write on a SandboxClaim when it was first seen, nor its trace.
     #[arg(long, default_value = "false", go_boolean())]
     pub disable_claim_observability_annotations: bool,
-    /// Namespaces, separated by commas, that the controller is confined to; all when empty. Name of upstream's #1476.
+    /// Namespaces, separated by commas, that the controller is confined to; all when empty. Name of
+    /// upstream's #1476.
     #[arg(long, default_value = "")]
     pub watch_namespaces: Namespaces,
     /// Watch only Services that carry the label of a Sandbox, as Pods and PersistentVolumeClaims are watched in any case.
@@ -262,15 +264,25 @@ pub enum Error {
     },
 }
 
-/// Reads the command line, and from the ConfigMap what that leaves out. Returns the flags, and those that were given and mean nothing here.
+/// What was read.
+#[derive(Debug)]
+pub struct Parsed {
+    pub flags: Flags,
+    pub ignored: Vec<Ignored>,
+    /// Keys of the ConfigMap that set a flag.
+    pub configured: Vec<&'static str>,
+}
+
+/// Reads the command line, and from the ConfigMap what that leaves out.
 pub fn parse(
     arguments: impl IntoIterator<Item = OsString>,
     configured: &BTreeMap<&'static str, String>,
-) -> Result<(Flags, Vec<Ignored>), Error> {
+) -> Result<Parsed, Error> {
     let mut arguments: Vec<OsString> = arguments.into_iter().map(with_two_dashes).collect();
     let given_there = command()
         .try_get_matches_from(&arguments)
         .map_err(Error::CommandLine)?;
+    let mut effective = Vec::new();
     for (key, value) in configured {
         if is_given(key, &given_there) {
             continue;
@@ -281,12 +293,20 @@ pub fn parse(
             .try_get_matches_from([OsString::from("controller"), argument.clone()])
             .map_err(|source| Error::Configured { key, source })?;
         arguments.push(argument);
+        effective.push(*key);
     }
     let matches = command()
         .try_get_matches_from(arguments)
         .map_err(Error::CommandLine)?;
     let flags = Flags::from_arg_matches(&matches).map_err(Error::CommandLine)?;
-    Ok((flags, given(&matches)))
+    let ignored = given(&matches);
+    // A flag without a meaning has no effect, wherever it is set.
+    effective.retain(|key| ignored.iter().all(|flag| flag.name != *key));
+    Ok(Parsed {
+        flags,
+        ignored,
+        configured: effective,
+    })
 }
 
 /// Whether the command line sets a flag.

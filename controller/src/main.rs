@@ -14,7 +14,7 @@ use torpor_controller::{
     calls::Apiserver,
     context::Context,
     flags::{
-        self, Flags, Ignored,
+        self, Flags, Ignored, Parsed,
         config::{self, Configured},
     },
     lease::{Candidate, Ended, Timing},
@@ -42,7 +42,7 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    let (flags, ignored) = match flags::parse(std::env::args_os(), &configured.flags) {
+    let parsed = match flags::parse(std::env::args_os(), &configured.flags) {
         Ok(parsed) => parsed,
         Err(flags::Error::CommandLine(error)) => error.exit(),
         Err(error) => {
@@ -50,7 +50,7 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    match work(&flags, &ignored, &configured) {
+    match work(&parsed, &configured) {
         Ok(Ended::Stopped) => ExitCode::SUCCESS,
         Ok(Ended::Lost) => {
             tracing::error!("lost the lease");
@@ -64,11 +64,8 @@ fn main() -> ExitCode {
 }
 
 #[tokio::main]
-async fn work(
-    flags: &Flags,
-    ignored: &[Ignored],
-    configured: &Configured,
-) -> anyhow::Result<Ended> {
+async fn work(parsed: &Parsed, configured: &Configured) -> anyhow::Result<Ended> {
+    let flags = &parsed.flags;
     let exporter = flags
         .enable_tracing
         .then(|| Exporter::start(trace::SERVICE))
@@ -85,7 +82,7 @@ async fn work(
         name,
         why,
         unguarded,
-    } in ignored
+    } in &parsed.ignored
     {
         if *unguarded {
             tracing::warn!(flag = name, why, "taken, and does not guard what it says");
@@ -93,12 +90,9 @@ async fn work(
             tracing::info!(flag = name, why, "taken, and means nothing here");
         }
     }
-    for (key, value) in &configured.flags {
-        tracing::info!(
-            key,
-            value,
-            "named by the ConfigMap; the command line goes before it"
-        );
+    for key in &parsed.configured {
+        let value = configured.flags.get(key);
+        tracing::info!(key, value, "set by the ConfigMap agent-sandbox-config");
     }
     for key in &configured.unknown {
         tracing::warn!(

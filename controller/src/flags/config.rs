@@ -1,4 +1,6 @@
-//! The ConfigMap `agent-sandbox-config`, as the Pod has it mounted: a file per key. Keys that are named like flags set those that the command line leaves out (upstream's internal/config/config.go of 1.0.12).
+//! The ConfigMap `agent-sandbox-config`, as the Pod has it mounted: a file per key. Keys that are
+//! named like flags set those that the command line leaves out (upstream's
+//! internal/config/config.go of 1.0.12).
 
 use std::{
     collections::BTreeMap,

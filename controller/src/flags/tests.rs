@@ -3,14 +3,12 @@ use rstest::rstest;
 use super::*;
 
 fn read(arguments: &[&str]) -> Result<(Flags, Vec<Ignored>), Error> {
-    read_with(arguments, &[])
+    let Parsed { flags, ignored, .. } = read_with(arguments, &[])?;
+    Ok((flags, ignored))
 }
 
 /// As [`read`], with what the ConfigMap says.
-fn read_with(
-    arguments: &[&str],
-    configured: &[(&'static str, &str)],
-) -> Result<(Flags, Vec<Ignored>), Error> {
+fn read_with(arguments: &[&str], configured: &[(&'static str, &str)]) -> Result<Parsed, Error> {
     let configured = configured
         .iter()
         .map(|(key, value)| (*key, (*value).to_owned()));
@@ -21,21 +19,25 @@ fn read_with(
 const GRACE: &str = "sandbox-warm-pool-readiness-grace-period";
 
 #[rstest]
-#[case::only_there(&[], 600)]
-#[case::the_command_line_goes_before_it(&["--sandbox-warm-pool-readiness-grace-period=7m"], 420)]
+#[case::only_there(&[], 600, &["kube-api-qps", GRACE])]
+#[case::the_command_line_goes_before_it(
+    &["--sandbox-warm-pool-readiness-grace-period=7m"], 420, &["kube-api-qps"]
+)]
 fn the_config_map_sets_what_the_command_line_leaves_out(
     #[case] arguments: &[&str],
     #[case] seconds: u64,
+    #[case] effective: &[&str],
 ) {
     let configured = [
         (GRACE, "10m"),
         ("kube-api-qps", "-1"),
         ("api-connections", "4"),
     ];
-    let (flags, ignored) = read_with(arguments, &configured).unwrap();
-    let settings = flags.settings(None);
+    let parsed = read_with(arguments, &configured).unwrap();
+    let settings = parsed.flags.settings(None);
     assert_eq!(settings.pools.readiness_grace.as_secs(), seconds);
-    assert_eq!(ignored[0].name, "api-connections");
+    assert_eq!(parsed.ignored[0].name, "api-connections");
+    assert_eq!(parsed.configured, effective);
 }
 
 #[test]
