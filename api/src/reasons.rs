@@ -77,7 +77,8 @@ pub mod claim {
     ];
 }
 
-/// Reasons of the conditions of a SandboxWarmPool (upstream's #1326; test/e2e/extensions/warmpool_status_condition_test.go).
+/// Reasons of the conditions of a SandboxWarmPool (upstream's #1326;
+/// test/e2e/extensions/warmpool_status_condition_test.go).
 pub mod pool {
     pub const MINIMUM_REPLICAS_AVAILABLE: &str = "MinimumReplicasAvailable";
     pub const MINIMUM_REPLICAS_UNAVAILABLE: &str = "MinimumReplicasUnavailable";

@@ -146,7 +146,7 @@ pub fn pod(
         }
         continue_from(&mut spec, memory, &name);
     }
-    // A Pod of another runtime is as upstream makes it.
+    // A Pod that names no RuntimeClass is as upstream makes it.
     let of_runtime = runtime_class_name(&sandbox.spec.pod_template.spec);
     if let Some(names) = of_runtime.and_then(|_| net_raw::containers(&spec)) {
         on_pod.insert(annotations::NET_RAW.to_owned(), names);

@@ -240,7 +240,8 @@ async fn what_upstreams_controller_left_goes_on_as_if_nothing_had_happened() {
     for _ in 0..3 {
         pass(&cluster).await;
     }
-    // The policy blocks more than upstream's, and the pool is told how its sandboxes would keep their memory and gets conditions: that is all.
+    // The policy blocks more than upstream's, and the pool is told how its sandboxes would keep
+    // their memory and gets conditions: that is all.
     assert_eq!(
         cluster.writes_with_events(),
         [
