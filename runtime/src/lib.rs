@@ -1,7 +1,7 @@
 //! sandbox-runtime: the server inside a sandbox that upstream's SDKs talk to. It serves the APIs of upstream's two runtimes, same paths, bodies and status codes, from one static binary: the legacy HTTP API of the Python one, and the files over HTTP and commands over gRPC of sandboxd.
 //!
 //! ```text
-//! token: who may call
+//! token, origin: which calls are let in
 //! server: connections ──► legacy ──► route       which call (pure)
 //!                     │          ├──► execute ──► command_line (pure), group ──► orphans
 //!                     │          ├──► upload, files ──► path (pure), root
@@ -20,6 +20,7 @@ pub mod flags;
 pub mod group;
 pub mod install;
 pub mod legacy;
+pub mod origin;
 pub mod orphans;
 pub mod path;
 pub mod program;

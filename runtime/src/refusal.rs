@@ -5,7 +5,7 @@ use http::{HeaderValue, Method, Response, StatusCode, header};
 use http_body_util::{BodyExt as _, Full, combinators::UnsyncBoxBody};
 use serde_json::{Value, json};
 
-use crate::token::Closed;
+use crate::{origin::Foreign, token::Closed};
 
 /// The body of an answer.
 pub type Body = UnsyncBoxBody<Bytes, std::io::Error>;
@@ -45,6 +45,8 @@ pub enum Refusal {
     Slow,
     #[error(transparent)]
     Closed(#[from] Closed),
+    #[error(transparent)]
+    Foreign(#[from] Foreign),
 }
 
 /// What a client is told in place of what it asked for.
@@ -79,7 +81,8 @@ impl Refusal {
             | Self::Malformed
             | Self::TooLarge
             | Self::Slow
-            | Self::Closed(_) => {
+            | Self::Closed(_)
+            | Self::Foreign(_) => {
                 json!({"detail": text})
             }
             _ => json!({"message": text}),
@@ -94,7 +97,7 @@ impl Refused for Refusal {
             Self::Method(_) => StatusCode::METHOD_NOT_ALLOWED,
             Self::Field { .. } => StatusCode::UNPROCESSABLE_ENTITY,
             Self::Malformed => StatusCode::BAD_REQUEST,
-            Self::Denied => StatusCode::FORBIDDEN,
+            Self::Denied | Self::Foreign(_) => StatusCode::FORBIDDEN,
             Self::Upload(_) | Self::List(_) | Self::Download(_) => {
                 StatusCode::INTERNAL_SERVER_ERROR
             }

@@ -13,6 +13,7 @@ use tokio::{
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use crate::{
+    origin::{self, Foreign},
     refusal::{Body, Refused},
     root::Root,
     token::{Closed, Gate},
@@ -129,7 +130,7 @@ async fn accept_all(
 /// The calls of an HTTP/1 API.
 pub trait Calls: Send + Sync + 'static {
     /// Why a request is not answered as asked.
-    type Refusal: Refused + From<Closed>;
+    type Refusal: Refused + From<Closed> + From<Foreign>;
 
     /// The path that answers without a token: what a probe asks, which has none to show.
     const HEALTH: &'static str;
@@ -150,8 +151,8 @@ pub struct Http1<C> {
 }
 
 impl<C: Calls> Http1<C> {
-    /// Serves these calls to those whom the gate lets in. The head of a request must come in time,
-    /// also of the next one.
+    /// Serves these calls to the clients that the gate lets in. The head of a request must come in
+    /// time, also of the next one.
     pub fn new(calls: C, gate: Arc<Gate>, read_header_timeout: Duration) -> Arc<Self> {
         let mut http = http1::Builder::new();
         http.timer(TokioTimer::new())
@@ -162,6 +163,7 @@ impl<C: Calls> Http1<C> {
     }
 
     async fn answer(&self, request: Request<Incoming>) -> Result<Response<Body>, C::Refusal> {
+        origin::check(request.method(), request.headers())?;
         if request.uri().path() != C::HEALTH {
             self.gate.check(request.headers()).await?;
         }

@@ -7,6 +7,7 @@ use serde_json::json;
 
 use crate::{
     busy,
+    origin::Foreign,
     refusal::{Body, Refused, answer, ask_for_a_token},
     root,
     token::Closed,
@@ -57,9 +58,11 @@ pub enum Refusal {
     TooLarge,
     #[error("the request's body did not come in time")]
     Slow,
-    /// Who calls has not shown the token.
+    /// The call came without the right token.
     #[error(transparent)]
     Closed(#[from] Closed),
+    #[error(transparent)]
+    Foreign(#[from] Foreign),
     /// The sandbox cannot be marked as busy.
     #[error(transparent)]
     NotMarked(#[from] busy::Error),
@@ -69,7 +72,7 @@ impl Refusal {
     /// The word for programs. A request that no call is for has none, as with upstream's HTTP library.
     fn code(&self) -> Option<&'static str> {
         Some(match self {
-            Self::Escape | Self::Permission => "PERMISSION_DENIED",
+            Self::Escape | Self::Permission | Self::Foreign(_) => "PERMISSION_DENIED",
             Self::Missing => "NOT_FOUND",
             Self::Invalid(_) => "INVALID_ARGUMENT",
             Self::NotEmpty | Self::IsRoot | Self::Exists | Self::Occupied(_) => "CONFLICT",
@@ -88,7 +91,7 @@ impl Refusal {
 impl Refused for Refusal {
     fn status(&self) -> StatusCode {
         match self {
-            Self::Escape | Self::Permission => StatusCode::FORBIDDEN,
+            Self::Escape | Self::Permission | Self::Foreign(_) => StatusCode::FORBIDDEN,
             Self::Missing | Self::NoRoute => StatusCode::NOT_FOUND,
             Self::Invalid(_) => StatusCode::BAD_REQUEST,
             Self::NotEmpty | Self::IsRoot | Self::Exists | Self::Occupied(_) => {
