@@ -18,6 +18,7 @@ use rustix::{
 };
 
 use crate::path::{self, Component};
+use tree::READ;
 
 /// Most links of one path, as in the kernel.
 const MAX_LINKS: u32 = 40;
@@ -50,6 +51,9 @@ pub enum Error {
     NotEmpty,
     #[error("something is there already")]
     Exists,
+    /// In the place of a directory, and not to be replaced by one.
+    #[error("a file or a link is there")]
+    FileThere,
     /// What is asked for cannot be done to the root itself.
     #[error("it is the root")]
     IsRoot,
@@ -68,8 +72,22 @@ pub enum Error {
     TooMany,
     #[error("more than {} directories deep", path::MAX_COMPONENTS)]
     TooDeep,
+    /// Of an entry of a listing.
+    #[error("the path of a link is too long to follow it")]
+    LinkTooDeep,
     #[error("{}", io::Error::from(*.0))]
     Io(Errno),
+}
+
+impl Error {
+    /// Of a path from which something is taken: below a file there is nothing.
+    #[must_use]
+    pub fn of_source(self) -> Self {
+        match self {
+            Self::NotADirectory => Self::Missing,
+            other => other,
+        }
+    }
 }
 
 impl From<Errno> for Error {
@@ -188,15 +206,10 @@ impl Root {
     /// Opens a regular file for reading, and says how long it is.
     pub fn read(&self, path: &str) -> Result<(File, u64), Error> {
         let place = self.resolve(path)?;
-        // Without NONBLOCK a pipe without a writer would hold this thread for good.
-        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         // Looked at first: to open a device may do things.
-        let stat = stat(place.directory.as_fd(), &place.name)?;
-        regular(&stat)?;
-        let file = rustix::fs::openat(&place.directory, &place.name, flags, Mode::empty())?;
-        let stat = rustix::fs::fstat(&file)?;
-        regular(&stat)?;
-        Ok((File::from(file), u64::try_from(stat.st_size).unwrap_or(0)))
+        regular(&stat(place.directory.as_fd(), &place.name)?)?;
+        let (file, stat) = open_file(place.directory.as_fd(), &place.name)?;
+        Ok((file, u64::try_from(stat.st_size).unwrap_or(0)))
     }
 
     /// Whether something is there. A link that leads nowhere is nothing.
@@ -214,8 +227,7 @@ impl Root {
     /// The entries of a directory, by name.
     pub fn list(&self, path: &str) -> Result<Vec<Entry>, Error> {
         let place = self.resolve(path)?;
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let directory = rustix::fs::openat(&place.directory, &place.name, flags, Mode::empty())?;
+        let directory = rustix::fs::openat(&place.directory, &place.name, READ, Mode::empty())?;
         let mut entries = Vec::new();
         for entry in Dir::read_from(&directory)? {
             let entry = entry?;
@@ -254,10 +266,15 @@ impl Root {
         let is_link = FileType::from_raw_mode(own.st_mode) == FileType::Symlink;
         let target = match name.to_str() {
             // A link is described by what it leads to, unless that is nothing or outside.
-            Ok(name) if is_link => self
-                .resolve(&format!("{parent}/{name}"))
-                .and_then(|place| stat(place.directory.as_fd(), &place.name))
-                .ok(),
+            Ok(name) if is_link => {
+                let path = format!("{parent}/{name}");
+                if path::components(&path) == Err(path::Error::Long) {
+                    return Err(Error::LinkTooDeep);
+                }
+                self.resolve(&path)
+                    .and_then(|place| stat(place.directory.as_fd(), &place.name))
+                    .ok()
+            }
             _ => None,
         };
         let dangling = is_link && target.is_none();
@@ -316,7 +333,8 @@ impl Root {
         self.unfinished(|name| rustix::fs::openat(at, name, flags, wanted))
     }
 
-    /// Makes something new under a name of its own. Another process of this number may have left one behind, as the first of a container that was started again.
+    /// Makes something new under a name of its own. Another process of this number may have left
+    /// one behind, as the first of a container that was started again.
     fn unfinished<T>(
         &self,
         make: impl Fn(&CStr) -> Result<T, Errno>,
@@ -498,6 +516,16 @@ fn is_directory(mode: u32) -> bool {
 
 fn stat(at: BorrowedFd<'_>, name: &CStr) -> Result<Stat, Error> {
     Ok(rustix::fs::statat(at, name, AtFlags::SYMLINK_NOFOLLOW)?)
+}
+
+/// Opens a regular file for reading.
+fn open_file(at: BorrowedFd<'_>, name: &CStr) -> Result<(File, Stat), Error> {
+    // Without NONBLOCK a pipe without a writer would hold this thread for good.
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let file = rustix::fs::openat(at, name, flags, Mode::empty())?;
+    let stat = rustix::fs::fstat(&file)?;
+    regular(&stat)?;
+    Ok((File::from(file), stat))
 }
 
 fn regular(stat: &Stat) -> Result<(), Error> {

@@ -25,7 +25,7 @@ pub struct Budget {
     abandoned: Arc<AtomicBool>,
 }
 
-/// Held by who waits for a call. Dropped, the call ends soon.
+/// Held while a call is waited for. Once it is dropped, the call ends soon.
 #[derive(Debug)]
 pub struct Waiting(Arc<AtomicBool>);
 
@@ -88,7 +88,8 @@ impl Budget {
         }
     }
 
-    fn heard(&self) -> Result<(), Error> {
+    /// Whether anybody still waits for the call.
+    pub fn heard(&self) -> Result<(), Error> {
         match self.abandoned.load(Ordering::Relaxed) {
             false => Ok(()),
             true => Err(Error::Io(Errno::CANCELED)),

@@ -1,4 +1,5 @@
-//! Changes below the root that upstream's sandboxd makes: files and directories with those they need, moves and removal.
+//! Changes below the root that upstream's sandboxd makes: files and directories with those they
+//! need, moves and removal.
 
 use std::{
     ffi::CStr,
@@ -6,13 +7,11 @@ use std::{
 };
 
 use rustix::{
-    fs::{AtFlags, Dir, Mode, OFlags},
+    fs::{AtFlags, Dir, Mode},
     io::Errno,
 };
 
-use super::{
-    Error, Existing, Root, Upload, Walk, copy::of_source, is_directory, rename, stat, tree::READ,
-};
+use super::{Error, Existing, Root, Upload, Walk, is_directory, rename, stat, tree::READ};
 use crate::path;
 
 /// How often a directory is read anew because something came into it while it was emptied.
@@ -31,26 +30,16 @@ impl Root {
         self.begin_at(place, Some(Mode::from_raw_mode(mode & 0o777)))
     }
 
-    /// Makes a directory with these permissions, and those on the way. One that is there stays as it is.
+    /// Makes a directory with these permissions, and those on the way. One that is there stays as
+    /// it is.
     pub fn make_directory(&self, path: &str, mode: u32) -> Result<(), Error> {
         let place = self.walk(path, Walk::Make)?;
-        let at = place.directory.as_fd();
-        match rustix::fs::mkdirat(at, &place.name, Mode::RWXU) {
-            Ok(()) => {}
-            Err(Errno::EXIST) => {
-                return match is_directory(stat(at, &place.name)?.st_mode) {
-                    true => Ok(()),
-                    false => Err(Error::Exists),
-                };
-            }
-            Err(errno) => return Err(errno.into()),
-        }
-        let directory = rustix::fs::openat(at, &place.name, READ, Mode::empty())?;
         let mode = Mode::from_raw_mode(mode & 0o777);
-        Ok(rustix::fs::fchmod(directory, mode)?)
+        make_one(place.directory.as_fd(), &place.name, mode)
     }
 
-    /// Moves what has this name, were it a link, and makes the directories that its new place needs. Of directories an empty one alone is replaced, and by a directory alone.
+    /// Moves what has this name, were it a link, and makes the directories that its new place
+    /// needs. Of directories an empty one alone is replaced, and by a directory alone.
     pub fn rename(&self, from: &str, to: &str, existing: Existing) -> Result<(), Error> {
         let (from, to) = (path::clean(from)?, path::clean(to)?);
         if from.is_empty() {
@@ -63,7 +52,7 @@ impl Root {
         {
             return Err(Error::IntoItself);
         }
-        let source = self.walk(&from, Walk::NoFollow).map_err(of_source)?;
+        let source = self.walk(&from, Walk::NoFollow).map_err(Error::of_source)?;
         stat(source.directory.as_fd(), &source.name)?;
         let target = self.free(&to, existing)?;
         rename(source.directory.as_fd(), &source.name, &target, existing)
@@ -80,6 +69,21 @@ impl Root {
             (false, true) => remove_all(at, &place.name, 0),
             (false, false) => remove_one(at, &place.name),
         }
+    }
+}
+
+/// Makes a directory with these permissions, whatever the umask is. One that is there stays as it is.
+pub(super) fn make_one(at: BorrowedFd<'_>, name: &CStr, mode: Mode) -> Result<(), Error> {
+    match rustix::fs::mkdirat(at, name, Mode::RWXU) {
+        Ok(()) => {
+            let directory = rustix::fs::openat(at, name, READ, Mode::empty())?;
+            Ok(rustix::fs::fchmod(directory, mode)?)
+        }
+        Err(Errno::EXIST) => match is_directory(stat(at, name)?.st_mode) {
+            true => Ok(()),
+            false => Err(Error::FileThere),
+        },
+        Err(errno) => Err(errno.into()),
     }
 }
 
@@ -106,10 +110,9 @@ pub(super) fn remove_all(at: BorrowedFd<'_>, name: &CStr, depth: usize) -> Resul
     remove_one(at, name)
 }
 
-/// Removes what is in a directory. Who fills it faster wins in the end: it stays, and is not empty.
+/// Removes what is in a directory. A directory that is filled faster than it is emptied stays.
 fn empty(at: BorrowedFd<'_>, name: &CStr, depth: usize) -> Result<(), Error> {
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let directory = rustix::fs::openat(at, name, flags, Mode::empty())?;
+    let directory = rustix::fs::openat(at, name, READ, Mode::empty())?;
     for _ in 0..PASSES {
         let mut removed = false;
         for entry in Dir::read_from(&directory)? {

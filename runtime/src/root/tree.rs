@@ -13,7 +13,8 @@ use super::{Entry, Error, Root, budget::Budget};
 const MAX_NAMES: u64 = 32 << 20;
 
 impl Root {
-    /// All entries below a directory, by their names from there (`sub/file`). A link is described by what it leads to, and not followed.
+    /// All entries below a directory, by their names from there (`sub/file`). A link is described
+    /// by what it leads to, and not followed.
     pub fn tree(&self, path: &str, budget: &mut Budget) -> Result<Vec<Entry>, Error> {
         let place = self.resolve(path)?;
         let mut tree = Tree {
@@ -68,6 +69,8 @@ impl Tree<'_> {
     ) -> Result<(), Error> {
         Budget::depth(depth)?;
         for name in names(at, self.budget)? {
+            // A link may take long to follow.
+            self.budget.heard()?;
             let mut entry = match self.root.examine(at, path, &name) {
                 // It went away meanwhile.
                 Err(Error::Missing) => continue,

@@ -13,7 +13,8 @@ use rustix::{
 };
 
 use super::{
-    DIRECTORY, Error, NEW_DIRECTORY, Place, Root, budget::Budget, is_directory, regular, stat,
+    DIRECTORY, Error, NEW_DIRECTORY, Place, Root, budget::Budget, edit::make_one, is_directory,
+    regular, stat,
 };
 
 /// A directory that an archive goes into.
@@ -38,20 +39,13 @@ impl Root {
 
 impl Unpacking<'_> {
     /// Makes a directory. One that is there stays as it is.
-    pub fn directory(&self, names: &[CString], mode: u32) -> Result<(), Error> {
+    pub fn directory(&mut self, names: &[CString], mode: u32) -> Result<(), Error> {
         let Some(place) = self.place(names)? else {
             return Ok(());
         };
         // Its owner puts more into it.
         let mode = Mode::from_raw_mode(mode & 0o777) | Mode::RWXU;
-        match rustix::fs::mkdirat(&place.directory, &place.name, mode) {
-            Ok(()) => Ok(()),
-            Err(Errno::EXIST) => match self.kind(&place)? {
-                Some(mode) if is_directory(mode) => Ok(()),
-                _ => Err(Error::Exists),
-            },
-            Err(errno) => Err(errno.into()),
-        }
+        make_one(place.directory.as_fd(), &place.name, mode)
     }
 
     /// Makes a file, in place of anything but a directory. It appears when all of it has come.
@@ -73,7 +67,7 @@ impl Unpacking<'_> {
     }
 
     /// Makes a link, in place of anything but a directory. Where it leads is not looked at.
-    pub fn link(&self, names: &[CString], target: &CStr) -> Result<(), Error> {
+    pub fn link(&mut self, names: &[CString], target: &CStr) -> Result<(), Error> {
         let place = self.free(names)?;
         let at = place.directory.as_fd();
         remove(at, &place.name)?;
@@ -81,7 +75,7 @@ impl Unpacking<'_> {
     }
 
     /// Gives a file of the archive's directory another name.
-    pub fn hard_link(&self, names: &[CString], target: &[CString]) -> Result<(), Error> {
+    pub fn hard_link(&mut self, names: &[CString], target: &[CString]) -> Result<(), Error> {
         let source = self.place(target)?.ok_or(Error::NotAFile)?;
         regular(&stat(source.directory.as_fd(), &source.name)?)?;
         let place = self.free(names)?;
@@ -100,7 +94,7 @@ impl Unpacking<'_> {
     }
 
     /// Where something is to be put that replaces no directory.
-    fn free(&self, names: &[CString]) -> Result<Place, Error> {
+    fn free(&mut self, names: &[CString]) -> Result<Place, Error> {
         let place = self.place(names)?.ok_or(Error::IsADirectory)?;
         match self.kind(&place)? {
             Some(mode) if is_directory(mode) => Err(Error::IsADirectory),
@@ -116,8 +110,9 @@ impl Unpacking<'_> {
         }
     }
 
-    /// The place of a name; none for the directory itself. Directories on the way are made.
-    fn place(&self, names: &[CString]) -> Result<Option<Place>, Error> {
+    /// The place of a name; none for the directory itself. Directories on the way are made, and count
+    /// as entries.
+    fn place(&mut self, names: &[CString]) -> Result<Option<Place>, Error> {
         let Some((last, above)) = names.split_last() else {
             return Ok(None);
         };
@@ -126,6 +121,7 @@ impl Unpacking<'_> {
         for name in above {
             let opened = match rustix::fs::openat(&here, name, DIRECTORY, Mode::empty()) {
                 Err(Errno::NOENT) => {
+                    self.budget.entry()?;
                     match rustix::fs::mkdirat(&here, name, NEW_DIRECTORY) {
                         Ok(()) | Err(Errno::EXIST) => {}
                         Err(errno) => return Err(errno.into()),

@@ -145,6 +145,7 @@ impl From<root::Error> for Refusal {
             root::Error::NotEmpty => Self::NotEmpty,
             root::Error::IsADirectory => Self::Invalid("target path is a directory".to_owned()),
             root::Error::Exists => Self::Exists,
+            root::Error::FileThere => Self::Occupied(error.to_string()),
             root::Error::NotADirectory
             | root::Error::NotAFile
             | root::Error::IsRoot
@@ -154,9 +155,10 @@ impl From<root::Error> for Refusal {
             | root::Error::BrokenOff => Self::Invalid(error.to_string()),
             root::Error::Io(Errno::ACCESS | Errno::PERM | Errno::ROFS) => Self::Permission,
             root::Error::Io(Errno::NAMETOOLONG | Errno::LOOP) => Self::Invalid(error.to_string()),
-            root::Error::TooMany | root::Error::TooDeep | root::Error::TooLarge(_) => {
-                Self::TooMuch(error.to_string())
-            }
+            root::Error::TooMany
+            | root::Error::TooDeep
+            | root::Error::LinkTooDeep
+            | root::Error::TooLarge(_) => Self::TooMuch(error.to_string()),
             root::Error::Io(_) => Self::Internal(error.to_string()),
         }
     }
@@ -176,7 +178,9 @@ mod tests {
     #[case(root::Error::NotAFile, 400, Some("INVALID_ARGUMENT"))]
     #[case(root::Error::NotEmpty, 409, Some("CONFLICT"))]
     #[case(root::Error::Exists, 409, Some("CONFLICT"))]
+    #[case(root::Error::FileThere, 409, Some("CONFLICT"))]
     #[case(root::Error::IntoItself, 400, Some("INVALID_ARGUMENT"))]
+    #[case(root::Error::LinkTooDeep, 413, Some("RESOURCE_EXHAUSTED"))]
     #[case(root::Error::TooMany, 413, Some("RESOURCE_EXHAUSTED"))]
     #[case(root::Error::TooLarge(1), 413, Some("RESOURCE_EXHAUSTED"))]
     #[case(root::Error::Io(Errno::NOSPC), 500, Some("INTERNAL"))]

@@ -29,7 +29,7 @@ use crate::{
         archive,
         content::{self, Content, Span},
         refusal::{Refusal, text},
-        route::{Route, Transfer, route},
+        route::{Route, Transfer, has_condition, route},
     },
     server::Calls,
     upload::{self, BodyError, Limits},
@@ -68,11 +68,7 @@ impl Calls for Rest {
         let (path, query) = (head.uri.path(), head.uri.query());
         match route(&head.method, path, query, &head.headers)? {
             Route::Get(path) => self.get(path, &head.headers).await,
-            Route::Stat(path) => {
-                let found = blocking(&self.root, move |root| root.stat(&path)).await;
-                let entry = found.map_err(of_source)?;
-                Ok(answer(StatusCode::OK, &described(&entry)))
-            }
+            Route::Stat(path) => self.stat(path).await,
             Route::Tree(path) => self.tree(path).await,
             Route::Put {
                 path,
@@ -80,36 +76,27 @@ impl Calls for Rest {
                 existing,
             } => {
                 let put = self.put(path, mode, existing, &head.headers, body).await;
-                let conditional = head.headers.contains_key(header::IF_NONE_MATCH);
                 put.map_err(|refusal| match refusal {
-                    Refusal::Exists if conditional => Refusal::Condition,
+                    Refusal::Exists if has_condition(&head.headers) => Refusal::Condition,
                     other => other,
                 })
             }
             Route::MakeDirectory { path, mode } => {
-                let made = move |root: &Root| root.make_directory(&path, mode);
-                blocking(&self.root, made).await?;
-                Ok(empty(StatusCode::NO_CONTENT))
+                let made = self.change(move |root| root.make_directory(&path, mode));
+                Ok(made.await?)
             }
             Route::Move(Transfer { from, to, existing }) => {
-                let moved = move |root: &Root| root.rename(&from, &to, existing);
-                blocking(&self.root, moved).await.map_err(of_transfer)?;
-                Ok(empty(StatusCode::NO_CONTENT))
+                let moved = self.change(move |root| root.rename(&from, &to, existing));
+                moved.await.map_err(of_transfer)
             }
             Route::Copy(Transfer { from, to, existing }) => {
                 let (mut budget, _waiting) = Budget::new(self.upload.bytes);
-                let copied = move |root: &Root| root.copy(&from, &to, existing, &mut budget);
-                blocking(&self.root, copied).await.map_err(of_transfer)?;
-                Ok(empty(StatusCode::NO_CONTENT))
+                let copied = self.change(move |root| root.copy(&from, &to, existing, &mut budget));
+                copied.await.map_err(of_transfer)
             }
             Route::Extract(path) => self.extract(path, &head.headers, body).await,
             Route::Delete { path, recursive } => self.delete(path, recursive).await,
-            Route::Health if self.stopping.load(Ordering::Relaxed) => Err(Refusal::Stopping),
-            Route::Health => {
-                let uptime = self.started.elapsed().as_secs();
-                let health = json!({"status": "ok", "uptime_seconds": uptime});
-                Ok(answer(StatusCode::OK, &health))
-            }
+            Route::Health => self.health(),
             Route::Busy => Ok(busy(self.busy.left())),
             Route::SetBusy(time) => {
                 let mark = Arc::clone(&self.busy);
@@ -118,12 +105,11 @@ impl Calls for Rest {
             }
             Route::ClearBusy => {
                 let mark = Arc::clone(&self.busy);
-                let cleared = move |_: &Root| {
+                let cleared = self.change(move |_| {
                     mark.clear();
                     Ok(())
-                };
-                blocking(&self.root, cleared).await?;
-                Ok(empty(StatusCode::NO_CONTENT))
+                });
+                Ok(cleared.await?)
             }
             Route::Metadata => Ok(answer(StatusCode::OK, &json!({"env": self.environment}))),
         }
@@ -131,13 +117,34 @@ impl Calls for Rest {
 }
 
 impl Rest {
+    fn health(&self) -> Result<Response<Body>, Refusal> {
+        if self.stopping.load(Ordering::Relaxed) {
+            return Err(Refusal::Stopping);
+        }
+        let uptime = self.started.elapsed().as_secs();
+        let health = json!({"status": "ok", "uptime_seconds": uptime});
+        Ok(answer(StatusCode::OK, &health))
+    }
+
+    /// Does something that has no answer but that it is done.
+    async fn change(
+        &self,
+        work: impl FnOnce(&Root) -> Result<(), root::Error> + Send + 'static,
+    ) -> Result<Response<Body>, root::Error> {
+        blocking(&self.root, work).await?;
+        Ok(empty(StatusCode::NO_CONTENT))
+    }
+
+    async fn stat(&self, path: String) -> Result<Response<Body>, Refusal> {
+        let found = blocking(&self.root, move |root| root.stat(&path)).await;
+        let entry = found.map_err(root::Error::of_source)?;
+        Ok(answer(StatusCode::OK, &described(&entry)))
+    }
+
     async fn get(&self, path: String, headers: &HeaderMap) -> Result<Response<Body>, Refusal> {
-        let asked = path.clone();
-        let found = blocking(&self.root, move |root| find(root, &asked)).await;
-        // Nothing is below a file, which is no error of who asks.
-        let found = found.map_err(of_source)?;
-        match found {
-            Found::Directory(entries) => Ok(answer(StatusCode::OK, &listing(&path, &entries))),
+        let found = blocking(&self.root, move |root| find(root, &path)).await;
+        match found.map_err(root::Error::of_source)? {
+            Found::Directory(listing) => Ok(listing),
             Found::File(file, modified, size) => Ok(content(
                 file,
                 headers,
@@ -149,14 +156,12 @@ impl Rest {
 
     /// Entries are named by their paths from the directory.
     async fn tree(&self, path: String) -> Result<Response<Body>, Refusal> {
-        let asked = path.clone();
         let (mut budget, _waiting) = Budget::new(0);
-        let found = blocking(&self.root, move |root| root.tree(&asked, &mut budget)).await;
-        let entries = found.map_err(|error| match error {
-            root::Error::NotADirectory => Refusal::Invalid("not a directory".to_owned()),
-            other => other.into(),
-        })?;
-        Ok(answer(StatusCode::OK, &listing(&path, &entries)))
+        let found = blocking(&self.root, move |root| {
+            let entries = root.tree(&path, &mut budget)?;
+            Ok(listing(&path, &entries))
+        });
+        Ok(found.await?)
     }
 
     /// Unpacks the archive as it comes; what has come stays when a later entry is refused.
@@ -241,7 +246,8 @@ impl Rest {
 
 /// What a path leads to.
 enum Found {
-    Directory(Vec<Entry>),
+    /// Its listing.
+    Directory(Response<Body>),
     File(std::fs::File, Option<SystemTime>, u64),
 }
 
@@ -252,16 +258,18 @@ fn find(root: &Root, path: &str) -> Result<Found, root::Error> {
             let modified = file.metadata().and_then(|metadata| metadata.modified());
             Ok(Found::File(file, modified.ok(), size))
         }
-        listed => listed.map(Found::Directory),
+        listed => listed.map(|entries| Found::Directory(listing(path, &entries))),
     }
 }
 
+/// The answer with these entries, of which there may be many: not to be called where others wait.
 /// Links that lead nowhere or outside are left out, as with upstream.
-fn listing(path: &str, entries: &[Entry]) -> Value {
+fn listing(path: &str, entries: &[Entry]) -> Response<Body> {
     let entries = entries.iter().filter(|entry| !entry.dangling);
     let entries = entries.map(described);
     let path = format!("/{}", path.strip_prefix('/').unwrap_or(path));
-    json!({"path": path, "entries": entries.collect::<Value>()})
+    let listing = json!({"path": path, "entries": entries.collect::<Value>()});
+    answer(StatusCode::OK, &listing)
 }
 
 /// A file or directory as upstream's `FileEntry` has it.
@@ -426,14 +434,6 @@ async fn pour(
     // The last write is known to have happened only now.
     file.flush().await.map_err(of_disk)?;
     file.sync_all().await.map_err(of_disk)
-}
-
-/// Nothing is below a file, which is no error of who asks.
-fn of_source(error: root::Error) -> Refusal {
-    match error {
-        root::Error::NotADirectory => Refusal::Missing,
-        other => other.into(),
-    }
 }
 
 /// What is there already stands in the way of what comes.

@@ -110,13 +110,17 @@ fn get(path: String, query: Option<&str>) -> Result<Route, Refusal> {
     }
 }
 
-/// `If-None-Match: *` is HTTP's own way to say that nothing is to be replaced (RFC 9110, 13.1.2).
+/// Whether a request says `If-None-Match: *`: HTTP's own way to ask that nothing is replaced (RFC
+/// 9110, 13.1.2).
+pub fn has_condition(headers: &HeaderMap) -> bool {
+    let tags = headers.get(header::IF_NONE_MATCH);
+    tags.is_some_and(|tags| tags.as_bytes().trim_ascii() == b"*")
+}
+
 fn put(path: String, query: Option<&str>, headers: &HeaderMap) -> Result<Route, Refusal> {
     let mode = mode(parameter(query, "mode").as_deref(), 0o644)?;
     let overwrite = truth("overwrite", query, true)?;
-    let tags = headers.get(header::IF_NONE_MATCH);
-    let any = tags.is_some_and(|tags| tags.as_bytes().trim_ascii() == b"*");
-    let existing = existing(overwrite && !any);
+    let existing = existing(overwrite && !has_condition(headers));
     Ok(Route::Put {
         path,
         mode,

@@ -89,6 +89,12 @@ fn a_write_replaces_nothing_where_that_is_asked_for() {
             412,
             "FAILED_PRECONDITION",
         ),
+        (
+            "PUT /v1/files/file?overwrite=false",
+            "\r\nIf-None-Match: \"tag\"",
+            409,
+            "CONFLICT",
+        ),
     ] {
         let answer = call(&runtime, line, headers, b"new");
         assert_eq!(
@@ -195,4 +201,25 @@ fn what_cannot_be_told_moved_or_copied_is_refused(
     assert!(!runtime.file("x").exists());
     let left = fs::read_dir(runtime.file("../")).unwrap().count();
     assert_eq!(left, 2);
+}
+
+#[test]
+fn the_page_of_another_origin_changes_nothing() {
+    let runtime = world();
+    for site in ["cross-site", "same-site"] {
+        let header = format!("\r\nSec-Fetch-Site: {site}");
+        let line = "POST /v1/files/made?op=mkdir";
+        let answer = call(&runtime, line, &header, b"");
+        assert_eq!(
+            (answer.status, &answer.json()["code"]),
+            (403, &json!("PERMISSION_DENIED"))
+        );
+        let kind = format!("application/json{header}");
+        let body = br#"{"command": "mkdir made"}"#;
+        assert_eq!(runtime.send("POST /execute", &kind, body).status, 403);
+    }
+    assert!(!runtime.file("made").exists());
+    let own = "\r\nSec-Fetch-Site: same-origin";
+    let answer = call(&runtime, "POST /v1/files/made?op=mkdir", own, b"");
+    assert_eq!(answer.status, 204);
 }
