@@ -1,7 +1,7 @@
 //! Tar archives: which entries they have, and what becomes of each.
 //!
-//! The crate `tar` reads headers; extension records (long names of GNU and pax) are read here, because
-//! it would hold one of any size in memory. Nothing is written by it: see [`Unpacking`].
+//! The crate `tar` reads headers; extension records (long names of GNU and pax) are read here,
+//! because it would hold one of any size in memory. Nothing is written by it: see [`Unpacking`].
 
 use std::{
     ffi::CString,
@@ -21,6 +21,9 @@ use crate::{
 
 /// Largest extension record, in bytes: two paths of the longest kind, and what else pax tells.
 const MAX_RECORD: u64 = 64 * 1024;
+
+/// Begins the keys of GNU's sparse files in pax.
+const SPARSE: &[u8] = b"GNU.sparse.";
 
 /// A body, for a reader that waits for it in a thread of its own.
 pub struct Incoming<S> {
@@ -79,8 +82,8 @@ impl<S> std::fmt::Debug for Incoming<S> {
     }
 }
 
-/// Unpacks an archive, and answers how many entries it had. The first that is refused ends it; those
-/// before it stay. To be called where waiting is allowed.
+/// Unpacks an archive, and answers how many entries it had. The first that is refused ends it;
+/// those before it stay. To be called where waiting is allowed.
 pub fn extract<S: Stream<Item = Result<Bytes, Refusal>> + Unpin>(
     archive: Incoming<S>,
     into: &mut Unpacking<'_>,
@@ -132,12 +135,16 @@ fn unpack(
         put(&item, &mut entry, into).map_err(|cause| (name, cause))?;
         *done += 1;
     }
-    Ok(())
+    match records.seen.is_empty() {
+        true => Ok(()),
+        false => Err((String::new(), malformed("it ends with records of no entry"))),
+    }
 }
 
 /// What extension records say of the entry after them.
 #[derive(Debug, Default)]
 struct Records {
+    seen: Vec<EntryType>,
     path: Option<Vec<u8>>,
     link: Option<Vec<u8>>,
     size: Option<Vec<u8>>,
@@ -153,35 +160,62 @@ struct Item {
     kind: EntryType,
     mode: u32,
     size: u64,
-    /// Its size is another one by its records, or it is no plain file: readers of archives differ in
-    /// what they take for its end, and so could be told different archives.
+    /// Its size is another one by its records, or it is no plain file: readers of archives differ
+    /// in what they take for its end, and so could be told different archives.
     ambiguous: bool,
+}
+
+/// Takes what a record says. Of two values readers take the first or the last.
+fn set(field: &mut Option<Vec<u8>>, value: Vec<u8>) -> Result<(), Refusal> {
+    match field.replace(value) {
+        None => Ok(()),
+        Some(_) => Err(malformed("its records say one thing twice")),
+    }
+}
+
+/// Checks a record for all entries after it. Readers differ in whether they heed it, so that it may
+/// say nothing of what entries are.
+fn global(record: &[u8]) -> Result<(), Refusal> {
+    for extension in PaxExtensions::new(record) {
+        let extension = extension.map_err(|error| malformed(&error.to_string()))?;
+        let key = extension.key_bytes();
+        if matches!(key, b"path" | b"linkpath" | b"size") || key.starts_with(SPARSE) {
+            return Err(malformed("a record for all entries names a path or a size"));
+        }
+    }
+    Ok(())
 }
 
 impl Records {
     /// Reads an entry that is a record; `false` for one that is not.
     fn take(&mut self, kind: EntryType, entry: &mut impl Read) -> Result<bool, Refusal> {
         match kind {
-            EntryType::XGlobalHeader => {}
-            EntryType::GNULongName => self.path = Some(without_nul(record(entry)?)),
-            EntryType::GNULongLink => self.link = Some(without_nul(record(entry)?)),
-            EntryType::XHeader => {
-                let record = record(entry)?;
-                for extension in PaxExtensions::new(&record) {
-                    let extension = extension.map_err(|error| malformed(&error.to_string()))?;
-                    let value = Some(extension.value_bytes().to_vec());
-                    match extension.key_bytes() {
-                        b"path" => self.path = value,
-                        b"linkpath" => self.link = value,
-                        b"size" => self.size = value,
-                        key if key.starts_with(b"GNU.sparse.") => self.sparse = true,
-                        _ => {}
-                    }
-                }
-            }
+            EntryType::XGlobalHeader => return global(&record(entry)?).map(|()| true),
+            EntryType::GNULongName => set(&mut self.path, without_nul(record(entry)?))?,
+            EntryType::GNULongLink => set(&mut self.link, without_nul(record(entry)?))?,
+            EntryType::XHeader => self.extend(&record(entry)?)?,
             _ => return Ok(false),
         }
+        if self.seen.contains(&kind) {
+            return Err(malformed("an entry has two records of one kind"));
+        }
+        self.seen.push(kind);
         Ok(true)
+    }
+
+    fn extend(&mut self, record: &[u8]) -> Result<(), Refusal> {
+        for extension in PaxExtensions::new(record) {
+            let extension = extension.map_err(|error| malformed(&error.to_string()))?;
+            let value = extension.value_bytes().to_vec();
+            match extension.key_bytes() {
+                b"path" => set(&mut self.path, value)?,
+                b"linkpath" => set(&mut self.link, value)?,
+                b"size" => set(&mut self.size, value)?,
+                key if key.starts_with(SPARSE) => self.sparse = true,
+                _ => {}
+            }
+        }
+        Ok(())
     }
 
     fn finish(self, entry: &Entry<'_, impl Read>) -> Item {
@@ -217,6 +251,8 @@ fn put(item: &Item, content: &mut dyn Read, into: &mut Unpacking<'_>) -> Result<
         EntryType::Regular | EntryType::Continuous if !item.path.ends_with(b"/") => {
             into.file(&names, item.mode, item.size, content)?;
         }
+        // Some readers skip it, others take it for the next entry.
+        _ if item.size != 0 => return Err(malformed("an entry that is no file has content")),
         EntryType::Directory | EntryType::Regular => into.directory(&names, item.mode)?,
         EntryType::Symlink => into.link(&names, &target(&names, &item.link)?)?,
         EntryType::Link => into.hard_link(&names, &self::names(&item.link)?)?,

@@ -86,7 +86,7 @@ fn an_archive_becomes_files_directories_and_links() {
             EntryType::XGlobalHeader,
             "pax_global_header",
             "",
-            b"19 comment=a commit\n",
+            b"20 comment=a commit\n",
         ),
     ] {
         builder.append(&header, &content[..]).unwrap();
@@ -267,6 +267,63 @@ fn an_archives_own_link_is_not_followed() {
     let told = extract(&runtime, &archive(&[file("link", "file")]));
     assert_eq!(told.status, 200);
     assert!(!runtime.file("into/link").is_symlink());
+}
+
+/// A pax record as an entry.
+fn pax(kind: EntryType, pairs: &[(&str, &str)]) -> (Header, Vec<u8>) {
+    let lines = pairs.iter().map(|(key, value)| {
+        // Two digits of length, a space, an equals sign and a line's end.
+        let length = key.len() + value.len() + 5;
+        format!("{length} {key}={value}\n")
+    });
+    entry(kind, "record", "", lines.collect::<String>().as_bytes())
+}
+
+#[rstest]
+#[case::global_path(vec![pax(EntryType::XGlobalHeader, &[("path", "other")])])]
+#[case::global_link(vec![pax(EntryType::XGlobalHeader, &[("linkpath", "other")])])]
+#[case::global_size(vec![pax(EntryType::XGlobalHeader, &[("size", "1234")])])]
+#[case::global_sparse(vec![pax(EntryType::XGlobalHeader, &[("GNU.sparse.major", "1")])])]
+#[case::two_of_pax(vec![
+    pax(EntryType::XHeader, &[("path", "other")]),
+    pax(EntryType::XHeader, &[("comment", "second")]),
+])]
+#[case::two_names(vec![
+    entry(EntryType::GNULongName, "record", "", b"one\0"),
+    entry(EntryType::GNULongName, "record", "", b"two\0"),
+])]
+#[case::names_of_both_kinds(vec![
+    entry(EntryType::GNULongName, "record", "", b"one\0"),
+    pax(EntryType::XHeader, &[("path", "other")]),
+])]
+#[case::a_key_twice(vec![pax(EntryType::XHeader, &[("path", "one"), ("path", "two")])])]
+#[case::link_with_content(vec![entry(EntryType::Symlink, "link", "ok", &[0; 512])])]
+#[case::directory_with_content(vec![entry(EntryType::Directory, "dir", "", &[0; 512])])]
+#[case::old_directory_with_content(vec![entry(EntryType::Regular, "dir/", "", &[0; 512])])]
+fn what_readers_read_differently_ends_an_archive(#[case] odd: Vec<(Header, Vec<u8>)>) {
+    let runtime = world(&[]);
+    let entries = [vec![file("ok", "1")], odd, vec![file("after", "1")]].concat();
+    let told = extract(&runtime, &archive(&entries));
+    assert_eq!(
+        (told.status, &told.json()["code"]),
+        (400, &json!("INVALID_ARGUMENT"))
+    );
+    let there = fs::read_dir(runtime.file("into")).unwrap();
+    let there: Vec<_> = there.map(|name| name.unwrap().file_name()).collect();
+    assert_eq!(there, ["ok"]);
+}
+
+#[test]
+fn records_have_an_entry_or_say_nothing_of_one() {
+    let runtime = world(&[]);
+    let left_over = pax(EntryType::XHeader, &[("path", "other")]);
+    let told = extract(&runtime, &archive(&[file("ok", "1"), left_over]));
+    assert_eq!(told.status, 400);
+    // As git writes it.
+    let comment = pax(EntryType::XGlobalHeader, &[("comment", "5f4cdb7")]);
+    let told = extract(&runtime, &archive(&[comment, file("fine", "1")]));
+    assert_eq!(told.status, 200);
+    assert!(runtime.file("into/fine").exists());
 }
 
 #[test]
