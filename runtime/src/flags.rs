@@ -37,7 +37,8 @@ pub struct Flags {
     /// Where the Pod's emptyDir `torpor` is mounted, in which a call marks the sandbox as busy
     #[arg(long, env = "SANDBOX_BUSY_DIR", default_value = "/run/torpor")]
     pub busy_dir: PathBuf,
-    /// A file with the bearer token that every call must show, of all three APIs; read at each call. Without it SANDBOXD_AUTH_TOKEN has the token; without both everybody may call
+    /// A file with the bearer token that every call must show, of all three APIs; read at each
+    /// call. Without it SANDBOXD_AUTH_TOKEN has the token; without both everybody may call
     #[arg(long, env = "SANDBOXD_AUTH_TOKEN_FILE")]
     pub auth_token_file: Option<PathBuf>,
     /// Variables whose names begin so are told to clients of the REST API

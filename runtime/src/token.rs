@@ -13,7 +13,7 @@ use http::{HeaderMap, header};
 use rustix::fs::OFlags;
 use subtle::ConstantTimeEq as _;
 
-/// The environment variable with the token, for those who have no file.
+/// The environment variable with the token; a token file goes before it.
 pub const VARIABLE: &str = "SANDBOXD_AUTH_TOKEN";
 /// Longest token, in bytes; also of its file, with line ends.
 const MAX_BYTES: usize = 4096;
@@ -48,9 +48,9 @@ pub enum Closed {
 pub enum Gate {
     /// Everybody.
     Open,
-    /// Who shows this token.
+    /// Whoever shows this token.
     Fixed(Vec<u8>),
-    /// Who shows the token that this file holds at the time of the call: so a Secret that changes
+    /// Whoever shows the token that this file holds at the time of the call: a Secret that changes
     /// counts at once, also in a sandbox that was restored from an image, whose memory is older.
     File(PathBuf),
 }

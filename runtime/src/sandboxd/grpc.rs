@@ -71,8 +71,8 @@ pub struct Grpc {
 }
 
 impl Grpc {
-    /// Serves commands, changes of files, and the questions which services there are, to those whom
-    /// the gate lets in.
+    /// Serves commands, changes of files, and the questions which services there are, to the clients
+    /// that the gate lets in.
     pub fn new(
         process: ProcessService,
         watcher: WatchService,
