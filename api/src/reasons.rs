@@ -227,6 +227,7 @@ pub mod plan {
     pub const AWAKE_UNRECORDED: &str = "AwakeUnrecorded";
     pub const RECORD_STALE: &str = "RecordStale";
     pub const SAVE_UNFINISHED: &str = "SaveUnfinished";
+    pub const END_UNFINISHED: &str = "EndUnfinished";
     pub const NOT_CAPABLE: &str = "NotCapable";
     pub const IN_USE: &str = "InUse";
     pub const NOT_READY: &str = "NotReady";
@@ -246,7 +247,7 @@ pub mod plan {
     pub const NUMBERS_EXHAUSTED: &str = "NumbersExhausted";
 
     /// Every reason of this module.
-    pub const ALL: [&str; 35] = [
+    pub const ALL: [&str; 36] = [
         BUSY,
         LIVE_UNKNOWN,
         LEDGER_CORRUPT,
@@ -265,6 +266,7 @@ pub mod plan {
         AWAKE_UNRECORDED,
         RECORD_STALE,
         SAVE_UNFINISHED,
+        END_UNFINISHED,
         NOT_CAPABLE,
         IN_USE,
         NOT_READY,

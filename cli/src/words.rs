@@ -37,6 +37,9 @@ pub fn of_plan(reason: &str) -> Option<&'static str> {
             "a note on the node says that it sleeps, which it does not; the note is taken away"
         }
         plan::SAVE_UNFINISHED => "a save was cut off; it is finished or taken back",
+        plan::END_UNFINISHED => {
+            "its end was cut off while it fell asleep; it is ended, and woken if it is wanted"
+        }
         plan::NOT_CAPABLE => "the runtime on its node cannot save a sandbox",
         plan::IN_USE => {
             "it shall sleep, but somebody uses it: an exec, an attach or a port-forward is open, or woke it less than 10 s ago"

@@ -276,6 +276,7 @@ pub(crate) mod tests {
             Reason::AwakeUnrecorded,
             Reason::RecordStale,
             Reason::SaveUnfinished,
+            Reason::EndUnfinished,
             Reason::NotCapable,
             Reason::InUse,
             Reason::NotReady,
@@ -324,6 +325,7 @@ pub(crate) mod tests {
                 | Reason::AwakeUnrecorded
                 | Reason::RecordStale
                 | Reason::SaveUnfinished
+                | Reason::EndUnfinished
                 | Reason::NotCapable
                 | Reason::InUse
                 | Reason::NotReady

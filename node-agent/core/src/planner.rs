@@ -203,6 +203,12 @@ impl<'a> Planning<'a> {
             }
             return;
         }
+        if let Some(image) = self.end_begun() {
+            // Its processes are not all there, and nobody has heard it since: its memory is the image's.
+            self.why.push(Reason::EndUnfinished);
+            self.push_end(&image);
+            return;
+        }
         if let Memory::Waking { .. } | Memory::WakeFailed { .. } = view.ledger.memory {
             // A restored sandbox that stands still: awake, as far as its image is concerned.
             self.why.push(Reason::AwakeUnrecorded);
@@ -218,6 +224,14 @@ impl<'a> Planning<'a> {
             Some(image) => self.plan_paused_and_saved(&image),
             None => self.plan_paused_unsaved(frozen),
         }
+    }
+
+    /// The image that the sandbox hibernates in, if its end was begun: the note in /run is written
+    /// before the first of its processes is killed.
+    fn end_begun(&self) -> Option<ImageId> {
+        let image = &self.view.observed.record.as_ref()?.image;
+        let is_memory = self.view.ledger.memory.image() == Some(image);
+        (is_memory && self.view.held(image)).then(|| image.clone())
     }
 
     /// Its memory is in the sandbox and, the same, in `image`.

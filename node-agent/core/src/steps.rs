@@ -180,6 +180,9 @@ pub enum Reason {
     RecordStale,
     /// A save was not finished.
     SaveUnfinished,
+    /// The end of a sandbox that hibernates was begun and not finished: some of its processes may be
+    /// gone.
+    EndUnfinished,
     /// The runtime cannot save.
     NotCapable,
     /// Somebody has a session open, or had one a moment ago.

@@ -453,6 +453,19 @@ fn a_running_sandbox_makes_its_image_stale_before_anything_else() {
 }
 
 #[test]
+fn a_sandbox_whose_end_was_begun_is_ended_and_never_resumed() {
+    let unfinished = [asleep(), vec![Entry::Waking { image: image(1) }]].concat();
+    for entries in [committed(), asleep(), unfinished] {
+        for power in [Power::Awake, Power::Frozen, Power::Asleep] {
+            let mut observed = observed(Live::Paused, &entries, &[1]);
+            observed.record = Some(Record { image: image(1) });
+            let plan = planned(&desired(power), &observed);
+            assert_eq!(kinds(&plan), [StepKind::End], "{power:?}, {entries:?}");
+        }
+    }
+}
+
+#[test]
 fn a_note_in_run_that_the_ledger_contradicts_is_dropped_and_nothing_is_woken() {
     let awake = [asleep(), vec![Entry::Awake]].concat();
     for live in [Live::None, Live::Running] {

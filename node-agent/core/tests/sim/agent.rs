@@ -254,6 +254,8 @@ impl Agent {
                         image, None,
                         "resumed while an image could still be restored"
                     );
+                    // Written before the first of its processes is killed.
+                    assert_eq!(world.record, None, "resumed although its end was begun");
                     world.live = Live::Running;
                     may_die(random, faults)?;
                     world.doze = None;

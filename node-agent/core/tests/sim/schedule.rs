@@ -346,7 +346,12 @@ impl Schedule {
             return;
         }
         match (world.live, world.record.clone()) {
-            (Live::None, Some(image)) if world.restorable().as_ref() == Some(&image) => {
+            // What stands still with a note of its sleep was about to be ended: that comes first.
+            (Live::None | Live::Paused, Some(image))
+                if world.restorable().as_ref() == Some(&image) =>
+            {
+                world.live = Live::None;
+                world.doze = None;
                 world.say("exec wake", || image.to_string());
                 if !world.append(
                     &Entry::Waking {
