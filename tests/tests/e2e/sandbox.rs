@@ -373,13 +373,17 @@ async fn what_a_sleep_gained_and_how_the_wake_went_is_told_by_the_node() -> anyh
         let (before, after) = (asleep.memory_awake_bytes, asleep.memory_asleep_bytes);
         assert!(before > after && after.is_some(), "{asleep:?}");
         assert_eq!(asleep.last_wake, None);
-        // An exec wakes it.
+        // An exec wakes it, and it stays awake.
         counted(case).await?;
-        let awake = told(case, &pod, "the node tells of the wake", |told| told.last_wake.is_some()).await?;
+        case.patch("s", wish(Value::Null)).await?;
+        let words = "the node tells of the wake";
+        let awake = told(case, &pod, words, |told| {
+            told.last_wake.is_some() && told.image_bytes.is_none()
+        })
+        .await?;
         let wake = awake.last_wake.context("the wish was that there is one")?;
         assert_eq!(wake.cause, "Exec");
         assert!(wake.duration_micros > 0, "{wake:?}");
-        assert_eq!(awake.image_bytes, None);
         Ok(())
     })
     .await
