@@ -14,7 +14,7 @@ use crate::calls::Apiserver;
 
 /// Who reports, as upstream names itself.
 const REPORTER: &str = "sandbox-controller";
-/// What the reporter was doing, as upstream names it where it says nothing more exact.
+/// Action of the reporter where upstream names none that is more exact.
 const DOING: &str = "Reconciling";
 /// The API's limit for the text of an Event.
 const LONGEST_NOTE: usize = 1024;
@@ -99,7 +99,7 @@ fn event<K: Resource<DynamicType = ()>>(about: &K, note: Note, now: Timestamp) -
     }
 }
 
-/// What the reporter was doing, in upstream's words (#782, #1532).
+/// Action of the reporter, in upstream's words (#782, #1532).
 fn doing(reason: &str) -> &'static str {
     match reason {
         reasons::SANDBOX_POD_CREATED | reasons::SANDBOX_POD_CREATE_FAILED => "PodCreation",

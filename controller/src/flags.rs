@@ -254,7 +254,7 @@ pub struct Ignored {
 /// The flags cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Of the command line, or a question to it such as `--help`.
+    /// The command line is wrong, or asks for words such as `--help`.
     #[error("the command line: {0}")]
     CommandLine(clap::Error),
     #[error("ConfigMap agent-sandbox-config, key {key}: {source}")]
@@ -264,7 +264,7 @@ pub enum Error {
     },
 }
 
-/// What was read.
+/// The flags that were read.
 #[derive(Debug)]
 pub struct Parsed {
     pub flags: Flags,

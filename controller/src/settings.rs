@@ -13,7 +13,7 @@ pub struct Settings {
     pub extensions: bool,
     /// Publish Events about Sandboxes.
     pub sandbox_events: bool,
-    /// Where the controller works.
+    /// Namespaces that the controller works in.
     pub namespaces: Namespaces,
     /// Watch only Services that carry the label of a Sandbox.
     pub cache_label_selectors: bool,

@@ -29,7 +29,7 @@ pub enum Authorizer {
     SubjectAccessReview(Reviewer),
 }
 
-/// What a request asks for.
+/// Target of a request.
 #[derive(Clone, Copy)]
 pub struct Asked<'a> {
     pub target: &'a Target,

@@ -85,7 +85,7 @@ fn decoded(segment: &str) -> Result<Cow<'_, str>, Refusal> {
     if escapes.any(|escape| escape.len() != 2 || !escape.bytes().all(|b| b.is_ascii_hexdigit())) {
         return Err(Refusal::PathEncoding);
     }
-    // What is no text is no name either.
+    // A segment that is no text is no name either.
     Ok(percent_decode_str(segment).decode_utf8_lossy())
 }
 
@@ -109,7 +109,7 @@ pub fn strip(uri: &Uri, base: usize) -> Uri {
     rest.unwrap_or_default()
 }
 
-/// Where a sandbox is for the client: what an answer's redirects and cookies are put below.
+/// Path of a sandbox for its client: redirects and cookies of an answer are put below it.
 #[derive(Clone, Debug)]
 pub struct Place {
     /// The beginning of the request's path that names the sandbox, without a slash at its end.
@@ -121,7 +121,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// Of a request with this path.
+    /// The place of a sandbox for the client of a request with this path.
     pub fn new(path: &str, base: usize, hosts: Vec<String>) -> Self {
         let (base, rest) = path.split_at_checked(base).unwrap_or((path, ""));
         Self {

@@ -481,7 +481,7 @@ impl Proxy {
         }
     }
 
-    /// Where a sandbox that a path names is for its client.
+    /// Path and host of a sandbox that a path names, as its client sees them.
     fn place_of(uri: &Uri, base: usize, arrival: &rewrite::Arrival, to: SocketAddr) -> Place {
         let outside = arrival.host.as_ref().and_then(|host| host.to_str().ok());
         let hosts = [Some(to.to_string()), outside.map(str::to_owned)];
@@ -554,7 +554,7 @@ impl Proxy {
     }
 }
 
-/// What becomes of a request whose client is let in.
+/// Next step of a request whose client is let in.
 enum Entry {
     /// It goes on to a sandbox.
     Meant(Meant),

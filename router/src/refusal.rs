@@ -79,7 +79,7 @@ pub enum Refusal {
     TooLate,
     #[error("Request body too large.")]
     BodyTooLarge,
-    /// Of a gRPC-Web call alone.
+    /// The body of a gRPC-Web call is not base64.
     #[error("The body of the call is not base64.")]
     NotBase64,
     #[error("Method not allowed.")]

@@ -14,21 +14,21 @@ use self::keys::Keys;
 pub const SHORTEST_SECRET: usize = 32;
 /// Largest file of a secret, in bytes.
 pub const LARGEST_SECRET: usize = 4096;
-/// What is signed begins with it: no other use of the secret makes tokens.
+/// First bytes of each signed text: no other use of the secret makes tokens.
 const CONTEXT: &str = "agent-sandbox/scoped-token/v1.";
 
-/// What verifies tokens. Without any of the two no token is good.
+/// Keys that verify tokens. Without any of the two no token is good.
 #[derive(Debug, Default)]
 pub struct Tokens {
-    /// Of tokens of version 1.
+    /// Key of tokens of version 1.
     pub secret: Option<Secret>,
     /// Second since 1970 from which on tokens of version 1 are void, if there is one.
     pub secret_until: Option<i64>,
-    /// Of tokens of version 2.
+    /// Keys of tokens of version 2.
     pub keys: Option<Keys>,
 }
 
-/// What a good token says.
+/// Claims of a good token.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Opened {
     V1(Claims),
@@ -36,7 +36,7 @@ pub enum Opened {
 }
 
 impl Tokens {
-    /// What the token says, if it is good at `now` (seconds since 1970).
+    /// Claims of the token, if it is good at `now` (seconds since 1970).
     pub fn verify(&self, token: &str, now: i64) -> Option<Opened> {
         match token.split_once('.')? {
             ("v1", rest) if self.secret_until.is_none_or(|until| now < until) => {
@@ -57,7 +57,7 @@ impl From<Secret> for Tokens {
     }
 }
 
-/// What a token of version 1 says.
+/// Claims of a token of version 1.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Claims {
     #[serde(rename = "ns")]
@@ -88,7 +88,7 @@ impl Secret {
         Ok(Self(Box::new(hmac::Key::new(hmac::HMAC_SHA256, secret))))
     }
 
-    /// What `<payload>.<signature>` says.
+    /// Claims of `<payload>.<signature>`.
     fn verify(&self, token: &str, now: i64) -> Option<Claims> {
         let (payload, signature) = token.split_once('.')?;
         let signature = URL_SAFE_NO_PAD.decode(signature).ok()?;

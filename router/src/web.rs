@@ -123,7 +123,7 @@ impl Web {
 /// How far an answer has come in its current message.
 #[derive(Debug, Default)]
 pub struct Messages {
-    /// What has come of the prefix.
+    /// Bytes of the prefix that have come.
     prefix: [u8; PREFIX],
     filled: usize,
     /// Bytes of the message that are still to come.
@@ -214,7 +214,7 @@ impl Decoder {
 pub struct Origins(Vec<String>);
 
 impl Origins {
-    /// Of origins as `https://host`; `*` is all of them.
+    /// Origins as `https://host`; `*` is all of them.
     pub fn new(origins: Vec<String>) -> Self {
         Self(origins)
     }

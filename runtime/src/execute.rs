@@ -191,7 +191,7 @@ fn outcome(stdout: &Captured, stderr: &Captured, status: ExitStatus) -> Outcome 
     }
 }
 
-/// What a command left whose time was over, in upstream's words.
+/// Outcome of a command whose time was over, in upstream's words.
 fn late(stdout: &Captured, stderr: &Captured, limit: Duration) -> Outcome {
     let (stdout, mut stderr) = texts(stdout, stderr);
     if !stderr.is_empty() && !stderr.ends_with('\n') {

@@ -54,7 +54,7 @@ pub enum Error {
     /// In the place of a directory, and not to be replaced by one.
     #[error("a file or a link is there")]
     FileThere,
-    /// What is asked for cannot be done to the root itself.
+    /// The request cannot be done to the root itself.
     #[error("it is the root")]
     IsRoot,
     #[error("a directory cannot be put into itself")]
@@ -65,7 +65,7 @@ pub enum Error {
     Special,
     #[error("more than {0} bytes")]
     TooLarge(u64),
-    /// What was to be written ended too early.
+    /// The data to write ended too early.
     #[error("its content broke off")]
     BrokenOff,
     #[error("more than {MAX_ENTRIES} entries")]
@@ -149,7 +149,7 @@ pub struct Root {
     uploads: AtomicU64,
 }
 
-/// What becomes of something that is where something else is to be.
+/// Fate of an entry in whose place another is to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Existing {
     Replace,
@@ -249,7 +249,7 @@ impl Root {
         Ok(entries)
     }
 
-    /// What a path leads to, under the path's last name.
+    /// Entry that a path leads to, under the path's last name.
     pub fn stat(&self, path: &str) -> Result<Entry, Error> {
         let place = self.resolve(path)?;
         let stat = stat(place.directory.as_fd(), &place.name)?;

@@ -43,12 +43,12 @@ pub enum Closed {
     Unknown,
 }
 
-/// What decides who may call.
+/// Condition on which a caller is let in.
 #[derive(Debug)]
 pub enum Gate {
     /// Everybody.
     Open,
-    /// Whoever shows this token.
+    /// Callers that show this token.
     Fixed(Vec<u8>),
     /// Whoever shows the token that this file holds at the time of the call: a Secret that changes
     /// counts at once, also in a sandbox that was restored from an image, whose memory is older.

@@ -41,7 +41,7 @@ const FILES: [&str; 1] = ["allowed-label-domains"];
 /// Longest value of a flag that is read, in bytes.
 const LONGEST: u64 = 4096;
 
-/// What the ConfigMap says.
+/// Keys and values of the ConfigMap.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Configured {
     /// Values by the name of the flag, without white space around them.
@@ -61,7 +61,7 @@ pub enum Error {
     TooLong(PathBuf),
 }
 
-/// What a key is.
+/// Kind of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Key {
     Flag(&'static str),

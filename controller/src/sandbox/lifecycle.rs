@@ -19,7 +19,7 @@ pub fn pod_created(name: &str) -> Note {
     }
 }
 
-/// What changed for the Sandbox' user between two statuses: its condition Ready, and whether its
+/// Changes for the Sandbox' user between two statuses: its condition Ready, and whether its
 /// Pod can be made. `failures` are those of the pass that led to `after`.
 pub fn between(
     sandbox: &Sandbox,

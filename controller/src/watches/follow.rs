@@ -40,7 +40,7 @@ pub(super) fn in_small_pages() -> watcher::Config {
     watcher::Config::default().page_size(PAGE_OF_LARGE)
 }
 
-/// Where kinds are watched, and by which client.
+/// Client and namespaces by which kinds are watched.
 #[derive(Clone)]
 pub(super) struct Place {
     client: Client,

@@ -15,7 +15,7 @@ use crate::apiserver::Apiserver;
 #[derive(Clone)]
 pub(crate) struct Front {
     api: Client,
-    /// What the paths of requests end with that may be forbidden.
+    /// Ends of the paths of requests that may be forbidden.
     part: &'static str,
     forbids: Arc<watch::Sender<bool>>,
     /// How many requests were refused.

@@ -15,7 +15,7 @@ pub fn read() -> io::Result<Meminfo> {
     read_at(Path::new("/proc/meminfo"))
 }
 
-/// The same from a file of that form. A file that lacks a line which each kernel writes is an error.
+/// The same from a file of that form. It is an error if a line is missing that each kernel writes.
 pub fn read_at(path: &Path) -> io::Result<Meminfo> {
     parse(path)
 }

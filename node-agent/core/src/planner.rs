@@ -204,7 +204,7 @@ impl<'a> Planning<'a> {
             return;
         }
         if let Some(image) = self.end_begun() {
-            // Its processes are not all there, and nobody has heard it since: its memory is the image's.
+            // Some of its processes may be gone. Its memory is the image's.
             self.why.push(Reason::EndUnfinished);
             self.push_end(&image);
             return;

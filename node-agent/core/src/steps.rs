@@ -180,8 +180,7 @@ pub enum Reason {
     RecordStale,
     /// A save was not finished.
     SaveUnfinished,
-    /// The end of a sandbox that hibernates was begun and not finished: some of its processes may be
-    /// gone.
+    /// The end of a sandbox that hibernates was cut off: some of its processes may be gone.
     EndUnfinished,
     /// The runtime cannot save.
     NotCapable,

@@ -12,7 +12,7 @@ use http::Method;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::{Deserialize, Serialize};
 
-/// What is signed begins with it.
+/// First bytes of each signed text.
 pub const CONTEXT: &str = "agent-sandbox/scoped-token/v2.";
 /// Longest key ID in bytes; upstream's.
 const LONGEST_ID: usize = 128;
@@ -21,7 +21,7 @@ pub const MOST_KEYS: usize = 256;
 /// Largest file of keys in bytes: as many of the longest as there may be, and white space.
 pub const LARGEST_FILE: usize = 128 * 1024;
 
-/// What a token says.
+/// Claims of a token.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Claims {
     #[serde(rename = "ns")]
@@ -63,7 +63,7 @@ impl Claims {
     }
 }
 
-/// What a path may hold as it is; upstream's, which is Go's (net/url).
+/// Characters that a path holds unencoded, as upstream's, which are Go's (net/url).
 const ESCAPED: &AsciiSet = &NON_ALPHANUMERIC
     .remove(b'-')
     .remove(b'.')
@@ -169,7 +169,7 @@ impl Keys {
         Ok(Self(keys))
     }
 
-    /// What `<key ID>.<payload>.<signature>` says, if it was made with that key and is not void at
+    /// Claims of `<key ID>.<payload>.<signature>`, if it was made with that key and is not void at
     /// `now` (seconds since 1970).
     pub(super) fn verify(&self, token: &str, now: i64) -> Option<Claims> {
         let (signed, signature) = token.rsplit_once('.')?;

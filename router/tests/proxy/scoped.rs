@@ -21,7 +21,7 @@ fn pair() -> Ed25519KeyPair {
     Ed25519KeyPair::from_seed_unchecked(&[7; 32]).unwrap()
 }
 
-/// What takes the tokens of [`token`].
+/// Keys that verify the tokens of [`token`].
 pub(crate) fn tokens() -> Tokens {
     let public = URL_SAFE_NO_PAD.encode(pair().public_key());
     let file = json!({"keys": [{"kid": "current", "publicKey": public}]}).to_string();
@@ -83,7 +83,7 @@ async fn a_token_for_a_request_opens_that_request_alone() {
         )
         .unwrap()
     });
-    // What is asked in the query is not signed.
+    // The query is not signed.
     for path in ["/exec/a%2Fb", "/exec/a%2fb?x=1"] {
         assert_eq!(ask(&world, port, &token, ("POST", path)).await, "200 s");
     }

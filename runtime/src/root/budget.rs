@@ -16,7 +16,7 @@ use crate::path;
 /// Bytes that are copied between two looks whether anybody still waits.
 const STEP: u64 = 1 << 20;
 
-/// What a call may still do.
+/// Entries and bytes that a call may still use.
 #[derive(Debug)]
 pub struct Budget {
     entries: usize,

@@ -141,7 +141,7 @@ fn unpack(
     }
 }
 
-/// What extension records say of the entry after them.
+/// Extension records of the entry after them.
 #[derive(Debug, Default)]
 struct Records {
     seen: Vec<EntryType>,

@@ -11,7 +11,7 @@ impl Apiserver {
         self.state.lock().unwrap().confined = Some(namespaces);
     }
 
-    /// What clients were forbidden so far: `kinds` of the cluster or all of a kind, or `kinds in namespace`.
+    /// Forbidden requests so far: `kinds` of the cluster or all of a kind, or `kinds in namespace`.
     pub fn forbidden(&self) -> BTreeSet<String> {
         self.state.lock().unwrap().forbidden.clone()
     }

@@ -1,8 +1,9 @@
-//! NetworkPolicies of sandboxes where something enforces them: `hack/vm full` runs these in a machine with
-//! kube-network-policies. The development cluster's own network enforces none, and this machine's kernel may lack what an
-//! enforcer needs. A test target of its own for that reason.
+//! NetworkPolicies of sandboxes that an enforcer makes hold. `hack/vm` runs these in a machine with
+//! kube-network-policies: the development cluster's own network enforces none, and this machine's
+//! kernel may lack what an enforcer needs. A test target of its own for that reason.
 //!
-//! `cargo test -p torpor-tests --test policies`, as root, with KUBECONFIG and TORPOR_DEV of such a cluster.
+//! `cargo test -p torpor-tests --test policies`, as root, with KUBECONFIG and TORPOR_DEV of such a
+//! cluster.
 
 use std::time::Duration;
 

@@ -346,7 +346,7 @@ impl Schedule {
             return;
         }
         match (world.live, world.record.clone()) {
-            // What stands still with a note of its sleep was about to be ended: that comes first.
+            // A sandbox that stands still with a note of its sleep is ended first.
             (Live::None | Live::Paused, Some(image))
                 if world.restorable().as_ref() == Some(&image) =>
             {

@@ -153,7 +153,7 @@ fn a_copy_is_whole_and_follows_no_link_out() {
         assert_eq!(refused(from, to, existing), error, "{from} {to}");
     }
     copy("a.txt", "new/a", Existing::Replace).unwrap();
-    // What is replaced is the link, not what it leads to.
+    // The link is replaced, and not its target.
     copy("a.txt", "out", Existing::Replace).unwrap();
     assert!(app.join("out").is_file() && !app.join("out").is_symlink());
     assert_eq!(

@@ -1,4 +1,4 @@
-//! What the conditions of a pool say.
+//! Conditions of a pool.
 
 use super::*;
 
@@ -40,7 +40,7 @@ fn stalled(why: &str) -> Plan {
     }
 }
 
-/// What the pool says of its progress after each of the plans.
+/// The condition Progressing after each of the plans.
 fn progress_after(template: bool, plans: &[Plan]) -> Vec<String> {
     let mut view = observed(&[]);
     view.template = view.template.filter(|_| template);
