@@ -690,7 +690,10 @@ proptest! {
         let memory = observed.ledger.clone().unwrap_or_default().memory;
         let idle = may_sleep && power == Power::Awake && observed.idle_since.is_some_and(|since| since <= at(900));
         let moves_on = evicted && observed.doze.is_some() && observed.live == Live::Paused;
-        if power == Power::Awake && !idle && !moves_on && observed.live != Live::None {
+        let noted = observed.record.as_ref().map(|record| &record.image);
+        let held = |image: &ImageId| observed.images.iter().any(|it| it.id == *image);
+        let end_begun = observed.live == Live::Paused && noted.is_some_and(|image| memory.image() == Some(image) && held(image));
+        if power == Power::Awake && !idle && !moves_on && !end_begun && observed.live != Live::None {
             let saved = plan.steps.iter().any(|s| s.action.kind() == StepKind::End);
             prop_assert!(!saved, "put to sleep although nobody asked and it is not idle");
         }
