@@ -1,5 +1,7 @@
-//! Condition types, and the few operations on a list of conditions. The rules are those of the Kubernetes API conventions: one entry per type, and
-//! `lastTransitionTime` moves only with the status.
+//! Condition types and operations on a list of conditions.
+//!
+//! The rules are those of the Kubernetes API conventions: a list has one entry per type, and
+//! `lastTransitionTime` changes only with the status.
 
 use std::borrow::Cow;
 
@@ -7,60 +9,52 @@ use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use schemars::{Schema, SchemaGenerator, json_schema};
 
-/// Sandbox, SandboxClaim, SandboxNode.
-pub const READY: &str = "Ready";
-/// SandboxNode: the node is short of memory or swap, and sandboxes that have been idle longest sleep before their time.
-pub const PRESSURE: &str = "Pressure";
-/// SandboxNode: builds of runsc are revoked on it.
-pub const RUNSC_REVOKED: &str = "RunscRevoked";
-/// Sandbox: `operatingMode: Suspended` took effect.
-pub const SUSPENDED: &str = "Suspended";
-/// Sandbox: copy of the Pod's condition.
-pub const POD_SCHEDULED: &str = "PodScheduled";
-/// Sandbox: the Pod ended by itself.
-pub const FINISHED: &str = "Finished";
-/// Sandbox: memory lies in an image, no process runs. Torpor's.
-pub const HIBERNATED: &str = "Hibernated";
-/// Sandbox: the running Pod continued from an image. Torpor's.
-pub const RESTORED: &str = "Restored";
-/// SandboxWarmPool: as many members are Ready as are asked for.
-pub const AVAILABLE: &str = "Available";
-/// SandboxWarmPool: nothing keeps it from making its members, and them from becoming Ready.
-pub const PROGRESSING: &str = "Progressing";
-/// SandboxSnapshot: the image is complete and durable.
-pub const COMMITTED: &str = "Committed";
-/// SandboxSnapshot: the image is older than the sandbox, since that went on without it.
-pub const CONSUMED: &str = "Consumed";
-/// Pod, written by the agent; the Sandbox shows it as [`HIBERNATED`].
-pub const POD_HIBERNATED: &str = "torpor.dev/Hibernated";
-/// Pod, written by the agent; the Sandbox shows it as [`RESTORED`].
-pub const POD_RESTORED: &str = "torpor.dev/Restored";
-/// Pod, written by the agent together with how the restore went, once that is final. A readiness gate: who reads that as soon as the Pod is Ready finds it.
-pub const POD_RESTORE_SETTLED: &str = "torpor.dev/RestoreSettled";
-/// Pod, written by whoever disrupts it, before its deletion (Kubernetes, "Pod disruption conditions").
-pub const POD_DISRUPTION_TARGET: &str = "DisruptionTarget";
+use crate::documented::documented;
 
-/// Every condition type of this module.
-pub const ALL: [&str; 16] = [
-    READY,
-    PRESSURE,
-    RUNSC_REVOKED,
-    SUSPENDED,
-    POD_SCHEDULED,
-    FINISHED,
-    HIBERNATED,
-    RESTORED,
-    AVAILABLE,
-    PROGRESSING,
-    COMMITTED,
-    CONSUMED,
-    POD_HIBERNATED,
-    POD_RESTORED,
-    POD_RESTORE_SETTLED,
-    POD_DISRUPTION_TARGET,
-];
+documented! {
+    /// Every condition type of this module with its documentation.
+    pub const DOCUMENTED;
+    /// On a Sandbox, a SandboxClaim or a SandboxNode: the object is usable.
+    READY = "Ready";
+    /// On a SandboxNode: the node is short of memory or swap, so the sandboxes idle longest sleep
+    /// before their idle time is over.
+    PRESSURE = "Pressure";
+    /// On a SandboxNode: builds of runsc are revoked on the node.
+    RUNSC_REVOKED = "RunscRevoked";
+    /// On a Sandbox: `operatingMode: Suspended` took effect.
+    SUSPENDED = "Suspended";
+    /// On a Sandbox: copy of the Pod's condition.
+    POD_SCHEDULED = "PodScheduled";
+    /// On a Sandbox: the Pod ended by itself.
+    FINISHED = "Finished";
+    /// On a Sandbox: the memory is in an image and no process runs. Torpor's.
+    HIBERNATED = "Hibernated";
+    /// On a Sandbox: the running Pod continued from an image. Torpor's.
+    RESTORED = "Restored";
+    /// On a SandboxWarmPool: as many members are Ready as `spec.replicas` asks for.
+    AVAILABLE = "Available";
+    /// On a SandboxWarmPool: no error keeps the pool from making members or its members from
+    /// becoming Ready.
+    PROGRESSING = "Progressing";
+    /// On a SandboxSnapshot: the image is complete and durable.
+    COMMITTED = "Committed";
+    /// On a SandboxSnapshot: the image is older than the sandbox, which continued without it.
+    CONSUMED = "Consumed";
+    /// On a Pod, written by the agent: source of the Sandbox's `Hibernated`.
+    POD_HIBERNATED = "torpor.dev/Hibernated";
+    /// On a Pod, written by the agent: source of the Sandbox's `Restored`.
+    POD_RESTORED = "torpor.dev/Restored";
+    /// On a Pod, written by the agent: the result of the restore is final. The agent writes it
+    /// together with that result. It is a readiness gate, so a client that reads the result of a
+    /// Ready Pod always finds it.
+    POD_RESTORE_SETTLED = "torpor.dev/RestoreSettled";
+    /// On a Pod, written before its deletion by the component that disrupts it (Kubernetes, "Pod
+    /// disruption conditions").
+    POD_DISRUPTION_TARGET = "DisruptionTarget";
+}
 
-/// The longest message that the schema of [`list_schema`] takes. An apiserver counts characters, and who counts bytes finds no more of them.
+/// Longest message that the schema of [`list_schema`] accepts. An apiserver counts characters; this
+/// crate counts bytes, which are never fewer.
 const MESSAGE_LIMIT: usize = 32_768;
 
 /// Status of a condition.
@@ -72,7 +66,7 @@ pub enum Status {
 }
 
 impl Status {
-    /// The API's spelling.
+    /// Returns the API's spelling.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::True => "True",
@@ -82,7 +76,7 @@ impl Status {
     }
 }
 
-/// A condition before it is put into a list: no transition time yet.
+/// Condition without a transition time, before it is put into a list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Draft {
     pub type_: &'static str,
@@ -92,7 +86,7 @@ pub struct Draft {
 }
 
 impl Draft {
-    /// A condition with a status that this program decided.
+    /// Returns a condition whose status this program decided.
     pub fn new(
         type_: &'static str,
         status: Status,
@@ -109,17 +103,20 @@ impl Draft {
     }
 }
 
-/// The condition of a type.
+/// Returns the condition of a type.
 pub fn find<'a>(conditions: &'a [Condition], type_: &str) -> Option<&'a Condition> {
     conditions.iter().find(|condition| condition.type_ == type_)
 }
 
-/// Whether the condition of a type is True.
+/// Reports whether the condition of a type is True.
 pub fn is_true(conditions: &[Condition], type_: &str) -> bool {
     find(conditions, type_).is_some_and(|condition| condition.status == "True")
 }
 
-/// Puts a condition into the list: a new type goes last; `lastTransitionTime` changes (to `now`, whole seconds, as the API keeps them) only with the status.
+/// Puts a condition into the list. A new type goes last.
+///
+/// `lastTransitionTime` changes only with the status, to `now` in whole seconds, as the API keeps
+/// times.
 pub fn set(
     conditions: &mut Vec<Condition>,
     draft: Draft,
@@ -163,7 +160,8 @@ pub fn set(
     entry.observed_generation = observed_generation;
 }
 
-/// An apiserver refuses the whole status for one message that is too long.
+/// Cuts a message at the limit: an apiserver refuses the whole status for one message that is too
+/// long.
 fn within_limit(mut message: String) -> String {
     const CUT: &str = "...";
     if message.len() > MESSAGE_LIMIT {
@@ -173,18 +171,19 @@ fn within_limit(mut message: String) -> String {
     message
 }
 
-/// Takes the condition of a type out of the list.
+/// Removes the condition of a type.
 pub fn remove(conditions: &mut Vec<Condition>, type_: &str) {
     conditions.retain(|condition| condition.type_ != type_);
 }
 
 fn whole_seconds(time: Timestamp) -> Timestamp {
-    // A timestamp within jiff's range has its second within the range too.
+    // A timestamp within jiff's range has its second within the range, too.
     Timestamp::from_second(time.as_second()).unwrap_or(time)
 }
 
-/// Schema of `status.conditions` as the Kubernetes API machinery defines a condition, with the list-map marker, so that two writers with server-side apply do not
-/// overwrite each other.
+/// Schema of `status.conditions` as the Kubernetes API machinery defines a condition.
+///
+/// The list-map marker keeps two writers with server-side apply from overwriting each other.
 pub fn list_schema(_: &mut SchemaGenerator) -> Schema {
     json_schema!({
         "type": "array",
@@ -269,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_is_cut_at_the_limit_of_the_schema_and_in_no_character() {
+    fn a_message_is_cut_at_the_schemas_limit_between_characters() {
         let cut = |message: String| {
             let mut list = Vec::new();
             let draft = Draft::new(READY, Status::False, "A", message);
@@ -304,7 +303,8 @@ mod tests {
 
     #[test]
     fn condition_types_are_listed_once() {
-        let unique: std::collections::BTreeSet<_> = ALL.iter().collect();
-        assert_eq!(unique.len(), ALL.len());
+        let types = DOCUMENTED.iter().map(|entry| entry.value);
+        let unique: std::collections::BTreeSet<_> = types.collect();
+        assert_eq!(unique.len(), DOCUMENTED.len());
     }
 }

@@ -1,8 +1,11 @@
-//! The CustomResourceDefinitions as YAML, made from the types of this crate.
+//! Generates the CustomResourceDefinitions as YAML from the types of this crate.
 //!
-//! What the derived schemas lack is put right here, in one walk: no `nullable` (the API's own kinds have none, and a null is dropped by the apiserver), no
-//! prose of embedded Kubernetes types (it is three quarters of the size, and `kubectl apply` keeps a copy in an annotation of at most 256 KiB), list types, and
-//! the usual form of int-or-string.
+//! One walk over the derived schemas makes four corrections:
+//! - It removes `nullable`: the API's own kinds have none, and the apiserver drops a null.
+//! - It removes descriptions of embedded Kubernetes types: they are three quarters of the size, and
+//!   `kubectl apply` keeps a copy in an annotation of at most 256 KiB.
+//! - It adds list types.
+//! - It gives int-or-string its usual form.
 
 use kube::CustomResourceExt;
 use serde_json::{Map, Value, json};
@@ -12,10 +15,10 @@ use crate::{
     SandboxTemplate, SandboxWarmPool, SnapshotClass, list_types,
 };
 
-/// A quantity such as `1.5Gi`, as the Kubernetes API's generators write it.
+/// Pattern of a quantity such as `1.5Gi`, as the Kubernetes API's generators write it.
 const QUANTITY: &str = r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))))?$";
 
-/// Where Kubernetes types are embedded in ours: path of property names.
+/// Paths of property names at which our types embed Kubernetes types.
 const EMBEDDED: [&[&str]; 4] = [
     &["podTemplate", "spec"],
     &["volumeClaimTemplates", "spec"],
@@ -23,7 +26,7 @@ const EMBEDDED: [&[&str]; 4] = [
     &["networkPolicy", "ingress"],
 ];
 
-/// A definition cannot be written as YAML.
+/// Failure to write a definition as YAML.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot write the definition {name} as YAML")]
 pub struct NotWritable {
@@ -31,7 +34,8 @@ pub struct NotWritable {
     source: serde_saphyr::ser::Error,
 }
 
-/// Definitions by the name of their file, `<group>_<plural>.yaml`; the same bytes each time.
+/// Returns each definition's file name, `<group>_<plural>.yaml`, and text. The output is
+/// deterministic.
 pub fn files(definitions: Vec<Value>) -> Result<Vec<(String, String)>, NotWritable> {
     let mut files = Vec::new();
     for crd in definitions {
@@ -52,7 +56,7 @@ pub fn files(definitions: Vec<Value>) -> Result<Vec<(String, String)>, NotWritab
     Ok(files)
 }
 
-/// The definitions that Torpor cannot do without, as JSON, ready for an apiserver.
+/// Returns the definitions that Torpor requires, as JSON that an apiserver accepts.
 pub fn definitions() -> Vec<Value> {
     let derived = [
         json!(Sandbox::crd()),
@@ -66,7 +70,7 @@ pub fn definitions() -> Vec<Value> {
     derived.into_iter().map(finished).collect()
 }
 
-/// The definitions of GKE's kinds, for clusters that are not GKE; the same way.
+/// Returns the definitions of GKE's kinds, for clusters outside GKE, in the same form.
 pub fn pod_snapshot_definitions() -> Vec<Value> {
     let derived = [
         json!(PodSnapshot::crd()),
@@ -89,7 +93,7 @@ fn finished(mut crd: Value) -> Value {
     sorted(crd)
 }
 
-/// Puts one schema right, then those below it. `path` holds the names of the properties above.
+/// Corrects one schema and those below it. `path` holds the names of the properties above.
 fn finish_schema(schema: &mut Value, path: &mut Vec<String>) {
     let Value::Object(node) = schema else { return };
     node.remove("nullable");
@@ -126,7 +130,8 @@ fn int_or_string(node: &mut Map<String, Value>) {
     if node.get("x-kubernetes-int-or-string") != Some(&json!(true)) {
         return;
     }
-    // k8s-openapi gives a quantity and an int-or-string the same schema; only the prose tells them apart.
+    // k8s-openapi gives a quantity and an int-or-string the same schema; only their descriptions
+    // differ.
     let prose = node
         .get("description")
         .and_then(Value::as_str)
@@ -140,7 +145,7 @@ fn int_or_string(node: &mut Map<String, Value>) {
     );
 }
 
-/// The same value with the keys of every object in order, whatever serde_json's map is.
+/// Sorts the keys of every object, independent of serde_json's map type.
 fn sorted(value: Value) -> Value {
     match value {
         Value::Object(map) => {
@@ -152,7 +157,8 @@ fn sorted(value: Value) -> Value {
                 .collect()
         }
         Value::Array(list) => list.into_iter().map(sorted).collect(),
-        // Limits come as floating point out of the definition's type; whole ones are written whole.
+        // The definition's type holds limits as floating point; whole numbers are written without a
+        // point.
         Value::Number(number) if number.as_f64() == Some(0.0) => 0.into(),
         other => other,
     }

@@ -1,4 +1,5 @@
-//! SandboxClaim, SandboxTemplate and SandboxWarmPool: upstream's `extensions.agents.x-k8s.io/v1beta1`, field for field.
+//! SandboxClaim, SandboxTemplate and SandboxWarmPool: upstream's kinds of
+//! `extensions.agents.x-k8s.io/v1beta1`, field for field.
 
 use k8s_openapi::{
     api::networking::v1::{NetworkPolicyEgressRule, NetworkPolicyIngressRule},
@@ -48,25 +49,25 @@ pub const GROUP: &str = "extensions.agents.x-k8s.io";
 )]
 #[serde(rename_all = "camelCase")]
 pub struct SandboxClaimSpec {
-    /// Labels and annotations for the Pod, beside those of the template.
+    /// Labels and annotations of the Pod in addition to those of the template.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub additional_pod_metadata: Option<PodMetadata>,
-    /// Environment variables for the sandbox. With any, the sandbox starts cold.
+    /// Environment variables of the sandbox. A claim with any starts cold.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[x_kube(merge_strategy = ListMerge::Atomic)]
     pub env: Vec<ClaimEnvVar>,
-    /// When and how the claim ends. Unset: it never expires.
+    /// Expiry of the claim. Unset: the claim never expires.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lifecycle: Option<ClaimLifecycle>,
-    /// Volume claims for the sandbox. With any, the sandbox starts cold.
+    /// Volume claims of the sandbox. A claim with any starts cold.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[x_kube(merge_strategy = ListMerge::Atomic)]
     pub volume_claim_templates: Vec<VolumeClaimTemplate>,
-    /// The pool to take a sandbox from.
+    /// Pool to take a sandbox from.
     pub warm_pool_ref: NameRef,
 }
 
-/// An environment variable for one container.
+/// Environment variable of one container.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct ClaimEnvVar {
@@ -83,24 +84,24 @@ pub struct ClaimEnvVar {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct ClaimLifecycle {
-    /// What happens to the claim once it has expired.
+    /// Action on the claim once it has expired.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "claim_shutdown_policy_schema")]
     pub shutdown_policy: Option<ClaimShutdownPolicy>,
-    /// When the claim expires.
+    /// Time at which the claim expires.
     #[serde(
         default,
         deserialize_with = "crate::times::or_last",
         skip_serializing_if = "Option::is_none"
     )]
     pub shutdown_time: Option<Time>,
-    /// How many seconds a finished claim is kept.
+    /// Seconds for which a finished claim is kept.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "ttl_schema")]
     pub ttl_seconds_after_finished: Option<i32>,
 }
 
-/// What happens to an expired claim.
+/// Action on an expired claim.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum ClaimShutdownPolicy {
     Delete,
@@ -110,7 +111,7 @@ pub enum ClaimShutdownPolicy {
 }
 
 impl ClaimShutdownPolicy {
-    /// As it is written in objects and Events.
+    /// Returns the spelling used in objects and Events.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Delete => "Delete",
@@ -127,18 +128,18 @@ pub struct SandboxClaimStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "conditions::list_schema")]
     pub conditions: Vec<Condition>,
-    /// The Sandbox that the claim holds.
+    /// Sandbox that the claim holds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sandbox: Option<ClaimedSandbox>,
 }
 
-/// The Sandbox that a claim holds.
+/// Sandbox that a claim holds.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ClaimedSandbox {
     /// Name of the Sandbox.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub name: String,
-    /// Addresses of its Pod.
+    /// Addresses of the Sandbox's Pod.
     #[serde(default, rename = "podIPs", skip_serializing_if = "Vec::is_empty")]
     pub pod_ips: Vec<String>,
 }
@@ -165,27 +166,28 @@ pub struct NameRef {
 )]
 #[serde(rename_all = "camelCase")]
 pub struct SandboxTemplateSpec {
-    /// Whether a claim may set environment variables.
+    /// Permission for claims to set environment variables.
     #[serde(default = "disallowed")]
     #[schemars(schema_with = "env_policy_schema")]
     pub env_vars_injection_policy: InjectionPolicy,
     /// Rules of the NetworkPolicy that the template's sandboxes share. Unset: a strict default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network_policy: Option<TemplateNetworkPolicy>,
-    /// Whether the controller keeps that NetworkPolicy.
+    /// Management of the template's NetworkPolicy: by the controller (Managed) or by the user
+    /// (Unmanaged).
     #[serde(default)]
     #[schemars(schema_with = "network_management_schema")]
     pub network_policy_management: NetworkPolicyManagement,
-    /// The Pod to run.
+    /// Pod to run.
     pub pod_template: PodTemplate,
-    /// Whether a headless Service goes with each Sandbox.
+    /// Selects whether each Sandbox has a headless Service.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub service: Option<bool>,
-    /// One PersistentVolumeClaim is made of each entry, per Sandbox.
+    /// Templates of PersistentVolumeClaims: one claim per entry and Sandbox.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[x_kube(merge_strategy = ListMerge::Atomic)]
     pub volume_claim_templates: Vec<VolumeClaimTemplate>,
-    /// Whether a claim may bring volume claims.
+    /// Permission for claims to bring volume claims.
     #[serde(default = "disallowed")]
     #[schemars(schema_with = "claim_policy_schema")]
     pub volume_claim_templates_policy: InjectionPolicy,
@@ -194,15 +196,15 @@ pub struct SandboxTemplateSpec {
 /// Rules of the shared NetworkPolicy.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct TemplateNetworkPolicy {
-    /// Traffic that may leave.
+    /// Allowed egress traffic.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub egress: Option<Vec<NetworkPolicyEgressRule>>,
-    /// Traffic that may enter.
+    /// Allowed ingress traffic.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ingress: Option<Vec<NetworkPolicyIngressRule>>,
 }
 
-/// Who keeps the NetworkPolicy.
+/// Management of the NetworkPolicy: by the controller (Managed) or by the user (Unmanaged).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum NetworkPolicyManagement {
     #[default]
@@ -210,7 +212,7 @@ pub enum NetworkPolicyManagement {
     Unmanaged,
 }
 
-/// What a claim may bring of its own.
+/// Permission for claims to bring settings of their own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum InjectionPolicy {
     Allowed,
@@ -251,31 +253,32 @@ fn disallowed() -> InjectionPolicy {
 )]
 #[serde(rename_all = "camelCase")]
 pub struct SandboxWarmPoolSpec {
-    /// How many unclaimed sandboxes to keep.
+    /// Number of unclaimed sandboxes to keep.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "replicas_schema")]
     pub replicas: Option<i32>,
-    /// The template to make them from.
+    /// Template to make the sandboxes from.
     pub sandbox_template_ref: NameRef,
-    /// What happens to members made from an older template.
+    /// Action on members made from an older template.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub update_strategy: Option<WarmPoolUpdateStrategy>,
-    /// Seconds after which a member that is not Ready is made anew; without it the controller's own (5 minutes). Since 1.0.12 of upstream.
+    /// Seconds after which a member that is not Ready is replaced. Unset: the controller's default
+    /// (5 minutes). Since 1.0.12 of upstream.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 30))]
     pub readiness_grace_period_seconds: Option<i32>,
 }
 
-/// What happens to members made from an older template.
+/// Action on members made from an older template.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct WarmPoolUpdateStrategy {
-    /// Recreate replaces them at once, OnReplenish when they leave the pool.
+    /// Recreate replaces such members at once, OnReplenish when they leave the pool.
     #[serde(default, rename = "type")]
     #[schemars(schema_with = "update_strategy_schema")]
     pub type_: WarmPoolUpdateStrategyType,
 }
 
-/// When stale members are replaced.
+/// Time at which stale members are replaced.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum WarmPoolUpdateStrategyType {
     Recreate,
@@ -295,10 +298,10 @@ pub struct SandboxWarmPoolStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0))]
     pub observed_generation: Option<i64>,
-    /// Members that are ready.
+    /// Number of members that are ready.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ready_replicas: Option<i32>,
-    /// Members.
+    /// Number of members.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replicas: Option<i32>,
     /// Label selector of the members' Pods.

@@ -1,6 +1,7 @@
-//! The one hash that objects in a cluster carry. It must be bit-compatible with upstream's controller, so that both can work on one fleet.
+//! Hash of names, which objects in a cluster carry. It must equal that of upstream's controller, so
+//! that both controllers can serve the same objects.
 
-/// FNV-1a, 32 bits, over the UTF-8 bytes of `text`, as 8 lowercase hexadecimal digits.
+/// Returns the 32-bit FNV-1a hash of the UTF-8 bytes of `text` as 8 lowercase hexadecimal digits.
 pub fn name_hash(text: &str) -> String {
     const OFFSET: u32 = 0x811c_9dc5;
     const PRIME: u32 = 0x0100_0193;

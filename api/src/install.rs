@@ -1,10 +1,11 @@
-//! Names of what the manifests in `deploy/` install, and of what its programs look for.
+//! Names of the objects that the manifests in `deploy/` install and that Torpor's programs look up.
 
-/// Namespace of controller, agent and router.
+/// Namespace of the controller, the agent and the router.
 pub const NAMESPACE: &str = "agent-sandbox-system";
 /// Deployment of the controller.
 pub const CONTROLLER: &str = "agent-sandbox-controller";
-/// Lease of the controller's leader election. Upstream's, so that one of the two controllers works and not both.
+/// Lease of the controller's leader election. The name is upstream's, so that only one of the two
+/// controllers works.
 pub const CONTROLLER_LEASE: &str = "a3317529.agent-sandbox.x-k8s.io";
 /// DaemonSet of the agent.
 pub const AGENT: &str = "torpor-agent";
@@ -14,7 +15,8 @@ pub const INSTALLER: &str = "torpor-installer";
 pub const ROUTER: &str = "sandbox-router";
 /// RuntimeClass, and containerd's handler of the same name.
 pub const RUNTIME_CLASS: &str = "torpor";
-/// A SandboxNode whose heartbeat is older, in seconds, has no agent that works: three times the agent's interval.
+/// Age in seconds of a SandboxNode's heartbeat above which its agent counts as not working: three
+/// times the agent's interval.
 pub const SILENT_AFTER_SECONDS: i64 = 90;
 
 #[cfg(test)]
@@ -56,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn where_critical_pods_need_a_quota_the_agents_and_the_uninstall_jobs_have_one() {
+    fn the_quota_covers_the_priority_class_of_agents_and_uninstall_jobs() {
         let quota = objects(include_str!("../../deploy/base/quota.yaml"));
         let scope = &quota[0]["spec"]["scopeSelector"]["matchExpressions"][0];
         for workload in [
@@ -75,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn what_keeps_running_on_a_node_has_no_right_on_the_host() {
+    fn long_running_containers_on_a_node_have_no_rights_on_the_host() {
         let manifests = objects(concat!(
             include_str!("../../deploy/base/agent.yaml"),
             "\n---\n",
@@ -103,7 +105,6 @@ mod tests {
         assert_eq!(installer["automountServiceAccountToken"], false);
     }
 
-    /// The conditions of Pods that the admission policy lets an agent write.
     #[test]
     fn the_admission_policy_names_the_conditions_and_the_finalizer_that_agents_write() {
         let policy = include_str!("../../deploy/base/admission.yaml");
@@ -131,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn network_policies_open_metrics_to_some_the_proxy_to_all_and_health_to_nobody() {
+    fn network_policies_open_metrics_to_some_the_proxy_to_all_and_keep_health_closed() {
         let manifests = objects(concat!(
             include_str!("../../deploy/base/controller.yaml"),
             "\n---\n",

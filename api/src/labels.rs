@@ -1,32 +1,34 @@
-//! Labels that the controller writes and selects by. Upstream's names, unchanged.
+//! Labels that the controller writes and selects by. The keys are upstream's except where marked as
+//! Torpor's.
 
-/// Everything under these prefixes belongs to the controllers; a user's pod template cannot set it.
+/// Prefixes of keys that belong to the controllers; a user's pod template cannot set them.
 pub const SYSTEM_PREFIXES: [&str; 2] = ["agents.x-k8s.io/", "extensions.agents.x-k8s.io/"];
 
-/// FNV-1a hash of the Sandbox name, on its Pod, Service and claims; the Service selector.
+/// FNV-1a hash of the Sandbox's name, on its Pod, Service and claims; the Service selects by it.
 pub const SANDBOX_NAME_HASH: &str = "agents.x-k8s.io/sandbox-name-hash";
-/// Hash of the pool name, on a Sandbox and its Pod while they are unclaimed.
+/// Hash of the pool's name, on a Sandbox and its Pod while they are unclaimed.
 pub const WARM_POOL_SANDBOX: &str = "agents.x-k8s.io/warm-pool-sandbox";
-/// Hash of the template name; what a template's NetworkPolicy selects.
+/// Hash of the template's name; the template's NetworkPolicy selects by it.
 pub const SANDBOX_TEMPLATE_REF_HASH: &str = "agents.x-k8s.io/sandbox-template-ref-hash";
 /// Hash of the template's blueprint.
 pub const SANDBOX_TEMPLATE_HASH: &str = "agents.x-k8s.io/sandbox-template-hash";
-/// Deprecated twin of [`SANDBOX_TEMPLATE_HASH`].
+/// Deprecated alias of [`SANDBOX_TEMPLATE_HASH`].
 pub const SANDBOX_POD_TEMPLATE_HASH: &str = "agents.x-k8s.io/sandbox-pod-template-hash";
 /// `warm` or `cold`.
 pub const LAUNCH_TYPE: &str = "agents.x-k8s.io/launch-type";
-/// Which client made the object; see [`created_by`].
+/// Client that created the object; see [`created_by`].
 pub const CREATED_BY: &str = "agents.x-k8s.io/created-by";
 /// UID of the claim that holds a Sandbox.
 pub const CLAIM_UID: &str = "agents.x-k8s.io/claim-uid";
-/// Legacy form of the annotation of this name: the Sandbox that a claim holds.
+/// Legacy form of the annotation of this key: name of the Sandbox that a claim holds.
 pub const SANDBOX_NAME: &str = "agents.x-k8s.io/sandbox-name";
-/// `true` lets a Sandbox adopt an object that nobody owns.
+/// `true` lets a Sandbox adopt an object without an owner.
 pub const ADOPTABLE: &str = "agents.x-k8s.io/adoptable";
-/// On a Pod whose Sandbox has no template: `default` where the namespace's default NetworkPolicy selects it, `none` where not. Torpor's.
+/// On a Pod whose Sandbox has no template: `default` if the namespace's default NetworkPolicy
+/// selects the Pod, else `none`. Torpor's.
 pub const NETWORK_POLICY: &str = "torpor.dev/network-policy";
 
-/// Every label of this module, for the test that lists them.
+/// Every label of this module.
 pub const ALL: [&str; 11] = [
     SANDBOX_NAME_HASH,
     WARM_POOL_SANDBOX,
@@ -41,12 +43,13 @@ pub const ALL: [&str; 11] = [
     NETWORK_POLICY,
 ];
 
-/// Whether a key is reserved for the controllers: upstream's prefixes, and the label by which Torpor isolates Pods.
+/// Reports whether a key is reserved for the controllers: it has one of upstream's prefixes, or it
+/// is the label by which Torpor isolates Pods.
 pub fn is_system(key: &str) -> bool {
     key == NETWORK_POLICY || SYSTEM_PREFIXES.iter().any(|prefix| key.starts_with(prefix))
 }
 
-/// The value of [`CREATED_BY`] reduced to what a metric label may hold.
+/// Maps a value of [`CREATED_BY`] to the closed set of values of a metric label.
 pub fn created_by(value: &str) -> &'static str {
     match value {
         "go-client" => "go-client",

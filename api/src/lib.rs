@@ -1,17 +1,20 @@
-//! The API of Torpor: upstream's Agent Sandbox kinds unchanged (`agents.x-k8s.io/v1beta1`, `extensions.agents.x-k8s.io/v1beta1`), and Torpor's own
-//! (`torpor.dev/v1alpha1`). Every string that users or other programs see stands here once.
+//! API types of Torpor: upstream's Agent Sandbox kinds unchanged (`agents.x-k8s.io/v1beta1`,
+//! `extensions.agents.x-k8s.io/v1beta1`) and Torpor's own (`torpor.dev/v1alpha1`). This crate is
+//! the only place of every string that users or other programs see.
 //!
-//! The CustomResourceDefinitions in `deploy/crds` are generated from these types: `cargo run -p torpor-api --bin torpor-crds -- deploy`.
+//! The CustomResourceDefinitions in `deploy/crds` are generated from these types: `cargo run -p
+//! torpor-api --bin torpor-crds -- deploy`.
 
-// kube derives each kind through a private copy of its struct, and the lint sees that copy's `pub`.
+// kube derives each kind through a private copy of its struct; the lint reports the copy's `pub`.
 #![allow(unreachable_pub)]
-// Several printer columns of one kind have the same type, which the lint takes for a slip.
+// The lint reports printer columns of one kind that have the same type.
 #![allow(clippy::duplicated_attributes)]
 
 pub mod annotations;
 pub mod answers;
 pub mod conditions;
 pub mod crds;
+pub mod documented;
 pub mod extensions;
 pub mod hash;
 pub mod install;

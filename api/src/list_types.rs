@@ -1,9 +1,11 @@
-//! List types of the Kubernetes types that are embedded in ours (pod spec, claim spec, network rules), which k8s-openapi's schemas leave out.
-//! Server-side apply merges by them, so that they must be those of the Kubernetes API.
+//! List types of the Kubernetes types that our types embed (pod spec, claim spec, network rules).
+//!
+//! k8s-openapi's schemas lack them. Server-side apply merges lists by these types, so they must
+//! equal those of the Kubernetes API.
 
 use serde_json::{Map, Value, json};
 
-/// Lists that merge by key: property name, keys of an item. All others are replaced as a whole.
+/// Lists that merge by key: property name and keys of an item. All other lists are atomic.
 const MAPS: [(&str, &[&str]); 14] = [
     ("claims", &["name"]),
     ("containers", &["name"]),
@@ -24,7 +26,10 @@ const MAPS: [(&str, &[&str]); 14] = [
     ("volumes", &["name"]),
 ];
 
-/// Marks one array-typed property of an embedded Kubernetes type. A key must be required or have a default; the API's own default is put in.
+/// Adds the list type to the schema of one array property of an embedded Kubernetes type.
+///
+/// A map key must be required or have a default, so the API's own default is added where the key is
+/// optional.
 pub fn mark(property: &str, schema: &mut Map<String, Value>) {
     let keys = MAPS
         .iter()
@@ -59,7 +64,8 @@ pub fn mark(property: &str, schema: &mut Map<String, Value>) {
     }
 }
 
-/// `ports` of a container and `ports` of a network rule are different types: the keys tell.
+/// Reports whether the list's items have all the keys. The keys distinguish the `ports` of a
+/// container from those of a network rule.
 fn has_keys(schema: &Map<String, Value>, keys: &[&str]) -> bool {
     let properties = schema
         .get("items")
@@ -105,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_that_nobody_named_are_atomic() {
+    fn unlisted_lists_are_atomic() {
         assert_eq!(
             marked("command", json!({"items": {}}))["x-kubernetes-list-type"],
             "atomic"

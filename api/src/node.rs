@@ -1,4 +1,5 @@
-//! SandboxNode: what one node can do with sandboxes, and what it holds. Group `torpor.dev/v1alpha1`, written by the node's agent.
+//! SandboxNode: capabilities of one node and the sandboxes and images on it. Group
+//! `torpor.dev/v1alpha1`, written by the node's agent.
 
 use std::collections::BTreeSet;
 
@@ -13,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{conditions, install, snapshot::Fingerprint};
 
-/// Nothing to wish for yet: a SandboxNode is a report.
+/// Desired state of a SandboxNode: empty, since a SandboxNode is a report.
 #[derive(
     CustomResource, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema,
 )]
@@ -25,7 +26,7 @@ use crate::{conditions, install, snapshot::Fingerprint};
     status = "SandboxNodeStatus",
     derive = "Default",
     derive = "PartialEq",
-    doc = "SandboxNode reports what one node can do with sandboxes and what it holds. Its name is the node's.",
+    doc = "SandboxNode reports the capabilities of one node and the sandboxes and images on it. Its name is the node's.",
     printcolumn(
         name = "Ready",
         type_ = "string",
@@ -59,7 +60,7 @@ use crate::{conditions, install, snapshot::Fingerprint};
 )]
 pub struct SandboxNodeSpec {}
 
-/// What the agent reports.
+/// Observed state of a node, written by its agent.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct SandboxNodeStatus {
@@ -70,56 +71,61 @@ pub struct SandboxNodeStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "conditions::list_schema")]
     pub conditions: Vec<Condition>,
-    /// How many sandboxes are in which state.
+    /// Number of sandboxes by state.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub counts: Option<SandboxCounts>,
-    /// What images of this node are made with.
+    /// Runtime and processor properties with which this node makes images.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fingerprint: Option<Fingerprint>,
-    /// When the agent last reported.
+    /// Time of the agent's last report.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub heartbeat_time: Option<Time>,
-    /// The containerd runtime handlers, each with what was probed.
+    /// Runtime handlers of containerd, each with its probed capabilities.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "runtimes_schema")]
     pub runtimes: Vec<NodeRuntime>,
-    /// The sandboxes of the node, by Pod UID: what no condition of their Pods says. At most 1024; those beyond are left out.
-    // Written also when empty: a merge patch takes nothing away that it does not name.
+    /// Sandboxes of the node, by Pod UID, with facts that no condition of their Pods contains. At
+    /// most 1024; those beyond are left out.
+    // Written also when empty: a merge patch removes nothing that it does not name.
     #[serde(default)]
     #[schemars(schema_with = "sandboxes_schema")]
     pub sandboxes: Vec<SandboxReport>,
-    /// Whether `sandboxes` names all memory that the node holds in images: its store could be read, and the agent has looked at each Pod of which it holds images.
-    /// While it is false the absence of a Pod says nothing.
+    /// True if `sandboxes` lists all memory that the node holds in images: the agent could read the
+    /// node's store and has examined each Pod with images in it. While it is false, the absence of
+    /// a Pod proves nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sandboxes_complete: Option<bool>,
-    /// The local store of images.
+    /// Local store of images.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub storage: Option<ImageStorage>,
 }
 
-/// Most entries of `status.sandboxes`: with some 500 bytes each they stay far below what an object may have.
+/// Most entries of `status.sandboxes`. With some 500 bytes each they stay far below the size limit
+/// of an object.
 pub const MAX_REPORTED: usize = 1024;
 
-/// What the agent knows of one sandbox.
+/// Facts of the agent about one sandbox.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct SandboxReport {
-    /// Since when it sleeps in place, if it does.
+    /// Time since which the sandbox sleeps in place; unset while it does not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub asleep_since: Option<Time>,
     /// Bytes of the image that holds the sandbox's memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image_bytes: Option<i64>,
-    /// Name of the image that holds the sandbox's memory, `<pod UID>.<n>`; none while the sandbox is awake.
+    /// Name of the image that holds the sandbox's memory, `<pod UID>.<n>`; unset while the sandbox
+    /// is awake.
     #[serde(default, rename = "imageID", skip_serializing_if = "Option::is_none")]
     pub image_id: Option<String>,
-    /// How it last woke in place.
+    /// Last wake in place.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_wake: Option<LastWake>,
     /// Working set of the Pod's cgroup in bytes, right after the sandbox last fell asleep in place.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_asleep_bytes: Option<i64>,
-    /// The same right before.
+    /// Working set of the Pod's cgroup in bytes, right before the sandbox last fell asleep in
+    /// place.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_awake_bytes: Option<i64>,
     /// Namespace of the Pod.
@@ -128,14 +134,15 @@ pub struct SandboxReport {
     /// Name of the Pod.
     #[serde(default)]
     pub pod_name: String,
-    /// When the agent found that the API has the Pod no more. Its image is then unclaimed: it is kept for a grace time, in which a
-    /// SandboxSnapshot that names the Pod claims it.
+    /// Time at which the agent found that the API no longer has the Pod. The Pod's image is then
+    /// unclaimed: it is kept for a grace time, in which a SandboxSnapshot that names the Pod claims
+    /// it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod_gone_since: Option<Time>,
     /// UID of the Pod.
     #[serde(rename = "podUID")]
     pub pod_uid: String,
-    /// Why the agent does what it does with the sandbox, in the order in which it decided.
+    /// Reasons for the agent's handling of the sandbox, in the order of its decisions.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub reasons: Vec<PlanReason>,
     /// Name of the Sandbox, in the Pod's namespace.
@@ -143,7 +150,7 @@ pub struct SandboxReport {
     pub sandbox_name: String,
 }
 
-/// The words of [`LastWake::cause`].
+/// Values of [`LastWake::cause`].
 pub const WAKE_CAUSES: [&str; 9] = [
     "Asked",
     "Clock",
@@ -156,67 +163,70 @@ pub const WAKE_CAUSES: [&str; 9] = [
     "Called",
 ];
 
-/// A wake in place: the Pod stayed.
+/// Wake in place, in which the Pod stays.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct LastWake {
-    /// When it was over.
+    /// Time at which the wake was complete.
     pub at: Time,
-    /// Who asked: `Asked` (through the API), `Clock` (a time that was set), `Exec`, `Forward` (a port-forward), `Signal`, `Container` (one that was added), `Typed` (into an attach), `Packet`, or `Called` (an exec, a port-forward or a signal, as older versions say it).
+    /// Cause of the wake: `Asked` (through the API), `Clock` (a time that was set), `Exec`,
+    /// `Forward` (a port-forward), `Signal`, `Container` (one was added to the Pod), `Typed` (input
+    /// to an attach), `Packet`, or `Called` (an exec, a port-forward or a signal, as reported by
+    /// older versions).
     #[serde(default)]
     pub cause: String,
-    /// From its beginning until the sandbox ran, in microseconds.
+    /// Time from the beginning of the wake until the sandbox ran, in microseconds.
     #[serde(default)]
     pub duration_micros: i64,
-    /// How deep it slept: `Dozing` or `Hibernated`.
+    /// State before the wake: `Dozing` or `Hibernated`.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub from: String,
 }
 
-/// One reason of the agent's planner.
+/// Reason of the agent's planner.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct PlanReason {
-    /// What it is about: an image, a time.
+    /// Subject of the reason, such as an image or a time.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub detail: String,
-    /// Its name, in CamelCase.
+    /// Name of the reason, in CamelCase.
     pub reason: String,
 }
 
-/// One containerd runtime handler of a node.
+/// Runtime handler of containerd on a node.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct NodeRuntime {
-    /// What it can do.
+    /// Probed capabilities of the runtime.
     #[serde(default)]
     pub capabilities: RuntimeCapabilities,
     /// Name of the handler, as a RuntimeClass names it.
     pub handler: String,
-    /// What kind of runtime it is.
+    /// Kind of the runtime.
     #[serde(default)]
     #[schemars(schema_with = "runtime_kind_schema")]
     pub kind: RuntimeKind,
-    /// Why something is missing.
+    /// Reason for a missing capability.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub message: String,
 }
 
-/// What a runtime can do, as probed.
+/// Capabilities of a runtime, as probed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct RuntimeCapabilities {
-    /// Restore that runs while memory is still being read.
+    /// Can run a restored sandbox while its memory is still being read.
     #[serde(default)]
     pub background_restore: bool,
-    /// Pause an idle sandbox and push its memory into swap.
+    /// Can pause an idle sandbox and push its memory into swap.
     #[serde(default)]
     pub doze: bool,
-    /// Pause and continue.
+    /// Can pause a sandbox and resume it.
     #[serde(default)]
     pub freeze: bool,
-    /// Save to an image and end the processes.
+    /// Can save a sandbox to an image and end its processes.
     #[serde(default)]
     pub hibernate: bool,
-    /// Start from an image.
+    /// Can start a sandbox from an image.
     #[serde(default)]
     pub restore: bool,
 }
@@ -231,7 +241,7 @@ pub enum RuntimeKind {
     Other,
 }
 
-/// Sandboxes of a node by state.
+/// Number of a node's sandboxes by state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SandboxCounts {
     #[serde(default)]
@@ -247,27 +257,28 @@ pub struct SandboxCounts {
 /// Most entries of `status.storage.namespaces`.
 pub const MAX_NAMESPACES: usize = 32;
 
-/// What the images of one namespace take on a node.
+/// Storage that the images of one namespace take on a node.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct NamespaceStorage {
-    /// Bytes of its images.
+    /// Bytes of the namespace's images.
     #[serde(default)]
     pub bytes: i64,
-    /// Whether they take all that one namespace may (`--store-per-namespace`): saves that can wait are refused.
+    /// True if the images take all that one namespace may use (`--store-per-namespace`). The agent
+    /// then refuses saves that can wait.
     #[serde(default)]
     pub limited: bool,
     /// Name of the namespace.
     pub name: String,
 }
 
-/// The local store of images.
+/// Local store of images.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct ImageStorage {
-    /// Bytes free in the file system.
+    /// Free bytes of the file system.
     #[serde(default)]
     pub available_bytes: i64,
-    /// Bytes that images take.
+    /// Bytes of all images.
     #[serde(default)]
     pub bytes: i64,
     /// Bytes of the file system.
@@ -276,15 +287,15 @@ pub struct ImageStorage {
     /// Number of images.
     #[serde(default)]
     pub images: i32,
-    /// The namespaces whose images take most, largest first. At most 32; those beyond are left out.
-    // Written also when empty: a merge patch takes nothing away that it does not name.
+    /// Namespaces whose images take most, largest first. At most 32; those beyond are left out.
+    // Written also when empty: a merge patch removes nothing that it does not name.
     #[serde(default)]
     #[schemars(schema_with = "namespaces_schema")]
     pub namespaces: Vec<NamespaceStorage>,
 }
 
 impl SandboxNode {
-    /// What the agent says of the sandbox of a Pod.
+    /// Returns the agent's report about the sandbox of a Pod.
     pub fn sandbox(&self, pod_uid: &str) -> Option<&SandboxReport> {
         let status = self.status.as_ref()?;
         status
@@ -293,14 +304,14 @@ impl SandboxNode {
             .find(|report| report.pod_uid == pod_uid)
     }
 
-    /// Whether nothing was heard of its agent for too long.
+    /// Reports whether the agent's last heartbeat is too old. False without a heartbeat.
     pub fn is_silent(&self, now: Timestamp) -> bool {
         let status = self.status.as_ref();
-        let heard = status.and_then(|status| status.heartbeat_time.as_ref());
-        heard.is_some_and(|heard| is_silence(heard.0, now))
+        let heartbeat = status.and_then(|status| status.heartbeat_time.as_ref());
+        heartbeat.is_some_and(|heartbeat| is_silence(heartbeat.0, now))
     }
 
-    /// What the node can do for a handler; nothing when it does not know the handler.
+    /// Returns the capabilities of a runtime handler; none for an unknown handler.
     pub fn capabilities(&self, handler: &str) -> RuntimeCapabilities {
         self.status
             .iter()
@@ -310,12 +321,12 @@ impl SandboxNode {
     }
 }
 
-/// Whether an agent that was heard of at these two times, and not between them, was away meanwhile.
-pub fn is_silence(heard: Timestamp, again: Timestamp) -> bool {
-    again.duration_since(heard).as_secs() > install::SILENT_AFTER_SECONDS
+/// Reports whether an agent was absent between two consecutive heartbeats, or a heartbeat and now.
+pub fn is_silence(last: Timestamp, next: Timestamp) -> bool {
+    next.duration_since(last).as_secs() > install::SILENT_AFTER_SECONDS
 }
 
-/// Name of a RuntimeClass whose Pods some node can hibernate; Torpor's own before others.
+/// Returns the name of a RuntimeClass whose Pods some node can hibernate; Torpor's own comes first.
 pub fn hibernating_class<'a>(
     classes: impl IntoIterator<Item = &'a RuntimeClass>,
     nodes: impl IntoIterator<Item = &'a SandboxNode>,
@@ -388,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn the_class_to_name_is_one_that_keeps_memory() {
+    fn the_recommended_runtime_class_can_hibernate() {
         let own = class("torpor", "h");
         let others = [class("b", "h"), class("a", "h"), class("torpor", "i")];
         let (can, cannot) = (node("h", true), node("h", false));
@@ -396,7 +407,7 @@ mod tests {
             hibernating_class(classes, nodes.iter().copied())
         };
         let found = of(&[class("a", "h"), own.clone()], &[&cannot, &can]);
-        assert_eq!(found.as_deref(), Some("torpor"), "our own first");
+        assert_eq!(found.as_deref(), Some("torpor"), "Torpor's own first");
         assert_eq!(of(&others, &[&can]).as_deref(), Some("a"));
         assert_eq!(of(std::slice::from_ref(&own), &[&cannot]), None);
         assert_eq!(of(&[own], &[]), None, "no node");

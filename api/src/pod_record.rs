@@ -1,7 +1,9 @@
-//! The Pod of a Sandbox as the controller saw it run: which Pod, on which node, with which container images.
+//! Record of a Sandbox's Pod as the controller saw it run: its identity, its node and its container
+//! images.
 //!
-//! The controller keeps it in an annotation, where no agent can write. A node that was taken over can then neither draw another
-//! node's Pod to itself nor choose the container images of the Pod that continues.
+//! The controller keeps the record in an annotation that agents cannot write. A compromised node
+//! can thus neither attract another node's Pod nor choose the container images of the Pod that
+//! continues.
 
 use std::collections::BTreeMap;
 
@@ -9,39 +11,39 @@ use k8s_openapi::api::core::v1::{ContainerStatus, Pod};
 use kube::ResourceExt;
 use serde::{Deserialize, Serialize};
 
-/// Longest annotation value that is read, in bytes. A Pod with 100 containers stays below it.
+/// Longest annotation value that is parsed, in bytes. A Pod with 100 containers stays below it.
 const MAX_LENGTH: usize = 64 * 1024;
 
-/// A Pod of a Sandbox, as the kubelet of its node reported it.
+/// Pod of a Sandbox, as the kubelet of its node reported it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PodRecord {
-    /// Reference of the image of each container, by the container's name, as the runtime reported it
-    /// (`repository@sha256:…` or a bare `sha256:…`). Init containers are named too.
+    /// Reference of each container's image by the container's name, as the runtime reported it
+    /// (`repository@sha256:…` or a bare `sha256:…`). Init containers are included.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub images: BTreeMap<String, String>,
     /// Name of the Pod.
     pub name: String,
-    /// Node on which it ran.
+    /// Node on which the Pod ran.
     pub node_name: String,
-    /// UID of the Sandbox that controlled it.
+    /// UID of the Sandbox that controlled the Pod.
     #[serde(default, rename = "sandboxUID")]
     pub sandbox_uid: String,
     /// UID of the Pod.
     pub uid: String,
 }
 
-/// An annotation that holds no PodRecord.
+/// Failure to read a PodRecord from an annotation.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("the record of a Pod has {length} bytes; at most {MAX_LENGTH} are read")]
+    #[error("the record of a Pod has {length} bytes; the limit is {MAX_LENGTH}")]
     TooLong { length: usize },
     #[error("the record of a Pod is not valid JSON: {0}")]
     Malformed(#[from] serde_json::Error),
 }
 
 impl PodRecord {
-    /// Reads the value of an annotation.
+    /// Parses the value of the annotation.
     pub fn parse(value: &str) -> Result<Self, Error> {
         if value.len() > MAX_LENGTH {
             let length = value.len();
@@ -50,14 +52,16 @@ impl PodRecord {
         Ok(serde_json::from_str(value)?)
     }
 
-    /// The value of the annotation; the same record gives the same text.
+    /// Returns the value of the annotation. Equal records give equal text.
     pub fn to_annotation(&self) -> String {
         // Strings and a map of strings always have a JSON form.
         serde_json::to_string(self).unwrap_or_default()
     }
 
-    /// What the Pod reports; `None` until it has a node and the kubelet has named the image of each container that is not an
-    /// init container.
+    /// Returns the record of a Pod.
+    ///
+    /// `None` until the Pod has a node and the kubelet has reported the image of each container
+    /// that is not an init container.
     pub fn of(pod: &Pod) -> Option<Self> {
         let spec = pod.spec.as_ref()?;
         let status = pod.status.as_ref()?;
@@ -111,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_names_the_node_and_the_image_of_each_container_and_survives_its_annotation() {
+    fn a_record_has_the_node_and_each_containers_image_and_round_trips_through_its_annotation() {
         let record = PodRecord::of(&pod(["r@sha256:1", "sha256:2"])).unwrap();
         assert_eq!((&*record.uid, &*record.node_name), ("u", "a"));
         assert_eq!(record.sandbox_uid, "o");

@@ -1,5 +1,8 @@
-//! GKE's PodSnapshot and PodSnapshotManualTrigger, as far as upstream's Python SDK uses them (`k8s_agent_sandbox.gke_extensions.snapshots`, upstream 1.x). Group
-//! `podsnapshot.gke.io/v1`. On GKE they are GKE's; elsewhere, where `deploy/podsnapshots` is applied, Torpor's controller serves them.
+//! GKE's PodSnapshot and PodSnapshotManualTrigger (`podsnapshot.gke.io/v1`), as far as upstream's
+//! Python SDK uses them (`k8s_agent_sandbox.gke_extensions.snapshots`, upstream 1.x).
+//!
+//! GKE serves these kinds on GKE. Elsewhere Torpor's controller serves them where
+//! `deploy/podsnapshots` is applied.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::{CustomResource, KubeSchema};
@@ -8,15 +11,16 @@ use serde::{Deserialize, Serialize};
 
 use crate::conditions;
 
-/// The group, which is GKE's.
+/// GKE's API group of these kinds.
 pub const GROUP: &str = "podsnapshot.gke.io";
-/// PodSnapshot: name of the Pod that was saved. The SDK shows it.
+/// Annotation of a PodSnapshot: name of the Pod that was saved. The SDK displays it.
 pub const ORIGIN_POD: &str = "podsnapshot.gke.io/origin-pod";
-/// Pod: the PodSnapshot that it is to start from, by name. The SDK's `restore` sets it.
+/// Annotation of a Pod: name of the PodSnapshot to start from. The SDK's `restore` sets it.
 pub const NAME: &str = "podsnapshot.gke.io/ps-name";
-/// PodSnapshotManualTrigger: whether the snapshot was taken.
+/// Condition of a PodSnapshotManualTrigger: the snapshot was taken.
 pub const TRIGGERED: &str = "Triggered";
-/// Pod, written by the agent: whether it was restored from a PodSnapshot; the message names it. The SDK reads it once, when the Pod is Ready.
+/// Condition of a Pod, written by the agent: the Pod was restored from the PodSnapshot that the
+/// message names. The SDK reads the condition once, when the Pod is Ready.
 pub const POD_RESTORED: &str = "PodRestored";
 
 /// Reasons of the conditions above, and of PodSnapshot's Ready.
@@ -29,7 +33,7 @@ pub mod reasons {
     pub const NOT_RESTORED: &str = "NotRestored";
 }
 
-/// Asks for one snapshot of one Pod.
+/// Desired state of a PodSnapshotManualTrigger: one snapshot of one Pod.
 #[derive(
     CustomResource, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema,
 )]
@@ -42,7 +46,7 @@ pub mod reasons {
     status = "PodSnapshotManualTriggerStatus",
     derive = "Default",
     derive = "PartialEq",
-    doc = "PodSnapshotManualTrigger asks for one snapshot of one Pod, which runs on. Served by Torpor for Pods of Sandboxes.",
+    doc = "PodSnapshotManualTrigger requests one snapshot of one Pod, which keeps running. Torpor serves it for Pods of Sandboxes.",
     printcolumn(name = "Pod", type_ = "string", json_path = ".spec.targetPod"),
     printcolumn(
         name = "Triggered",
@@ -68,7 +72,7 @@ pub struct PodSnapshotManualTriggerSpec {
     pub target_pod: String,
 }
 
-/// What came of it.
+/// Observed state of a PodSnapshotManualTrigger.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct PodSnapshotManualTriggerStatus {
@@ -76,20 +80,21 @@ pub struct PodSnapshotManualTriggerStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "conditions::list_schema")]
     pub conditions: Vec<Condition>,
-    /// The snapshot that was taken.
+    /// PodSnapshot that was taken.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot_created: Option<SnapshotCreated>,
 }
 
-/// Names a PodSnapshot.
+/// Reference to a PodSnapshot of the same namespace.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct SnapshotCreated {
-    /// Its name, in the same namespace.
+    /// Name of the PodSnapshot.
     pub name: String,
 }
 
-/// One snapshot of one Pod, and the SandboxSnapshot that holds it.
+/// Desired state of a PodSnapshot: origin of one snapshot, which a SandboxSnapshot of the same name
+/// holds.
 #[derive(
     CustomResource, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema,
 )]
@@ -102,7 +107,7 @@ pub struct SnapshotCreated {
     status = "PodSnapshotStatus",
     derive = "Default",
     derive = "PartialEq",
-    doc = "PodSnapshot is a snapshot that a PodSnapshotManualTrigger asked for. Deleting it deletes the SandboxSnapshot of its name, and the bytes.",
+    doc = "PodSnapshot is a snapshot that a PodSnapshotManualTrigger requested. Its deletion deletes the SandboxSnapshot of the same name and the image's bytes.",
     printcolumn(
         name = "Pod",
         type_ = "string",
@@ -125,12 +130,12 @@ pub struct PodSnapshotSpec {
     /// UID of the Pod that was saved.
     #[serde(default, rename = "podUID")]
     pub pod_uid: String,
-    /// UID of the trigger that asked for it.
+    /// UID of the trigger that requested the snapshot.
     #[serde(default, rename = "triggerUID")]
     pub trigger_uid: String,
 }
 
-/// Whether it can be had.
+/// Observed state of a PodSnapshot.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct PodSnapshotStatus {
@@ -141,27 +146,27 @@ pub struct PodSnapshotStatus {
 }
 
 impl PodSnapshotManualTrigger {
-    /// What came of it, once that is settled.
+    /// Returns the condition Triggered once its status is final.
     pub fn outcome(&self) -> Option<&Condition> {
         let all = self.status.as_ref().map_or(&[][..], |s| &s.conditions);
-        let said = conditions::find(all, TRIGGERED)?;
+        let triggered = conditions::find(all, TRIGGERED)?;
         let settled = matches!(
-            (said.status.as_str(), said.reason.as_str()),
+            (triggered.status.as_str(), triggered.reason.as_str()),
             ("True", reasons::COMPLETE) | ("False", reasons::FAILED)
         );
-        settled.then_some(said)
+        settled.then_some(triggered)
     }
 }
 
 impl PodSnapshot {
-    /// The conditions, none before the first status.
+    /// Returns the conditions; empty before the first status.
     pub fn conditions(&self) -> &[Condition] {
         self.status
             .as_ref()
             .map_or(&[], |status| &status.conditions)
     }
 
-    /// Whether it can be had.
+    /// Reports whether the snapshot is available.
     pub fn is_ready(&self) -> bool {
         conditions::is_true(self.conditions(), conditions::READY)
     }
@@ -172,19 +177,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_outcome_is_what_upstreams_sdk_takes_for_one() {
-        let says = |status: &str, reason: &str| {
+    fn an_outcome_is_what_upstreams_sdk_takes_as_final() {
+        let is_final = |status: &str, reason: &str| {
             let mut trigger = PodSnapshotManualTrigger::default();
-            let said = serde_json::json!({"conditions": [{
+            let written = serde_json::json!({"conditions": [{
                 "type": "Triggered", "status": status, "reason": reason, "message": "",
                 "lastTransitionTime": "2026-01-01T00:00:00Z",
             }]});
-            trigger.status = serde_json::from_value(said).unwrap();
+            trigger.status = serde_json::from_value(written).unwrap();
             trigger.outcome().is_some()
         };
-        assert!(says("True", "Complete"));
-        assert!(says("False", "Failed"));
-        assert!(!says("False", "Pending"));
+        assert!(is_final("True", "Complete"));
+        assert!(is_final("False", "Failed"));
+        assert!(!is_final("False", "Pending"));
         assert!(PodSnapshotManualTrigger::default().outcome().is_none());
     }
 }

@@ -1,7 +1,8 @@
-//! JSON that passes through this program untouched.
+//! JSON objects that pass through Torpor's programs unchanged.
 //!
-//! The types of k8s-openapi drop the fields that they do not know. A pod template written for a newer Kubernetes must reach the Pod whole, so it is kept as it
-//! came, and looked at through a typed view where that is needed.
+//! The types of k8s-openapi drop fields that they do not know, but a pod template for a newer
+//! Kubernetes must reach the Pod complete. [`Raw`] therefore keeps the object as it came and offers
+//! a typed view of it.
 
 use std::{borrow::Cow, marker::PhantomData};
 
@@ -13,42 +14,41 @@ use schemars::{
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::DeserializeOwned};
 use serde_json::{Map, Value};
 
-/// A Pod's spec, as the user wrote it.
+/// Pod spec as the user wrote it.
 pub type RawPodSpec = Raw<PodSpec>;
-/// A volume claim's spec, as the user wrote it.
+/// PersistentVolumeClaim spec as the user wrote it.
 pub type RawClaimSpec = Raw<PersistentVolumeClaimSpec>;
 
-/// A JSON object that is meant to be a `T`.
+/// JSON object with the schema of `T`.
 pub struct Raw<T> {
     json: Map<String, Value>,
-    meant: PhantomData<fn() -> T>,
+    schema: PhantomData<fn() -> T>,
 }
 
-/// The object cannot be read as the type that it is meant to be.
+/// Failure to read a JSON object as its type.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot read it as {type_name}")]
+#[error("cannot read the object as {type_name}")]
 pub struct NotTyped {
     type_name: &'static str,
     source: serde_json::Error,
 }
 
 impl<T> Raw<T> {
-    /// Keeps this object.
     pub fn new(json: Map<String, Value>) -> Self {
         Self {
             json,
-            meant: PhantomData,
+            schema: PhantomData,
         }
     }
 
-    /// The object, every field of it.
+    /// Returns the object with all its fields.
     pub fn json(&self) -> &Map<String, Value> {
         &self.json
     }
 }
 
 impl<T: DeserializeOwned> Raw<T> {
-    /// The typed view; fields that `T` does not know are not in it.
+    /// Returns the typed view, without the fields that `T` does not know.
     pub fn typed(&self) -> Result<T, NotTyped> {
         T::deserialize(&self.json).map_err(|source| NotTyped {
             type_name: std::any::type_name::<T>(),
@@ -57,7 +57,7 @@ impl<T: DeserializeOwned> Raw<T> {
     }
 }
 
-// By hand, because deriving would ask the same of `T`.
+// Implemented by hand, because a derive would require the trait of `T`.
 impl<T> Clone for Raw<T> {
     fn clone(&self) -> Self {
         Self::new(self.json.clone())
@@ -104,9 +104,11 @@ impl<T: JsonSchema> JsonSchema for Raw<T> {
     }
 }
 
-/// Schema of a pod template's spec: the API's own, and what it does not know is kept by the apiserver too.
+/// Returns the schema of a pod template's spec: the API's own, with unknown fields preserved by the
+/// apiserver.
 pub fn pod_spec_schema(generator: &mut SchemaGenerator) -> Schema {
-    // Wherever fields are listed the apiserver drops all others, unless that very object says otherwise (Kubernetes, "Field pruning").
+    // The apiserver drops unlisted fields of an object that lists any, unless that very object
+    // preserves them (Kubernetes, "Field pruning").
     let mut keep_unknown_fields = RecursiveTransform(|schema: &mut Schema| {
         if schema.get("properties").is_some() {
             schema.insert(
@@ -138,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn a_spec_of_the_wrong_shape_says_so() {
+    fn a_spec_of_the_wrong_shape_is_an_error_that_names_the_type() {
         let raw: RawPodSpec = serde_json::from_value(json!({"containers": "none"})).unwrap();
         let error = raw.typed().unwrap_err();
         assert!(error.to_string().contains("PodSpec"), "{error}");

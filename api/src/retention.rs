@@ -1,26 +1,26 @@
-//! How long snapshots are kept: what the parameters of a SnapshotClass say, checked.
+//! Retention of snapshots: validated parameters of a SnapshotClass.
 
 use std::{collections::BTreeMap, time::Duration};
 
-/// Parameter of a SnapshotClass: how long a snapshot is kept after it was committed.
+/// Parameter of a SnapshotClass: time for which a snapshot is kept after its commit.
 pub const TTL: &str = "ttl";
-/// Parameter of a SnapshotClass: how many snapshots of a Sandbox are kept, the newest.
+/// Parameter of a SnapshotClass: number of a Sandbox's newest snapshots that are kept.
 pub const KEEP_LAST: &str = "keepLast";
 
 const MIN_TTL: Duration = Duration::from_secs(60);
 const MAX_TTL: Duration = Duration::from_secs(8760 * 3600);
 const MAX_KEPT: usize = 1000;
 
-/// What deletes snapshots that users made. Without a rule they are kept until somebody deletes them.
+/// Rules that delete manual snapshots. Without a rule they are kept until a user deletes them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Retention {
     pub ttl: Option<Duration>,
     pub keep_last: Option<usize>,
-    /// One entry per wrong or unknown parameter. A wrong one deletes nothing.
+    /// One entry for each invalid or unknown parameter. An invalid one deletes nothing.
     pub problems: Vec<InvalidParameter>,
 }
 
-/// A parameter that means nothing as it is written.
+/// Invalid or unknown parameter.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidParameter {
     #[error("parameter {key}: value {value:?} is not allowed; allowed: {allowed}")]
@@ -63,7 +63,7 @@ impl Retention {
         read
     }
 
-    /// Whether anything is ever deleted.
+    /// Reports whether any rule is set.
     pub fn has_rules(&self) -> bool {
         self.ttl.is_some() || self.keep_last.is_some()
     }
@@ -105,15 +105,15 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_value_names_what_is_allowed_and_deletes_nothing() {
+    fn an_invalid_value_is_reported_with_the_allowed_values_and_deletes_nothing() {
         for wrong in ["", "soon", "30", "59s", "-1h", "8761h"] {
             let read = read(&[("ttl", wrong)]);
             assert!(!read.has_rules(), "{wrong:?}");
-            let said = read.problems[0].to_string();
+            let message = read.problems[0].to_string();
             let expected = format!(
                 "parameter ttl: value {wrong:?} is not allowed; allowed: a duration from 1m to 8760h, such as 72h or 1h30m"
             );
-            assert_eq!(said, expected);
+            assert_eq!(message, expected);
         }
         for wrong in ["", "0", "-1", "+1", "1.5", "1001", "99999999999999999999"] {
             let read = read(&[("keepLast", wrong), ("ttl", "1m")]);
@@ -121,9 +121,9 @@ mod tests {
             assert!(read.ttl.is_some() && read.problems.len() == 1);
         }
         let unknown = read(&[("keeplast", "1")]);
-        let said = unknown.problems[0].to_string();
+        let message = unknown.problems[0].to_string();
         assert_eq!(
-            said,
+            message,
             r#"parameter "keeplast" is not known; known: keepLast, ttl"#
         );
     }

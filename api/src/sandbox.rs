@@ -1,4 +1,5 @@
-//! Sandbox: one long-lived, named Pod with its volumes and its Service. Upstream's `agents.x-k8s.io/v1beta1`, field for field.
+//! Sandbox: one long-lived, named Pod with its volumes and its Service. Upstream's kind of
+//! `agents.x-k8s.io/v1beta1`, field for field.
 
 use std::collections::BTreeMap;
 
@@ -46,33 +47,36 @@ use crate::{
 #[x_kube(validation = Rule::new("has(self.volumeClaimTemplates) == has(oldSelf.volumeClaimTemplates) && (!has(self.volumeClaimTemplates) || self.volumeClaimTemplates == oldSelf.volumeClaimTemplates)").message("volumeClaimTemplates is immutable"))]
 #[serde(rename_all = "camelCase")]
 pub struct SandboxSpec {
-    /// What the operator wants: Running, or Suspended (the Pod is released; what is kept of it is the suspension strategy's matter).
+    /// Desired mode: Running or Suspended. In the mode Suspended the Pod is deleted or paused, as
+    /// the suspension strategy selects.
     #[serde(default)]
     #[schemars(schema_with = "operating_mode_schema")]
     pub operating_mode: OperatingMode,
-    /// The Pod to run. Changes take effect when the Pod is made anew.
+    /// Pod to run. Changes take effect with the next Pod.
     pub pod_template: PodTemplate,
-    /// Whether a headless Service goes with the Sandbox. Unset: an existing one is kept, none is made.
+    /// Selects whether the Sandbox has a headless Service. Unset: an existing Service is kept, and
+    /// none is made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub service: Option<bool>,
-    /// What happens to this object once it has expired; its Pod and Service are deleted in any case.
+    /// Action on this object once it has expired. Its Pod and Service are deleted in any case.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "shutdown_policy_schema")]
     pub shutdown_policy: Option<ShutdownPolicy>,
-    /// When the Sandbox expires. Unset: never.
+    /// Time at which the Sandbox expires. Unset: never.
     #[serde(
         default,
         deserialize_with = "crate::times::or_last",
         skip_serializing_if = "Option::is_none"
     )]
     pub shutdown_time: Option<Time>,
-    /// One PersistentVolumeClaim is made of each entry and mounted under the entry's name. Immutable.
+    /// Templates of PersistentVolumeClaims: one claim per entry, mounted under the entry's name.
+    /// Immutable.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[x_kube(merge_strategy = ListMerge::Atomic)]
     pub volume_claim_templates: Vec<VolumeClaimTemplate>,
 }
 
-/// The Pod of a Sandbox.
+/// Template of a Sandbox's Pod.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct PodTemplate {
     /// Labels and annotations of the Pod.
@@ -84,24 +88,27 @@ pub struct PodTemplate {
 }
 
 impl PodTemplate {
-    /// Labels of the template, none when unset.
+    /// Returns the template's labels, or `None` when unset.
     pub fn labels(&self) -> Option<&BTreeMap<String, String>> {
         self.metadata.as_ref()?.labels.as_ref()
     }
 
-    /// Annotations of the template, none when unset.
+    /// Returns the template's annotations, or `None` when unset.
     pub fn annotations(&self) -> Option<&BTreeMap<String, String>> {
         self.metadata.as_ref()?.annotations.as_ref()
     }
 
-    /// Name of the snapshot that its sandboxes start as copies of.
+    /// Returns the name of the snapshot that the template's sandboxes start from as copies.
     pub fn restore_from(&self) -> Option<&str> {
         let named = self.annotations()?.get(crate::annotations::RESTORE_FROM)?;
         Some(named)
     }
 
-    /// Whether it asks for nothing of Torpor's: it names no RuntimeClass, and neither it nor the annotations of its Sandbox (`own`) say what a suspension does. Its memory is
-    /// lost then, as with upstream.
+    /// Reports whether the template uses nothing of Torpor's.
+    ///
+    /// Such a template names no RuntimeClass, and neither the template nor the annotations of its
+    /// Sandbox (`own`) set a suspension strategy. A suspension then loses the memory, as with
+    /// upstream.
     pub fn is_plain(&self, own: Option<&BTreeMap<String, String>>) -> bool {
         let named = self.spec.json().get("runtimeClassName");
         let names_none = named.is_none_or(|name| name.as_str().is_none_or(str::is_empty));
@@ -110,21 +117,21 @@ impl PodTemplate {
     }
 }
 
-/// The part of a Pod's metadata that a template may set.
+/// Part of a Pod's metadata that a template may set.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct PodMetadata {
-    /// Annotations for the Pod.
+    /// Annotations of the Pod.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub annotations: Option<BTreeMap<String, String>>,
-    /// Labels for the Pod.
+    /// Labels of the Pod.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub labels: Option<BTreeMap<String, String>>,
 }
 
-/// A PersistentVolumeClaim to make for the Sandbox.
+/// Template of a PersistentVolumeClaim of the Sandbox.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct VolumeClaimTemplate {
-    /// Name (of the volume; the claim is called `<name>-<sandbox>`), labels and annotations.
+    /// Name of the volume (the claim is named `<name>-<sandbox>`), labels and annotations.
     #[serde(default)]
     #[schemars(schema_with = "embedded_metadata_schema")]
     pub metadata: EmbeddedMetadata,
@@ -132,13 +139,13 @@ pub struct VolumeClaimTemplate {
     pub spec: RawClaimSpec,
 }
 
-/// The part of a claim's metadata that a template may set.
+/// Part of a claim's metadata that a template may set.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct EmbeddedMetadata {
-    /// Annotations for the claim.
+    /// Annotations of the claim.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub annotations: Option<BTreeMap<String, String>>,
-    /// Labels for the claim.
+    /// Labels of the claim.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub labels: Option<BTreeMap<String, String>>,
     /// Name of the volume.
@@ -146,7 +153,7 @@ pub struct EmbeddedMetadata {
     pub name: String,
 }
 
-/// The suspend and resume switch.
+/// Desired mode of a Sandbox.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum OperatingMode {
     #[default]
@@ -154,7 +161,7 @@ pub enum OperatingMode {
     Suspended,
 }
 
-/// What happens to the object after expiry.
+/// Action on the object after its expiry.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum ShutdownPolicy {
     Delete,
@@ -212,7 +219,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_names_no_runtime_and_no_strategy_is_plain() {
+    fn a_template_without_runtime_and_strategy_is_plain() {
         let template = |spec: Value, annotations: Value| -> PodTemplate {
             let metadata = json!({"annotations": annotations});
             serde_json::from_value(json!({"metadata": metadata, "spec": spec})).unwrap()

@@ -1,4 +1,5 @@
-//! SandboxSnapshot and SnapshotClass: the memory of a sandbox, kept. Group `torpor.dev/v1alpha1`.
+//! SandboxSnapshot and SnapshotClass: saved memory of a sandbox, and its storage. Group
+//! `torpor.dev/v1alpha1`.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{annotations, conditions, reasons};
 
-/// Desired state of a SandboxSnapshot. Users write `sandboxName` alone.
+/// Desired state of a SandboxSnapshot. Users set only `sandboxName`.
 #[derive(CustomResource, Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[kube(
     group = "torpor.dev",
@@ -21,7 +22,7 @@ use crate::{annotations, conditions, reasons};
     status = "SandboxSnapshotStatus",
     derive = "Default",
     derive = "PartialEq",
-    doc = "SandboxSnapshot is one image of a sandbox's memory, processes and files. Making one takes the snapshot; deleting it deletes the bytes.",
+    doc = "SandboxSnapshot is one image of a sandbox's memory, processes and files. Its creation takes the snapshot; its deletion deletes the bytes.",
     printcolumn(name = "Sandbox", type_ = "string", json_path = ".spec.sandboxName"),
     printcolumn(name = "Node", type_ = "string", json_path = ".status.nodeName"),
     printcolumn(name = "Size", type_ = "integer", json_path = ".status.sizeBytes"),
@@ -44,24 +45,24 @@ use crate::{annotations, conditions, reasons};
 #[x_kube(validation = Rule::new("self == oldSelf").message("spec is immutable"))]
 #[serde(rename_all = "camelCase")]
 pub struct SandboxSnapshotSpec {
-    /// Node of the Pod, when only that Pod is meant.
+    /// Node of the Pod. Set if only one particular Pod may be saved.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "object_name_schema")]
     pub node_name: Option<String>,
-    /// UID of the Pod, when only that Pod is meant.
+    /// UID of the Pod. Set if only that Pod may be saved.
     #[serde(default, rename = "podUID", skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 64))]
     pub pod_uid: Option<String>,
-    /// Why the snapshot is taken: Suspend (the controller, for operatingMode Suspended) or Manual.
+    /// Reason for the snapshot: Suspend (the controller, for operatingMode Suspended) or Manual.
     #[serde(default)]
     #[schemars(schema_with = "snapshot_reason_schema")]
     pub reason: SnapshotReason,
-    /// The Sandbox to take a snapshot of, in the same namespace.
+    /// Sandbox to take a snapshot of, in the same namespace.
     #[schemars(schema_with = "object_name_schema")]
     pub sandbox_name: String,
 }
 
-/// Why a snapshot is taken.
+/// Reason for a snapshot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum SnapshotReason {
     Suspend,
@@ -69,11 +70,11 @@ pub enum SnapshotReason {
     Manual,
 }
 
-/// Observed state of a SandboxSnapshot. The agent of the node writes it.
+/// Observed state of a SandboxSnapshot, written by the agent of the node.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct SandboxSnapshotStatus {
-    /// When the image was complete and durable.
+    /// Time at which the image was complete and durable.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub committed_at: Option<Time>,
     /// Containers that had ended when the image was taken.
@@ -96,7 +97,8 @@ pub struct SandboxSnapshotStatus {
     /// Digest of the image's manifest, `blake3:<hex>`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
-    /// What the image was made with; it is restored only by the same.
+    /// Runtime and processor properties with which the image was made. Only a node with the same
+    /// ones restores it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fingerprint: Option<Fingerprint>,
     /// Name of the image in the node's store, `<pod UID>.<n>`.
@@ -116,29 +118,31 @@ pub struct SandboxSnapshotStatus {
     pub size_bytes: Option<i64>,
 }
 
-/// A container in an image.
+/// Container in an image.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SavedContainer {
-    /// The runtime's reference of the container image: `repository@sha256:…` or a bare `sha256:…`.
+    /// Runtime's reference of the container image: `repository@sha256:…` or a bare `sha256:…`.
     #[serde(default, rename = "imageID")]
     pub image_id: String,
     /// Name of the container.
     pub name: String,
 }
 
-/// A container that had ended.
+/// Container that had ended.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct CompletedContainer {
-    /// Its exit code.
+    /// Exit code of the container.
     #[serde(default)]
     pub exit_code: i32,
     /// Name of the container.
     pub name: String,
 }
 
-/// What an image was made with, and what a node offers. An image is restored only where it is equal, kernel and version text
-/// aside.
+/// Runtime and processor properties of an image or of a node.
+///
+/// A node restores an image only if both fingerprints are equal, except for the kernel and the text
+/// of the version.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Fingerprint {
@@ -151,7 +155,7 @@ pub struct Fingerprint {
     /// Release of the kernel.
     #[serde(default)]
     pub kernel: String,
-    /// How the runtime runs the program: systrap, kvm, ptrace.
+    /// Platform of the runtime: systrap, kvm or ptrace.
     #[serde(default)]
     pub platform: String,
     /// Digest of the runtime's binary.
@@ -163,9 +167,11 @@ pub struct Fingerprint {
 }
 
 impl Fingerprint {
-    /// Names of the fields that differ, in API spelling; empty when an image of `self` restores on `node`.
+    /// Returns the names of the fields that differ, in API spelling; empty if `node` can restore an
+    /// image of `self`.
     pub fn differs_in(&self, node: &Self) -> Vec<&'static str> {
-        // What is there for people (kernel, version text) is not what an image depends on.
+        // An image does not depend on the kernel and the text of the version, which are only
+        // displayed.
         let Self {
             cpu_features_digest,
             flags,
@@ -190,45 +196,51 @@ impl Fingerprint {
 }
 
 impl SandboxSnapshot {
-    /// The conditions, none before the first status.
+    /// Returns the conditions; empty before the first status.
     pub fn conditions(&self) -> &[Condition] {
         self.status
             .as_ref()
             .map_or(&[], |status| &status.conditions)
     }
 
-    /// Whether an agent has promised to keep bytes for it.
+    /// Reports whether an agent has set its finalizer and thus keeps the image's bytes.
     pub fn is_adopted(&self) -> bool {
         let mut finalizers = self.metadata.finalizers.iter().flatten();
         finalizers.any(|name| name == annotations::IMAGE_FINALIZER)
     }
 
-    /// Whether its Committed condition is an agent's alone: one has adopted it, and it is about one Pod, of which that agent also says when it is gone. Of all others the
-    /// controller says whether there is a Sandbox of that name: whose Pod is meant is open until one is saved, and an agent speaks only while there is one.
+    /// Reports whether an agent alone writes the Committed condition.
+    ///
+    /// The agent must have adopted the snapshot, and the snapshot must be about one Pod: the agent
+    /// then also reports the deletion of that Pod. For all other snapshots the controller reports
+    /// whether a Sandbox of that name exists. Their Pod is undetermined until one is saved, and
+    /// agents report only while there is one.
     pub fn is_told_by_agent(&self) -> bool {
         let saved = self.status.as_ref().is_some_and(|s| s.pod_uid.is_some());
         self.is_adopted() && (saved || self.spec.pod_uid.is_some())
     }
 
-    /// Whether the image is complete and durable.
+    /// Reports whether the image is complete and durable.
     pub fn is_committed(&self) -> bool {
         conditions::is_true(self.conditions(), conditions::COMMITTED)
     }
 
-    /// Whether its image was whole once and cannot be found on its node now. It may come back: a disk that is mounted late, a name that is
-    /// put right.
+    /// Reports whether the image was complete once and cannot be found on its node now.
+    ///
+    /// The image may reappear, for instance when a disk is mounted late or a name is corrected.
     pub fn is_missing(&self) -> bool {
         let known = self.status.as_ref().is_some_and(|s| s.image_id.is_some());
-        let said = conditions::find(self.conditions(), conditions::COMMITTED);
-        known && said.is_some_and(|c| c.reason == reasons::snapshot::IMAGE_MISSING)
+        let committed = conditions::find(self.conditions(), conditions::COMMITTED);
+        known && committed.is_some_and(|c| c.reason == reasons::snapshot::IMAGE_MISSING)
     }
 
-    /// Whether the sandbox went on without the image, so that only a restore by name may use it.
+    /// Reports whether the sandbox continued without the image, so that only a restore by name may
+    /// use it.
     pub fn is_consumed(&self) -> bool {
         conditions::is_true(self.conditions(), conditions::CONSUMED)
     }
 
-    /// Whether a save was tried and failed. The agent tries again by itself.
+    /// Reports whether a save failed. The agent retries by itself.
     pub fn save_failed(&self) -> bool {
         conditions::find(self.conditions(), conditions::COMMITTED).is_some_and(|condition| {
             condition.status == "False" && condition.reason == reasons::snapshot::SAVE_FAILED
@@ -236,11 +248,13 @@ impl SandboxSnapshot {
     }
 }
 
-/// Name of the snapshot that suspends this Pod of this Sandbox: `<sandbox>-<first 8 of the pod UID>`, at most 253 characters.
+/// Returns the name of the snapshot that suspends this Pod of this Sandbox: `<sandbox>-<first 8 of
+/// the pod UID>`, at most 253 characters.
 pub fn suspend_snapshot_name(sandbox_name: &str, pod_uid: &str) -> String {
     let uid: String = pod_uid.chars().take(8).collect();
     let room = 253 - 1 - uid.len();
-    // Names are ASCII (the apiserver checked), so that bytes are characters; a cut must not leave a separator at the end.
+    // Names are ASCII (the apiserver checks them), so bytes are characters. A cut name must not end
+    // with a separator.
     let name = sandbox_name
         .get(..room)
         .unwrap_or(sandbox_name)
@@ -248,7 +262,7 @@ pub fn suspend_snapshot_name(sandbox_name: &str, pod_uid: &str) -> String {
     format!("{name}-{uid}")
 }
 
-/// Where and how images are kept.
+/// Desired state of a SnapshotClass.
 #[derive(
     CustomResource, Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, KubeSchema,
 )]
@@ -259,7 +273,7 @@ pub fn suspend_snapshot_name(sandbox_name: &str, pod_uid: &str) -> String {
     plural = "snapshotclasses",
     derive = "Default",
     derive = "PartialEq",
-    doc = "SnapshotClass says where and how images of sandboxes are kept.",
+    doc = "SnapshotClass selects where and how images of sandboxes are kept.",
     printcolumn(
         name = "Provisioner",
         type_ = "string",
@@ -273,20 +287,20 @@ pub fn suspend_snapshot_name(sandbox_name: &str, pod_uid: &str) -> String {
 )]
 #[serde(rename_all = "camelCase")]
 pub struct SnapshotClassSpec {
-    /// What happens to the bytes when the SandboxSnapshot is deleted.
+    /// Action on the image's bytes when the SandboxSnapshot is deleted.
     #[serde(default)]
     #[schemars(schema_with = "deletion_policy_schema")]
     pub deletion_policy: DeletionPolicy,
     /// Settings of the provisioner.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub parameters: BTreeMap<String, String>,
-    /// Who keeps the images. `node.torpor.dev` keeps them on the node that made them.
+    /// Provisioner that keeps the images. `node.torpor.dev` keeps them on the node that made them.
     #[serde(default = "node_provisioner")]
     #[schemars(schema_with = "provisioner_schema")]
     pub provisioner: String,
 }
 
-/// What happens to the bytes of a deleted SandboxSnapshot.
+/// Action on the bytes of a deleted SandboxSnapshot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum DeletionPolicy {
     #[default]
@@ -294,7 +308,7 @@ pub enum DeletionPolicy {
     Retain,
 }
 
-/// The provisioner that keeps images on the node that made them.
+/// Provisioner that keeps images on the node that made them.
 pub const NODE_PROVISIONER: &str = "node.torpor.dev";
 
 fn node_provisioner() -> String {
@@ -339,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fingerprint_names_every_field_that_differs_and_no_kernel() {
+    fn a_fingerprint_reports_every_differing_field_except_the_kernel() {
         let image = Fingerprint {
             kernel: "6.1".into(),
             platform: "systrap".into(),

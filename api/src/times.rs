@@ -1,14 +1,15 @@
-//! Times that users write.
+//! Parses times that users write.
 
 use jiff::{Timestamp, fmt::temporal::Pieces};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use serde::{Deserialize, Deserializer, de::Error as _};
 
-/// The last moments of this year are later than any [`Timestamp`].
+/// Year whose last moments are later than any [`Timestamp`].
 const LAST_YEAR: i16 = 9999;
 
-/// Reads a time, also one that is later than any that can be counted with, which is the last one that can then: "never" is written so by many (`9999-12-31T23:59:59Z`), and the apiserver lets
-/// it through.
+/// Reads a time; a time later than any [`Timestamp`] becomes the last one.
+///
+/// Users write such times for "never" (`9999-12-31T23:59:59Z`), and the apiserver accepts them.
 pub(crate) fn or_last<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<Option<Time>, D::Error> {
@@ -34,7 +35,8 @@ mod tests {
     use super::*;
     use crate::{Sandbox, SandboxClaim};
 
-    /// The shutdown time of a Sandbox and of a SandboxClaim that were written with this one.
+    /// Returns the shutdown times of a Sandbox and of a SandboxClaim with this text as
+    /// `shutdownTime`.
     fn read(text: &str) -> [Result<Timestamp, serde_json::Error>; 2] {
         let sandbox = json!({
             "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox", "metadata": {"name": "s"},
@@ -52,7 +54,7 @@ mod tests {
     }
 
     #[test]
-    fn never_may_be_written_as_the_last_moment_that_has_four_digits() {
+    fn the_last_moments_of_year_9999_mean_never() {
         for text in [
             "9999-12-31T23:59:59Z",
             "9999-12-31T23:59:59.999999-05:00",
@@ -65,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn other_times_are_what_they_say_and_what_is_none_is_refused() {
+    fn other_times_are_exact_and_text_that_is_no_time_is_refused() {
         for (text, utc) in [
             ("2026-11-23T10:00:00.5+02:00", "2026-11-23T08:00:00.5Z"),
             ("9999-12-30T22:00:00Z", "9999-12-30T22:00:00Z"),
@@ -88,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn none_is_none() {
+    fn an_unset_time_is_none() {
         let never: crate::extensions::ClaimLifecycle = serde_json::from_value(json!({})).unwrap();
         assert_eq!(never.shutdown_time, None);
         let null = json!({"shutdownTime": null});

@@ -1,4 +1,4 @@
-//! The value of `torpor.dev/wake-on`.
+//! Value of the annotation `torpor.dev/wake-on`.
 //!
 //! ```text
 //! value = "any" | "none" | word *( separator word )
@@ -8,28 +8,30 @@
 //! ```
 //! A range that follows `ports=`, directly or after other ranges, belongs to it.
 
-use super::{InvalidAnnotation, WAKE_ON, invalid};
+use super::{InvalidAnnotation, WAKE_ON, values::invalid};
 
 const ALLOWED: &str =
     "any, none, or some of tcp, udp, icmp, ports=PORTS, such as tcp,ports=80,8000-8099";
-/// Enough for any program, and little to look through for each packet.
+/// Most ranges of ports. The limit bounds the work for each packet.
 const MOST_RANGES: usize = 32;
 
-/// Which packets wake a sandbox that sleeps. Packets of other protocols than these three wake it only with [`WakeOn::Any`].
+/// Packets that wake a sleeping sandbox. Packets of protocols other than these three wake the
+/// sandbox only with [`WakeOn::Any`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum WakeOn {
-    /// All of them. Hides what the pod template says.
+    /// All packets. The value overrides the pod template's.
     Any,
     Some {
         tcp: bool,
         udp: bool,
         icmp: bool,
-        /// TCP and UDP ports of the Pod; none: all of them. Sorted, each apart from the next.
+        /// TCP and UDP ports of the Pod; empty means all. The ranges are sorted and neither overlap
+        /// nor touch.
         ports: Vec<Ports>,
     },
 }
 
-/// A range of ports, both ends included.
+/// Range of ports, both ends included.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Ports {
     pub first: u16,
@@ -37,7 +39,7 @@ pub struct Ports {
 }
 
 impl WakeOn {
-    /// No packet wakes; exec, port-forward and the API do.
+    /// No packet wakes the sandbox; exec, port-forward and the API still do.
     const NONE: Self = Self::Some {
         tcp: false,
         udp: false,
@@ -54,7 +56,7 @@ impl WakeOn {
         }
     }
 
-    /// The annotation's value in one spelling.
+    /// Returns the annotation's value in its one canonical spelling.
     pub fn canonical(&self) -> String {
         let Self::Some {
             tcp,
@@ -85,6 +87,13 @@ impl WakeOn {
     }
 }
 
+/// Parses the annotation [`WAKE_ON`].
+pub fn wake_on<'a>(
+    value: impl Fn(&str) -> Option<&'a String>,
+) -> Option<Result<WakeOn, InvalidAnnotation>> {
+    value(WAKE_ON).map(|value| WakeOn::parse(value))
+}
+
 fn combination(words: &str) -> Option<WakeOn> {
     let (mut tcp, mut udp, mut icmp) = (false, false, false);
     let mut ports = Vec::new();
@@ -111,7 +120,7 @@ fn combination(words: &str) -> Option<WakeOn> {
         return None;
     }
     if !ports.is_empty() && !tcp && !udp {
-        // Ports alone: of whichever has ports.
+        // Ports without a protocol mean TCP and UDP.
         (tcp, udp) = (true, true);
     }
     Some(WakeOn::Some {
@@ -132,7 +141,7 @@ fn range(text: &str) -> Option<Ports> {
     (first <= last).then_some(Ports { first, last })
 }
 
-/// What overlaps or touches becomes one.
+/// Merges ranges that overlap or touch.
 fn merged(mut ports: Vec<Ports>) -> Vec<Ports> {
     ports.sort_unstable();
     let mut apart: Vec<Ports> = Vec::new();
@@ -174,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_combination_is_refused() {
+    fn invalid_combinations_are_refused() {
         let many = (1..=33_u32).map(|n| (2 * n).to_string());
         let many = format!("ports={}", many.collect::<Vec<_>>().join(","));
         for value in [

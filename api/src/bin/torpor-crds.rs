@@ -1,4 +1,5 @@
-//! Writes the CustomResourceDefinitions into `crds` and `podsnapshots` below a folder: `torpor-crds deploy`.
+//! Writes the CustomResourceDefinitions into the folders `crds` and `podsnapshots` of a given
+//! folder: `torpor-crds deploy`.
 
 use std::{
     env, fs,
@@ -15,7 +16,7 @@ fn main() -> ExitCode {
     };
     match write(&folder) {
         Ok(count) => {
-            println!("{count} definitions written to {}", folder.display());
+            println!("wrote {count} definitions to {}", folder.display());
             ExitCode::SUCCESS
         }
         Err(error) => {

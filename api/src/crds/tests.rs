@@ -2,7 +2,7 @@ use std::{collections::BTreeMap, fs, path::Path, sync::LazyLock};
 
 use super::*;
 
-/// To make them takes a quarter of a second.
+/// Shared by the tests, since generating the definitions takes a quarter of a second.
 static DEFINITIONS: LazyLock<Vec<Value>> = LazyLock::new(definitions);
 static POD_SNAPSHOTS: LazyLock<Vec<Value>> = LazyLock::new(pod_snapshot_definitions);
 
@@ -31,7 +31,7 @@ fn property(kind: &str, path: &str) -> Value {
 }
 
 #[test]
-fn the_committed_files_are_what_the_types_say() {
+fn the_committed_files_match_the_types() {
     assert_committed("crds", DEFINITIONS.clone());
     assert_committed("podsnapshots", POD_SNAPSHOTS.clone());
 }
@@ -42,7 +42,7 @@ fn assert_committed(folder: &str, definitions: Vec<Value>) {
     for entry in fs::read_dir(deploy.join(folder)).unwrap() {
         let entry = entry.unwrap();
         let name = entry.file_name().into_string().unwrap();
-        // The definitions' files have the group's name before the kind's.
+        // The names of definition files contain the group, an underscore and the plural.
         if name.contains('_') {
             committed.insert(name, fs::read_to_string(entry.path()).unwrap());
         }
@@ -51,10 +51,10 @@ fn assert_committed(folder: &str, definitions: Vec<Value>) {
     let names = |files: &BTreeMap<String, String>| files.keys().cloned().collect::<Vec<_>>();
     assert_eq!(names(&committed), names(&generated));
     for (name, text) in &generated {
-        // Not assert_eq: a difference would print half a megabyte.
+        // assert_eq would print half a megabyte.
         assert!(
             committed[name] == *text,
-            "{name} is old; run torpor-crds (see the file's head)"
+            "{name} differs from the types; run torpor-crds (see the file's first lines)"
         );
     }
 }
@@ -65,7 +65,7 @@ fn generating_twice_gives_the_same_bytes() {
 }
 
 #[test]
-fn the_yaml_says_what_the_json_says() {
+fn the_yaml_parses_to_the_json() {
     for (name, text) in files(all().cloned().collect()).unwrap() {
         let read: Value = serde_saphyr::from_str(&text).unwrap();
         let crd = all()
